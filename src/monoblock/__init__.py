@@ -1,0 +1,75 @@
+"""The Transformer, complete and usable: one block, and every published arrangement of it as a row of data.
+
+    import monoblock as mb
+
+    config = mb.preset("gpt2")
+    model = mb.Transformer(config)
+    logits = model(ids)                         # (B, T, V)
+
+The public names are `__all__`. Each is imported when it is first used, so that `import monoblock` costs milliseconds
+and whoever only wants to count parameters never waits for torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module it lives in.
+_HOME = {
+    "Alibi": "config",
+    "AttentionConfig": "config",
+    "BlockConfig": "config",
+    "Buckets": "config",
+    "Cache": "cache",
+    "ConfigError": "errors",
+    "EmbeddingConfig": "config",
+    "ExpertsConfig": "config",
+    "FeedForwardConfig": "config",
+    "FileError": "errors",
+    "HeadConfig": "config",
+    "InputError": "errors",
+    "Learned": "config",
+    "ModelConfig": "config",
+    "MonoblockError": "errors",
+    "NormConfig": "config",
+    "PRESETS": "presets",
+    "PatchConfig": "config",
+    "Recurrent": "recurrent",
+    "RecurrentConfig": "config",
+    "Repeat": "config",
+    "Rotary": "config",
+    "Sinusoid": "config",
+    "StackConfig": "config",
+    "Transformer": "model",
+    "Where": "masks",
+    "account": "accounting.report",
+    "bart": "families",
+    "bert": "families",
+    "causal": "masks",
+    "gpt": "families",
+    "llama": "families",
+    "preset": "presets",
+    "same_document": "masks",
+    "t5": "families",
+    "tiny": "presets",
+    "vaswani": "families",
+    "vit": "families",
+    "window": "masks",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        from monoblock.errors import did_you_mean
+
+        raise AttributeError(f"module 'monoblock' has no attribute {name!r}{did_you_mean(name, _HOME)}")
+    value = getattr(import_module(f"monoblock.{_HOME[name]}"), name)
+    globals()[name] = value  # the next use of the name is a plain lookup
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

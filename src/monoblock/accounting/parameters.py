@@ -1,0 +1,255 @@
+"""How many parameters a configuration has, component by component, in closed form.
+
+D width, H heads, G key/value heads, K key size, F hidden, V vocabulary, E experts:
+
+    attention     D·H·K + D·G·K + D·G·Kv + H·Kv·D    query, key, value, output, and the biases that `bias` names
+    feedforward   2·D·F, gated 3·D·F                 with experts E times that, and D·E for the router
+    norm          2·n with scale and shift, n with scale alone, 0 without
+    embedding     V·D                                shared tables are counted where they are first used, and once
+
+A tied output matrix, a target table tied to the source's and the later repetitions of a tied run count nothing again.
+A fixed output bias is stored with the model but never trained: it is no parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from monoblock.config import (
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    StackConfig,
+)
+
+Counts = dict[str, int]
+
+
+class Linear(NamedTuple):
+    """A matrix in the model: what is counted here as weights is counted in flops.py as work."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    tied: bool = False  # another component owns the matrix; a bias is still its own
+    rows: Literal["tokens", "sequences"] = "tokens"  # what passes through it: every token, or one vector a sequence
+
+    @property
+    def matrix(self) -> int:
+        return self.inputs * self.outputs
+
+    @property
+    def parameters(self) -> int:
+        return (0 if self.tied else self.matrix) + (self.outputs if self.bias else 0)
+
+
+def total(linears: Iterable[Linear]) -> int:
+    return sum(linear.parameters for linear in linears)
+
+
+def norm_parameters(norm: NormConfig | None, size: int) -> int:
+    return 0 if norm is None else {"scale_shift": 2, "scale": 1, "none": 0}[norm.affine] * size
+
+
+# -- the matrices of each part --------------------------------------------------------------------------------------
+
+
+def attention_linears(attention: AttentionConfig, width: int) -> tuple[Linear, Linear, Linear, Linear]:
+    """Query, key, value and output."""
+    heads, groups = attention.heads, attention.groups
+    size, value_size = attention.key_size(width), attention.value_size(width)
+    return (
+        Linear("query", width, heads * size, "q" in attention.bias),
+        Linear("key", width, groups * size, "k" in attention.bias),
+        Linear("value", width, groups * value_size, "v" in attention.bias),
+        Linear("output", heads * value_size, width, "o" in attention.bias),
+    )
+
+
+def feedforward_linears(feedforward: FeedForwardConfig, width: int) -> tuple[Linear, ...]:
+    """The matrices of one feed-forward, or of one expert."""
+    up = Linear("up", width, feedforward.hidden, feedforward.bias)
+    down = Linear("down", feedforward.hidden, width, feedforward.bias)
+    return (up, up._replace(name="gate"), down) if feedforward.gated else (up, down)
+
+
+def router_linear(feedforward: FeedForwardConfig, width: int) -> Linear | None:
+    experts = feedforward.experts
+    return None if experts is None else Linear("router", width, experts.count, experts.router_bias)
+
+
+def projection_linear(given: EmbeddingConfig | PatchConfig, width: int) -> Linear | None:
+    """From the size of a factorised embedding to the width."""
+    if isinstance(given, PatchConfig) or given.dim in (None, width):
+        return None
+    assert given.dim is not None
+    return Linear("projection", given.dim, width, given.projection_bias)
+
+
+def head_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """The matrices after the last stack, in the order they run."""
+    head, width = config.head, config.width
+    if head is None:
+        return ()
+    if head.kind in ("language_model", "masked_lm"):
+        return _vocabulary_linears(config, head)
+    found = []
+    if head.pooler != "none":
+        found.append(Linear("pooler", width, width, bias=True, rows="sequences"))
+    biased = head.bias == "learned"
+    if head.kind == "classifier":
+        found.append(Linear("output", width, head.classes or 0, biased, rows="sequences"))
+    elif head.kind == "tagger":
+        found.append(Linear("output", width, head.classes or 0, biased))
+    elif head.kind == "spans":
+        found.append(Linear("output", width, 2, biased))
+    return tuple(found)
+
+
+def _vocabulary_linears(config: ModelConfig, head: HeadConfig) -> tuple[Linear, ...]:
+    words = config.output_input
+    assert isinstance(words, EmbeddingConfig)
+    width, tied = config.width, config.tie in ("output", "three_way")
+    size = words.dim or width if tied or head.transform else width
+    found = []
+    if head.transform:
+        found.append(Linear("transform", width, size, head.transform_bias))
+    elif size != width:
+        found.append(Linear("projection", width, size))
+    return (*found, Linear("output", size, words.vocab, head.bias == "learned", tied))
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+
+
+def _token_input(given: EmbeddingConfig, width: int, owns_tokens: bool) -> Iterator[tuple[str, int]]:
+    size = given.dim or width
+    yield "token", given.vocab * size if owns_tokens else 0
+    if isinstance(given.positions, Learned):
+        yield "position", ((given.context or 0) + given.positions.offset) * size
+    yield "segment", given.segments * size
+    yield "norm", norm_parameters(given.norm, size)
+    projection = projection_linear(given, width)
+    yield "projection", projection.parameters if projection else 0
+
+
+def _patch_input(given: PatchConfig, width: int) -> Iterator[tuple[str, int]]:
+    yield "patch", patch_linear(given, width).parameters
+    yield "class_token", width if given.class_token else 0
+    yield "registers", given.registers * width
+    yield "position", given.context * width if isinstance(given.positions, Learned) else 0
+    yield "norm", norm_parameters(given.norm, width)
+
+
+def patch_linear(given: PatchConfig, width: int) -> Linear:
+    """The convolution over patches: each patch is read once, so it is a matrix on flattened patches."""
+    return Linear("patch", given.channels * given.patch**2, width, given.bias)
+
+
+def _attention(name: str, attention: AttentionConfig, width: int) -> Iterator[tuple[str, int]]:
+    query, key, value, output = attention_linears(attention, width)
+    yield name, total((query, key, value, output))
+    size = attention.key_size(width)
+    normed = 2 * size if attention.qk_norm_over == "head" else query.outputs + key.outputs
+    yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, normed)
+    yield f"{name}.sinks", attention.heads if attention.sinks else 0
+    if isinstance(attention.positions, Buckets) and not attention.positions.shared:
+        yield f"{name}.positions", attention.positions.count * attention.heads
+
+
+def _feedforward(feedforward: FeedForwardConfig, width: int, active: bool) -> Iterator[tuple[str, int]]:
+    one = total(feedforward_linears(feedforward, width))
+    router = router_linear(feedforward, width)
+    if feedforward.experts is None or router is None:
+        yield "feedforward", one
+    else:
+        yield "feedforward.router", router.parameters
+        count = feedforward.experts.top_k if active else feedforward.experts.count
+        yield "feedforward.experts", count * one
+
+
+def norm_count(block: BlockConfig) -> int:
+    """The norms of a block."""
+    sublayers = 3 if block.cross else 2
+    if block.residual == "parallel_shared":
+        return 1
+    if block.norm_place == "sandwich":
+        return 2 * sublayers
+    return sublayers - (not block.attention_norm)
+
+
+def block_parameters(block: BlockConfig, *, active: bool = False) -> Counts:
+    """One block by component; `active`: only the experts that one token passes through."""
+    width = block.width
+    counts: Counter[str] = Counter(dict(_attention("attention", block.attention, width)))
+    if block.cross:
+        counts.update(dict(_attention("cross", block.cross, width)))
+    counts.update(dict(_feedforward(block.feedforward, width, active)))
+    counts["norm"] = norm_count(block) * norm_parameters(block.norm, width)
+    counts["layer_scale"] = (3 if block.cross else 2) * width if block.layer_scale is not None else 0
+    return dict(counts)
+
+
+def _stack(stack: StackConfig, active: bool) -> Counts:
+    counts: Counter[str] = Counter()
+    for block, times in Counter(block for block, owns in stack.owned() if owns).items():
+        counts.update({name: times * count for name, count in block_parameters(block, active=active).items()})
+    shared = (b.attention for b in stack.layers() if isinstance(b.attention.positions, Buckets))
+    for attention in shared:
+        assert isinstance(attention.positions, Buckets)
+        if attention.positions.shared:
+            counts["attention.positions"] += attention.positions.count * attention.heads
+            break
+    counts["final_norm"] = norm_parameters(stack.norm, stack.width)
+    return dict(counts)
+
+
+def matrix_weights(block: BlockConfig, experts: int | None = None) -> int:
+    """Weights in the matrices of a block, with so many of its experts (None: all)."""
+    routed = block.feedforward.experts
+    copies = 1 if routed is None else routed.count if experts is None else experts
+    router = router_linear(block.feedforward, block.width)
+    found = [*attention_linears(block.attention, block.width), *([router] if router else [])]
+    found += attention_linears(block.cross, block.width) if block.cross else ()
+    one = sum(linear.matrix for linear in feedforward_linears(block.feedforward, block.width))
+    return sum(linear.matrix for linear in found) + copies * one
+
+
+def block_matrices(config: ModelConfig) -> int:
+    """Weights in the matrices of all blocks: what Muon takes, not embeddings, norms, biases or head."""
+    return sum(matrix_weights(block) for stack in config.stacks.values() for block, owns in stack.owned() if owns)
+
+
+def _head(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    linears = head_linears(config)
+    for linear in linears:
+        yield linear.name, linear.parameters
+    if config.head is not None:
+        size = linears[-1].inputs if linears else config.width
+        yield "norm", norm_parameters(config.head.norm, size)
+
+
+def parameters(config: ModelConfig, *, active: bool = False) -> Counts:
+    """Parameters by component, those that are there; their sum is the model's. `active`: see `block_parameters`."""
+    counts: Counts = {}
+    for place, given in config.inputs.items():
+        if isinstance(given, PatchConfig):
+            rows = _patch_input(given, config.width)
+        else:
+            owns = place == "input" or config.tie not in ("source_target", "three_way")
+            rows = _token_input(given, config.width, owns)
+        counts.update({f"{place}.{name}": count for name, count in rows})
+    for place, stack in config.stacks.items():
+        counts.update({f"{place}.{name}": count for name, count in _stack(stack, active).items()})
+    counts.update({f"head.{name}": count for name, count in _head(config)})
+    return {name: count for name, count in counts.items() if count}

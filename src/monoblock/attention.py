@@ -1,0 +1,226 @@
+"""Equation 1, and the heads around it: MHA, GQA and MQA, self and cross.
+
+`attend` is the formula in plain steps; `attend_fused` is the same through one kernel.  `View` is what all blocks of one kind
+share in a pass: who may see whom, the bias on the scores, the angles of the positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.cache import CrossSlot, Entry, KeyValues, Slot
+from monoblock.config import AttentionConfig, Buckets
+from monoblock.masks import Sight
+from monoblock.norm import HALF, Norm
+from monoblock.positions import Turn, bucket_bias, rotate
+from monoblock.tap import Tap, tapped, wants
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    tap: Tap | None = None,
+) -> Tensor:
+    """softmax(q k' / sqrt(K) + bias) v, over the keys the mask lets through (Vaswani et al. 2017, eq. 1).
+
+    q (B, H, T, K), k (B, G, S, K), v (B, G, S, *) with G dividing H; mask (B, 1, T, S) True where q may see k.
+    A row that may see nothing gives zeros.  16-bit scores are made in fp32.
+    """
+    B, H, T, K = q.shape
+    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) if t.shape[1] != H else t for t in (k, v))
+    wide_q, wide_k = (t.float() if t.dtype in HALF else t for t in (q, k))
+    scores = wide_q @ wide_k.mT * (K**-0.5 if scale is None else scale)  # (B, H, T, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    scores = tapped(tap, "scores", scores)
+    weights = _softmax(scores, sinks)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0)  # only what may be seen, so a true NaN still shows
+    weights = F.dropout(tapped(tap, "weights", weights), dropout)
+    return weights.to(v.dtype) @ v
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys; a sink (H,) takes part in the sum and is then dropped."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+
+def attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | None, dropout: float, bias: Tensor | None
+) -> Tensor:
+    """The same by one kernel.  Rows that see nothing are let see all and then zeroed: kernels give garbage there."""
+    mask, blind = view.fused(bias, q.dtype)
+    causal = mask is None and view.sight.kind == "causal"
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+    )
+    return out if blind is None else out.masked_fill(blind, 0)
+
+
+@dataclass
+class View:
+    """What the blocks of one kind share in one pass."""
+
+    sight: Sight
+    bias: Tensor | None = None  # (B, H, T, S)
+    turn_q: Turn | None = None
+    turn_k: Turn | None = None
+
+    @cached_property
+    def dense(self) -> Tensor | None:
+        """The mask as booleans, None where everything is seen."""
+        return None if self.sight.kind == "all" else self.sight.dense()
+
+    @cached_property
+    def _open(self) -> tuple[Tensor, Tensor] | None:
+        """The mask with blind rows opened, and which rows are blind (B, 1, T, 1)."""
+        if self.dense is None:
+            return None
+        blind = ~self.dense.any(-1, keepdim=True)
+        return self.dense | blind, blind
+
+    def fused(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """The mask a kernel takes (boolean, or the bias with -inf) and the blind rows."""
+        if bias is None and self.sight.kind != "dense":
+            return None, None
+        if bias is None:
+            assert self._open is not None
+            return self._open
+        if bias is self.bias:
+            return self._shared(dtype)
+        return self._biased(bias, dtype)
+
+    def _shared(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The biased mask, made once for all blocks that share it."""
+        made = self.__dict__.setdefault("_made", {})
+        if dtype not in made:
+            assert self.bias is not None
+            made[dtype] = self._biased(self.bias, dtype)
+        return made[dtype]
+
+    def _biased(self, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        if self._open is None:
+            return bias.to(dtype), None
+        allowed, blind = self._open
+        return bias.to(dtype).masked_fill(~allowed, -math.inf), blind
+
+
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017, 3.2.2); with fewer key than query heads, grouped (Ainslie et al. 2023)."""
+
+    def __init__(self, width: int, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        H, G, K, V = config.heads, config.groups, config.key_size(width), config.value_size(width)
+        self.key_size, self.value_size = K, V
+        self.query = nn.Linear(width, H * K, bias="q" in config.bias)
+        self.key = nn.Linear(width, G * K, bias="k" in config.bias)
+        self.value = nn.Linear(width, G * V, bias="v" in config.bias)
+        self.output = nn.Linear(H * V, width, bias="o" in config.bias)
+        self.query_norm, self.key_norm = self._qk_norm(H, K), self._qk_norm(G, K)
+        self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
+        owns = isinstance(config.positions, Buckets) and not config.positions.shared
+        self.position_bias = nn.Embedding(config.positions.count, H) if owns else None  # type: ignore[union-attr]
+
+    def _qk_norm(self, heads: int, size: int) -> Norm | None:
+        if self.config.qk_norm is None:
+            return None
+        shape = {"head": size, "each_head": (heads, size), "width": heads * size}[self.config.qk_norm_over]
+        return Norm(shape, self.config.qk_norm)
+
+    def forward(
+        self,
+        x: Tensor,
+        view: View,
+        *,
+        memory: Tensor | None = None,
+        slot: Slot | CrossSlot | None = None,
+        entry: Entry | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """x (B, T, D) looks at itself, or at memory (B, S, D)."""
+        B, T, _ = x.shape
+        q = self._heads(self.query(x), self.config.heads, self.query_norm)
+        if view.turn_q is not None:
+            q = rotate(q, view.turn_q)
+        keys, values = self._keys_values(x, view, memory, slot, entry)
+        q, keys, values = tapped(tap, "query", q), tapped(tap, "key", keys), tapped(tap, "value", values)
+        out = self._attend(q, keys, values, view, tap)  # (B, H, T, V)
+        out = tapped(tap, "heads", out).transpose(1, 2).reshape(B, T, -1)
+        return self.output(out)
+
+    def _heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
+        """(B, T, heads * size) -> (B, heads, T, size), clamped and normed where the configuration says so."""
+        if self.config.clip is not None:
+            x = x.clamp(-self.config.clip, self.config.clip)
+        if norm is not None and self.config.qk_norm_over == "width":
+            x = norm(x)
+        x = x.unflatten(-1, (heads, -1))
+        if norm is not None and self.config.qk_norm_over != "width":
+            x = norm(x)
+        return x.transpose(1, 2)
+
+    def _keys_values(
+        self, x: Tensor, view: View, memory: Tensor | None, slot: Slot | CrossSlot | None, entry: Entry | None
+    ) -> KeyValues:
+        if isinstance(slot, CrossSlot) and slot.keys is not None and slot.values is not None:
+            return KeyValues(slot.keys, slot.values)
+        source = x if memory is None else memory
+        keys = self._heads(self.key(source), self.config.groups, self.key_norm)
+        values = self._heads(self.value(source), self.config.groups)
+        if view.turn_k is not None:
+            keys = rotate(keys, view.turn_k)
+        if isinstance(slot, CrossSlot):
+            return slot.fill(keys, values)
+        if isinstance(slot, Slot):
+            assert entry is not None
+            return slot.store(keys, values, entry)
+        return KeyValues(keys, values)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, view: View, tap: Tap | None) -> Tensor:
+        config = self.config
+        bias = view.bias if self.position_bias is None else self._own_bias(view)
+        dropout = config.dropout if self.training else 0.0
+        plain = config.softcap is not None or self.sinks is not None or wants(tap, "weights") or wants(tap, "scores")
+        if not plain:
+            return attend_fused(q, k, v, view, scale=config.scale, dropout=dropout, bias=bias)
+        return attend(
+            q,
+            k,
+            v,
+            view.dense,
+            bias,
+            scale=config.scale,
+            softcap=config.softcap,
+            sinks=self.sinks,
+            dropout=dropout,
+            tap=tap,
+        )
+
+    def _own_bias(self, view: View) -> Tensor:
+        """The bias from this block's own table of distances."""
+        assert isinstance(self.config.positions, Buckets) and self.position_bias is not None
+        sight, both = view.sight, self.config.mask == "full"
+        return bucket_bias(self.config.positions, self.position_bias.weight, sight.q.at, sight.k.at, both_sides=both)

@@ -1,0 +1,139 @@
+"""What enters the first block: tokens (scaled, with places and segments added) or the patches of an image."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config import EmbeddingConfig, Learned, PatchConfig, Sinusoid
+from monoblock.errors import InputError
+from monoblock.masks import Where
+from monoblock.norm import Norm
+from monoblock.positions import grid_sinusoid, sinusoid
+from monoblock.tap import Tap, tapped
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors.  A target tied to the source owns no table and is given the source's."""
+
+    def __init__(self, width: int, config: EmbeddingConfig, *, owns_tokens: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim if config.dim is not None else width
+        self.scale = math.sqrt(width) if config.scale == "sqrt_width" else float(config.scale)
+        self.token = nn.Embedding(config.vocab, dim) if owns_tokens else None
+        learned = isinstance(config.positions, Learned)
+        self.position = nn.Embedding(self._rows(config), dim) if learned else None
+        self.segment = nn.Embedding(config.segments, dim) if config.segments else None
+        self.norm = Norm(dim, config.norm) if config.norm is not None else None
+        self.projection = nn.Linear(dim, width, bias=config.projection_bias) if dim != width else None
+
+    @staticmethod
+    def _rows(config: EmbeddingConfig) -> int:
+        assert isinstance(config.positions, Learned) and config.context is not None
+        return config.context + config.positions.offset
+
+    def forward(
+        self,
+        ids: Tensor,
+        where: Where,
+        *,
+        segments: Tensor | None = None,
+        table: Tensor | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """ids (B, T) -> (B, T, D)."""
+        weight = self.token.weight if self.token is not None else table
+        assert weight is not None
+        x = F.embedding(ids, weight)
+        if self.scale != 1.0:
+            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded to the dtype first, as published weights expect
+        x = tapped(tap, "token", x)
+        x = self._placed(x, where)
+        if self.segment is not None:
+            x = x + self.segment(torch.zeros_like(ids) if segments is None else segments)
+        if self.norm is not None:
+            x = self.norm(x)
+        x = F.dropout(x, self.config.dropout, self.training)
+        if self.projection is not None:
+            x = self.projection(x)
+        return tapped(tap, "output", x)
+
+    def _placed(self, x: Tensor, where: Where) -> Tensor:
+        """Learned or sinusoidal places added."""
+        positions = self.config.positions
+        if self.position is not None:
+            assert isinstance(positions, Learned)
+            return x + self.position(where.at + positions.offset)
+        if isinstance(positions, Sinusoid):
+            return x + sinusoid(where.at, x.shape[-1], positions).to(x.dtype)
+        return x
+
+    def check(self, ids: Tensor, where: Where) -> None:
+        """One line for what cannot be embedded; looks at the ids only where that stalls nothing."""
+        limit = self.config.context if self.position is not None else None
+        if limit is not None and where.start is not None and where.start + ids.shape[1] > limit:
+            raise InputError(_too_long(where.start + ids.shape[1], limit))
+        if ids.device.type != "cpu" or not ids.numel():
+            return
+        low, high = (int(v) for v in ids.aminmax())
+        if low < 0 or high >= self.config.vocab:
+            wrong = low if low < 0 else high
+            raise InputError(
+                f"id {wrong} is outside the vocabulary of {self.config.vocab} (0 to {self.config.vocab - 1}); "
+                f"is this the model's own tokenizer?"
+            )
+        if limit is not None and where.start is None and int(where.at.max()) >= limit:
+            raise InputError(_too_long(int(where.at.max()) + 1, limit))
+
+
+def _too_long(length: int, limit: int) -> str:
+    return (
+        f"a sequence of {length} tokens is longer than the {limit} learned positions; shorten it, "
+        f"or build the model with context={length} or with other positions"
+    )
+
+
+class Patches(nn.Module):
+    """An image cut into patches, each a token (Dosovitskiy et al. 2021)."""
+
+    def __init__(self, width: int, config: PatchConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch = nn.Conv2d(config.channels, width, config.patch, stride=config.patch, bias=config.bias)
+        self.class_token = nn.Parameter(torch.zeros(width)) if config.class_token else None
+        self.registers = nn.Parameter(torch.zeros(config.registers, width)) if config.registers else None
+        self.position = nn.Embedding(config.context, width) if isinstance(config.positions, Learned) else None
+        self.norm = Norm(width, config.norm) if config.norm is not None else None
+
+    def forward(self, pixels: Tensor, tap: Tap | None = None) -> Tensor:
+        """pixels (B, channels, height, width) -> (B, T, D): class token, registers, then the patches row by row."""
+        x = tapped(tap, "patch", self.patch(pixels).flatten(2).mT)  # (B, N, D)
+        B, _, D = x.shape
+        front = [t.reshape(1, -1, D).expand(B, -1, D) for t in (self.class_token, self.registers) if t is not None]
+        x = torch.cat((*front, x), dim=1)
+        if self.position is not None:
+            x = x + self.position.weight
+        elif isinstance(self.config.positions, Sinusoid):
+            x = x + F.pad(self._waves(x), (0, 0, self.config.prefix, 0))
+        if self.norm is not None:
+            x = self.norm(x)
+        return tapped(tap, "output", F.dropout(x, self.config.dropout, self.training))
+
+    def _waves(self, x: Tensor) -> Tensor:
+        side, positions = self.config.image // self.config.patch, self.config.positions
+        assert isinstance(positions, Sinusoid)
+        if positions.form == "grid":
+            return grid_sinusoid(side, x.shape[-1], positions, x.device).to(x.dtype)
+        return sinusoid(torch.arange(side * side, device=x.device), x.shape[-1], positions).to(x.dtype)
+
+    def check(self, pixels: Tensor) -> None:
+        wanted = (self.config.channels, self.config.image, self.config.image)
+        if pixels.dim() != 4 or tuple(pixels.shape[1:]) != wanted:
+            raise InputError(
+                f"pixels of shape {tuple(pixels.shape)} do not fit: this model takes (batch, "
+                f"{', '.join(map(str, wanted))}); resize the images or build it with image=…"
+            )

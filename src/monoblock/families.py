@@ -1,0 +1,254 @@
+"""The families by their usual names: a few sizes in, a whole ModelConfig out; any knob of knobs.py may be added.
+
+gpt(vocab=65, width=192, depth=6, heads=6, context=256, dropout=0.1)
+llama(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048, kv_heads=8)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from monoblock.config import (
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    InitConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    Repeat,
+    Rotary,
+    Sinusoid,
+    StackConfig,
+)
+from monoblock.knobs import deepen, vary
+
+LAYER = NormConfig()
+RMS = NormConfig(kind="rms", affine="scale", eps=1e-6)
+
+
+def stack(depth: int, *blocks: BlockConfig, norm: NormConfig | None = None) -> StackConfig:
+    """`depth` layers of one block, or of several in turn."""
+    return StackConfig(pattern=deepen((Repeat(blocks=blocks),), depth), norm=norm)
+
+
+def gpt(*, vocab: int, width: int, depth: int, heads: int, context: int, **knobs: Any) -> ModelConfig:
+    """GPT-2 (Radford et al. 2019): decoder-only, pre-norm, learned positions, tied output."""
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads),
+        feedforward=FeedForwardConfig(hidden=4 * width, activation="gelu_tanh"),
+    )
+    config = ModelConfig(
+        input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned()),
+        decoder=stack(depth, block, norm=LAYER),
+        head=HeadConfig(kind="language_model"),
+        tie="output",
+    )
+    return vary(config, **knobs)
+
+
+def llama(
+    *, vocab: int, width: int, depth: int, heads: int, hidden: int | None = None, context: int, **knobs: Any
+) -> ModelConfig:
+    """LLaMA (Touvron et al. 2023): RMS pre-norm, rotary positions, SwiGLU, no biases, untied output."""
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, bias="", positions=Rotary()),
+        feedforward=FeedForwardConfig(
+            hidden=hidden or 32 * -(-width // 12), activation="silu", gated=True, bias=False
+        ),  # 8/3 of the width, rounded up to a multiple of 32
+        norm=RMS,
+    )
+    config = ModelConfig(
+        input=EmbeddingConfig(vocab=vocab, context=context),
+        decoder=stack(depth, block, norm=RMS),
+        head=HeadConfig(kind="language_model"),
+    )
+    return vary(config, **knobs)
+
+
+def bert(
+    *,
+    vocab: int,
+    width: int,
+    depth: int,
+    heads: int,
+    context: int,
+    head: Literal["pooled", "masked_lm", "classifier", "tagger", "spans", "none"] = "pooled",
+    classes: int | None = None,
+    **knobs: Any,
+) -> ModelConfig:
+    """BERT (Devlin et al. 2019): encoder-only, post-norm, learned positions, two segments; by default with its pooler."""
+    norm = NormConfig(eps=1e-12)
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, mask="full"),
+        feedforward=FeedForwardConfig(hidden=4 * width),
+        norm=norm,
+        norm_place="post",
+    )
+    masked = HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned")
+    heads_by_name = {
+        "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
+        "masked_lm": lambda: masked,
+        "classifier": lambda: HeadConfig(kind="classifier", classes=classes or 2, pooler="tanh", bias="learned"),
+        "tagger": lambda: HeadConfig(kind="tagger", classes=classes or 2, bias="learned"),
+        "spans": lambda: HeadConfig(kind="spans", bias="learned"),
+    }
+    config = ModelConfig(
+        input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned(), segments=2, norm=norm),
+        encoder=stack(depth, block),
+        head=heads_by_name[head]() if head != "none" else None,
+        tie="output" if head == "masked_lm" else "none",
+    )
+    return vary(config, **knobs)
+
+
+def encoder_decoder(
+    block: BlockConfig,
+    *,
+    depth: int,
+    source: EmbeddingConfig,
+    target: EmbeddingConfig | None,
+    norm: NormConfig | None,
+    head: HeadConfig,
+    tie: Literal["none", "output", "source_target", "three_way"],
+    init: InitConfig = InitConfig(),
+) -> ModelConfig:
+    """Two stacks of one block: as it is in the encoder, causal and with cross-attention in the decoder."""
+    own, cross = replace(block.attention, mask="causal"), replace(block.attention, positions=None)
+    return ModelConfig(
+        input=source,
+        target=target,
+        encoder=stack(depth, block, norm=norm),
+        decoder=stack(depth, replace(block, attention=own, cross=cross), norm=norm),
+        head=head,
+        tie=tie,
+        init=init,
+    )
+
+
+def vaswani(
+    *,
+    vocab: int,
+    width: int = 512,
+    depth: int = 6,
+    heads: int = 8,
+    hidden: int | None = None,
+    context: int | None = None,
+    target_vocab: int | None = None,
+    **knobs: Any,
+) -> ModelConfig:
+    """The Transformer of Vaswani et al. 2017: post-norm, ReLU, sinusoids, one matrix for source, target and output.
+
+    With `target_vocab` source and target have embeddings of their own, and the output is tied to the target's.
+    """
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, mask="full"),
+        feedforward=FeedForwardConfig(hidden=hidden or 4 * width, activation="relu"),
+        norm_place="post",
+    )
+    source = EmbeddingConfig(vocab=vocab, context=context, scale="sqrt_width", positions=Sinusoid())
+    target = None
+    if target_vocab is not None:
+        target = EmbeddingConfig(vocab=target_vocab, context=context, scale="sqrt_width", positions=Sinusoid())
+    config = encoder_decoder(
+        block,
+        depth=depth,
+        source=source,
+        target=target,
+        norm=None,
+        head=HeadConfig(kind="language_model"),
+        tie="three_way" if target is None else "output",
+        init=InitConfig(kind="xavier"),
+    )
+    return vary(config, **knobs)
+
+
+def t5(
+    *,
+    vocab: int,
+    width: int,
+    depth: int,
+    heads: int,
+    hidden: int | None = None,
+    head_dim: int | None = None,
+    context: int | None = None,
+    **knobs: Any,
+) -> ModelConfig:
+    """T5 (Raffel et al. 2020): RMS pre-norm, bucketed relative bias, unscaled scores, no biases, one tied matrix."""
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, head_dim=head_dim, bias="", scale=1.0, mask="full", positions=Buckets()),
+        feedforward=FeedForwardConfig(hidden=hidden or 4 * width, activation="relu", bias=False),
+        norm=RMS,
+    )
+    config = encoder_decoder(
+        block,
+        depth=depth,
+        source=EmbeddingConfig(vocab=vocab, context=context),
+        target=None,
+        norm=RMS,
+        head=HeadConfig(kind="language_model", scale="inverse_sqrt_width"),
+        tie="three_way",
+        init=InitConfig(kind="t5"),
+    )
+    return vary(config, **knobs)
+
+
+def bart(
+    *, vocab: int, width: int, depth: int, heads: int, hidden: int | None = None, context: int, **knobs: Any
+) -> ModelConfig:
+    """BART (Lewis et al. 2020): post-norm with a normed embedding, learned positions a side, three-way tying."""
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, mask="full"),
+        feedforward=FeedForwardConfig(hidden=hidden or 4 * width),
+        norm_place="post",
+    )
+    side = EmbeddingConfig(vocab=vocab, context=context, positions=Learned(offset=2), norm=LAYER)
+    config = encoder_decoder(
+        block,
+        depth=depth,
+        source=side,
+        target=side,
+        norm=None,
+        head=HeadConfig(kind="language_model", bias="fixed"),
+        tie="three_way",
+    )
+    return vary(config, **knobs)
+
+
+def vit(
+    *,
+    image: int,
+    patch: int,
+    width: int,
+    depth: int,
+    heads: int,
+    classes: int,
+    hidden: int | None = None,
+    channels: int = 3,
+    **knobs: Any,
+) -> ModelConfig:
+    """ViT (Dosovitskiy et al. 2021): patches as tokens, a class token, pre-norm encoder, a classifier on top."""
+    norm = NormConfig(eps=1e-12)
+    block = BlockConfig(
+        width=width,
+        attention=AttentionConfig(heads=heads, mask="full"),
+        feedforward=FeedForwardConfig(hidden=hidden or 4 * width),
+        norm=norm,
+    )
+    config = ModelConfig(
+        input=PatchConfig(image=image, patch=patch, channels=channels),
+        encoder=stack(depth, block, norm=norm),
+        head=HeadConfig(kind="classifier", classes=classes, bias="learned"),
+    )
+    return vary(config, **knobs)

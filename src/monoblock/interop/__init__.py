@@ -1,0 +1,1 @@
+"""Folders and files other programs can read, and ours."""

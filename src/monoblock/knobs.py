@@ -1,0 +1,211 @@
+"""Swap one choice and keep the rest: `vary(config, norm="rms", kv_heads=2)`.
+
+A knob is a flat name for a choice that lies somewhere in the tree of a ModelConfig.  KNOBS says which class holds it and
+how it is written there.  All knobs of a call are applied in one pass from the leaves up, so that values that must agree
+(width and heads) are validated together.  Constructors, recipes and the command line all speak these names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from monoblock.config import (
+    Alibi,
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    InitConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    Repeat,
+    Rotary,
+    Sinusoid,
+    StackConfig,
+)
+from monoblock.errors import ConfigError, did_you_mean
+
+Values = dict[str, Any]  # the fields a part is about to be built from
+C = TypeVar("C")
+
+POSITIONS: dict[str, tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]] = {
+    "none": (None, None),
+    "sinusoid": (Sinusoid(), None),
+    "learned": (Learned(), None),
+    "rotary": (None, Rotary()),
+    "alibi": (None, Alibi()),
+    "buckets": (None, Buckets()),
+}
+
+
+def rebuild(part: C, edit: Callable[[Any, Values], None]) -> C:
+    """A copy of a configuration in which `edit(part, values)` has changed the values of every part, leaves first."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(walk(item) for item in value)
+        return rebuild(value, edit) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+    values = {f.name: walk(getattr(part, f.name)) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+    edit(part, values)
+    return type(part)(**values)
+
+
+def _field(name: str) -> Callable[[Any, Values, Any], None]:
+    def write(part: Any, values: Values, value: Any) -> None:
+        values[name] = value
+
+    return write
+
+
+def _own_attention(name: str) -> Callable[[Any, Values, Any], None]:
+    """A field of self-attention that cross-attention does not share."""
+
+    def write(part: BlockConfig, values: Values, value: Any) -> None:
+        values["attention"] = dataclasses.replace(values["attention"], **{name: value})
+
+    return write
+
+
+def _width(block: BlockConfig, values: Values, width: int) -> None:
+    values["width"] = width
+    if values["feedforward"].hidden == block.feedforward.hidden:  # unless given too, hidden keeps its proportion
+        hidden = max(1, round(block.feedforward.hidden * width / block.width))
+        values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
+
+
+def deepen(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
+    """The pattern cut to `depth` blocks, or its last run repeated until there are as many."""
+    if not isinstance(depth, int) or depth < 1:
+        raise ConfigError(f"depth={depth!r} cannot be; write 1 or more")
+    runs: list[Repeat] = []
+    for run in pattern:
+        whole, rest = divmod(depth, len(run.blocks))
+        last = run is pattern[-1] or whole < run.times or (whole == run.times and not rest)
+        times = whole if last else run.times
+        if times:
+            runs.append(dataclasses.replace(run, times=times))
+        if last and rest:
+            runs.append(Repeat(blocks=run.blocks[:rest]))
+        if last:
+            break
+        depth -= times * len(run.blocks)
+    return tuple(runs)
+
+
+def _depth(stack: StackConfig, values: Values, depth: int) -> None:
+    values["pattern"] = deepen(values["pattern"], depth)
+
+
+def _norm(part: NormConfig, values: Values, kind: str) -> None:
+    if kind != part.kind:
+        values["kind"], values["affine"] = kind, "scale" if kind == "rms" else "scale_shift"
+
+
+def _final_norm(stack: StackConfig, values: Values, place: str) -> None:
+    """Post-norm ends every block normed; every other placement needs a norm after the last block."""
+    values["norm"] = None if place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
+
+
+def _look_up(positions: str) -> tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]:
+    if positions not in POSITIONS:
+        raise ConfigError(
+            f"positions={positions!r} is none of {', '.join(POSITIONS)}{did_you_mean(str(positions), POSITIONS)}"
+        )
+    return POSITIONS[positions]
+
+
+def _added_positions(part: EmbeddingConfig, values: Values, positions: str) -> None:
+    values["positions"] = _look_up(positions)[0]
+
+
+def _attention_positions(part: BlockConfig, values: Values, positions: str) -> None:
+    values["attention"] = dataclasses.replace(values["attention"], positions=_look_up(positions)[1])
+
+
+def _bias(part: AttentionConfig | FeedForwardConfig, values: Values, bias: bool) -> None:
+    values["bias"] = ("qkvo" if bias else "") if isinstance(part, AttentionConfig) else bias
+
+
+def _experts(part: FeedForwardConfig, values: Values, count: int) -> None:
+    top_k = part.experts.top_k if part.experts else min(2, count)
+    values["experts"] = dataclasses.replace(part.experts or ExpertsConfig(count=count, top_k=top_k), count=count)
+
+
+def _qk_norm(part: BlockConfig, values: Values, wanted: bool) -> None:
+    norm = values["norm"] if wanted else None
+    values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
+
+
+Knob = tuple[tuple[type, ...], Callable[[Any, Values, Any], None]]
+
+# name -> where the choice is written; a knob may be written in several places
+KNOBS: dict[str, tuple[Knob, ...]] = {
+    "vocab": (((EmbeddingConfig,), _field("vocab")),),
+    "context": (((EmbeddingConfig,), _field("context")),),
+    "segments": (((EmbeddingConfig,), _field("segments")),),
+    "embedding_scale": (((EmbeddingConfig,), _field("scale")),),
+    "image": (((PatchConfig,), _field("image")),),
+    "patch": (((PatchConfig,), _field("patch")),),
+    "channels": (((PatchConfig,), _field("channels")),),
+    "width": (((BlockConfig,), _width),),
+    "depth": (((StackConfig,), _depth),),
+    "heads": (((AttentionConfig,), _field("heads")),),
+    "kv_heads": (((AttentionConfig,), _field("kv_heads")),),
+    "head_dim": (((AttentionConfig,), _field("head_dim")),),
+    "value_dim": (((AttentionConfig,), _field("value_dim")),),
+    "scale": (((AttentionConfig,), _field("scale")),),
+    "softcap": (((AttentionConfig,), _field("softcap")),),
+    "mask": (((BlockConfig,), _own_attention("mask")),),
+    "window": (((BlockConfig,), _own_attention("window")),),
+    "qk_norm": (((BlockConfig,), _qk_norm),),
+    "positions": (((EmbeddingConfig, PatchConfig), _added_positions), ((BlockConfig,), _attention_positions)),
+    "rotary_base": (((Rotary,), _field("base")),),
+    "rotary_dim": (((Rotary,), _field("dim")),),
+    "scaling": (((Rotary,), _field("scaling")),),
+    "hidden": (((FeedForwardConfig,), _field("hidden")),),
+    "activation": (((FeedForwardConfig,), _field("activation")),),
+    "gated": (((FeedForwardConfig,), _field("gated")),),
+    "experts": (((FeedForwardConfig,), _experts),),
+    "top_k": (((ExpertsConfig,), _field("top_k")),),
+    "norm": (((NormConfig,), _norm),),
+    "eps": (((NormConfig,), _field("eps")),),
+    "norm_place": (((BlockConfig,), _field("norm_place")), ((StackConfig,), _final_norm)),
+    "residual": (((BlockConfig,), _field("residual")),),
+    "bias": (((AttentionConfig, FeedForwardConfig), _bias),),
+    "dropout": (((AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig), _field("dropout")),),
+    "attention_dropout": (((AttentionConfig,), _field("dropout")),),
+    "classes": (((HeadConfig,), _field("classes")),),
+    "pooling": (((HeadConfig,), _field("pooling")),),
+    "tie": (((ModelConfig,), _field("tie")),),
+    "init": (((InitConfig,), _field("kind")),),
+    "std": (((InitConfig,), _field("std")),),
+}
+
+
+def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
+    """The same model with some choices changed, by the names of KNOBS."""
+    for name in knobs:
+        if name not in KNOBS:
+            raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
+    touched: set[str] = set()
+
+    def edit(part: Any, values: Values) -> None:
+        for name, value in knobs.items():
+            for classes, write in KNOBS[name]:
+                if isinstance(part, classes):
+                    write(part, values, value)
+                    touched.add(name)
+
+    varied = rebuild(config, edit)
+    for name in knobs:
+        if name not in touched:
+            raise ConfigError(f"{name}={knobs[name]!r} changes nothing: this {config.family} model has no such part")
+    return varied

@@ -1,0 +1,67 @@
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019): each vector by itself, whatever its neighbours."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config import NormConfig
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last axis; sums run in fp32 for 16-bit input."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast_after_scale: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+
+    16-bit input is squared in fp32 (6e4 squared is no fp16 number).  Published models differ in whether it returns to
+    16 bit before or after the scale; in fp32 and fp64 both are the same.
+    """
+    if x.dtype not in HALF:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return wide.to(x.dtype)
+    return (wide * weight.float()).to(x.dtype) if cast_after_scale else wide.to(x.dtype) * weight
+
+
+class Norm(nn.Module):
+    """A norm over the last `shape` axes' final one; a longer shape gives each head a weight of its own."""
+
+    def __init__(self, shape: int | tuple[int, ...], config: NormConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(shape)) if config.affine != "none" else None
+        self.bias = nn.Parameter(torch.empty(shape)) if config.affine == "scale_shift" else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start as the identity on normed input."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.config.unit_offset else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        config, weight = self.config, self.weight
+        if weight is not None and config.unit_offset:
+            weight = 1 + weight.float() if x.dtype in HALF else 1 + weight
+        if weight is not None and weight.dim() > 1:  # a weight for each head: normed first, scaled by head
+            return self._by_head(x, weight)
+        if config.kind == "layer":
+            if weight is not None:
+                weight = weight.to(x.dtype)
+            return layer_norm(x, weight, self.bias, config.eps)
+        return rms_norm(x, weight, config.eps, cast_after_scale=config.cast == "after_scale")
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (B, T, H, K), weight (H, K)."""
+        normed = layer_norm(x, eps=self.config.eps) if self.config.kind == "layer" else rms_norm(x, eps=self.config.eps)
+        normed = normed * weight.to(x.dtype)
+        return normed if self.bias is None else normed + self.bias

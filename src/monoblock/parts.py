@@ -1,0 +1,310 @@
+"""The parts a block, an input and a head are configured from: one frozen class a part, each choice a word or a number.
+
+Where a choice depends on the width of the model it is a method that is given the width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from monoblock.errors import ConfigError
+from monoblock.schema import check, check_at_least, check_fraction, nearest_divisor
+
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-5
+    affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
+    unit_offset: bool = False  # the scale is 1 + weight (Gemma, Nemotron)
+    cast: Literal["before_scale", "after_scale"] = "before_scale"  # where 16-bit input returns from fp32
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.kind == "rms" and self.affine == "scale_shift":
+            raise ConfigError("an RMS norm has no shift; write affine='scale' (or 'none')")
+
+
+# -- positions: what attention or the embedding knows of places ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How rotary frequencies are stretched beyond the context they were trained on."""
+
+    kind: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+    factor: float = 1.0
+    original_context: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: whole-numbered correction range
+    attention_factor: float | None = None  # yarn, longrope; None: the paper's
+    short_factors: tuple[float, ...] = ()  # longrope, one a frequency
+    long_factors: tuple[float, ...] = ()  # longrope
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_context is None:
+            raise ConfigError(f"{self.kind} scaling needs original_context, the length the model was trained on")
+        if self.factor <= 0:
+            raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """RoPE (Su et al. 2021): query and key pairs are turned by an angle that grows with the position."""
+
+    kind: Literal["rotary"] = "rotary"
+    base: float = 10000.0
+    dim: int | None = None  # how much of the head is turned; None: all of it
+    layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.dim is not None and (self.dim < 2 or self.dim % 2):
+            raise ConfigError(f"rotary dim={self.dim} must be even, pairs are turned; write {max(2, self.dim + 1)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi:
+    """ALiBi (Press et al. 2022): a linear penalty on distance, one slope a head."""
+
+    kind: Literal["alibi"] = "alibi"
+    slopes: Literal["press", "mpt", "falcon"] = "press"  # differ when heads is no power of two; falcon rounds to bf16
+    max_bias: float = 8.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """T5's learned bias for each head and bucket of distances; `shared`: one table for the whole stack."""
+
+    kind: Literal["buckets"] = "buckets"
+    count: int = 32
+    max_distance: int = 128
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 4, "count")
+        if self.max_distance <= self.count // 2:
+            raise ConfigError(f"max_distance={self.max_distance} must exceed count/2={self.count // 2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinusoid:
+    """Fixed sines and cosines added to the embedding (Vaswani et al. 2017, 3.5), in the three forms in use."""
+
+    kind: Literal["sinusoid"] = "sinusoid"
+    form: Literal["interleaved", "halves", "fairseq", "grid"] = "interleaved"  # grid: rows and columns of an image
+    base: float = 10000.0
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A trained vector for each place up to the context; `offset` rows lie unused before the first."""
+
+    kind: Literal["learned"] = "learned"
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 0, "offset")
+
+
+# -- attention and feed-forward -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    heads: int
+    kv_heads: int | None = None  # None: one per query head
+    head_dim: int | None = None  # None: width / heads
+    value_dim: int | None = None  # None: head_dim
+    bias: str = "qkvo"  # the projections that carry a bias, letters of q, k, v, o
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    mask: Literal["causal", "prefix", "full"] = "causal"
+    window: int | None = None  # sees places closer than this, itself included
+    global_tokens: bool = False  # flagged tokens see and are seen beyond the window (Longformer)
+    random_blocks: int = 0  # so many random blocks beyond the window (BigBird)
+    block_size: int = 64
+    positions: Rotary | Alibi | Buckets | None = None
+    qk_norm: NormConfig | None = None
+    qk_norm_over: Literal["head", "each_head", "width"] = "head"  # one weight, one a head, or across all heads
+    softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
+    clip: float | None = None  # queries, keys and values clamped to +-clip (OLMo, MPT)
+    sinks: bool = False  # a learned score a head that takes weight and gives nothing (gpt-oss)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "heads", "kv_heads", "head_dim", "value_dim", "window", "block_size")
+        check_at_least(self, 0, "random_blocks")
+        check_fraction(self, "dropout")
+        if self.heads % self.groups:
+            fix = nearest_divisor(self.heads, self.groups)
+            raise ConfigError(f"kv_heads={self.groups} does not divide heads={self.heads}; try kv_heads={fix}")
+        if set(self.bias) - set("qkvo") or len(set(self.bias)) != len(self.bias):
+            raise ConfigError(f"bias={self.bias!r} names projections by letters of 'qkvo', each once; '' is none")
+        if self.window is None and (self.global_tokens or self.random_blocks):
+            raise ConfigError("global tokens and random blocks reach beyond a window; write window=… too")
+        if self.window is not None and self.mask == "prefix":
+            raise ConfigError("a window cannot go with mask='prefix', whose prefix is seen whole; write mask='causal'")
+
+    @property
+    def groups(self) -> int:
+        """G, the key/value heads."""
+        return self.kv_heads if self.kv_heads is not None else self.heads
+
+    def key_size(self, width: int) -> int:
+        """K, the size of a query or key head."""
+        return self.head_dim if self.head_dim is not None else width // self.heads
+
+    def value_size(self, width: int) -> int:
+        """The size of a value head."""
+        return self.value_dim if self.value_dim is not None else self.key_size(width)
+
+    def check_width(self, width: int) -> None:
+        if self.head_dim is None and width % self.heads:
+            fix = nearest_divisor(width, self.heads)
+            raise ConfigError(f"heads={self.heads} does not divide width={width}; try heads={fix}, or give head_dim")
+        if isinstance(self.positions, Rotary):
+            turned, size = self.positions.dim, self.key_size(width)
+            if turned is None and size % 2:
+                raise ConfigError(f"rotary positions turn pairs, but the head size is {size}; make it even")
+            if turned is not None and turned > size:
+                raise ConfigError(f"rotary dim={turned} is larger than the head size {size}; write dim={size // 2 * 2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    count: int
+    top_k: int = 2
+    router: Literal["softmax_renormalized", "softmax", "top_k_softmax"] = "softmax_renormalized"
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "count", "top_k")
+        if self.top_k > self.count:
+            raise ConfigError(f"top_k={self.top_k} of {self.count} experts cannot be; write top_k={self.count} or less")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardConfig:
+    hidden: int
+    activation: Activation = "gelu"
+    gated: bool = False  # down(act(gate(x)) * up(x)): GLU, SwiGLU, GeGLU by the activation
+    bias: bool = True
+    dropout: float = 0.0
+    experts: ExpertsConfig | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "hidden")
+        check_fraction(self, "dropout")
+
+
+# -- input and head --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    kind: Literal["tokens"] = "tokens"
+    vocab: int
+    context: int | None = None  # the longest sequence trained on; learned positions allow no more
+    dim: int | None = None  # smaller than the width: factorised, then projected (ALBERT, ELECTRA)
+    projection_bias: bool = True
+    scale: float | Literal["sqrt_width"] = 1.0
+    positions: Learned | Sinusoid | None = None
+    segments: int = 0  # token types; 0: none
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "vocab", "context", "dim")
+        check_at_least(self, 0, "segments")
+        check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.context is None:
+            raise ConfigError("learned positions need context, the number of places to learn")
+        if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
+            raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig:
+    kind: Literal["patches"] = "patches"
+    image: int  # height and width of the image
+    patch: int
+    channels: int = 3
+    class_token: bool = True
+    registers: int = 0  # further learned tokens in front
+    bias: bool = True
+    positions: Learned | Sinusoid | None = Learned()
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "image", "patch", "channels")
+        check_fraction(self, "dropout")
+        if self.image % self.patch:
+            fix = nearest_divisor(self.image, self.patch)
+            raise ConfigError(f"patch={self.patch} does not divide image={self.image}; try patch={fix}")
+
+    @property
+    def prefix(self) -> int:
+        """Tokens in front of the patches."""
+        return int(self.class_token) + self.registers
+
+    @property
+    def context(self) -> int:
+        return (self.image // self.patch) ** 2 + self.prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    kind: Literal["language_model", "masked_lm", "classifier", "tagger", "spans", "pooled"]
+    classes: int | None = None  # classifier and tagger
+    bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (BART's final_logits_bias)
+    pooling: Literal["first", "last", "mean"] = "first"
+    pooler: Literal["none", "tanh"] = "none"  # a dense layer and tanh on the pooled vector (BERT)
+    normalize: bool = False  # pooled vectors of length one
+    transform: Activation | None = None  # masked LM: dense, activation, norm before the output
+    transform_bias: bool = True
+    norm: NormConfig | None = None
+    scale: float | Literal["inverse_sqrt_width"] = 1.0  # on the logits (T5, Cohere, Granite)
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "classes")
+        check_fraction(self, "dropout")
+        if (self.kind in ("classifier", "tagger")) != (self.classes is not None):
+            raise ConfigError(
+                f"head kind={self.kind!r} with classes={self.classes} cannot be: classes go with classifier and tagger"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    kind: Literal["normal", "xavier", "t5", "small"] = "normal"
+    std: float = 0.02
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 0, "std")

@@ -1,0 +1,97 @@
+"""A pattern of blocks, and the one loop over layers.
+
+What blocks of one kind share in a pass (who sees whom, angles, biases) is prepared once, before the loop.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from monoblock.attention import View
+from monoblock.block import Block
+from monoblock.cache import Cache, CrossSlot, Entry
+from monoblock.config import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
+from monoblock.masks import Mask, Where, everything, statement
+from monoblock.norm import Norm
+from monoblock.positions import alibi, bucket_bias, turn
+from monoblock.tap import Tap, tapped, under
+
+
+class Stack(nn.Module):
+    """Blocks named 0, 1, …; a tied repetition runs an earlier one's weights again and has no name of its own."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.order = _order(config)
+        for number in sorted(set(self.order)):
+            self.add_module(str(number), Block(list(config.layers())[number]))
+        self.norm = Norm(config.width, config.norm) if config.norm is not None else None
+        self.kinds: dict[AttentionConfig, Mask] = {b.attention: statement(b.attention) for b in config.layers()}
+        shared = [a for a in self.kinds if isinstance(a.positions, Buckets) and a.positions.shared]
+        self.position_bias = nn.Embedding(shared[0].positions.count, shared[0].heads) if shared else None  # type: ignore[union-attr]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in the order they run."""
+        return [cast(Block, self.get_submodule(str(number))) for number in self.order]
+
+    def forward(
+        self,
+        x: Tensor,
+        where: Where,
+        *,
+        memory: Tensor | None = None,
+        memory_where: Where | None = None,
+        cache: Cache | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """x (B, T, D) at the given places, perhaps looking at memory (B, S, D) -> (B, T, D)."""
+        entries: list[Entry | None] = [None] * len(self.order) if cache is None else list(cache.enter(where))
+        views: dict[AttentionConfig, View] = {}
+        memory_view = None if memory_where is None else View(everything.between(where, memory_where))
+        for layer, block in enumerate(self.blocks):
+            kind, entry = block.config.attention, entries[layer]
+            if kind not in views:
+                views[kind] = self._view(kind, where, where if entry is None else entry.where, x)
+            x = block(
+                x,
+                views[kind],
+                memory=memory,
+                memory_view=memory_view,
+                slot=None if cache is None else cache.slots[layer],
+                entry=entry,
+                cross_slot=self._cross_slot(cache, layer),
+                tap=under(tap, str(layer)),
+            )
+        return x if self.norm is None else tapped(tap, "norm", self.norm(x))
+
+    @staticmethod
+    def _cross_slot(cache: Cache | None, layer: int) -> CrossSlot | None:
+        return None if cache is None else cache.cross[layer]
+
+    def _view(self, config: AttentionConfig, q: Where, k: Where, x: Tensor) -> View:
+        size, positions = config.key_size(x.shape[-1]), config.positions
+        view = View(self.kinds[config].between(q, k))
+        if isinstance(positions, Rotary):
+            view.turn_q = view.turn_k = turn(positions, size, q.at, x.dtype)
+        elif isinstance(positions, Alibi):
+            view.bias = alibi(positions, config.heads, size, q.at, k.at)
+        elif isinstance(positions, Buckets) and positions.shared:
+            assert self.position_bias is not None
+            table = self.position_bias.weight
+            view.bias = bucket_bias(positions, table, q.at, k.at, both_sides=config.mask == "full")
+        return view
+
+
+def _order(config: StackConfig) -> list[int]:
+    """For each layer the number of the block whose weights it runs."""
+    order: list[int] = []
+    for run in config.pattern:
+        first = len(order)
+        for time in range(run.times):
+            for place in range(len(run.blocks)):
+                order.append(first + place if run.tied else first + time * len(run.blocks) + place)
+    return order
