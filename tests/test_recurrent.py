@@ -145,6 +145,7 @@ def test_what_lies_under_the_padding_is_never_read(translator):
 def test_a_mask_without_padding_is_no_mask(translator, language_model):
     source, target, ones = draw(B, S), draw(B, T, W), torch.ones(B, S, dtype=torch.long)
     assert_close(translator(source, target, ones), translator(source, target), rtol=0, atol=1e-10)
+    assert_close(translator(source, target, attention_mask=ones), translator(source, target), rtol=0, atol=1e-10)
     assert_close(language_model(source, attention_mask=ones), language_model(source), rtol=0, atol=1e-10)
 
 

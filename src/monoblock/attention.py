@@ -1,7 +1,7 @@
 """Equation 1, and the heads around it: MHA, GQA and MQA, self and cross.
 
-`attend` is the formula in plain steps; `attend_fused` is the same through one kernel.  `View` is what all blocks of one kind
-share in a pass: who may see whom, the bias on the scores, the angles of the positions.
+`attend` is the formula in plain steps; `attend_fused` is the same through one kernel.  `View` is what all blocks of one
+kind share in a pass: who may see whom, the bias on the scores, the angles of the positions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attend(
     q (B, H, T, K), k (B, G, S, K), v (B, G, S, *) with G dividing H; mask (B, 1, T, S) True where q may see k.
     A row that may see nothing gives zeros.  16-bit scores are made in fp32.
     """
-    B, H, T, K = q.shape
+    H, K = q.shape[1], q.shape[3]
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) if t.shape[1] != H else t for t in (k, v))
     wide_q, wide_k = (t.float() if t.dtype in HALF else t for t in (q, k))
     scores = wide_q @ wide_k.mT * (K**-0.5 if scale is None else scale)  # (B, H, T, S)
@@ -128,7 +128,7 @@ class View:
 
 
 class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al. 2017, 3.2.2); with fewer key than query heads, grouped (Ainslie et al. 2023)."""
+    """Multi-head attention (Vaswani et al. 2017, 3.2.2); with fewer key than query heads, grouped (Ainslie 2023)."""
 
     def __init__(self, width: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ class Attention(nn.Module):
     def _qk_norm(self, heads: int, size: int) -> Norm | None:
         if self.config.qk_norm is None:
             return None
-        shape = {"head": size, "each_head": (heads, size), "width": heads * size}[self.config.qk_norm_over]
-        return Norm(shape, self.config.qk_norm)
+        shapes: dict[str, int | tuple[int, ...]] = {"head": size, "each_head": (heads, size), "width": heads * size}
+        return Norm(shapes[self.config.qk_norm_over], self.config.qk_norm)
 
     def forward(
         self,
@@ -221,6 +221,7 @@ class Attention(nn.Module):
 
     def _own_bias(self, view: View) -> Tensor:
         """The bias from this block's own table of distances."""
-        assert isinstance(self.config.positions, Buckets) and self.position_bias is not None
+        assert isinstance(self.config.positions, Buckets)
+        assert self.position_bias is not None
         sight, both = view.sight, self.config.mask == "full"
         return bucket_bias(self.config.positions, self.position_bias.weight, sight.q.at, sight.k.at, both_sides=both)

@@ -64,7 +64,8 @@ class Block(nn.Module):
             return self.attention(h, view, slot=slot, entry=entry, tap=under(tap, "attention"))
 
         def cross(h: Tensor) -> Tensor:
-            assert self.cross is not None and memory_view is not None
+            assert self.cross is not None
+            assert memory_view is not None
             return self.cross(h, memory_view, memory=memory, slot=cross_slot, tap=under(tap, "cross"))
 
         def feedforward(h: Tensor) -> Tensor:
@@ -92,8 +93,9 @@ class Block(nn.Module):
         self, x: Tensor, attention: Callable[[Tensor], Tensor], feedforward: Callable[[Tensor], Tensor], tap: Tap | None
     ) -> Tensor:
         """Both sublayers read the same x."""
-        first = self.attention_norm(x) if self.attention_norm is not None else x
-        second = first if self.feedforward_norm is None else self.feedforward_norm(x)
+        one, other = getattr(self, "attention_norm"), getattr(self, "feedforward_norm")  # noqa: B009 (registered by name)
+        first = x if one is None else one(x)
+        second = first if other is None else other(x)
         added = self._weighed("attention", attention(first), tap) + self._weighed(
             "feedforward", feedforward(second), tap
         )

@@ -1,7 +1,8 @@
 """Keys and values kept between passes, one slot a block, with a length for each row and no common clock.
 
-A pass writes at `lengths` and moves nothing: whoever runs the loop calls `advance`.  So a pass can be repeated, a draft taken
-back (`truncate`), rows reordered (`select`) or copied (`fork`).  Padding is not stored: a row's length counts real tokens.
+A pass writes at `lengths` and moves nothing: whoever runs the loop calls `advance`.  So a pass can be repeated, a draft
+taken back (`truncate`), rows reordered (`select`) or copied (`fork`).  Padding is not stored: a row's length counts
+real tokens.
 
     full      every place up to the capacity
     windowed  a ring of window + chunk - 1 places: what a window can still see while `chunk` tokens are written
@@ -86,7 +87,7 @@ class Places:
         real = torch.ones(1, 1, dtype=torch.bool, device=lengths.device) if new.real is None else new.real
         index = lengths[:, None] + real.expand(B, T).long().cumsum(-1) - 1  # (B, T) of the row's real tokens
         limit = index[:, -1:] + 1
-        appended = self.window is not None and T > self.capacity - self.window + 1
+        appended = self.window is not None and T + self.window > self.capacity + 1
         before = self._where(lengths[:, None], self.capacity) if appended else None
         kept = real & (index >= limit - self.capacity)
         to = torch.where(kept, index % self.capacity, self.capacity)

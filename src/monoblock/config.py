@@ -233,7 +233,7 @@ class ModelConfig:
         return sum(stack.depth for stack in self.stacks.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return to_dict(self)  # type: ignore[no-any-return]
+        return to_dict(self)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"

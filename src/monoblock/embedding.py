@@ -33,7 +33,8 @@ class Embedding(nn.Module):
 
     @staticmethod
     def _rows(config: EmbeddingConfig) -> int:
-        assert isinstance(config.positions, Learned) and config.context is not None
+        assert isinstance(config.positions, Learned)
+        assert config.context is not None
         return config.context + config.positions.offset
 
     def forward(

@@ -1,7 +1,7 @@
 """Mixture of experts (Shazeer et al. 2017): a router sends each token through its `top_k` best feed-forward networks.
 
-Weights of all experts lie in one tensor each, so that they move and shard as one.  Two ways to run them: the plain one puts
-every token through every expert and weighs (bit-equal whatever the neighbours); the gathered one collects each
+Weights of all experts lie in one tensor each, so that they move and shard as one.  Two ways to run them: the plain one
+puts every token through every expert and weighs (bit-equal whatever the neighbours); the gathered one collects each
 expert's tokens first and does only the work that counts.  No token is ever dropped.
 """
 

@@ -84,7 +84,7 @@ def bert(
     classes: int | None = None,
     **knobs: Any,
 ) -> ModelConfig:
-    """BERT (Devlin et al. 2019): encoder-only, post-norm, learned positions, two segments; by default with its pooler."""
+    """BERT (Devlin et al. 2019): encoder-only, post-norm, learned positions, two segments; with its pooler."""
     norm = NormConfig(eps=1e-12)
     block = BlockConfig(
         width=width,

@@ -10,7 +10,6 @@ pooled           one vector for a whole sequence
 
 from __future__ import annotations
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,7 +59,7 @@ class Head(nn.Module):
             self.fixed_bias: Tensor | None = None
 
     def _output_dim(self, model: ModelConfig) -> int:
-        """What the output matrix is multiplied with: the embedding's size where it is tied to it or transformed for it."""
+        """What the output matrix is multiplied with: the embedding's size where tied to it or transformed for it."""
         given = model.output_input
         factorised = isinstance(given, EmbeddingConfig) and given.dim is not None
         speaks = self.config.kind == "masked_lm" or self.tied

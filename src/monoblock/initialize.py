@@ -81,11 +81,24 @@ ADDED = ("*.attention.output.weight", "*.cross.output.weight", "*.feedforward.do
 
 SCHEMES: dict[str, tuple[tuple[str, Draw], ...]] = {
     "normal": (*((name, residual) for name in ADDED), ("*", normal)),
-    "xavier": (("*.token.weight", by_width), ("*.position.weight", by_width), ("input.*token", normal), ("*.registers", normal),
-               ("*position_bias.weight", normal), ("input.patch.weight", normal), ("*", xavier)),
-    "t5": (("*.token.weight", unit), ("*position_bias.weight", by_width), ("*.query.weight", t5_query), ("*.class_token", normal), ("*", by_fan_in)),
+    "xavier": (
+        ("*.token.weight", by_width),
+        ("*.position.weight", by_width),
+        ("*position_bias.weight", normal),
+        ("input.class_token", normal),
+        ("input.registers", normal),
+        ("input.patch.weight", normal),
+        ("*", xavier),
+    ),
+    "t5": (
+        ("*.token.weight", unit),
+        ("*position_bias.weight", by_width),
+        ("input.class_token", normal),
+        ("*.query.weight", t5_query),
+        ("*", by_fan_in),
+    ),
     "small": (*((name, wang) for name in ADDED), ("*", small)),
-}  # fmt: skip
+}
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Swap one choice and keep the rest: `vary(config, norm="rms", kv_heads=2)`.
 
-A knob is a flat name for a choice that lies somewhere in the tree of a ModelConfig.  KNOBS says which class holds it and
-how it is written there.  All knobs of a call are applied in one pass from the leaves up, so that values that must agree
-(width and heads) are validated together.  Constructors, recipes and the command line all speak these names.
+A knob is a flat name for a choice that lies somewhere in the tree of a ModelConfig.  KNOBS says which class holds it
+and how it is written there.  All knobs of a call are applied in one pass from the leaves up, so that values that must
+agree (width and heads) are validated together.  Constructors, recipes and the command line all speak these names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Masks are statements about places: `causal & window(128) & same_document` says who may see whom.
 
 The same statement holds in training, under padding, for packed documents and in cached decoding, because it speaks of
-`Where` each query and key stands, not of rows and columns.  `dense` writes it out as a matrix, the plainest way to run it;
-`flex` gives it to FlexAttention; `between` finds out when no matrix is needed at all.
+`Where` each query and key stands, not of rows and columns.  `dense` writes it out as a matrix, the plainest way to run
+it; `flex` gives it to FlexAttention; `between` finds out when no matrix is needed at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Where:
     def each(self, change: Callable[[Tensor], Tensor]) -> Where:
         """The same places with every tensor changed."""
         fields = {n: getattr(self, n) for n in ("at", "document", "real", "flags")}
-        return replace(self, **{n: change(field) for n, field in fields.items() if field is not None})
+        changed: dict[str, Any] = {n: change(field) for n, field in fields.items() if field is not None}
+        return replace(self, **changed)
 
 
 def run(length: int, start: int = 0, device: torch.device | None = None) -> Where:
@@ -168,7 +169,7 @@ global_tokens = Mask((Term("global_tokens", lambda q, k: _flagged(q) | _flagged(
 
 
 def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
-    """BigBird (Zaheer et al. 2020): each block of `size` places is linked with `count` random earlier blocks, both ways.
+    """BigBird (Zaheer et al. 2020): each block of `size` places is linked, both ways, with `count` random earlier ones.
 
     The links are a function of the two block numbers and the seed, so neither length nor chunking moves them.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.cache import Cache
-from monoblock.config import EmbeddingConfig, ModelConfig, PatchConfig
+from monoblock.config import ModelConfig, PatchConfig
 from monoblock.embedding import Embedding, Patches
 from monoblock.errors import InputError
 from monoblock.heads import Head
@@ -59,8 +59,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V) by the head; without a head the hidden states (B, T, D).
 
-        Masks are 1 or True for real tokens.  `documents` (B, T) numbers packed documents, `flags` marks a prefix or global
-        tokens, `logits_at` (B, n) asks for some places only, `memory` (B, S, D) stands for an encoded source.
+        Masks are 1 or True for real tokens.  `documents` (B, T) numbers packed documents, `flags` marks a prefix or
+        global tokens, `logits_at` (B, n) asks for some places only, `memory` (B, S, D) stands for an encoded source.
         """
         if self.encoder is not None and self.decoder is not None:
             source_mask = attention_mask if source_mask is None else source_mask

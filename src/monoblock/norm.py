@@ -49,7 +49,8 @@ class Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        config, weight = self.config, self.weight
+        config = self.config
+        weight: Tensor | None = self.weight
         if weight is not None and config.unit_offset:
             weight = 1 + weight.float() if x.dtype in HALF else 1 + weight
         if weight is not None and weight.dim() > 1:  # a weight for each head: normed first, scaled by head

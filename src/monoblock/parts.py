@@ -76,7 +76,7 @@ class Alibi:
     """ALiBi (Press et al. 2022): a linear penalty on distance, one slope a head."""
 
     kind: Literal["alibi"] = "alibi"
-    slopes: Literal["press", "mpt", "falcon"] = "press"  # differ when heads is no power of two; falcon rounds to bf16
+    slopes: Literal["press", "mpt", "falcon"] = "press"  # differ unless heads is a power of two; falcon rounds
     max_bias: float = 8.0
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Learned:
         check_at_least(self, 0, "offset")
 
 
-# -- attention and feed-forward -----------------------------------------------------------------------------------------
+# -- attention and feed-forward -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

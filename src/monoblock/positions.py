@@ -52,7 +52,10 @@ class Turn(NamedTuple):
 
 
 def rotary_frequencies(config: Rotary, size: int, positions: Tensor | None = None) -> tuple[Tensor, float]:
-    """Radians a place for each pair, and the factor on cosine and sine; `positions` matter to dynamic and longrope only."""
+    """Radians a place for each pair, and the factor on cosine and sine.
+
+    `positions` matter to dynamic and longrope only: both look at how long the text has become.
+    """
     dim = config.dim if config.dim is not None else size
     device = positions.device if positions is not None else None
     scaling = config.scaling

@@ -1,7 +1,8 @@
 """DATA: published architectures, each a configuration with its source and its exact parameter count.
 
-The count is of the model with exactly the head the configuration names.  `unverified` names a value of the row that rests on
-memory rather than on a source at hand; such a row gives the count of its structure but claims no published one.
+The count is of the model with exactly the head the configuration names.  `unverified` names a value of the row that
+rests on memory rather than on a source at hand; such a row gives the count of its structure but claims no published
+one.
 """
 
 from __future__ import annotations

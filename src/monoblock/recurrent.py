@@ -105,7 +105,7 @@ class Recurrent(nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
+        source: Tensor,
         target: Tensor | None = None,
         source_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
@@ -122,12 +122,12 @@ class Recurrent(nn.Module):
             masks = [given for given in (target, attention_mask) if given is not None]
             if len(masks) > 1 or source_mask is not None or target_mask is not None:
                 raise InputError("a language model takes one text; write model(ids, attention_mask=…)")
-            return self.read(ids, masks[0] if masks else None, state)[0]
-        if target is None or attention_mask is not None:
+            return self.read(source, masks[0] if masks else None, state)[0]
+        if target is None or (attention_mask is not None and source_mask is not None):
             raise InputError("an encoder-decoder takes two texts; write model(source, target, source_mask=…)")
         _check_ids("target", target, self._table.num_embeddings, "BT")
         _lengths("target_mask", target_mask, target)  # only checked: a padded place comes after all that is real
-        memory = self.encode(ids, source_mask)
+        memory = self.encode(source, attention_mask if source_mask is None else source_mask)
         return self._decode(target, state or self.initial(memory), memory, tap)
 
     def read(self, ids: Tensor, attention_mask: Tensor | None = None, state: State | None = None) -> Advanced:

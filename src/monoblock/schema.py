@@ -7,7 +7,6 @@ where it was written, and `from_dict` refuses what it does not know: a typo neve
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -17,9 +16,14 @@ from monoblock.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
-@functools.cache
+_known: dict[type, dict[str, Any]] = {}
+
+
 def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+    """The annotations of a class, resolved once."""
+    if cls not in _known:
+        _known[cls] = get_type_hints(cls)
+    return _known[cls]
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

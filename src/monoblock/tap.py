@@ -1,7 +1,7 @@
 """Named activations: `tap(name, tensor) -> tensor` is called at every one, and what it returns goes on.
 
-A tap may have a method `wants(name) -> bool`; activations that cost extra (attention weights, the plain path of experts)
-are made only when it says so.  A tap without it wants everything.  `tap=None` is the fast path.
+A tap may have a method `wants(name) -> bool`; activations that cost extra (attention weights, the plain path of
+experts) are made only when it says so.  A tap without it wants everything.  `tap=None` is the fast path.
 """
 
 from __future__ import annotations

@@ -109,14 +109,17 @@ def block_held(block: BlockConfig, size: Sizes, length: int, *, fused: bool = Fa
     return join(*found)
 
 
-def _stack(stack: StackConfig, size: Sizes, length: int, fused: bool, checkpointing: bool) -> Held:
-    blocks = {block: block_held(block, size, length, fused=fused) for block in set(stack.layers())}
-    final = norm_held(stack.norm, size.batch * length, stack.width)
-    if checkpointing:
-        largest = max(blocks.values(), key=lambda held: held.numbers + held.matrices)
-        return join(final, largest, Held(stack.depth * size.batch * length * stack.width))
-    counted = Counter(stack.layers())
-    return join(final, *(times(counted[block], held) for block, held in blocks.items()))
+def _stack(stack: StackConfig, size: Sizes, length: int, fused: bool) -> Held:
+    blocks = (times(count, block_held(b, size, length, fused=fused)) for b, count in Counter(stack.layers()).items())
+    return join(*blocks)
+
+
+def _checkpointed(stack: StackConfig, size: Sizes, length: int, fused: bool) -> tuple[Held, Held]:
+    """The inputs of all blocks, and what the largest block holds beside its own while it is run again."""
+    entry = Held(size.batch * length * stack.width)
+    blocks = [block_held(block, size, length, fused=fused) for block in set(stack.layers())]
+    largest = max(blocks, key=lambda held: held.numbers + held.matrices)
+    return times(stack.depth, entry), join(largest, times(-1, entry))
 
 
 def _inputs(config: ModelConfig, size: Sizes) -> Held:
@@ -140,21 +143,29 @@ def _head(config: ModelConfig, size: Sizes) -> Held:
     for linear in head_linears(config):
         rows = size.batch * (size.target if linear.rows == "tokens" else 1)
         found.append(Held(rows * linear.inputs))
-        if linear.name == "transform":  # before its activation, and what the norm reads
-            found += [Held(rows * linear.outputs), norm_held(config.head.norm, rows, linear.outputs)]
+        if linear.name == "transform":  # before its activation
+            found.append(Held(rows * linear.outputs))
+        if linear.name == "output":
+            found.append(norm_held(config.head.norm, rows, linear.inputs))
         last = rows * linear.outputs
     return join(*found, Held(last, singles=last))
 
 
 def activations(config: ModelConfig, size: Sizes, *, fused: bool = False, checkpointing: bool = False) -> Held:
     """Everything held when the forward pass ends (with checkpointing: at the worst moment of the backward pass)."""
-    found = [_inputs(config, size), _head(config, size)]
+    found, again = [_inputs(config, size), _head(config, size)], [Held()]
     for place, stack in config.stacks.items():
         length = size.source if place == "encoder" else size.target
-        found.append(_stack(stack, size, length, fused, checkpointing))
+        found.append(norm_held(stack.norm, size.batch * length, stack.width))
+        if checkpointing:
+            kept, largest = _checkpointed(stack, size, length, fused)
+            found.append(kept)
+            again.append(largest)
+        else:
+            found.append(_stack(stack, size, length, fused))
     if config.family == "encoder-decoder":
         found.append(Held(size.batch * size.source * config.width))  # read by the keys and values of every block
-    return join(*found)
+    return join(*found, max(again, key=lambda held: held.numbers + held.matrices))
 
 
 def recurrent_activations(config: RecurrentConfig, size: Sizes) -> Held:

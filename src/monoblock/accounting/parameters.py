@@ -32,6 +32,7 @@ from monoblock.config import (
 )
 
 Counts = dict[str, int]
+Rows = Literal["tokens", "sequences"]  # what passes through a matrix: every token, or one vector a sequence
 
 
 class Linear(NamedTuple):
@@ -42,7 +43,7 @@ class Linear(NamedTuple):
     outputs: int
     bias: bool = False
     tied: bool = False  # another component owns the matrix; a bias is still its own
-    rows: Literal["tokens", "sequences"] = "tokens"  # what passes through it: every token, or one vector a sequence
+    rows: Rows = "tokens"
 
     @property
     def matrix(self) -> int:
@@ -98,35 +99,39 @@ def projection_linear(given: EmbeddingConfig | PatchConfig, width: int) -> Linea
 
 def head_linears(config: ModelConfig) -> tuple[Linear, ...]:
     """The matrices after the last stack, in the order they run."""
-    head, width = config.head, config.width
+    head = config.head
     if head is None:
         return ()
-    if head.kind in ("language_model", "masked_lm"):
-        return _vocabulary_linears(config, head)
+    rows: Rows = "sequences" if head.kind in ("classifier", "pooled") else "tokens"
+    size = _output_size(config, head)
     found = []
     if head.pooler != "none":
-        found.append(Linear("pooler", width, width, bias=True, rows="sequences"))
-    biased = head.bias == "learned"
-    if head.kind == "classifier":
-        found.append(Linear("output", width, head.classes or 0, biased, rows="sequences"))
-    elif head.kind == "tagger":
-        found.append(Linear("output", width, head.classes or 0, biased))
-    elif head.kind == "spans":
-        found.append(Linear("output", width, 2, biased))
+        found.append(Linear("pooler", config.width, config.width, bias=True, rows="sequences"))
+    if head.transform:
+        found.append(Linear("transform", config.width, size, head.transform_bias, rows=rows))
+    elif size != config.width:
+        found.append(Linear("projection", config.width, size))
+    outputs = _outputs(config, head)
+    if outputs:
+        tied = config.tie in ("output", "three_way")
+        found.append(Linear("output", size, outputs, head.bias == "learned", tied, rows))
     return tuple(found)
 
 
-def _vocabulary_linears(config: ModelConfig, head: HeadConfig) -> tuple[Linear, ...]:
+def _output_size(config: ModelConfig, head: HeadConfig) -> int:
+    """What the output matrix reads: the size of a factorised embedding where it is tied to it or transformed for it."""
     words = config.output_input
-    assert isinstance(words, EmbeddingConfig)
-    width, tied = config.width, config.tie in ("output", "three_way")
-    size = words.dim or width if tied or head.transform else width
-    found = []
-    if head.transform:
-        found.append(Linear("transform", width, size, head.transform_bias))
-    elif size != width:
-        found.append(Linear("projection", width, size))
-    return (*found, Linear("output", size, words.vocab, head.bias == "learned", tied))
+    speaks = head.kind == "masked_lm" or config.tie in ("output", "three_way")
+    if isinstance(words, EmbeddingConfig) and words.dim is not None and speaks:
+        return words.dim
+    return config.width
+
+
+def _outputs(config: ModelConfig, head: HeadConfig) -> int:
+    if head.kind in ("language_model", "masked_lm"):
+        assert isinstance(config.output_input, EmbeddingConfig)
+        return config.output_input.vocab
+    return {"spans": 2, "pooled": 0}.get(head.kind, head.classes or 0)
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
@@ -231,12 +236,14 @@ def block_matrices(config: ModelConfig) -> int:
 
 
 def _head(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    linears = head_linears(config)
-    for linear in linears:
-        yield linear.name, linear.parameters
+    for linear in head_linears(config):
+        if linear.name == "output":
+            yield "output", linear._replace(bias=False).parameters
+            yield "bias", linear.outputs if linear.bias else 0
+        else:
+            yield linear.name, linear.parameters
     if config.head is not None:
-        size = linears[-1].inputs if linears else config.width
-        yield "norm", norm_parameters(config.head.norm, size)
+        yield "norm", norm_parameters(config.head.norm, _output_size(config, config.head))
 
 
 def parameters(config: ModelConfig, *, active: bool = False) -> Counts:

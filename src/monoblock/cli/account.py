@@ -14,6 +14,7 @@ from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError
 from monoblock.knobs import vary
 from monoblock.presets import PRESETS
+from monoblock.schema import from_dict
 
 BAR = 24  # columns of a full bar
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -44,10 +45,12 @@ def find(what: str) -> ModelConfig | RecurrentConfig:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise FileError(f"{file} is not JSON: {problem}") from None
+    if isinstance(data, dict) and "format" in data:  # a model folder's file says who wrote it
+        data = data.get("model") if data["format"] == "monoblock" else None
     if not isinstance(data, dict) or "model_type" in data:
         raise FileError(f"{file} describes no model of ours; give a configuration that monoblock wrote")
     recurrent = "vocab" in data  # a Transformer's vocabulary is its input's
-    return RecurrentConfig(**data) if recurrent else ModelConfig.from_dict(data)
+    return from_dict(RecurrentConfig, data) if recurrent else ModelConfig.from_dict(data)
 
 
 def changed(config: ModelConfig | RecurrentConfig, words: tuple[str, ...]) -> ModelConfig | RecurrentConfig:

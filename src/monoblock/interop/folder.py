@@ -64,7 +64,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> T:
-    """Build on the meta device, then lay the stored tensors in: nothing is initialised twice, peak memory is the weights."""
+    """Build on the meta device, then lay the stored tensors in: nothing is drawn only to be thrown away."""
     folder = Path(folder)
     config = read_config(folder)
     with torch.device("meta"):

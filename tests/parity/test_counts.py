@@ -1,0 +1,141 @@
+"""Our closed forms against the reference library: the same sizes typed into its own configurations, built without memory."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from monoblock.accounting.report import account  # noqa: E402
+
+
+def gpt2(width, depth, heads):
+    config = transformers.GPT2Config(n_embd=width, n_layer=depth, n_head=heads)
+    return transformers.GPT2LMHeadModel, config
+
+
+def bert(**sizes):
+    return transformers.BertModel, transformers.BertConfig(**sizes)
+
+
+def roberta(name, vocab):
+    config = getattr(transformers, f"{name}Config")
+    return getattr(transformers, f"{name}Model"), config(vocab_size=vocab, max_position_embeddings=514, type_vocab_size=1)
+
+
+def t5(**sizes):
+    return transformers.T5ForConditionalGeneration, transformers.T5Config(**sizes)
+
+
+def causal(name, **sizes):
+    return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")(**sizes)
+
+
+def llama(name="Llama", *, vocab, width, depth, heads, kv_heads, hidden, **others):
+    return causal(
+        name,
+        vocab_size=vocab,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=hidden,
+        **others,
+    )
+
+
+REFERENCES = {
+    "gpt2": lambda: gpt2(768, 12, 12),
+    "gpt2-medium": lambda: gpt2(1024, 24, 16),
+    "gpt2-large": lambda: gpt2(1280, 36, 20),
+    "gpt2-xl": lambda: gpt2(1600, 48, 25),
+    "bert-base": lambda: bert(),
+    "bert-large": lambda: bert(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    ),
+    "roberta-base": lambda: roberta("Roberta", 50_265),
+    "xlm-roberta-base": lambda: roberta("XLMRoberta", 250_002),
+    "distilbert": lambda: (transformers.DistilBertModel, transformers.DistilBertConfig()),
+    "modernbert-base": lambda: (transformers.ModernBertModel, transformers.ModernBertConfig()),
+    "t5-small": lambda: t5(),
+    "t5-base": lambda: t5(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "bart-base": lambda: (
+        transformers.BartForConditionalGeneration,
+        transformers.BartConfig(
+            d_model=768,
+            encoder_layers=6,
+            decoder_layers=6,
+            encoder_attention_heads=12,
+            decoder_attention_heads=12,
+            encoder_ffn_dim=3072,
+            decoder_ffn_dim=3072,
+        ),
+    ),
+    "llama-7b": lambda: llama(vocab=32_000, width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008),
+    "llama2-70b": lambda: llama(vocab=32_000, width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672),
+    "llama3-8b": lambda: llama(vocab=128_256, width=4096, depth=32, heads=32, kv_heads=8, hidden=14_336),
+    "smollm2-135m": lambda: llama(
+        vocab=49_152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, tie_word_embeddings=True
+    ),
+    "mistral-7b": lambda: llama(
+        "Mistral", vocab=32_000, width=4096, depth=32, heads=32, kv_heads=8, hidden=14_336
+    ),
+    "mixtral-8x7b": lambda: llama(
+        "Mixtral",
+        vocab=32_000,
+        width=4096,
+        depth=32,
+        heads=32,
+        kv_heads=8,
+        hidden=14_336,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3-0.6b": lambda: llama(
+        "Qwen3",
+        vocab=151_936,
+        width=1024,
+        depth=28,
+        heads=16,
+        kv_heads=8,
+        hidden=3072,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "gemma2-2b": lambda: llama(
+        "Gemma2", vocab=256_000, width=2304, depth=26, heads=8, kv_heads=4, hidden=9216, head_dim=256
+    ),
+    "olmo2-7b": lambda: llama(
+        "Olmo2", vocab=100_352, width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008
+    ),
+    "pythia-160m": lambda: causal(
+        "GPTNeoX",
+        vocab_size=50_304,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=3072,
+    ),
+    "gptj-6b": lambda: causal("GPTJ"),
+    "bloom-560m": lambda: causal("Bloom", vocab_size=250_880, hidden_size=1024, n_layer=24, n_head=16),
+    "mpt-7b": lambda: causal("Mpt", vocab_size=50_432, d_model=4096, n_layers=32, n_heads=32),
+    "falcon-7b": lambda: causal("Falcon"),
+    "phi-2": lambda: causal(
+        "Phi",
+        vocab_size=51_200,
+        hidden_size=2560,
+        intermediate_size=10_240,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    ),
+    "vit-b16": lambda: (transformers.ViTForImageClassification, transformers.ViTConfig(num_labels=1000)),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_preset_has_as_many_parameters_as_the_reference_model(name):
+    model, config = REFERENCES[name]()
+    with torch.device("meta"):
+        built = model(config)
+    if config.tie_word_embeddings:
+        built.tie_weights()
+    assert sum(parameter.numel() for parameter in built.parameters()) == account(name).parameters
