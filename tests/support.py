@@ -155,12 +155,11 @@ def cut(length, sizes):
     return out
 
 
-def cached(model, ids, sizes, *, chunk=16, cache=None):
+def cached(model, ids, sizes, *, chunk=16, src=None):
     """Logits of a text read through a cache in pieces of the given sizes."""
-    cache = model.make_cache(ids.shape[0], ids.shape[1], chunk=chunk) if cache is None else cache
-    out = []
+    cache, out = model.make_cache(ids.shape[0], ids.shape[1], chunk=chunk), []
     for piece in ids.split(cut(ids.shape[1], sizes), dim=1):
-        out.append(read(model, piece, cache=cache))
+        out.append(read(model, piece, cache=cache, src=src))
         cache.advance(piece.shape[1])
     return torch.cat(out, 1)
 

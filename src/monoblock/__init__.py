@@ -55,6 +55,7 @@ _HOME = {
     "same_document": "masks",
     "t5": "families",
     "tiny": "presets",
+    "trace": "inspection.trace",
     "vary": "knobs",
     "vaswani": "families",
     "vit": "families",

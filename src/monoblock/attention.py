@@ -6,9 +6,12 @@ kind share in a pass: who may see whom, the bias on the scores, the angles of th
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +69,29 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
+FLEX_FROM = 128  # queries: below, building a block mask costs more than it saves
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | None) -> Tensor:
+    """The same by FlexAttention (Dong et al. 2024), which skips the blocks a mask rules out and writes no matrix."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    run: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    return run(q, k, v, block_mask=view.block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def attend_fused(
     q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | None, dropout: float, bias: Tensor | None
 ) -> Tensor:
     """The same by one kernel.  Rows that see nothing are let see all and then zeroed: kernels give garbage there."""
+    flexible = view.sight.kind == "dense" and bias is None and dropout == 0.0
+    if flexible and q.is_cuda and q.shape[2] >= FLEX_FROM and q.shape[-1] == v.shape[-1]:
+        return attend_flex(q, k, v, view, scale=scale)
     mask, blind = view.fused(bias, q.dtype)
     causal = mask is None and view.sight.kind == "causal"
     gqa = q.shape[1] != k.shape[1]
@@ -92,6 +114,18 @@ class View:
     def dense(self) -> Tensor | None:
         """The mask as booleans, None where everything is seen."""
         return None if self.sight.kind == "all" else self.sight.dense()
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """The mask for FlexAttention: which blocks of queries and keys are worth a look."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        q, k = self.sight.q, self.sight.k
+        build = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
+        batch = max(q.at.shape[0], k.at.shape[0])
+        return build(
+            self.sight.mask.flex(q, k), batch if batch > 1 else None, None, q.length, k.length, device=q.at.device
+        )
 
     @cached_property
     def _open(self) -> tuple[Tensor, Tensor] | None:

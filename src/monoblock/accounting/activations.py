@@ -139,16 +139,16 @@ def _inputs(config: ModelConfig, size: Sizes) -> Held:
 def _head(config: ModelConfig, size: Sizes) -> Held:
     if config.head is None:
         return Held()
-    found, last = [], 0
+    found = []
     for linear in head_linears(config):
         rows = size.batch * (size.target if linear.rows == "tokens" else 1)
         found.append(Held(rows * linear.inputs))
-        if linear.name == "transform":  # before its activation
-            found.append(Held(rows * linear.outputs))
         if linear.name == "output":
-            found.append(norm_held(config.head.norm, rows, linear.inputs))
-        last = rows * linear.outputs
-    return join(*found, Held(last, singles=last))
+            logits = rows * linear.outputs
+            found += [norm_held(config.head.norm, rows, linear.inputs), Held(logits, singles=logits)]
+        elif linear.name != "projection":  # before the activation of transform or pooler
+            found.append(Held(rows * linear.outputs))
+    return join(*found)
 
 
 def activations(config: ModelConfig, size: Sizes, *, fused: bool = False, checkpointing: bool = False) -> Held:

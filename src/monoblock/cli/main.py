@@ -15,7 +15,7 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean
 # Verb -> (the module whose `command` it is, its line in --help). The lines stand here, not in the modules,
 # so that --help imports none of them.
 VERBS = {
-    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and account for it, in two minutes."),
+    "demo": ("monoblock.cli.demo", "Build every family, check it, account for it, draw it."),
     "ls": ("monoblock.cli.ls", "List what there is to work with: presets."),
     "account": ("monoblock.cli.account", "Parameters, FLOPs and memory of a model that need not be built."),
     "env": ("monoblock.cli.env", "Versions, devices, what would be chosen and why."),

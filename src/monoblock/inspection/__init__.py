@@ -1,0 +1,1 @@
+"""Looking inside: what a pass computed, and pictures of it."""

@@ -1,0 +1,265 @@
+"""Random configurations for property tests: every choice a block, an input or a head has, at toy size.
+
+Width 12, vocabulary 19, context 29, hidden 7: small, different from each other, and 12 has many divisors.
+"""
+
+from hypothesis import strategies as st
+
+from monoblock.config import (
+    Alibi,
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    InitConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    Repeat,
+    Rotary,
+    Scaling,
+    Sinusoid,
+    StackConfig,
+)
+
+WIDTH, VOCAB, CONTEXT, HIDDEN = 12, 19, 29, 7
+ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity")
+
+
+def maybe(strategy):
+    return st.one_of(st.none(), strategy)
+
+
+@st.composite
+def norms(draw):
+    kind = draw(st.sampled_from(("layer", "rms")))
+    affine = draw(st.sampled_from(("scale_shift", "scale", "none") if kind == "layer" else ("scale", "none")))
+    return NormConfig(
+        kind=kind,
+        affine=affine,
+        eps=draw(st.sampled_from((1e-5, 1e-6))),
+        unit_offset=draw(st.booleans()),
+        cast=draw(st.sampled_from(("before_scale", "after_scale"))),
+    )
+
+
+# The two scalings that look at how long the text has become (dynamic, longrope) are left out: under them a longer text
+# moves earlier logits by design.
+SCALINGS = (
+    Scaling(kind="linear", factor=3.0),
+    Scaling(kind="ntk", factor=5.0),
+    Scaling(kind="yarn", factor=4.0, original_context=13),
+    Scaling(kind="yarn", factor=4.0, original_context=13, truncate=False, attention_factor=1.1),
+    Scaling(kind="llama3", factor=8.0, original_context=13),
+    Scaling(kind="proportional", factor=1.0),
+)
+
+
+@st.composite
+def rotaries(draw, size):
+    return Rotary(
+        base=draw(st.sampled_from((100.0, 10_000.0))),
+        dim=draw(st.sampled_from((None, *range(2, size + 1, 2)))),
+        layout=draw(st.sampled_from(("half", "interleaved"))),
+        scaling=draw(st.sampled_from((None, *SCALINGS))),
+    )
+
+
+BIASES = (
+    Alibi(),
+    Alibi(slopes="mpt", max_bias=4.0),
+    Alibi(slopes="falcon"),
+    Buckets(count=8, max_distance=11),
+    Buckets(count=8, max_distance=11, shared=False),
+)
+
+
+@st.composite
+def attentions(draw, heads, mask, positions):
+    """Positions: "none", "rotary", or the bias itself."""
+    rotary = positions == "rotary"
+    free = (2, 4, 6) if rotary else (2, 4, 5)
+    divides = WIDTH % heads == 0 and (not rotary or WIDTH // heads % 2 == 0)
+    head_dim = draw(st.sampled_from((None, *free) if divides else free))
+    size = WIDTH // heads if head_dim is None else head_dim
+    window = draw(st.sampled_from((None, None, 1, 3, 6))) if mask in ("causal", "full") else None
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=draw(st.sampled_from((None, *(d for d in range(1, heads + 1) if heads % d == 0)))),
+        head_dim=head_dim,
+        value_dim=draw(st.sampled_from((None, None, 3))),
+        bias="".join(letter for letter in "qkvo" if draw(st.booleans())),
+        scale=draw(st.sampled_from((None, None, 1.0, 0.3))),
+        mask="full" if mask == "cross" else mask,
+        window=window,
+        global_tokens=window is not None and draw(st.booleans()),
+        random_blocks=draw(st.integers(0, 2)) if window is not None else 0,
+        block_size=3,
+        positions=draw(rotaries(size)) if rotary else None if positions == "none" or mask == "cross" else positions,
+        qk_norm=draw(maybe(norms())),
+        qk_norm_over=draw(st.sampled_from(("head", "each_head", "width"))),
+        softcap=draw(st.sampled_from((None, None, 5.0))),
+        clip=draw(st.sampled_from((None, None, 0.7))),
+        sinks=draw(st.booleans()),
+    )
+
+
+@st.composite
+def feedforwards(draw):
+    experts = None
+    if draw(st.integers(0, 3)) == 0:
+        router = draw(st.sampled_from(("softmax_renormalized", "softmax", "top_k_softmax")))
+        top_k = draw(st.integers(1, 3))
+        experts = ExpertsConfig(count=3, top_k=top_k, router=router, router_bias=draw(st.booleans()))
+    return FeedForwardConfig(
+        hidden=HIDDEN,
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        gated=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        experts=experts,
+    )
+
+
+@st.composite
+def block_configs(draw, heads, mask, positions, cross):
+    place = draw(st.sampled_from(("pre", "post", "output", "sandwich")))
+    residuals = ("sequential", "parallel", "parallel_shared") if place == "pre" and not cross else ("sequential",)
+    residual = draw(st.sampled_from(residuals))
+    return BlockConfig(
+        width=WIDTH,
+        attention=draw(attentions(heads, mask, positions)),
+        feedforward=draw(feedforwards()),
+        cross=draw(attentions(draw(st.sampled_from((1, 3, 4))), "cross", "none")) if cross else None,
+        norm=draw(norms()),
+        norm_place=place,
+        attention_norm=place != "pre" or residual == "parallel_shared" or draw(st.booleans()),
+        residual=residual,
+        residual_scale=draw(st.sampled_from((1.0, 0.5))),
+        layer_scale=draw(st.sampled_from((None, 0.1))),
+        dropout=draw(st.sampled_from((0.0, 0.1))),
+    )
+
+
+@st.composite
+def stacks(draw, mask, *, cross=False):
+    heads, positions = draw(st.sampled_from((1, 2, 3, 4, 5, 6))), draw(st.sampled_from(("none", "rotary", *BIASES)))
+    parts = block_configs(heads, mask, positions, cross)
+    runs = st.builds(
+        lambda run, times, tied: Repeat(blocks=tuple(run), times=times, tied=tied),
+        st.lists(parts, min_size=1, max_size=2),
+        st.integers(1, 2),
+        st.booleans(),
+    )
+    return StackConfig(pattern=tuple(draw(st.lists(runs, min_size=1, max_size=2))), norm=draw(maybe(norms())))
+
+
+@st.composite
+def embeddings(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
+    sinusoids = [Sinusoid(form=form, offset=1) for form in ("interleaved", "halves", "fairseq")]
+    return EmbeddingConfig(
+        vocab=vocab,
+        context=CONTEXT,
+        dim=draw(st.sampled_from(dims)),
+        projection_bias=draw(st.booleans()),
+        scale=draw(st.sampled_from((1.0, 0.5, "sqrt_width"))),
+        positions=draw(st.sampled_from((None, Learned(), Learned(offset=2), *sinusoids))),
+        segments=draw(st.sampled_from((0, 2))),
+        norm=draw(maybe(norms())),
+    )
+
+
+@st.composite
+def heads_over(draw, kinds, factorised=False):
+    kind = draw(st.sampled_from(kinds))
+    if kind is None:
+        return None
+    speaks = kind in ("language_model", "masked_lm")
+    needs_transform = kind == "masked_lm" and factorised
+    return HeadConfig(
+        kind=kind,
+        classes=5 if kind in ("classifier", "tagger") else None,
+        bias=draw(st.sampled_from(("none", "learned", "fixed"))),
+        pooling=draw(st.sampled_from(("first", "last", "mean"))),
+        pooler=draw(st.sampled_from(("none", "tanh"))) if kind in ("classifier", "pooled") else "none",
+        normalize=kind == "pooled" and draw(st.booleans()),
+        transform=draw(st.sampled_from(("gelu", "tanh") if needs_transform else (None, "gelu")))
+        if kind == "masked_lm"
+        else None,
+        norm=draw(maybe(norms())) if speaks else None,
+        scale=draw(st.sampled_from((1.0, 0.5, "inverse_sqrt_width"))),
+        softcap=draw(st.sampled_from((None, 5.0))),
+    )
+
+
+INITS = st.sampled_from([InitConfig(kind=kind) for kind in ("normal", "xavier", "t5", "small")])
+READS = ("masked_lm", "classifier", "tagger", "spans", "pooled", None)
+
+
+@st.composite
+def decoder_only(draw):
+    head = draw(heads_over(("language_model", "language_model", None)))
+    return ModelConfig(
+        input=draw(embeddings()),
+        decoder=draw(stacks(draw(st.sampled_from(("causal", "causal", "prefix"))))),
+        head=head,
+        tie=draw(st.sampled_from(("none", "output"))) if head else "none",
+        init=draw(INITS),
+    )
+
+
+@st.composite
+def encoder_only(draw):
+    given = draw(embeddings())
+    head = draw(heads_over(READS, factorised=given.dim is not None))
+    speaks = head is not None and head.kind == "masked_lm"
+    tie = draw(st.sampled_from(("none", "output"))) if speaks else "none"
+    return ModelConfig(input=given, encoder=draw(stacks("full")), head=head, tie=tie, init=draw(INITS))
+
+
+@st.composite
+def encoder_decoders(draw):
+    source, head = draw(embeddings()), draw(heads_over(("language_model",)))
+    tie = draw(st.sampled_from(("none", "output", "source_target", "three_way")))
+    shares = tie in ("source_target", "three_way")
+    target = draw(embeddings(*((VOCAB, (source.dim,)) if shares else (17,))))
+    return ModelConfig(
+        input=source,
+        target=None if shares and draw(st.booleans()) else target,
+        encoder=draw(stacks("full")),
+        decoder=draw(stacks("causal", cross=True)),
+        head=head,
+        tie=tie,
+        init=draw(INITS),
+    )
+
+
+@st.composite
+def visions(draw):
+    patches = PatchConfig(
+        image=6,
+        patch=draw(st.sampled_from((2, 3))),
+        channels=draw(st.sampled_from((1, 3))),
+        class_token=draw(st.booleans()),
+        registers=draw(st.integers(0, 2)),
+        bias=draw(st.booleans()),
+        positions=draw(st.sampled_from((None, Learned(), Sinusoid(), Sinusoid(form="grid")))),
+        norm=draw(maybe(norms())),
+    )
+    head = draw(heads_over(("classifier", "pooled", None)))
+    return ModelConfig(input=patches, encoder=draw(stacks("full")), head=head, init=draw(INITS))
+
+
+def decoders():
+    return st.one_of(decoder_only(), encoder_decoders())
+
+
+def texts():
+    return st.one_of(decoder_only(), encoder_only(), encoder_decoders())
+
+
+def models():
+    return st.one_of(decoder_only(), encoder_only(), encoder_decoders(), visions())

@@ -1,0 +1,332 @@
+"""Closed-form parameter counts: equal to the typed ones, to the model as built, and to torch's own layers."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monoblock.accounting.report import account
+from monoblock.config import (
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    RecurrentConfig,
+    Repeat,
+    StackConfig,
+)
+from monoblock.errors import ConfigError
+from monoblock.families import bart, bert, gpt, vaswani, vit
+from monoblock.model import Transformer
+from monoblock.presets import PRESETS, tiny
+from monoblock.recurrent import Recurrent
+
+RMS = NormConfig(kind="rms", affine="scale")
+BARE = NormConfig(affine="none")
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "bert-base": 109_482_240,
+    "t5-small": 60_506_624,
+    "llama-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "vit-b16": 86_567_656,
+}
+
+
+def built(config):
+    """The parameters of the model itself, made without memory."""
+    with torch.device("meta"):
+        model = Recurrent(config) if isinstance(config, RecurrentConfig) else Transformer(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_a_published_model_has_its_published_count(name, count):
+    assert account(name).parameters == count
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_count_its_row_states_and_its_model_has_too(name):
+    found = account(name)
+    assert found.parameters == PRESETS[name].parameters == built(PRESETS[name].config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_toy_size_preset_has_the_count_of_its_model(name):
+    assert account(tiny(name)).parameters == built(tiny(name))
+
+
+# Choices no preset makes
+
+
+def model(block=None, *, depth=2, tied=False, source=None, head=None, **others):
+    """A small encoder around one block."""
+    block = block or BlockConfig(
+        width=30, attention=AttentionConfig(heads=3, mask="full"), feedforward=FeedForwardConfig(hidden=17)
+    )
+    stack = StackConfig(pattern=(Repeat(blocks=(block,), times=depth, tied=tied),))
+    return ModelConfig(input=source or EmbeddingConfig(vocab=53), encoder=stack, head=head, **others)
+
+
+FACTORISED = EmbeddingConfig(vocab=53, context=29, dim=7, positions=Learned(offset=2), segments=2, norm=NormConfig())
+MASKED = HeadConfig(kind="masked_lm", transform="gelu", norm=NormConfig(), bias="learned")
+UNUSUAL = {
+    "weights used again in every layer": model(depth=5, tied=True),
+    "a factorised embedding": model(source=FACTORISED),
+    "a factorised embedding without projection bias": model(source=replace(FACTORISED, projection_bias=False)),
+    "ALBERT": model(depth=3, tied=True, source=FACTORISED, head=MASKED, tie="output"),
+    "a transform to an untied output": model(source=FACTORISED, head=MASKED),
+    "a head without biases": model(head=replace(MASKED, bias="none", transform_bias=False)),
+    "spans": model(head=HeadConfig(kind="spans", bias="learned")),
+    "tags": model(head=HeadConfig(kind="tagger", classes=11)),
+    "a pooled vector": model(head=HeadConfig(kind="pooled", pooler="tanh")),
+    "registers": replace(
+        vit(image=12, patch=4, width=30, depth=2, heads=3, classes=7),
+        input=PatchConfig(image=12, patch=4, registers=3, class_token=False, bias=False, norm=NormConfig()),
+    ),
+    "three tables": replace(
+        vaswani(vocab=53, target_vocab=59, width=30, depth=2, heads=3, hidden=17),
+        tie="none",
+        head=HeadConfig(kind="language_model", bias="learned"),
+    ),
+    "an output that is a target table": vaswani(vocab=53, target_vocab=59, width=30, depth=2, heads=3, hidden=17),
+    "a tied output on a factorised embedding": replace(
+        gpt(vocab=53, width=30, depth=2, heads=3, context=29), input=replace(FACTORISED, segments=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("config", UNUSUAL.values(), ids=list(UNUSUAL))
+def test_an_unusual_model_has_the_count_of_its_closed_form(config):
+    assert account(config).parameters == built(config)
+
+
+norms = st.sampled_from([NormConfig(), RMS, BARE, NormConfig(affine="scale")])
+attentions = st.builds(
+    AttentionConfig,
+    heads=st.just(6),
+    kv_heads=st.sampled_from([None, 1, 2, 3]),
+    head_dim=st.sampled_from([None, 4, 10]),
+    value_dim=st.sampled_from([None, 7]),
+    bias=st.sampled_from(["", "qkv", "qkvo", "o"]),
+    mask=st.just("full"),
+    positions=st.sampled_from([None, Buckets(), Buckets(shared=False, count=16)]),
+    qk_norm=st.one_of(st.none(), norms),
+    qk_norm_over=st.sampled_from(["head", "each_head", "width"]),
+    sinks=st.booleans(),
+)
+feedforwards = st.builds(
+    FeedForwardConfig,
+    hidden=st.just(17),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    experts=st.sampled_from([None, ExpertsConfig(count=5, top_k=3), ExpertsConfig(count=2, router_bias=True)]),
+)
+blocks = st.builds(
+    BlockConfig,
+    width=st.just(30),
+    attention=attentions,
+    feedforward=feedforwards,
+    norm=norms,
+    norm_place=st.sampled_from(["pre", "post", "output", "sandwich"]),
+    layer_scale=st.sampled_from([None, 0.1]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(block=blocks, tied=st.booleans(), residual=st.sampled_from(["sequential", "parallel", "parallel_shared"]))
+def test_any_block_has_the_count_of_its_closed_form(block, tied, residual):
+    place = block.norm_place if residual == "sequential" else "pre"
+    config = model(replace(block, residual=residual, norm_place=place), depth=3, tied=tied)
+    assert account(config).parameters == built(config)
+
+
+# What is counted once, or not at all
+
+
+def test_tying_saves_one_table_and_a_bias_is_still_counted():
+    tied = gpt(vocab=53, width=30, depth=2, heads=3, context=29)
+    assert account(replace(tied, tie="none")).parameters - account(tied).parameters == 53 * 30
+    biased = replace(tied, head=HeadConfig(kind="language_model", bias="learned"))
+    assert account(biased).parameters - account(tied).parameters == 53
+
+
+def test_a_fixed_bias_is_no_parameter():
+    config = bart(vocab=53, width=30, depth=2, heads=3, context=29)
+    assert config.head.bias == "fixed"
+    none = replace(config, head=replace(config.head, bias="none"))
+    assert account(config).parameters == account(none).parameters
+
+
+def test_mixtral_sends_a_token_through_13_of_its_47_billion_parameters():
+    """Jiang et al. 2024: 47 B parameters, 13 B of them used for a token."""
+    found = account("mixtral-8x7b")
+    assert (round(found.parameters / 1e9), round(found.active_parameters / 1e9)) == (47, 13)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "mixtral-8x7b"])
+def test_without_experts_every_parameter_is_active(name):
+    assert account(name).active_parameters == account(name).parameters
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_components_are_named_after_the_weights_they_count(name):
+    config = tiny(name)
+    with torch.device("meta"):
+        weights = [path for path, _ in Transformer(config).named_parameters()]
+    for component in account(config).components:
+        place = component.split(".")[0]
+        assert place in ("input", "target", "encoder", "decoder", "head")
+        assert any(path.startswith(place) for path in weights)
+
+
+# Against torch's own layers
+
+
+@pytest.mark.parametrize(("width", "heads", "depth", "hidden"), [(512, 8, 6, 2048), (30, 2, 3, 17)])
+def test_the_paper_s_model_has_the_weights_of_torch_s(width, heads, depth, hidden):
+    """torch.nn.Transformer ends each stack with a norm, which the paper does not have."""
+    with torch.device("meta"):
+        theirs = torch.nn.Transformer(width, heads, depth, depth, hidden, batch_first=True)
+    count = sum(parameter.numel() for parameter in theirs.parameters()) - 2 * 2 * width
+    ours = account(vaswani(vocab=53, width=width, heads=heads, depth=depth, hidden=hidden))
+    assert ours.parameters == count + 53 * width
+
+
+@pytest.mark.parametrize("kind", ["language_model", "encoder_decoder"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("target", [None, 59])
+def test_a_recurrent_baseline_has_the_count_of_its_closed_form(kind, tie, depth, target):
+    if kind == "language_model":
+        target = None
+    config = RecurrentConfig(kind=kind, vocab=53, width=14, depth=depth, tie=tie, target_vocab=target)
+    found = account(config)
+    assert found.family == "recurrent"
+    assert found.parameters == found.active_parameters == built(config)
+
+
+# The account and the command
+
+
+def test_an_unknown_preset_is_answered_with_its_neighbour():
+    with pytest.raises(ConfigError, match="gpt2"):
+        account("gtp2")
+
+
+def test_a_pass_over_a_preset_needs_no_torch():
+    code = """
+import sys
+from monoblock.cli.main import run
+assert run(["account", "llama2-70b", "--tokens", "1000", "--new", "10"]) == 0
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "68,976,648,192" in done.stdout
+
+
+@pytest.fixture
+def monoblock(capsys):
+    from monoblock.cli.main import run
+
+    def call(*words):
+        code = run(["account", *words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_json_names_everything(monoblock):
+    code, out, _ = monoblock("gpt2", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert {
+        "name",
+        "family",
+        "parameters",
+        "active_parameters",
+        "components",
+        "flops",
+        "memory",
+        "kv_cache_bytes",
+    } <= set(found)
+    assert found["parameters"] == sum(found["components"].values()) == 124_439_808
+    assert found["flops"]["forward"] == sum(found["flops"]["components"].values())
+
+
+def test_the_table_shows_a_bar_a_component_and_names_the_next_verb(monoblock):
+    code, out, err = monoblock("bert-base", "--batch", "2", "--length", "128")
+    assert code == 0
+    assert "encoder.feedforward" in out
+    assert "█" in out
+    assert "Try: monoblock" in err
+
+
+def test_a_folder_and_a_file_are_accounted_for_like_the_configuration_in_them(monoblock, tmp_path):
+    config = bert(vocab=53, width=30, depth=2, heads=3, context=29)
+    (tmp_path / "config.json").write_text(config.to_json())
+    bare = json.loads(monoblock(str(tmp_path), "--json")[1])
+    wrapped = tmp_path / "wrapped.json"
+    wrapped.write_text(json.dumps({"format": "monoblock", "model": config.to_dict()}))
+    for found in (bare, json.loads(monoblock(str(wrapped), "--json")[1])):
+        assert found["parameters"] == account(config).parameters
+
+
+def test_a_recurrent_configuration_is_read_too(monoblock, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"kind": "encoder_decoder", "vocab": 53, "width": 14}))
+    code, out, _ = monoblock(str(file))
+    assert code == 0
+    assert "encoder.lstm" in out
+
+
+def test_choices_can_be_changed_on_the_command_line(monoblock):
+    _, out, _ = monoblock("gpt2", "depth=24", "width=1024", "heads=16", "--json")
+    assert json.loads(out)["parameters"] == 354_823_168  # GPT-2 medium
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gtp2"], "did you mean 'gpt2'"),
+        (["gpt2", "depht=3"], "did you mean 'depth'"),
+        (["gpt2", "depth"], "name=value"),
+        (["gpt2", "--length", "2048"], "1024 or less"),
+        (["vit-b16", "--length", "30"], "an image is 197 tokens"),
+        (["gpt2", "--target-length", "5"], "encoder-decoder"),
+        (["gpt2", "--batch", "0"], "batch"),
+        (["gpt2", "--tokens", "5", "--mfu", "40"], "mfu"),
+        (["bert-base", "--new", "5"], "decoder"),
+        (["."], "config.json"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(monoblock, words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = monoblock(*words)
+    assert code in (1, 2)
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+
+
+def test_another_library_s_configuration_is_refused(monoblock, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
+    code, _, err = monoblock(str(tmp_path))
+    assert code == 1
+    assert "no model of ours" in err
