@@ -81,7 +81,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | N
     """The same by FlexAttention (Dong et al. 2024), which skips the blocks a mask rules out and writes no matrix."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    run: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     return run(q, k, v, block_mask=view.block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -99,6 +99,11 @@ def attend_fused(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
     )
     return out if blind is None else out.masked_fill(blind, 0)
+
+
+def kept(bias: Tensor, config: AttentionConfig) -> Tensor:
+    """Of a bias (B, H, T, S) for all heads, that of the heads pruning has left."""
+    return bias[:, list(config.kept_heads)] if config.kept_heads else bias
 
 
 @dataclass
@@ -121,7 +126,7 @@ class View:
         from torch.nn.attention.flex_attention import create_block_mask
 
         q, k = self.sight.q, self.sight.k
-        build = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
+        build: Any = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
         batch = max(q.at.shape[0], k.at.shape[0])
         return build(
             self.sight.mask.flex(q, k), batch if batch > 1 else None, None, q.length, k.length, device=q.at.device
@@ -176,7 +181,7 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = self._qk_norm(H, K), self._qk_norm(G, K)
         self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
         owns = isinstance(config.positions, Buckets) and not config.positions.shared
-        self.position_bias = nn.Embedding(config.positions.count, H) if owns else None  # type: ignore[union-attr]
+        self.position_bias = nn.Embedding(config.positions.count, config.all_heads) if owns else None  # type: ignore[union-attr]
 
     def _qk_norm(self, heads: int, size: int) -> Norm | None:
         if self.config.qk_norm is None:
@@ -258,4 +263,6 @@ class Attention(nn.Module):
         assert isinstance(self.config.positions, Buckets)
         assert self.position_bias is not None
         sight, both = view.sight, self.config.mask == "full"
-        return bucket_bias(self.config.positions, self.position_bias.weight, sight.q.at, sight.k.at, both_sides=both)
+        table = self.position_bias.weight
+        bias = bucket_bias(self.config.positions, table, sight.q.at, sight.k.at, both_sides=both)
+        return kept(bias, self.config)

@@ -146,6 +146,8 @@ class AttentionConfig:
     softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
     clip: float | None = None  # queries, keys and values clamped to +-clip (OLMo, MPT)
     sinks: bool = False  # a learned score a head that takes weight and gives nothing (gpt-oss)
+    kept_heads: tuple[int, ...] = ()  # after pruning: which of the heads there once were; () is all
+    unpruned_heads: int | None = None  # how many there once were, where positions give each head its own bias
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -158,6 +160,8 @@ class AttentionConfig:
             raise ConfigError(f"kv_heads={self.groups} does not divide heads={self.heads}; try kv_heads={fix}")
         if set(self.bias) - set("qkvo") or len(set(self.bias)) != len(self.bias):
             raise ConfigError(f"bias={self.bias!r} names projections by letters of 'qkvo', each once; '' is none")
+        if self.kept_heads and (len(self.kept_heads) != self.heads or max(self.kept_heads) >= self.all_heads):
+            raise ConfigError(f"kept_heads={self.kept_heads} must name {self.heads} of {self.all_heads} unpruned heads")
         if self.window is None and (self.global_tokens or self.random_blocks):
             raise ConfigError("global tokens and random blocks reach beyond a window; write window=… too")
         if self.window is not None and self.mask == "prefix":
@@ -167,6 +171,11 @@ class AttentionConfig:
     def groups(self) -> int:
         """G, the key/value heads."""
         return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def all_heads(self) -> int:
+        """The heads before any were pruned."""
+        return self.unpruned_heads if self.unpruned_heads is not None else self.heads
 
     def key_size(self, width: int) -> int:
         """K, the size of a query or key head."""

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from monoblock.attention import View
+from monoblock.attention import View, kept
 from monoblock.block import Block
 from monoblock.cache import Cache, CrossSlot, Entry
 from monoblock.config import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
@@ -31,7 +31,7 @@ class Stack(nn.Module):
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
         self.kinds: dict[AttentionConfig, Mask] = {b.attention: statement(b.attention) for b in config.layers()}
         shared = [a for a in self.kinds if isinstance(a.positions, Buckets) and a.positions.shared]
-        self.position_bias = nn.Embedding(shared[0].positions.count, shared[0].heads) if shared else None  # type: ignore[union-attr]
+        self.position_bias = nn.Embedding(shared[0].positions.count, shared[0].all_heads) if shared else None  # type: ignore[union-attr]
 
     @property
     def blocks(self) -> list[Block]:
@@ -78,11 +78,11 @@ class Stack(nn.Module):
         if isinstance(positions, Rotary):
             view.turn_q = view.turn_k = turn(positions, size, q.at, x.dtype)
         elif isinstance(positions, Alibi):
-            view.bias = alibi(positions, config.heads, size, q.at, k.at)
+            view.bias = kept(alibi(positions, config.all_heads, size, q.at, k.at), config)
         elif isinstance(positions, Buckets) and positions.shared:
             assert self.position_bias is not None
             table = self.position_bias.weight
-            view.bias = bucket_bias(positions, table, q.at, k.at, both_sides=config.mask == "full")
+            view.bias = kept(bucket_bias(positions, table, q.at, k.at, both_sides=config.mask == "full"), config)
         return view
 
 

@@ -78,6 +78,10 @@ BIASES = (
 )
 
 
+POSITIONS = ("none", *BIASES, "rotary", "rotary", "rotary", "rotary", "rotary")
+RARELY = st.sampled_from((False, False, False, True))
+
+
 @st.composite
 def attentions(draw, heads, mask, positions):
     """Positions: "none", "rotary", or the bias itself."""
@@ -102,16 +106,16 @@ def attentions(draw, heads, mask, positions):
         positions=draw(rotaries(size)) if rotary else None if positions == "none" or mask == "cross" else positions,
         qk_norm=draw(maybe(norms())),
         qk_norm_over=draw(st.sampled_from(("head", "each_head", "width"))),
-        softcap=draw(st.sampled_from((None, None, 5.0))),
-        clip=draw(st.sampled_from((None, None, 0.7))),
-        sinks=draw(st.booleans()),
+        softcap=5.0 if draw(RARELY) else None,
+        clip=0.7 if draw(RARELY) else None,
+        sinks=draw(RARELY),
     )
 
 
 @st.composite
 def feedforwards(draw):
     experts = None
-    if draw(st.integers(0, 3)) == 0:
+    if draw(RARELY):
         router = draw(st.sampled_from(("softmax_renormalized", "softmax", "top_k_softmax")))
         top_k = draw(st.integers(1, 3))
         experts = ExpertsConfig(count=3, top_k=top_k, router=router, router_bias=draw(st.booleans()))
@@ -146,7 +150,7 @@ def block_configs(draw, heads, mask, positions, cross):
 
 @st.composite
 def stacks(draw, mask, *, cross=False):
-    heads, positions = draw(st.sampled_from((1, 2, 3, 4, 5, 6))), draw(st.sampled_from(("none", "rotary", *BIASES)))
+    heads, positions = draw(st.sampled_from((1, 2, 3, 4, 5, 6))), draw(st.sampled_from(POSITIONS))
     parts = block_configs(heads, mask, positions, cross)
     runs = st.builds(
         lambda run, times, tied: Repeat(blocks=tuple(run), times=times, tied=tied),

@@ -169,7 +169,7 @@ def _attention(name: str, attention: AttentionConfig, width: int) -> Iterator[tu
     yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, normed)
     yield f"{name}.sinks", attention.heads if attention.sinks else 0
     if isinstance(attention.positions, Buckets) and not attention.positions.shared:
-        yield f"{name}.positions", attention.positions.count * attention.heads
+        yield f"{name}.positions", attention.positions.count * attention.all_heads
 
 
 def _feedforward(feedforward: FeedForwardConfig, width: int, active: bool) -> Iterator[tuple[str, int]]:
@@ -213,7 +213,7 @@ def _stack(stack: StackConfig, active: bool) -> Counts:
     for attention in shared:
         assert isinstance(attention.positions, Buckets)
         if attention.positions.shared:
-            counts["attention.positions"] += attention.positions.count * attention.heads
+            counts["attention.positions"] += attention.positions.count * attention.all_heads
             break
     counts["final_norm"] = norm_parameters(stack.norm, stack.width)
     return dict(counts)

@@ -124,7 +124,7 @@ class Account:
         optimizer: str = "adamw",
         gpus: int = 1,
     ) -> dict[str, Any]:
-        """Everything as plain numbers; training memory in four ways, and in bf16 where `dtype` is not trained in."""
+        """Everything as plain numbers; where `dtype` only stores weights, training and cache are counted in bf16."""
         trained_in = dtype if dtype in TRAINED_IN else "bf16"
         training = {
             ("fused" if fused else "plain") + ("_checkpointed" if checkpointing else ""): self.training_bytes(
@@ -148,7 +148,7 @@ class Account:
                 "gpus": gpus,
                 "training": training,
             },
-            "kv_cache_bytes": self.kv_cache_bytes(batch, length, dtype, target_length),
+            "kv_cache_bytes": self.kv_cache_bytes(batch, length, trained_in, target_length),
         }
 
 

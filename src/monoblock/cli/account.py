@@ -137,8 +137,8 @@ def _show_memory(gathered: dict[str, Any]) -> None:
     click.echo(f"\nTraining memory, {memory['trained_in']}, {memory['optimizer']}, batch {size['batch']}{gpus}")
     rows = [(part.replace("_", " "), *(human_bytes(memory["training"][way][part]) for way in WAYS)) for part in PARTS]
     table(("part", *WAYS.values()), rows)
-    click.echo(f"\nTo run, {memory['dtype']}: weights {human_bytes(memory['weights'])}, ", nl=False)
-    click.echo(f"key/value cache {human_bytes(gathered['kv_cache_bytes'])}")
+    click.echo(f"\nTo run: weights in {memory['dtype']} {human_bytes(memory['weights'])}, ", nl=False)
+    click.echo(f"key/value cache in {memory['trained_in']} {human_bytes(gathered['kv_cache_bytes'])}")
 
 
 def _show_rest(gathered: dict[str, Any]) -> None:
