@@ -48,7 +48,7 @@ class Head(nn.Module):
         self.pooler = nn.Linear(width, width) if config.pooler == "tanh" else None
         self.transform = nn.Linear(width, dim, bias=config.transform_bias) if config.transform else None
         self.norm = Norm(dim, config.norm) if config.norm is not None else None
-        needs_projection = config.kind == "language_model" and dim != width
+        needs_projection = self.transform is None and dim != width
         self.projection = nn.Linear(width, dim, bias=False) if needs_projection else None
         outputs = _outputs(config, model)
         self.output = nn.Linear(dim, outputs, bias=False) if outputs and not self.tied else None

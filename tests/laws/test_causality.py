@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from support import T, Leaf, all_experts, bit_equal, close, has_both, has_experts, is_decoder, presets, read, tokens, toy
+from support import (
+    T,
+    Leaf,
+    all_experts,
+    bit_equal,
+    close,
+    has_both,
+    has_experts,
+    is_decoder,
+    presets,
+    read,
+    tokens,
+    toy,
+)
 
 DECODERS = presets(is_decoder)
 

@@ -1,0 +1,202 @@
+"""What the source documents get wrong, shown on the mathematics (the counts and sizes are in test_documents.py)."""
+
+import inspect
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import monoblock as mb
+from monoblock.attention import attend
+from monoblock.config import Alibi, Learned, Rotary, Sinusoid
+from monoblock.masks import causal, everything, run
+from monoblock.norm import layer_norm
+from monoblock.positions import alibi_slopes, rotate, sinusoid, turn
+
+
+def blind(depth, **knobs):
+    """A decoder without any positions."""
+    torch.manual_seed(depth)
+    config = mb.gpt(vocab=23, width=12, depth=depth, heads=3, context=17, positions="none", std=0.4, **knobs)
+    return mb.Transformer(config).double().eval()
+
+
+def test_a_decoder_trained_without_a_mask_sees_the_answer():
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(12, 3, 20, dropout=0.0, batch_first=True).double()
+    target, memory = torch.randn(1, 5, 12).double(), torch.randn(1, 7, 12).double()
+    changed = target.clone()
+    changed[:, -1] += 1.0
+    assert (layer(target, memory)[:, 0] - layer(changed, memory)[:, 0]).abs().max() > 1e-3
+    model = mb.Transformer(mb.vaswani(vocab=23, width=12, depth=2, heads=3)).eval()
+    source, ids = torch.tensor([[3, 5, 7]]), torch.tensor([[2, 4, 6, 8]])
+    other = torch.tensor([[2, 4, 6, 9]])
+    assert torch.equal(model(source, ids)[:, :3], model(source, other)[:, :3])
+
+
+def test_label_smoothing_spreads_over_all_classes_the_target_included():
+    logits, target, epsilon = torch.tensor([[2.0, -1.0, 1.5, 0.0, 1.0]]).double(), torch.tensor([2]), 0.1
+    given = F.cross_entropy(logits, target, label_smoothing=epsilon)
+    wanted = torch.full((1, 5), epsilon / 5).double()
+    wanted[0, 2] += 1 - epsilon
+    torch.testing.assert_close(given, -(wanted * logits.log_softmax(-1)).sum())
+    others = torch.full((1, 5), epsilon / 4).double()
+    others[0, 2] = 1 - epsilon
+    assert abs(given + (others * logits.log_softmax(-1)).sum()) > 1e-3
+
+
+def test_a_fresh_classifier_says_nothing_about_the_text():
+    ids, answers = torch.tensor([[3, 5, 7, 11]]), set()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        config = mb.bert(vocab=23, width=12, depth=2, heads=3, context=16, head="classifier", classes=2)
+        answers.add(int(mb.Transformer(config).eval()(ids).argmax()))
+    assert answers == {0, 1}
+
+
+def test_a_token_sees_itself():
+    assert causal.dense(run(5), run(5))[0, 0].diagonal().all()
+
+
+def test_the_best_sequence_of_the_greedy_example_has_probability_016():
+    first = {"w1": 0.5, "w2": 0.4}
+    second = {"w1": [0.1, 0.2, 0.3, 0.1, 0.1, 0.2], "w2": [0.1, 0.4, 0.2, 0.1, 0.0, 0.0]}
+    greedy = 0.5 * max(second["w1"])
+    best = max(first[word] * p for word in first for p in second[word])
+    assert (round(greedy, 10), round(best, 10)) == (0.15, 0.16)
+
+
+def test_sinusoid_exponents_start_at_zero():
+    places = torch.arange(9)
+    torch.testing.assert_close(sinusoid(places, 8, Sinusoid())[:, 0], places.float().sin())
+
+
+def test_layer_norm_divides_by_the_root_of_variance_plus_epsilon():
+    x = torch.tensor([[0.001, -0.002, 0.003]]).double()
+    centred = x - x.mean()
+    variance = centred.square().mean()
+    torch.testing.assert_close(layer_norm(x, eps=1e-5), centred / (variance + 1e-5).sqrt())
+    assert (layer_norm(x, eps=1e-5) - centred / (variance.sqrt() + 1e-5)).abs().max() > 0.1
+
+
+def test_byte_pair_encoding_has_a_three_way_tie_and_the_library_takes_de():
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    words = ["BADD", "FAD", "FEEDE", "ADDEEF"]
+    merged = [word.replace("AD", "1") for word in words]
+    pairs = Counter(pair for word in merged for pair in itertools.pairwise(word))
+    assert {pair for pair, count in pairs.items() if count == 2} == {("1", "D"), ("E", "E"), ("D", "E")}
+    assert max(pairs.values()) == 2
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator([" ".join(words)], trainers.BpeTrainer(vocab_size=7, show_progress=False))
+    assert sorted(token for token in tokenizer.get_vocab() if len(token) > 1) == ["AD", "DE"]
+
+
+def test_attention_is_not_linear_in_its_input():
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 1, 1, 5, 4).double()
+    together = attend(x + y, x + y, x + y)
+    assert (together - attend(x, x, x) - attend(y, y, y)).abs().max() > 0.1
+    weights = torch.randn(5, 5).double().softmax(-1)  # linear once the weights are held fast
+    torch.testing.assert_close(weights @ (x + y), weights @ x + weights @ y)
+
+
+def test_the_walk_through_sums_to_7736():
+    scores = torch.tensor([1.0, 0.0, 2.0, 1.0]).double() / math.sqrt(3)
+    assert round(float(scores.exp().sum()), 3) == 7.736
+    assert [round(w, 3) for w in scores.softmax(-1).tolist()] == [0.230, 0.129, 0.410, 0.230]
+
+
+def test_attention_without_a_mask_is_equivariant_not_invariant():
+    torch.manual_seed(2)
+    x, order = torch.randn(1, 1, 5, 4).double(), torch.tensor([3, 1, 4, 0, 2])
+    out, moved = attend(x, x, x), attend(x[:, :, order], x[:, :, order], x[:, :, order])
+    torch.testing.assert_close(moved, out[:, :, order])
+    assert (moved - out).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("depth", "notices"), [(1, False), (2, True)])
+def test_with_a_causal_mask_two_layers_without_positions_tell_an_order(depth, notices):
+    ids, swapped = torch.tensor([[3, 5, 7, 11]]), torch.tensor([[5, 3, 7, 11]])
+    model = blind(depth)
+    difference = (model(ids)[:, -1] - model(swapped)[:, -1]).abs().max()
+    assert bool(difference > 1e-6) is notices
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
+def test_alibi_slopes_end_at_two_to_the_minus_eight(heads):
+    slopes = alibi_slopes(heads, Alibi())
+    assert slopes == [2.0 ** (-8 * k / heads) for k in range(1, heads + 1)]
+    assert slopes[-1] == 2.0**-8
+
+
+def test_the_residual_stream_grows_with_pre_norm_and_not_with_post_norm():
+    sizes = {}
+    for place in ("pre", "post"):
+        torch.manual_seed(4)
+        config = mb.gpt(vocab=23, width=32, depth=16, heads=4, context=17, norm_place=place, init="xavier")
+        model = mb.Transformer(config).eval()
+        seen = mb.trace(model, torch.arange(2, 15)[None], names="decoder.*.output")
+        sizes[place] = [float(seen[f"decoder.{n}.output"].square().mean().sqrt()) for n in range(16)]
+    assert sizes["pre"][-1] > 2 * sizes["pre"][0]
+    assert max(sizes["post"]) < 1.1 * min(sizes["post"])
+    assert model.decoder.norm is None
+
+
+@pytest.mark.parametrize(("depth", "matters"), [(1, False), (2, True)])
+def test_a_mask_matters_when_a_whole_prefix_is_processed(depth, matters):
+    model = blind(depth)
+    ids = torch.tensor([[3, 5, 7, 11]])
+    masked = model(ids)[:, -1]
+    for kind in model.decoder.kinds:
+        model.decoder.kinds[kind] = everything
+    difference = (model(ids)[:, -1] - masked).abs().max()
+    assert bool(difference > 1e-6) is matters
+
+
+def test_similarity_of_sinusoids_depends_exactly_on_distance():
+    waves = sinusoid(torch.arange(256), 128, Sinusoid()).double()
+    alike = F.cosine_similarity(waves[:, None], waves[None], dim=-1)
+    for distance in (1, 7, 100):
+        assert alike.diagonal(distance).std() < 1e-6
+
+
+def test_rotary_scores_are_equal_only_for_the_same_query_and_key():
+    torch.manual_seed(6)
+    q, k, other = torch.randn(3, 1, 1, 1, 8).double()
+
+    def score(one, two, m, n):
+        at = [turn(Rotary(), 8, torch.tensor([[place]]), torch.float64) for place in (m, n)]
+        return float((rotate(one, at[0]) * rotate(two, at[1])).sum())
+
+    assert abs(score(q, k, 5, 12) - score(q, k, 10, 17)) < 1e-5
+    assert abs(score(q, k, 5, 12) - score(q, other, 10, 17)) > 1e-2
+
+
+def test_bert_learns_its_positions_and_bloom_and_mpt_use_alibi():
+    assert isinstance(mb.preset("bert-base").input.positions, Learned)
+    for name in ("bloom-560m", "mpt-7b"):
+        assert all(isinstance(block.attention.positions, Alibi) for block in mb.preset(name).decoder.layers())
+
+
+def test_multihead_attention_takes_embed_dim():
+    names = inspect.signature(nn.MultiheadAttention.__init__).parameters
+    assert "embed_dim" in names
+    assert "d_model" not in names
+
+
+def test_a_deviation_outside_autograd_cuts_the_gradient():
+    x = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64, requires_grad=True)
+
+    def gradient(y):
+        return torch.autograd.grad((y * torch.tensor([1.0, -2.0, 0.5])).sum(), x)[0]
+
+    centred = x - x.mean()
+    cut = centred / (centred.square().mean() + 1e-5).detach().sqrt()
+    assert torch.autograd.gradcheck(lambda t: layer_norm(t), x)
+    assert (gradient(cut) - gradient(layer_norm(x))).abs().max() > 1e-2
