@@ -24,7 +24,11 @@ def draw(*shape, seed=0, dtype=torch.float64):
 
 
 def qkv(groups=H, dtype=torch.float64):
-    return draw(B, H, T, K, dtype=dtype), draw(B, groups, S, K, seed=1, dtype=dtype), draw(B, groups, S, V, seed=2, dtype=dtype)
+    return (
+        draw(B, H, T, K, dtype=dtype),
+        draw(B, groups, S, K, seed=1, dtype=dtype),
+        draw(B, groups, S, V, seed=2, dtype=dtype),
+    )
 
 
 def some_mask():
@@ -151,7 +155,9 @@ def test_sixteen_bits_up_to_the_edge_give_no_nan(dtype, groups, name):
     for out in (plain, fused):
         assert out.dtype == dtype
         assert out.isfinite().all()
-    torch.testing.assert_close(plain.double(), attend(q.double(), k.double(), v.double(), view.dense), atol=0, rtol=1e-2)
+    torch.testing.assert_close(
+        plain.double(), attend(q.double(), k.double(), v.double(), view.dense), atol=0, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -257,3 +257,11 @@ def test_a_narrow_terminal_folds_words_and_never_a_number(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2
     assert sum("124,439,808" in line for line in lines) == 1
+
+
+def test_account_measures_a_pass_by_component_when_asked():
+    words = ["account", "gpt-tiny", "depth=2", "--length", "16", "--measure", "--json"]
+    done = subprocess.run([sys.executable, "-m", "monoblock", *words], capture_output=True, text=True, check=True)
+    parts = json.loads(done.stdout)["measured"]["parts"]
+    assert {"input", "decoder.attention", "decoder.feedforward", "decoder.norm", "head", "rest", "total"} == set(parts)
+    assert all(part["seconds"] > 0 for name, part in parts.items() if name != "rest")

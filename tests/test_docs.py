@@ -30,7 +30,9 @@ def test_the_code_of_the_readme_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
     assert blocks
     for block in blocks:
-        subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": SOURCE})
+        subprocess.run(
+            [sys.executable, "-c", block], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": SOURCE}
+        )
 
 
 def documented():

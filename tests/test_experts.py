@@ -81,7 +81,9 @@ def test_weights_of_the_chosen_are_positive_and_sum_to_one_where_they_should(rou
 
 def test_two_routers_agree_when_every_expert_is_chosen():
     logits = draw(13, E)
-    one, other = (route(logits, ExpertsConfig(count=E, top_k=E, router=router)) for router in ("softmax", "top_k_softmax"))
+    one, other = (
+        route(logits, ExpertsConfig(count=E, top_k=E, router=router)) for router in ("softmax", "top_k_softmax")
+    )
     close(one[1], other[1])
 
 

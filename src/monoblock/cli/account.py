@@ -80,7 +80,34 @@ def gather(found: Account, options: dict[str, Any]) -> dict[str, Any]:
         gathered["budget"] = asdict(found.budget(options["tokens"], peak=1e12 * options["peak_tflops"], **lengths))
     if options["new"]:
         gathered["decoding"] = _decoding(found, options)
+    if options["measure"]:
+        gathered["measured"] = _measured(found, options)
     return gathered
+
+
+def _measured(found: Account, options: dict[str, Any]) -> dict[str, Any]:
+    """The same model with random weights, timed on this machine."""
+    import torch
+
+    from monoblock.config import EmbeddingConfig, PatchConfig
+    from monoblock.inspection.profile import profile
+    from monoblock.model import Transformer
+
+    config = found.config
+    if isinstance(config, RecurrentConfig):
+        raise ConfigError("--measure times a Transformer's components, but this is an LSTM; leave it out")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = found.flops(**{key: options[key] for key in ("batch", "length", "target_length")}).size
+    batch = sizes.batch
+    with device:
+        model = Transformer(config)
+        if isinstance(config.input, PatchConfig):
+            inputs = [torch.zeros(batch, config.input.channels, config.input.image, config.input.image)]
+        else:
+            assert isinstance(config.input, EmbeddingConfig)
+            lengths = (sizes.source, sizes.target) if found.family == "encoder-decoder" else (sizes.source,)
+            inputs = [torch.randint(config.input.vocab, (batch, length)) for length in lengths]
+    return {"device": str(device), "parts": {name: asdict(part) for name, part in profile(model, *inputs).items()}}
 
 
 def _decoding(found: Account, options: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +177,15 @@ def _show_rest(gathered: dict[str, Any]) -> None:
         ]
         click.echo()
         table(columns, rows)
+    if "measured" in gathered:
+        parts = gathered["measured"]["parts"]
+        click.echo(f"\nMeasured on {gathered['measured']['device']}, fp32, one forward pass")
+        whole = parts["total"]["seconds"]
+        rows = [
+            (name, f"{1e3 * one['seconds']:.2f} ms", f"{one['seconds'] / whole:6.1%}", human_bytes(one["kept_bytes"]))
+            for name, one in parts.items()
+        ]
+        table(("component", "time", "share", "kept for backward"), rows)
     if "budget" in gathered:
         one = gathered["budget"]
         click.echo(f"\nTraining on {human_count(one['tokens'])} tokens: {one['flops']:.3g} FLOPs ", nl=False)
@@ -176,6 +212,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--new", type=COUNT, help="Also the cost of writing so many tokens.")
 @click.option("--prompt", type=COUNT, default=1, show_default=True, help="Tokens given before them.")
 @click.option("--beams", type=COUNT, default=1, show_default=True, help="Hypotheses kept while writing.")
+@click.option("--measure", is_flag=True, help="Also build it here and measure a forward pass by component.")
 @as_json
 def command(what: str, changes: tuple[str, ...], as_json: bool, **options: Any) -> None:
     found = account(changed(find(what), changes), name=" ".join([what, *changes]))
