@@ -13,7 +13,7 @@ from monoblock.attention import Attention, View, attend, attend_fused
 from monoblock.config import AttentionConfig, NormConfig, Rotary
 from monoblock.masks import Where, causal, everything, run
 from monoblock.norm import layer_norm, rms_norm
-from monoblock.positions import turn
+from monoblock.positions import rotate, turn
 
 B, H, T, S, K, V = 2, 6, 5, 7, 4, 3
 HALF = [torch.float16, torch.bfloat16]
@@ -248,8 +248,6 @@ def test_queries_and_keys_are_normed_before_they_are_turned(over, kind, groups):
             return plain(projected, weight, eps=norm.eps).unflatten(-1, (heads, -1)).transpose(1, 2)
         by_head = projected.unflatten(-1, (heads, -1))
         return (plain(by_head, eps=norm.eps) * weight).transpose(1, 2)
-
-    from monoblock.positions import rotate
 
     q = rotate(normed(ours.query(x), 3, ours.query_norm.weight), turned)
     k = rotate(normed(ours.key(x), groups, ours.key_norm.weight), turned)

@@ -153,8 +153,7 @@ def test_a_mask_matters_when_a_whole_prefix_is_processed(depth, matters):
     model = blind(depth)
     ids = torch.tensor([[3, 5, 7, 11]])
     masked = model(ids)[:, -1]
-    for kind in model.decoder.kinds:
-        model.decoder.kinds[kind] = everything
+    model.decoder.masks = [everything for _ in model.decoder.masks]
     difference = (model(ids)[:, -1] - masked).abs().max()
     assert bool(difference > 1e-6) is matters
 

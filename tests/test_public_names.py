@@ -1,5 +1,6 @@
 """The public names: few, sorted, all there, and reached without importing torch before it is needed."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -50,3 +51,13 @@ def test_configurations_never_import_torch(statement):
     code = f"import sys\n{statement}\nfound = {heavy} & set(sys.modules)\nassert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_see_the_same_names():
+    stub = (PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
+    seen = {
+        (name, home)
+        for home, names in re.findall(r"from monoblock\.([\w.]+) import ([^\n(]+|\([^)]*\))", stub)
+        for name in re.findall(r"(\w+) as \1", names)
+    }
+    assert seen == set(monoblock._HOME.items())

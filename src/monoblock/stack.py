@@ -29,14 +29,16 @@ class Stack(nn.Module):
         for number in sorted(set(self.order)):
             self.add_module(str(number), Block(list(config.layers())[number]))
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
-        self.kinds: dict[AttentionConfig, Mask] = {b.attention: statement(b.attention) for b in config.layers()}
+        self.kinds = list(dict.fromkeys(block.attention for block in config.layers()))
+        self.kind_of = [self.kinds.index(block.attention) for block in config.layers()]
+        self.masks: list[Mask] = [statement(kind) for kind in self.kinds]
         shared = [a for a in self.kinds if isinstance(a.positions, Buckets) and a.positions.shared]
         self.position_bias = nn.Embedding(shared[0].positions.count, shared[0].all_heads) if shared else None  # type: ignore[union-attr]
 
     @property
     def blocks(self) -> list[Block]:
         """The blocks in the order they run."""
-        return [cast(Block, self.get_submodule(str(number))) for number in self.order]
+        return [cast(Block, self._modules[str(number)]) for number in self.order]
 
     def forward(
         self,
@@ -50,15 +52,15 @@ class Stack(nn.Module):
     ) -> Tensor:
         """x (B, T, D) at the given places, perhaps looking at memory (B, S, D) -> (B, T, D)."""
         entries: list[Entry | None] = [None] * len(self.order) if cache is None else list(cache.enter(where))
-        views: dict[AttentionConfig, View] = {}
+        views: list[View | None] = [None] * len(self.kinds)
         memory_view = None if memory_where is None else View(everything.between(where, memory_where))
         for layer, block in enumerate(self.blocks):
-            kind, entry = block.config.attention, entries[layer]
-            if kind not in views:
-                views[kind] = self._view(kind, where, where if entry is None else entry.where, x)
+            kind, entry = self.kind_of[layer], entries[layer]
+            view = views[kind] or self._view(kind, where, where if entry is None else entry.where, x)
+            views[kind] = view
             x = block(
                 x,
-                views[kind],
+                view,
                 memory=memory,
                 memory_view=memory_view,
                 slot=None if cache is None else cache.slots[layer],
@@ -72,9 +74,10 @@ class Stack(nn.Module):
     def _cross_slot(cache: Cache | None, layer: int) -> CrossSlot | None:
         return None if cache is None else cache.cross[layer]
 
-    def _view(self, config: AttentionConfig, q: Where, k: Where, x: Tensor) -> View:
+    def _view(self, kind: int, q: Where, k: Where, x: Tensor) -> View:
+        config: AttentionConfig = self.kinds[kind]
         size, positions = config.key_size(x.shape[-1]), config.positions
-        view = View(self.kinds[config].between(q, k))
+        view = View(self.masks[kind].between(q, k))
         if isinstance(positions, Rotary):
             view.turn_q = view.turn_k = turn(positions, size, q.at, x.dtype)
         elif isinstance(positions, Alibi):

@@ -1,0 +1,49 @@
+"""The public names for type checkers; at run time each is imported when first used (see __init__.py)."""
+
+from monoblock.accounting.report import account as account
+from monoblock.cache import Cache as Cache
+from monoblock.config import (
+    Alibi as Alibi,
+    AttentionConfig as AttentionConfig,
+    BlockConfig as BlockConfig,
+    Buckets as Buckets,
+    EmbeddingConfig as EmbeddingConfig,
+    ExpertsConfig as ExpertsConfig,
+    FeedForwardConfig as FeedForwardConfig,
+    HeadConfig as HeadConfig,
+    InitConfig as InitConfig,
+    Learned as Learned,
+    ModelConfig as ModelConfig,
+    NormConfig as NormConfig,
+    PatchConfig as PatchConfig,
+    RecurrentConfig as RecurrentConfig,
+    Repeat as Repeat,
+    Rotary as Rotary,
+    Scaling as Scaling,
+    Sinusoid as Sinusoid,
+    StackConfig as StackConfig,
+)
+from monoblock.errors import (
+    ConfigError as ConfigError,
+    FileError as FileError,
+    InputError as InputError,
+    MonoblockError as MonoblockError,
+)
+from monoblock.families import (
+    bart as bart,
+    bert as bert,
+    gpt as gpt,
+    llama as llama,
+    t5 as t5,
+    vaswani as vaswani,
+    vit as vit,
+)
+from monoblock.inspection.trace import trace as trace
+from monoblock.knobs import vary as vary
+from monoblock.masks import Where as Where, causal as causal, same_document as same_document, window as window
+from monoblock.model import Transformer as Transformer
+from monoblock.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
+from monoblock.recurrent import Recurrent as Recurrent
+
+__version__: str
+__all__: list[str]
