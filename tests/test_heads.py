@@ -125,7 +125,9 @@ def test_pooled_vectors_may_have_length_one():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", [gpt(**SIZES), bert(**SIZES, head="masked_lm"), bert(**SIZES)], ids=["lm", "mlm", "pool"])
+@pytest.mark.parametrize(
+    "config", [gpt(**SIZES), bert(**SIZES, head="masked_lm"), bert(**SIZES)], ids=["lm", "mlm", "pool"]
+)
 def test_hidden_states_at_the_edge_of_sixteen_bits_give_no_nan(config, dtype):
     hidden = draw(B, T, D)
     hidden = (hidden * 6e4 / hidden.abs().max()).to(dtype)

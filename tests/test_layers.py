@@ -12,7 +12,7 @@ import monoblock
 
 # A module imports from rows above its own, and within its row from modules to its left.
 LAYERS = [
-    "errors schema parts config",
+    "errors schema schemes parts config",
     "knobs families presets accounting",
     "tap norm positions masks cache",
     "feedforward experts attention embedding heads",

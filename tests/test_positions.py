@@ -234,7 +234,7 @@ def test_alibis_slopes_are_blooms(heads):
 def test_alibis_slopes_are_mpts(heads, most):
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
     table = mpt.build_mpt_alibi_tensor(heads, 2, alibi_bias_max=most)  # slope * (place - last)
-    slopes = torch.tensor(alibi_slopes(heads, Alibi(slopes="mpt", max_bias=most)))
+    slopes = torch.tensor(alibi_slopes(heads, Alibi(max_bias=most)))
     assert_close(slopes, -table[:, 0, 0], atol=0, rtol=1e-6)
 
 
@@ -242,18 +242,17 @@ def test_alibis_slopes_are_mpts(heads, most):
 def test_falcons_bias_is_the_published_kernels_up_to_a_number_a_row(heads):
     falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon")
     table = falcon.build_alibi_tensor(torch.ones(1, 53), heads, torch.bfloat16).view(1, heads, 1, 53)
-    found = alibi(Alibi(slopes="falcon"), heads, 16, PLACES[None], PLACES[None])
+    found = alibi(Alibi(form="falcon"), heads, 16, PLACES[None], PLACES[None])
     difference = found - table.float() / 16**0.5
     close(difference, difference[..., :1].expand_as(difference))
 
 
-@pytest.mark.parametrize("slopes", ["press", "mpt"])
-def test_alibi_is_a_penalty_on_distance(slopes):
+def test_alibi_is_a_penalty_on_distance():
     q, k = torch.tensor([[3, 9], [0, 7]]), torch.tensor([[0, 1, 2, 3, 4], [5, 5, 8, 1, 2]])
-    bias = alibi(Alibi(slopes=slopes), 3, 16, q, k)
+    bias = alibi(Alibi(), 3, 16, q, k)
     assert bias.shape == (2, 3, 2, 5)
     for b, h, t, s in torch.cartesian_prod(*map(torch.arange, bias.shape)).tolist():
-        slope = alibi_slopes(3, Alibi(slopes=slopes))[h]
+        slope = alibi_slopes(3, Alibi())[h]
         assert bias[b, h, t, s].item() == pytest.approx(-slope * abs(int(q[b, t] - k[b, s])), rel=1e-6)
 
 

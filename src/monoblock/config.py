@@ -2,7 +2,8 @@
 
 ModelConfig = input + encoder and/or decoder + head.  A StackConfig is a pattern of blocks, a BlockConfig is one row:
 attention, perhaps cross-attention, feed-forward, and how they are normed and added.  The family follows from
-which stacks exist.  `width` is D everywhere.  The parts are in parts.py, the JSON in schema.py.
+which stacks exist.  `width` is D everywhere.  The parts are in parts.py and schemes.py, the JSON in
+schema.py.
 """
 
 from __future__ import annotations
@@ -15,22 +16,17 @@ from typing import Any, Literal
 from monoblock.errors import ConfigError
 from monoblock.parts import (
     Activation,
-    Alibi,
     AttentionConfig,
-    Buckets,
     EmbeddingConfig,
     ExpertsConfig,
     FeedForwardConfig,
     HeadConfig,
     InitConfig,
-    Learned,
     NormConfig,
     PatchConfig,
-    Rotary,
-    Scaling,
-    Sinusoid,
 )
 from monoblock.schema import check, check_at_least, check_fraction, from_dict, to_dict
+from monoblock.schemes import Alibi, Buckets, Learned, Rotary, Scaling, Sinusoid
 
 __all__ = [
     "Activation",

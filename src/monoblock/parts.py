@@ -10,6 +10,7 @@ from typing import Literal
 
 from monoblock.errors import ConfigError
 from monoblock.schema import check, check_at_least, check_fraction, nearest_divisor
+from monoblock.schemes import Alibi, Buckets, Learned, Rotary, Sinusoid
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
 
@@ -26,102 +27,6 @@ class NormConfig:
         check(self)
         if self.kind == "rms" and self.affine == "scale_shift":
             raise ConfigError("an RMS norm has no shift; write affine='scale' (or 'none')")
-
-
-# -- positions: what attention or the embedding knows of places ---------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """How rotary frequencies are stretched beyond the context they were trained on."""
-
-    kind: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"]
-    factor: float = 1.0
-    original_context: int | None = None
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole-numbered correction range
-    attention_factor: float | None = None  # yarn, longrope; None: the paper's
-    short_factors: tuple[float, ...] = ()  # longrope, one a frequency
-    long_factors: tuple[float, ...] = ()  # longrope
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_context is None:
-            raise ConfigError(f"{self.kind} scaling needs original_context, the length the model was trained on")
-        if self.factor <= 0:
-            raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """RoPE (Su et al. 2021): query and key pairs are turned by an angle that grows with the position."""
-
-    kind: Literal["rotary"] = "rotary"
-    base: float = 10000.0
-    dim: int | None = None  # how much of the head is turned; None: all of it
-    layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
-    scaling: Scaling | None = None
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.dim is not None and (self.dim < 2 or self.dim % 2):
-            raise ConfigError(f"rotary dim={self.dim} must be even, pairs are turned; write {max(2, self.dim + 1)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alibi:
-    """ALiBi (Press et al. 2022): a linear penalty on distance, one slope a head."""
-
-    kind: Literal["alibi"] = "alibi"
-    slopes: Literal["press", "mpt", "falcon"] = "press"  # differ unless heads is a power of two; falcon rounds
-    max_bias: float = 8.0
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buckets:
-    """T5's learned bias for each head and bucket of distances; `shared`: one table for the whole stack."""
-
-    kind: Literal["buckets"] = "buckets"
-    count: int = 32
-    max_distance: int = 128
-    shared: bool = True
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_at_least(self, 4, "count")
-        if self.max_distance <= self.count // 2:
-            raise ConfigError(f"max_distance={self.max_distance} must exceed count/2={self.count // 2}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sinusoid:
-    """Fixed sines and cosines added to the embedding (Vaswani et al. 2017, 3.5), in the three forms in use."""
-
-    kind: Literal["sinusoid"] = "sinusoid"
-    form: Literal["interleaved", "halves", "fairseq", "grid"] = "interleaved"  # grid: rows and columns of an image
-    base: float = 10000.0
-    offset: int = 0
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learned:
-    """A trained vector for each place up to the context; `offset` rows lie unused before the first."""
-
-    kind: Literal["learned"] = "learned"
-    offset: int = 0
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_at_least(self, 0, "offset")
 
 
 # -- attention and feed-forward -----------------------------------------------------------------------------------
@@ -303,6 +208,13 @@ class HeadConfig:
         check(self)
         check_at_least(self, 1, "classes")
         check_fraction(self, "dropout")
+        pools = self.kind in ("classifier", "pooled")
+        if not pools and (self.pooling != "first" or self.pooler != "none"):
+            raise ConfigError(f"a {self.kind} head answers for each token and pools nothing; drop pooling and pooler")
+        if self.kind == "pooled" and (self.scale != 1.0 or self.softcap is not None or self.bias != "none"):
+            raise ConfigError("a pooled head has no logits; drop scale, softcap and bias")
+        if self.kind != "pooled" and self.normalize:
+            raise ConfigError(f"normalize=True is for pooled vectors, not for a {self.kind} head; drop it")
         if (self.kind in ("classifier", "tagger")) != (self.classes is not None):
             raise ConfigError(
                 f"head kind={self.kind!r} with classes={self.classes} cannot be: classes go with classifier and tagger"

@@ -157,11 +157,7 @@ def rotate(x: Tensor, by: Turn) -> Tensor:
 
 
 def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
-    """2^(-8k/h) for k = 1…h where h is a power of two; published models differ in how they fill up other counts."""
-    if config.slopes == "mpt":
-        power = 2 ** math.ceil(math.log2(heads))
-        slopes = [2.0 ** -(config.max_bias * k / power) for k in range(1, power + 1)]
-        return slopes if power == heads else (slopes[1::2] + slopes[0::2])[:heads]
+    """2^(-8k/h) for k = 1…h where h is a power of two; other counts take every second slope of twice that power."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** -(config.max_bias * k / power) for k in range(1, power + 1)]
     between = [2.0 ** -(config.max_bias * k / (2 * power)) for k in range(1, 2 * power, 2)]
@@ -172,7 +168,7 @@ def alibi(config: Alibi, heads: int, size: int, q_at: Tensor, k_at: Tensor) -> T
     """-slope * |distance|: (B, H, T, S).  Falcon rounds to bf16 and scales the bias as it scales the scores."""
     slopes = torch.tensor(alibi_slopes(heads, config), device=q_at.device).view(1, heads, 1, 1)
     distance = (q_at[:, None, :, None] - k_at[:, None, None, :]).abs()
-    if config.slopes == "falcon":
+    if config.form == "falcon":
         at = k_at[:, None, None, :].bfloat16()  # the published kernel adds slope * key position, rounded
         return ((slopes.bfloat16() * at).float() * size**-0.5).expand(-1, -1, q_at.shape[-1], -1)
     return -slopes * distance

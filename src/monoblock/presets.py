@@ -146,7 +146,7 @@ BLOOM = BlockConfig(
 )
 MPT = BlockConfig(
     width=4096,
-    attention=AttentionConfig(heads=32, bias="", positions=Alibi(slopes="mpt")),
+    attention=AttentionConfig(heads=32, bias="", positions=Alibi()),
     feedforward=FeedForwardConfig(hidden=16_384, bias=False),
     norm=NO_SHIFT,
 )

@@ -71,8 +71,8 @@ def rotaries(draw, size):
 
 BIASES = (
     Alibi(),
-    Alibi(slopes="mpt", max_bias=4.0),
-    Alibi(slopes="falcon"),
+    Alibi(max_bias=4.0),
+    Alibi(form="falcon"),
     Buckets(count=8, max_distance=11),
     Buckets(count=8, max_distance=11, shared=False),
 )

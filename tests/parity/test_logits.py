@@ -168,7 +168,7 @@ ROWS: dict[str, Row] = {
         knobs={"head_dim": HEAD_DIM},
         places=False,
     ),
-    # BART counts columns, padding or not, and takes no places: only right padding leaves its real tokens where they were.
+    # BART counts columns, padding too, and takes no places: only right padding leaves its real tokens where they were.
     "bart": Row(
         preset="bart-base",
         model="BartForConditionalGeneration",
@@ -365,7 +365,7 @@ def read(row: Row, mine: Transformer, theirs: torch.nn.Module, side: str, draw: 
         ids = tokens(real, draw)
         given |= {"decoder_input_ids": ids, "decoder_attention_mask": real}
 
-        def ours(new: torch.Tensor, here: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        def say(new: torch.Tensor, here: torch.Tensor, cache: Any = None) -> torch.Tensor:
             return mine(source, new, known, here, cache=cache)
 
     else:
@@ -376,24 +376,24 @@ def read(row: Row, mine: Transformer, theirs: torch.nn.Module, side: str, draw: 
         if row.places:
             given["position_ids"] = (real.cumsum(-1) - 1).clamp(min=0)
 
-        def ours(new: torch.Tensor, here: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        def say(new: torch.Tensor, here: torch.Tensor, cache: Any = None) -> torch.Tensor:
             return mine(new, attention_mask=here, segments=segments, cache=cache)
 
     wanted = answer(theirs(**given))
     chosen = real.bool() if wanted.dim() == 3 else ...
-    yield "plain", ours(ids, real)[chosen], wanted[chosen]
+    yield "plain", say(ids, real)[chosen], wanted[chosen]
     if mine.config.decoder is not None:
         for way, prompt in (("stepped", 1), ("prompted", PROMPT)):
-            yield way, decode(mine, ids, real, prompt, ours)[chosen], wanted[chosen]
+            yield way, decode(mine, ids, real, prompt, say)[chosen], wanted[chosen]
 
 
-def decode(mine: Transformer, ids: torch.Tensor, real: torch.Tensor, prompt: int, ours: Any) -> torch.Tensor:
+def decode(mine: Transformer, ids: torch.Tensor, real: torch.Tensor, prompt: int, say: Any) -> torch.Tensor:
     """A prompt read at once and the rest one token at a time."""
     cache = mine.make_cache(len(PADDING), ids.shape[1], chunk=2)
     lengths = [prompt, *[1] * (ids.shape[1] - prompt)]
     parts = []
     for new, here in zip(ids.split(lengths, 1), real.split(lengths, 1), strict=True):
-        parts.append(ours(new, here, cache))
+        parts.append(say(new, here, cache))
         cache.advance(new.shape[1] if bool(real.all()) else here.sum(-1))
     return torch.cat(parts, 1)
 

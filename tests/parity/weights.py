@@ -1,6 +1,6 @@
 """DATA: what the reference library calls our weights, a table a family of names.
 
-A row is (ours, theirs, split): `*` stands for the number of a layer, a name stands for its `.weight` and its `.bias`, and
+A row is (ours, theirs, split): `*` stands for the number of a layer, a name for its `.weight` and its `.bias` too, and
 `split(tensor, heads)` makes the tensors of our names, in their order, out of the one of theirs.
 """
 

@@ -1,0 +1,105 @@
+"""The position schemes a model can choose from: one small class each, told apart in JSON by `kind`.
+
+Learned and Sinusoid are added to the embedding; Rotary, Alibi and Buckets act inside attention, block by block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from monoblock.errors import ConfigError
+from monoblock.schema import check, check_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """How rotary frequencies are stretched beyond the context they were trained on."""
+
+    kind: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+    factor: float = 1.0
+    original_context: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: whole-numbered correction range
+    attention_factor: float | None = None  # yarn, longrope; None: the paper's
+    short_factors: tuple[float, ...] = ()  # longrope, one a frequency
+    long_factors: tuple[float, ...] = ()  # longrope
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_context is None:
+            raise ConfigError(f"{self.kind} scaling needs original_context, the length the model was trained on")
+        if self.factor <= 0:
+            raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """RoPE (Su et al. 2021): query and key pairs are turned by an angle that grows with the position."""
+
+    kind: Literal["rotary"] = "rotary"
+    base: float = 10000.0
+    dim: int | None = None  # how much of the head is turned; None: all of it
+    layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.dim is not None and (self.dim < 2 or self.dim % 2):
+            raise ConfigError(f"rotary dim={self.dim} must be even, pairs are turned; write {max(2, self.dim + 1)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi:
+    """ALiBi (Press et al. 2022): a linear penalty on distance, one slope a head."""
+
+    kind: Literal["alibi"] = "alibi"
+    form: Literal["distance", "falcon"] = "distance"  # falcon: slope * key place in bf16, scaled as the scores are
+    max_bias: float = 8.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """T5's learned bias for each head and bucket of distances; `shared`: one table for the whole stack."""
+
+    kind: Literal["buckets"] = "buckets"
+    count: int = 32
+    max_distance: int = 128
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 4, "count")
+        if self.max_distance <= self.count // 2:
+            raise ConfigError(f"max_distance={self.max_distance} must exceed count/2={self.count // 2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinusoid:
+    """Fixed sines and cosines added to the embedding (Vaswani et al. 2017, 3.5), in the three forms in use."""
+
+    kind: Literal["sinusoid"] = "sinusoid"
+    form: Literal["interleaved", "halves", "fairseq", "grid"] = "interleaved"  # grid: rows and columns of an image
+    base: float = 10000.0
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A trained vector for each place up to the context; `offset` rows lie unused before the first."""
+
+    kind: Literal["learned"] = "learned"
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 0, "offset")

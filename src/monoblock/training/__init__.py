@@ -1,0 +1,1 @@
+"""Training: objectives, optimizers, schedules, the loop, and checkpoints that survive anything."""

@@ -1,0 +1,49 @@
+"""The learning rate as a pure function of the step: warm-up, then one of several ways down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from monoblock.errors import ConfigError, did_you_mean
+
+Shape = Callable[
+    [float], float
+]  # progress after warm-up, 0 to 1 -> the part of the way from the peak down that is left
+
+
+def _wsd(decay: float) -> Shape:
+    """Warm-up, stable, decay (Hu et al. 2024): the peak until the last `decay` of the run, then straight down."""
+    return lambda progress: min(1.0, (1 - progress) / decay)
+
+
+SHAPES: dict[str, Shape] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "wsd": _wsd(0.2),
+}
+
+
+def noam(step: int, width: int, warmup: int) -> float:
+    """width^-0.5 * min(step^-0.5, step * warmup^-1.5), steps counted from 1 (Vaswani et al. 2017, eq. 3)."""
+    return width**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5)
+
+
+def learning_rate(
+    name: str, step: int, *, peak: float, steps: int, warmup: int = 0, floor: float = 0.0, width: int = 512
+) -> float:
+    """The rate of update `step`, counted from 0.
+
+    `floor` is the share of the peak that is left at the end.  For "noam" the peak is a factor on the paper's formula.
+    """
+    if name == "noam":
+        return peak * noam(step + 1, width, warmup)
+    if name not in SHAPES:
+        raise ConfigError(
+            f"schedule={name!r} is none of noam, {', '.join(SHAPES)}{did_you_mean(name, [*SHAPES, 'noam'])}"
+        )
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * (floor + (1 - floor) * SHAPES[name](progress))

@@ -1,0 +1,279 @@
+"""Configurations: what cannot be is one line that says why and what to write; JSON goes there and back."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+
+from monoblock.config import (
+    Alibi,
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    InitConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    RecurrentConfig,
+    Repeat,
+    Rotary,
+    Scaling,
+    Sinusoid,
+    StackConfig,
+)
+from monoblock.errors import ConfigError
+from monoblock.families import bert, gpt, stack, t5, vit
+from monoblock.presets import PRESETS
+from monoblock.schema import from_dict, nearest_divisor, to_dict
+
+ATTENTION, FEEDFORWARD = AttentionConfig(heads=3), FeedForwardConfig(hidden=7)
+BLOCK = BlockConfig(width=12, attention=ATTENTION, feedforward=FEEDFORWARD)
+FULL = replace(BLOCK, attention=replace(ATTENTION, mask="full"))
+CROSSED = replace(BLOCK, cross=replace(ATTENTION, mask="full"))
+WORDS = EmbeddingConfig(vocab=11, context=13)
+SPEAKS = HeadConfig(kind="language_model")
+GPT = gpt(vocab=11, width=12, depth=2, heads=3, context=13)
+T5 = t5(vocab=11, width=12, depth=2, heads=3)
+
+
+def refused(message, build):
+    """Building is refused by one line that says this."""
+    with pytest.raises(ConfigError, match=message) as problem:
+        build()
+    assert "\n" not in str(problem.value)
+
+
+# -- what cannot be -----------------------------------------------------------------------------------------------------
+
+WRONG = {
+    # sizes that do not fit
+    "heads=5 does not divide width=12; try heads=4": lambda: replace(BLOCK, attention=AttentionConfig(heads=5)),
+    "kv_heads=4 does not divide heads=6; try kv_heads=3": lambda: AttentionConfig(heads=6, kv_heads=4),
+    "the head size is 3; make it even": lambda: replace(
+        BLOCK, attention=AttentionConfig(heads=4, positions=Rotary())
+    ),
+    "rotary dim=5 must be even": lambda: Rotary(dim=5),
+    "rotary dim=0 must be even": lambda: Rotary(dim=0),
+    "rotary dim=6 is larger than the head size 4; write dim=4": lambda: replace(
+        BLOCK, attention=AttentionConfig(heads=3, positions=Rotary(dim=6))
+    ),
+    "patch=5 does not divide image=12; try patch=(4|6)": lambda: PatchConfig(image=12, patch=5),
+    "top_k=4 of 3 experts": lambda: ExpertsConfig(count=3, top_k=4),
+    "max_distance=4 must exceed": lambda: Buckets(count=8, max_distance=4),
+    "heads=0 is too small; write 1 or more": lambda: AttentionConfig(heads=0),
+    "vocab=0 is too small": lambda: EmbeddingConfig(vocab=0),
+    "offset=-1 is too small": lambda: Learned(offset=-1),
+    "dropout=1.0 is no rate": lambda: replace(BLOCK, dropout=1.0),
+    "dropout=-0.1 is no rate": lambda: FeedForwardConfig(hidden=7, dropout=-0.1),
+    "factor=0.0 must be positive": lambda: Scaling(kind="linear", factor=0.0),
+    # choices that contradict each other
+    "an RMS norm has no shift; write affine='scale'": lambda: NormConfig(kind="rms"),
+    "reach beyond a window; write window=": lambda: AttentionConfig(heads=3, global_tokens=True),
+    "write window=": lambda: AttentionConfig(heads=3, random_blocks=2),
+    "window cannot go with mask='prefix'": lambda: AttentionConfig(heads=3, mask="prefix", window=3),
+    "cross-attention has no window": lambda: replace(BLOCK, cross=AttentionConfig(heads=3, mask="full", window=3)),
+    "cross-attention sees the whole source": lambda: replace(BLOCK, cross=AttentionConfig(heads=3)),
+    "positions=None": lambda: replace(BLOCK, cross=AttentionConfig(heads=3, mask="full", positions=Alibi())),
+    "parallel attention and feed-forward need norm_place='pre'": lambda: replace(
+        BLOCK, residual="parallel", norm_place="post"
+    ),
+    "no cross-attention": lambda: replace(CROSSED, residual="parallel_shared"),
+    "attention_norm=False needs norm_place='pre'": lambda: replace(BLOCK, attention_norm=False, norm_place="post"),
+    "yarn scaling needs original_context": lambda: Scaling(kind="yarn"),
+    "learned positions need context": lambda: EmbeddingConfig(vocab=11, positions=Learned()),
+    "form='grid' is for images": lambda: EmbeddingConfig(vocab=11, positions=Sinusoid(form="grid")),
+    "classes go with classifier and tagger": lambda: HeadConfig(kind="classifier"),
+    "head kind='language_model' with classes=3": lambda: HeadConfig(kind="language_model", classes=3),
+    "letters of 'qkvo'": lambda: AttentionConfig(heads=3, bias="qx"),
+    "each once": lambda: AttentionConfig(heads=3, bias="qq"),
+    # models that do not hang together
+    "needs an encoder, a decoder or both": lambda: ModelConfig(input=WORDS),
+    "encoder block sees everything": lambda: ModelConfig(input=WORDS, encoder=stack(1, BLOCK)),
+    "must not see the future": lambda: ModelConfig(input=WORDS, decoder=stack(1, FULL)),
+    "exactly when there is an encoder": lambda: ModelConfig(input=WORDS, decoder=stack(1, CROSSED)),
+    "and decoder width 24 must be equal": lambda: replace(
+        T5, decoder=stack(1, replace(CROSSED, width=24))
+    ),
+    "patches feed an encoder only": lambda: ModelConfig(input=PatchConfig(image=6, patch=2), decoder=stack(1, BLOCK)),
+    "with one stack write input alone": lambda: replace(GPT, target=WORDS),
+    "there is one input; write tie='output'": lambda: replace(GPT, tie="three_way"),
+    "one input is shared; give target=": lambda: replace(T5, tie="output"),
+    "need the same vocab and dim": lambda: replace(T5, target=EmbeddingConfig(vocab=17)),
+    "needs a language_model or masked_lm head": lambda: replace(GPT, head=None),
+    "a language_model head needs a decoder": lambda: ModelConfig(input=WORDS, encoder=stack(1, FULL), head=SPEAKS),
+    "needs an encoder alone": lambda: replace(GPT, head=HeadConfig(kind="masked_lm")),
+    "goes on one stack": lambda: replace(T5, tie="source_target", head=HeadConfig(kind="pooled")),
+    # values of the wrong kind
+    r"AttentionConfig.heads='3' cannot be: it is a whole number": lambda: AttentionConfig(heads="3"),
+    r"AttentionConfig.heads=True cannot be": lambda: AttentionConfig(heads=True),
+    r"kv_heads=1.5 cannot be: it is a whole number or none": lambda: AttentionConfig(heads=3, kv_heads=1.5),
+    r"NormConfig.kind='layre' cannot be: it is one of 'layer', 'rms'; did you mean 'layer'": lambda: NormConfig(
+        kind="layre"
+    ),
+    r"activation='swish' cannot be": lambda: FeedForwardConfig(hidden=7, activation="swish"),
+    r"eps=nan cannot be": lambda: NormConfig(eps=float("nan")),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_is_refused_in_one_line(message):
+    refused(message, WRONG[message])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Buckets(count=9, max_distance=20),
+        lambda: AttentionConfig(heads=3, softcap=0.0),
+        lambda: AttentionConfig(heads=3, clip=-1.0),
+        lambda: NormConfig(eps=-1e-5),
+        lambda: Rotary(base=0.0),
+        lambda: PatchConfig(image=6, patch=2, registers=-1),
+        lambda: Scaling(kind="longrope", original_context=13),
+        lambda: PatchConfig(image=6, patch=2, positions=Learned(offset=2)),
+        lambda: HeadConfig(kind="language_model", softcap=0.0),
+        lambda: Scaling(kind="llama3", original_context=13, low_freq_factor=4.0),
+    ],
+    ids=[
+        "odd buckets",
+        "softcap 0",
+        "negative clip",
+        "negative eps",
+        "base 0",
+        "negative registers",
+        "longrope without factors",
+        "patches with an offset",
+        "head softcap 0",
+        "llama3 without a ramp",
+    ],
+)
+def test_a_value_that_would_only_fail_or_lie_later_is_refused_now(build):
+    with pytest.raises(ConfigError):
+        build()
+
+
+# -- data, frozen, derived ------------------------------------------------------------------------------------------------
+
+CLASSES = [
+    NormConfig,
+    Scaling,
+    Rotary,
+    Alibi,
+    Buckets,
+    Sinusoid,
+    Learned,
+    AttentionConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    EmbeddingConfig,
+    PatchConfig,
+    HeadConfig,
+    InitConfig,
+    BlockConfig,
+    Repeat,
+    StackConfig,
+    ModelConfig,
+    RecurrentConfig,
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_part_is_frozen_and_keyword_only(cls):
+    assert cls.__dataclass_params__.frozen
+    assert all(field.kw_only for field in dataclasses.fields(cls))
+
+
+def test_configurations_are_values():
+    again = gpt(vocab=11, width=12, depth=2, heads=3, context=13)
+    assert again == GPT
+    assert hash(again) == hash(GPT)
+    assert {GPT: 1}[again] == 1
+
+
+def test_derived_values_follow_what_is_replaced():
+    wider = replace(BLOCK, width=24)
+    assert (wider.attention.key_size(24), wider.attention.value_size(24)) == (8, 8)
+    assert replace(ATTENTION, kv_heads=1).groups == 1
+    assert ATTENTION.groups == 3
+    assert PatchConfig(image=12, patch=3, registers=2).context == 16 + 1 + 2
+    assert (GPT.depth, T5.depth) == (2, 4)
+
+
+def test_the_family_follows_from_the_stacks():
+    families = {config.family for config in (row.config for row in PRESETS.values())}
+    assert families == {"decoder-only", "encoder-only", "encoder-decoder", "vision"}
+    assert GPT.family == "decoder-only"
+    assert T5.family == "encoder-decoder"
+    assert bert(vocab=11, width=12, depth=1, heads=3, context=13).family == "encoder-only"
+    assert vit(image=6, patch=2, width=12, depth=1, heads=3, classes=5).family == "vision"
+
+
+def test_a_pattern_is_its_layers_in_order():
+    near = replace(BLOCK, attention=replace(ATTENTION, window=3))
+    pattern = StackConfig(pattern=(Repeat(blocks=(near, BLOCK), times=2, tied=True), Repeat(blocks=(near,))))
+    assert list(pattern.layers()) == [near, BLOCK, near, BLOCK, near]
+    assert list(pattern.owned()) == [(near, True), (BLOCK, True), (near, False), (BLOCK, False), (near, True)]
+    assert (pattern.depth, pattern.width) == (5, 12)
+
+
+@pytest.mark.parametrize(("number", "wanted", "found"), [(12, 5, 4), (12, 12, 12), (13, 6, 1), (12, 100, 12), (7, 5, 7)])
+def test_the_nearest_divisor_is_suggested(number, wanted, found):
+    assert nearest_divisor(number, wanted) == found
+
+
+# -- JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def test_json_holds_choices_and_no_derived_values():
+    data = json.loads(GPT.to_json())
+    assert "family" not in data
+    assert data["decoder"]["pattern"][0]["blocks"][0]["attention"]["kv_heads"] is None
+    assert data["input"]["positions"] == {"kind": "learned", "offset": 0}
+
+
+def test_what_is_left_out_has_its_default():
+    data = {"input": {"kind": "tokens", "vocab": 11}, "decoder": to_dict(stack(1, BLOCK))}
+    assert ModelConfig.from_dict(data) == ModelConfig(input=EmbeddingConfig(vocab=11), decoder=stack(1, BLOCK))
+
+
+def changed(**changes):
+    return {**json.loads(GPT.to_json()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(dekoder=None), "ModelConfig has no field 'dekoder'; did you mean 'decoder'"),
+        (changed(input={"kind": "tokens", "vocab": 11, "contxt": 5}), "input has no field 'contxt'; did you mean 'context'"),
+        (changed(input={"kind": "tokens"}), "input lacks the field 'vocab'"),
+        (changed(input={"kind": "token", "vocab": 11}), "input.kind='token' is none of 'tokens', 'patches'; did you mean 'tokens'"),
+        (changed(input=None), "input"),
+        (changed(input=[1, 2]), "input"),
+        (changed(decoder={"pattern": [{"blocks": [], "times": 1}]}), "at least one block"),
+        (changed(decoder={"pattern": 3}), "pattern"),
+        (changed(decoder={"pattern": ["x"]}), r"decoder.pattern.0 must be an object"),
+        (changed(tie="outputs"), "did you mean 'output'"),
+        ([], "must be an object with named fields"),
+        (None, "must be an object with named fields"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_json_is_named_with_its_place(data, message):
+    refused(message, lambda: ModelConfig.from_dict(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"input": NaN', "[1]", "12"])
+def test_text_that_is_no_configuration_is_refused(text):
+    with pytest.raises(ConfigError):
+        ModelConfig.from_json(text)
+
+
+@pytest.mark.parametrize("cls", [AttentionConfig, NormConfig])
+def test_parts_are_read_by_themselves_too(cls):
+    part = ATTENTION if cls is AttentionConfig else NormConfig(kind="rms", affine="scale")
+    assert from_dict(cls, json.loads(json.dumps(to_dict(part)))) == part
