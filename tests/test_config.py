@@ -55,9 +55,7 @@ WRONG = {
     # sizes that do not fit
     "heads=5 does not divide width=12; try heads=4": lambda: replace(BLOCK, attention=AttentionConfig(heads=5)),
     "kv_heads=4 does not divide heads=6; try kv_heads=3": lambda: AttentionConfig(heads=6, kv_heads=4),
-    "the head size is 3; make it even": lambda: replace(
-        BLOCK, attention=AttentionConfig(heads=4, positions=Rotary())
-    ),
+    "the head size is 3; make it even": lambda: replace(BLOCK, attention=AttentionConfig(heads=4, positions=Rotary())),
     "rotary dim=5 must be even": lambda: Rotary(dim=5),
     "rotary dim=0 must be even": lambda: Rotary(dim=0),
     "rotary dim=6 is larger than the head size 4; write dim=4": lambda: replace(
@@ -97,9 +95,7 @@ WRONG = {
     "encoder block sees everything": lambda: ModelConfig(input=WORDS, encoder=stack(1, BLOCK)),
     "must not see the future": lambda: ModelConfig(input=WORDS, decoder=stack(1, FULL)),
     "exactly when there is an encoder": lambda: ModelConfig(input=WORDS, decoder=stack(1, CROSSED)),
-    "and decoder width 24 must be equal": lambda: replace(
-        T5, decoder=stack(1, replace(CROSSED, width=24))
-    ),
+    "and decoder width 24 must be equal": lambda: replace(T5, decoder=stack(1, replace(CROSSED, width=24))),
     "patches feed an encoder only": lambda: ModelConfig(input=PatchConfig(image=6, patch=2), decoder=stack(1, BLOCK)),
     "with one stack write input alone": lambda: replace(GPT, target=WORDS),
     "there is one input; write tie='output'": lambda: replace(GPT, tie="three_way"),
@@ -129,7 +125,6 @@ def test_what_cannot_be_is_refused_in_one_line(message):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Buckets(count=9, max_distance=20),
         lambda: AttentionConfig(heads=3, softcap=0.0),
         lambda: AttentionConfig(heads=3, clip=-1.0),
         lambda: NormConfig(eps=-1e-5),
@@ -141,7 +136,6 @@ def test_what_cannot_be_is_refused_in_one_line(message):
         lambda: Scaling(kind="llama3", original_context=13, low_freq_factor=4.0),
     ],
     ids=[
-        "odd buckets",
         "softcap 0",
         "negative clip",
         "negative eps",
@@ -222,7 +216,9 @@ def test_a_pattern_is_its_layers_in_order():
     assert (pattern.depth, pattern.width) == (5, 12)
 
 
-@pytest.mark.parametrize(("number", "wanted", "found"), [(12, 5, 4), (12, 12, 12), (13, 6, 1), (12, 100, 12), (7, 5, 7)])
+@pytest.mark.parametrize(
+    ("number", "wanted", "found"), [(12, 5, 4), (12, 12, 12), (13, 6, 1), (12, 100, 12), (7, 5, 7)]
+)
 def test_the_nearest_divisor_is_suggested(number, wanted, found):
     assert nearest_divisor(number, wanted) == found
 

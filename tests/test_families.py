@@ -45,7 +45,7 @@ def test_llama_has_no_bias_and_two_thirds_of_four_widths():
     assert (block.attention.bias, block.feedforward.bias) == ("", False)
     assert isinstance(block.attention.positions, Rotary)
     assert config.tie == "none"
-    for width in (12, 768, 4096):
+    for width in (12, 768, 3072):
         hidden = blocks(llama(**{**SIZES, "width": width}, context=37))[0].feedforward.hidden
         assert hidden % 32 == 0
         assert 0 <= hidden - 8 * width / 3 < 32

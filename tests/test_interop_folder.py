@@ -126,11 +126,6 @@ def test_a_config_that_does_not_fit_is_refused_with_the_reason(folder, change, m
     refused(message, folder)
 
 
-def test_an_unknown_key_beside_the_model_is_refused(folder):
-    change_config(folder, lambda data: data.update(modle={}))
-    refused("modle", folder)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

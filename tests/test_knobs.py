@@ -16,7 +16,7 @@ from monoblock.presets import tiny
 
 GPT = gpt(vocab=11, width=12, depth=4, heads=3, context=13)
 LLAMA = llama(vocab=11, width=12, depth=4, heads=3, hidden=7, context=13)
-T5 = t5(vocab=11, width=12, depth=2, heads=3, hidden=7)
+T5 = t5(vocab=11, width=12, depth=2, heads=3, hidden=7, context=13)
 VIT = vit(image=6, patch=2, width=12, depth=1, heads=3, classes=5)
 EXPERTS = vary(LLAMA, experts=3)
 BERT = bert(vocab=11, width=12, depth=1, heads=3, context=13, head="classifier", classes=2)

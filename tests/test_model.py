@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import B, S, T, Asks, build, close, given, has_both, is_decoder, presets, read, source, tokens, toy
+from support import Asks, B, S, T, build, close, given, has_both, is_decoder, presets, read, source, tokens, toy
 
 from monoblock.errors import InputError
 from monoblock.families import bert, gpt, vaswani

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from support import (
-    T,
     Leaf,
+    T,
     all_experts,
     bit_equal,
     close,

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from support import (
+    Asks,
     B,
     S,
     T,
-    Asks,
     all_experts,
     bit_equal,
     blocks,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from support import (
-    B,
     PADDINGS,
+    B,
     close,
     given,
     has_both,

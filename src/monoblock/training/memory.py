@@ -17,7 +17,7 @@ from monoblock.training.optimizer import Optimizers
 
 def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
     """Optimizer states by "<weight>/<state>"; whole numbers become tensors too."""
-    names = {weight: name for name, weight in model.named_parameters()}
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     tensors = {}
     for optimizer in optimizers.each:
         for weight, state in optimizer.state.items():

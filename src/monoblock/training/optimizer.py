@@ -81,7 +81,7 @@ def build(
     return Optimizers(each)
 
 
-def _groups(named: list[tuple[str, Tensor]], weight_decay: float, factor: float) -> list[dict[str, Any]]:
+def _groups(named: list[tuple[str, nn.Parameter]], weight_decay: float, factor: float) -> list[dict[str, Any]]:
     decayed = [w for n, w in named if decays(n, w)]
     kept = [w for n, w in named if not decays(n, w)]
     groups = [(decayed, weight_decay), (kept, 0.0)]

@@ -1,0 +1,213 @@
+"""What is asked of a model: samples become inputs and labels, and one token-weighted loss compares.
+
+An objective turns a batch of samples into `Prepared`: keyword inputs of the model and labels (-100: not asked).  The loss
+of a step is the sum over all asked places divided by their number over the *whole* step, so that accumulation, ranks,
+padding and bucketing never change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from monoblock.experts import load_balancing_loss
+from monoblock.training.corruption import IGNORE, corrupt_spans, generator, mask_tokens
+
+Ids = NDArray[np.int64]
+
+
+class Prepared(NamedTuple):
+    """One batch for the model, and which samples it came from."""
+
+    inputs: dict[str, Tensor]
+    labels: Tensor
+    epoch: int
+    samples: list[int]
+
+    @property
+    def asked(self) -> int:
+        """How many places count in the loss."""
+        return int((self.labels != IGNORE).sum())
+
+    @property
+    def rows(self) -> int:
+        return self.labels.shape[0]
+
+    def split(self, parts: int) -> list[Prepared]:
+        """Micro-batches of as equal size as possible; together they are this batch."""
+        cuts = [round(self.rows * n / parts) for n in range(parts + 1)]
+        return [self._rows(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+
+    def _rows(self, a: int, b: int) -> Prepared:
+        inputs = {name: tensor[a:b] for name, tensor in self.inputs.items()}
+        return Prepared(inputs, self.labels[a:b], self.epoch, self.samples[a:b])
+
+    def to(self, device: torch.device) -> Prepared:
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        return self._replace(inputs=moved, labels=self.labels.to(device, non_blocking=True))
+
+
+def pad(rows: Sequence[Ids], value: int, multiple: int = 1) -> Tensor:
+    """Rows padded on the right to the longest (or the next multiple): (B, T)."""
+    longest = -(-max(len(row) for row in rows) // multiple) * multiple
+    out = np.full((len(rows), longest), value, dtype=np.int64)
+    for place, row in enumerate(rows):
+        out[place, : len(row)] = row
+    return torch.from_numpy(out)
+
+
+def lengths_mask(rows: Sequence[Ids], width: int) -> Tensor:
+    """True where a padded row is real: (B, T)."""
+    return torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+# -- from samples to inputs and labels ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Special:
+    """The ids an objective needs; None where the tokenizer has none."""
+
+    pad: int = 0
+    bos: int | None = None
+    eos: int | None = None
+    mask: int | None = None
+    sentinels: tuple[int, ...] = ()
+    never_masked: frozenset[int] = frozenset()
+    vocab: int = 0
+
+
+def causal(samples: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:
+    """Predict each next token of fixed-length blocks; across packed documents nothing is seen and nothing asked."""
+    ids = torch.from_numpy(np.stack([sample["ids"] for sample in samples]))
+    inputs, labels = {"source": ids[:, :-1].contiguous()}, ids[:, 1:].clone()
+    if "documents" in samples[0]:
+        documents = torch.from_numpy(np.stack([sample["documents"] for sample in samples]))
+        inputs["documents"] = documents[:, :-1].contiguous()
+        labels[documents[:, 1:] != documents[:, :-1]] = IGNORE
+        labels[documents[:, 1:] < 0] = IGNORE  # rows are filled up with document -1
+    return inputs, labels
+
+
+def masked(
+    samples: Sequence[dict[str, Any]], special: Special, *, seed: int, epoch: int, rate: float = 0.15
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Restore hidden tokens, hidden anew every epoch."""
+    assert special.mask is not None
+    made = [
+        mask_tokens(
+            sample["ids"],
+            generator(seed, epoch, sample["sample"]),
+            mask_id=special.mask,
+            vocab=special.vocab,
+            special=special.never_masked,
+            rate=rate,
+        )
+        for sample in samples
+    ]
+    ids = pad([hidden for hidden, _ in made], special.pad)
+    inputs = {"source": ids}
+    real = lengths_mask([hidden for hidden, _ in made], ids.shape[1])
+    if not bool(real.all()):
+        inputs["attention_mask"] = real
+    return inputs, pad([labels for _, labels in made], IGNORE)
+
+
+def pairs(
+    samples: Sequence[dict[str, Any]], special: Special, *, start: int, multiple: int = 1
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Write the target of each source: the decoder reads start + target and is asked for target + end."""
+    sources = [sample["source"] for sample in samples]
+    targets = [sample["target"] for sample in samples]
+    ends = [] if special.eos is None else [special.eos]
+    source = pad([np.concatenate((row, ends)).astype(np.int64) for row in sources], special.pad, multiple)
+    target = pad([np.concatenate(([start], row)).astype(np.int64) for row in targets], special.pad, multiple)
+    labels = pad([np.concatenate((row, ends)).astype(np.int64) for row in targets], IGNORE)
+    labels = F.pad(labels, (0, target.shape[1] - labels.shape[1]), value=IGNORE)
+    inputs = {"source": source, "target": target}
+    real = lengths_mask([np.append(row, ends) for row in sources], source.shape[1])
+    if not bool(real.all()):
+        inputs["source_mask"] = real  # the target is padded on the right, where a causal mask sees nothing anyway
+    return inputs, labels
+
+
+def spans(
+    samples: Sequence[dict[str, Any]], special: Special, *, seed: int, epoch: int, start: int, rate: float = 0.15
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Restore hidden spans from their sentinels: span corruption as a pair of sequences."""
+    made = []
+    for sample in samples:
+        draw = generator(seed, epoch, sample["sample"])
+        source, target = corrupt_spans(sample["ids"], draw, sentinels=list(special.sentinels), rate=rate)
+        made.append({"source": source, "target": target})
+    return pairs(made, special, start=start)
+
+
+def classified(samples: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:
+    """One label a text (or an image)."""
+    labels = torch.tensor([int(sample["label"]) for sample in samples])
+    if "pixels" in samples[0]:
+        return {"source": torch.from_numpy(np.stack([sample["pixels"] for sample in samples]))}, labels
+    return _padded(samples, special), labels
+
+
+def labelled(samples: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:
+    """One label a token; a label of -100 is not asked (later pieces of a word)."""
+    inputs = _padded(samples, special)
+    return inputs, pad([sample["labels"] for sample in samples], IGNORE)
+
+
+def _padded(samples: Sequence[dict[str, Any]], special: Special) -> dict[str, Tensor]:
+    ids = pad([sample["ids"] for sample in samples], special.pad)
+    real = lengths_mask([sample["ids"] for sample in samples], ids.shape[1])
+    return {"source": ids} if bool(real.all()) else {"source": ids, "attention_mask": real}
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------
+
+
+class Routers:
+    """A tap that keeps what the routers of experts said."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def wants(self, name: str) -> bool:
+        return False
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(".feedforward.router"):
+            self.logits.append(tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross-entropy summed over the asked places; with experts, the load-balancing loss for each asked place too."""
+
+    label_smoothing: float = 0.0
+    balance: float = 0.0  # weight of the load-balancing loss
+    top_k: int = 1
+
+    def plain(self) -> Loss:
+        """The loss evaluations report: no smoothing, no balancing."""
+        return replace(self, label_smoothing=0.0, balance=0.0)
+
+    def __call__(self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        routers = Routers() if self.balance else None
+        logits = model(**inputs) if routers is None else model(**inputs, tap=routers)
+        flat = logits.reshape(-1, logits.shape[-1]) if logits.dim() == labels.dim() + 1 else logits
+        loss = F.cross_entropy(
+            flat.float(), labels.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        if routers is not None and routers.logits:
+            even = torch.stack([load_balancing_loss(one, self.top_k) for one in routers.logits]).mean()
+            loss = loss + self.balance * even * (labels != IGNORE).sum()
+        return loss
