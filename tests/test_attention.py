@@ -168,7 +168,7 @@ def test_one_query_and_one_key_give_the_value(dtype):
     assert torch.equal(attend_fused(q, k, v, view, scale=None, dropout=0.0, bias=None), v)
 
 
-# -- the heads ---------------------------------------------------------------------------------------------------------
+# -- the heads ------------------------------------------------------------------------------------------------------
 
 D = 12
 

@@ -49,7 +49,7 @@ def refused(message, build):
     assert "\n" not in str(problem.value)
 
 
-# -- what cannot be -----------------------------------------------------------------------------------------------------
+# -- what cannot be -------------------------------------------------------------------------------------------------
 
 WRONG = {
     # sizes that do not fit
@@ -88,6 +88,9 @@ WRONG = {
     "form='grid' is for images": lambda: EmbeddingConfig(vocab=11, positions=Sinusoid(form="grid")),
     "classes go with classifier and tagger": lambda: HeadConfig(kind="classifier"),
     "head kind='language_model' with classes=3": lambda: HeadConfig(kind="language_model", classes=3),
+    "pools nothing; drop pooling": lambda: HeadConfig(kind="tagger", classes=3, pooling="mean"),
+    "a pooled head has no logits": lambda: HeadConfig(kind="pooled", softcap=3.0),
+    "normalize=True is for pooled vectors": lambda: HeadConfig(kind="spans", normalize=True),
     "letters of 'qkvo'": lambda: AttentionConfig(heads=3, bias="qx"),
     "each once": lambda: AttentionConfig(heads=3, bias="qq"),
     # models that do not hang together
@@ -152,7 +155,7 @@ def test_a_value_that_would_only_fail_or_lie_later_is_refused_now(build):
         build()
 
 
-# -- data, frozen, derived ------------------------------------------------------------------------------------------------
+# -- data, frozen, derived ------------------------------------------------------------------------------------------
 
 CLASSES = [
     NormConfig,
@@ -223,7 +226,7 @@ def test_the_nearest_divisor_is_suggested(number, wanted, found):
     assert nearest_divisor(number, wanted) == found
 
 
-# -- JSON -----------------------------------------------------------------------------------------------------------------
+# -- JSON -----------------------------------------------------------------------------------------------------------
 
 
 def test_json_holds_choices_and_no_derived_values():
@@ -246,9 +249,11 @@ def changed(**changes):
     ("data", "message"),
     [
         (changed(dekoder=None), "ModelConfig has no field 'dekoder'; did you mean 'decoder'"),
-        (changed(input={"kind": "tokens", "vocab": 11, "contxt": 5}), "input has no field 'contxt'; did you mean 'context'"),
+        (changed(input={"kind": "tokens", "vocab": 11, "contxt": 5}),
+         "input has no field 'contxt'; did you mean 'context'"),
         (changed(input={"kind": "tokens"}), "input lacks the field 'vocab'"),
-        (changed(input={"kind": "token", "vocab": 11}), "input.kind='token' is none of 'tokens', 'patches'; did you mean 'tokens'"),
+        (changed(input={"kind": "token", "vocab": 11}),
+         "input.kind='token' is none of 'tokens', 'patches'; did you mean 'tokens'"),
         (changed(input=None), "input"),
         (changed(input=[1, 2]), "input"),
         (changed(decoder={"pattern": [{"blocks": [], "times": 1}]}), "at least one block"),

@@ -103,7 +103,7 @@ def test_a_text_longer_than_the_learned_positions_is_refused(where):
     build(positions=Sinusoid()).check(ids, where)
 
 
-# -- patches ------------------------------------------------------------------------------------------------------------
+# -- patches --------------------------------------------------------------------------------------------------------
 
 PIXELS = torch.randn(B, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

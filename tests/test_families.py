@@ -83,7 +83,8 @@ def test_bart_has_positions_for_each_side_and_one_table_of_words():
 
 @pytest.mark.parametrize(
     ("head", "shape"),
-    [("pooled", (B, 12)), ("masked_lm", (B, T, 61)), ("classifier", (B, 5)), ("tagger", (B, T, 5)), ("spans", (B, T, 2))],
+    [("pooled", (B, 12)), ("masked_lm", (B, T, 61)), ("classifier", (B, 5)), ("tagger", (B, T, 5)),
+     ("spans", (B, T, 2))],
 )  # fmt: skip
 def test_bert_takes_any_head(head, shape):
     classes = 5 if head in ("classifier", "tagger") else None

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support import blocks, has_both, presets
 
 from monoblock.config import Alibi, Buckets, Learned, Repeat, Rotary, Sinusoid, StackConfig
@@ -154,7 +153,7 @@ def test_an_experts_knob_smaller_than_top_k_is_refused_in_one_line():
         vary(EXPERTS, experts=1)
 
 
-# -- depth ----------------------------------------------------------------------------------------------------------------
+# -- depth ----------------------------------------------------------------------------------------------------------
 
 PARTS = [replace(blocks(GPT)[0], layer_scale=number / 10) for number in range(1, 4)]
 RUNS = st.builds(

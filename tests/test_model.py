@@ -12,7 +12,7 @@ from monoblock.knobs import vary
 from monoblock.model import Transformer
 from monoblock.presets import tiny
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
+# -- shapes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets())
@@ -88,7 +88,7 @@ def test_documents_are_packed_with_padding_after_them():
         close(found[:, 4:10], model(ids[:, 4:10]))
 
 
-# -- taps -------------------------------------------------------------------------------------------------------------
+# -- taps -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets())
@@ -124,7 +124,7 @@ def test_weights_are_made_only_when_asked_for():
     assert tap.seen["decoder.1.attention.weights"].shape == (B, 3, T, T)
 
 
-# -- the model as a module ------------------------------------------------------------------------------------------------
+# -- the model as a module ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets())
@@ -165,7 +165,7 @@ def test_a_constructor_draws_from_torchs_generator_and_nothing_else(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-# -- bad input: one line each ---------------------------------------------------------------------------------------------
+# -- bad input: one line each ---------------------------------------------------------------------------------------
 
 
 def wrong(message, call):

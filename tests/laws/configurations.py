@@ -177,25 +177,27 @@ def embeddings(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
 
 
 @st.composite
-def heads_over(draw, kinds, factorised=False):
+def heads_over(draw, kinds):
     kind = draw(st.sampled_from(kinds))
     if kind is None:
         return None
-    speaks = kind in ("language_model", "masked_lm")
-    needs_transform = kind == "masked_lm" and factorised
+    speaks, pools, has_logits = (
+        kind in ("language_model", "masked_lm"),
+        kind in ("classifier", "pooled"),
+        kind != "pooled",
+    )
     return HeadConfig(
         kind=kind,
         classes=5 if kind in ("classifier", "tagger") else None,
-        bias=draw(st.sampled_from(("none", "learned", "fixed"))),
-        pooling=draw(st.sampled_from(("first", "last", "mean"))),
-        pooler=draw(st.sampled_from(("none", "tanh"))) if kind in ("classifier", "pooled") else "none",
+        bias=draw(st.sampled_from(("none", "learned", "fixed"))) if has_logits else "none",
+        pooling=draw(st.sampled_from(("first", "last", "mean"))) if pools else "first",
+        pooler=draw(st.sampled_from(("none", "tanh"))) if pools else "none",
         normalize=kind == "pooled" and draw(st.booleans()),
-        transform=draw(st.sampled_from(("gelu", "tanh") if needs_transform else (None, "gelu")))
-        if kind == "masked_lm"
-        else None,
+        transform=draw(st.sampled_from((None, "gelu", "tanh"))) if kind == "masked_lm" else None,
+        transform_bias=draw(st.booleans()),
         norm=draw(maybe(norms())) if speaks else None,
-        scale=draw(st.sampled_from((1.0, 0.5, "inverse_sqrt_width"))),
-        softcap=draw(st.sampled_from((None, 5.0))),
+        scale=draw(st.sampled_from((1.0, 0.5, "inverse_sqrt_width"))) if has_logits else 1.0,
+        softcap=5.0 if has_logits and draw(RARELY) else None,
     )
 
 
@@ -217,8 +219,7 @@ def decoder_only(draw):
 
 @st.composite
 def encoder_only(draw):
-    given = draw(embeddings())
-    head = draw(heads_over(READS, factorised=given.dim is not None))
+    given, head = draw(embeddings()), draw(heads_over(READS))
     speaks = head is not None and head.kind == "masked_lm"
     tie = draw(st.sampled_from(("none", "output"))) if speaks else "none"
     return ModelConfig(input=given, encoder=draw(stacks("full")), head=head, tie=tie, init=draw(INITS))

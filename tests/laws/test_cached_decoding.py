@@ -1,4 +1,4 @@
-"""Logits through a cache equal those of one full pass: by steps, in chunks, ragged, after rows were moved or taken back."""
+"""Cached logits are those of one full pass: by steps, in chunks, ragged, after rows moved or were taken back."""
 
 import pytest
 import torch

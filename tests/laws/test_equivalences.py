@@ -155,7 +155,7 @@ def test_a_configuration_survives_json(name, shrunk):
     assert json.loads(text) == config.to_dict()
 
 
-# -- position -----------------------------------------------------------------------------------------------------------
+# -- position -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", presets(has_encoder))

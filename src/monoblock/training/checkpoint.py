@@ -162,7 +162,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     if first in order:  # one that was finished but not yet named is as good: training reached it
         newer = order[: order.index(first)]
         order = [*newer, first, *order[order.index(first) + 1 :]]
-    passed_over = []
+    passed_over: list[str] = []
     for name in order:
         problem = problem_with(folder / name)
         if problem is None:

@@ -39,7 +39,13 @@ def mask_tokens(
 
 
 def corrupt_spans(
-    ids: Ids, draw: np.random.Generator, *, sentinels: list[int], eos: int | None = None, rate: float = 0.15, mean: float = 3.0
+    ids: Ids,
+    draw: np.random.Generator,
+    *,
+    sentinels: list[int],
+    eos: int | None = None,
+    rate: float = 0.15,
+    mean: float = 3.0,
 ) -> tuple[Ids, Ids]:
     """Replace random spans by sentinels; the target is each sentinel followed by its span (Raffel et al. 2020).
 

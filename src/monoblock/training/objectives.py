@@ -1,12 +1,13 @@
 """What is asked of a model: samples become inputs and labels, and one token-weighted loss compares.
 
-An objective turns a batch of samples into `Prepared`: keyword inputs of the model and labels (-100: not asked).  The loss
-of a step is the sum over all asked places divided by their number over the *whole* step, so that accumulation, ranks,
-padding and bucketing never change it.
+An objective turns a batch of samples into `Prepared`: keyword inputs of the model and labels (-100: not asked).  The
+loss of a step is the sum over all asked places divided by their number over the *whole* step, so that accumulation,
+ranks, padding and bucketing never change it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monoblock.experts import load_balancing_loss
+from monoblock.norm import HALF
 from monoblock.training.corruption import IGNORE, corrupt_spans, generator, mask_tokens
 
 Ids = NDArray[np.int64]
@@ -43,7 +45,7 @@ class Prepared(NamedTuple):
     def split(self, parts: int) -> list[Prepared]:
         """Micro-batches of as equal size as possible; together they are this batch."""
         cuts = [round(self.rows * n / parts) for n in range(parts + 1)]
-        return [self._rows(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+        return [self._rows(a, b) for a, b in itertools.pairwise(cuts) if b > a]
 
     def _rows(self, a: int, b: int) -> Prepared:
         inputs = {name: tensor[a:b] for name, tensor in self.inputs.items()}
@@ -205,7 +207,11 @@ class Loss:
         logits = model(**inputs) if routers is None else model(**inputs, tap=routers)
         flat = logits.reshape(-1, logits.shape[-1]) if logits.dim() == labels.dim() + 1 else logits
         loss = F.cross_entropy(
-            flat.float(), labels.reshape(-1), ignore_index=IGNORE, reduction="sum", label_smoothing=self.label_smoothing
+            flat.float() if flat.dtype in HALF else flat,
+            labels.reshape(-1),
+            ignore_index=IGNORE,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
         if routers is not None and routers.logits:
             even = torch.stack([load_balancing_loss(one, self.top_k) for one in routers.logits]).mean()

@@ -1,0 +1,130 @@
+"""A user's own files: which reader a path asks for, and which part of it is which split.
+
+notes.txt           one file: the first nine tenths train, the last tenth validates
+folder/             train.*, valid.*, test.* in it
+mine/{split}.tsv    the same, spelled out
+mine/{split}.de-en  two aligned files a split, mine/train.de and mine/train.en
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from monoblock.data import readers
+from monoblock.data.readers import Boundaries
+from monoblock.errors import FileError, did_you_mean
+
+if TYPE_CHECKING:
+    from monoblock.data.corpora import Kind
+
+SPELLINGS = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
+KINDS: dict[str, Kind] = {
+    ".txt": "text",
+    ".tsv": "pairs",
+    ".jsonl": "labelled",
+    ".conll": "tagged",
+    ".iob": "tagged",
+    ".npz": "images",
+}
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    "pairs": readers.read_pairs,
+    "labelled": readers.read_labelled,
+    "tagged": readers.read_conll,
+    "images": readers.read_images,
+}
+ALIGNED = re.compile(r"\.([A-Za-z_]+)-([A-Za-z_]+)$")
+VALIDATES = 0.1
+
+
+class Read(NamedTuple):
+    kind: Kind
+    rows: list[Any]
+
+
+def find(name: str, folder: str | Path | None) -> str | None:
+    """The path that a name stands for, itself or in the folder of corpora; None where there is nothing."""
+    for path in [Path(name), *([Path(folder) / name] if folder is not None else [])]:
+        if path.exists() or any(_exist(_spelled(path, split)) for split in SPELLINGS):
+            return str(path)
+    return None
+
+
+def read(path: str, split: str, kind: Kind | None, documents: Boundaries) -> Read:
+    """The rows of one split of a path that exists."""
+    whole = Path(path)
+    if "{split}" not in path and not whole.is_dir():
+        found, rows = _read_file(whole, kind, documents)
+        return Read(found, portion(rows, split))
+    parts = [_read_file(file, kind, documents) for file in _files_of(whole, split)]
+    kinds = sorted({part.kind for part in parts})
+    if len(kinds) > 1:
+        raise FileError(f"{path} mixes {' and '.join(kinds)}; keep one kind of file, or say which with kind")
+    return Read(parts[0].kind, [row for part in parts for row in part.rows])
+
+
+def files(path: Path) -> tuple[Path, ...]:
+    """The file itself, or the two that a path such as train.de-en stands for."""
+    languages = ALIGNED.search(path.name)
+    if languages is None:
+        return (path,)
+    stem = path.name[: languages.start()]
+    return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
+
+
+def portion(rows: list[Any], split: str) -> list[Any]:
+    """A split of what has none of its own: the last tenth validates.  A single text is cut, not counted."""
+    if split == "all":
+        return rows
+    if split == "test":
+        raise FileError("one file has no split 'test'; give a folder with train, valid and test files in it")
+    text = len(rows) == 1 and isinstance(rows[0], str)
+    parts = rows[0] if text else rows
+    cut = int(len(parts) * (1 - VALIDATES))
+    part = parts[:cut] if split == "train" else parts[cut:]
+    return [part] * bool(part) if text else part
+
+
+def _read_file(path: Path, kind: Kind | None, documents: Boundaries) -> Read:
+    found = files(path)
+    if len(found) == 2 and not path.exists():
+        return Read("pairs", list(readers.read_aligned(*found)))
+    if kind is None:
+        if path.suffix not in KINDS:
+            raise FileError(f"{path} ends in none of {', '.join(KINDS)}; rename it, or say what it is with kind")
+        kind = "text" if path.suffix == ".jsonl" and not _labelled(path) else KINDS[path.suffix]
+    if kind == "text":
+        text = readers.read_documents(path) if path.suffix == ".jsonl" else readers.read_text(path, documents)
+        return Read(kind, list(text))
+    if kind not in READERS:
+        raise FileError(f"kind={kind!r} cannot be read{did_you_mean(kind, ['text', *READERS])}")
+    return Read(kind, list(READERS[kind](path)))
+
+
+def _labelled(path: Path) -> bool:
+    """Whether the first line of a .jsonl file has a label: all the others must then, too."""
+    return "label" in next(readers.read_objects(path))[1]
+
+
+def _files_of(path: Path, split: str) -> list[Path]:
+    wanted = list(SPELLINGS) if split == "all" else [split]
+    found = [_exist(_spelled(path, one)) for one in wanted]
+    present = [file for file in found if file is not None]
+    if not present:
+        ending = "" if "{split}" in str(path) else f": it holds no {wanted[0]}{{{','.join(KINDS)}}}"
+        raise FileError(f"{path} has no split {split!r}{ending}")
+    return present
+
+
+def _spelled(path: Path, split: str) -> Iterator[Path]:
+    for word in SPELLINGS[split]:
+        if "{split}" in str(path):
+            yield Path(str(path).replace("{split}", word))
+        else:
+            yield from (path / f"{word}{suffix}" for suffix in KINDS)
+
+
+def _exist(candidates: Iterator[Path]) -> Path | None:
+    return next((one for one in candidates if all(file.is_file() for file in files(one))), None)

@@ -1,0 +1,136 @@
+"""Names in Roman letters and in an Indic script, from pycountry's translations of languages, countries and places.
+
+Kept are single words, the Roman side in a … z, the native side in its own script.  A few entries are translations and
+not transliterations (India, भारत): a pair whose consonants do not sound alike is left out.
+"""
+
+from __future__ import annotations
+
+import gettext
+import hashlib
+import re
+import unicodedata
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from importlib.util import find_spec
+from pathlib import Path
+
+from monoblock.data.readers import Pair
+from monoblock.errors import FileError
+
+SCRIPTS = {
+    "hi": "DEVANAGARI",
+    "ta": "TAMIL",
+    "mr": "DEVANAGARI",
+    "pa": "GURMUKHI",
+    "kn": "KANNADA",
+    "bn": "BENGALI",
+    "gu": "GUJARATI",
+}
+HELD_OUT = {"valid": (0, 10), "test": (10, 20)}  # of a hundred
+ALIKE = 0.5
+
+# Sounds that one script or another writes alike, so that only a different word looks different.
+SOUND = {**dict.fromkeys("pbfvw", "p"), **dict.fromkeys("td", "t"), **dict.fromkeys("kgqcxjsz", "k")}
+SOUND |= {**dict.fromkeys("nm", "n"), **dict.fromkeys("rl", "r")}
+JOINERS = "\u200c\u200d"
+APOSTROPHES = re.compile("['’‘ʼ]")
+
+
+def names(language: str, split: str) -> Iterator[Pair]:
+    """The pairs of one split, in alphabetical order."""
+    found = sorted(set(_words(language)))
+    word_of = _families(found)
+    for roman, native in found:
+        if _split_of(word_of[roman]) == split:
+            yield Pair(roman, native)
+
+
+def _words(language: str) -> Iterator[tuple[str, str]]:
+    """Every single-word entry, the parts of hyphenated ones apart, cleaned."""
+    script = SCRIPTS[language]
+    for key, value in _entries(language):
+        romans, natives = key.split("-"), value.split("-")
+        if len(key.split()) == len(value.split()) == 1 and len(romans) == len(natives):
+            for roman, native in zip(map(_plain, romans), map(_composed, natives), strict=True):
+                if re.fullmatch("[a-z]{2,}", roman) and _written_in(script, native) and _sound_alike(roman, native):
+                    yield roman, native
+
+
+def _entries(language: str) -> Iterator[tuple[str, str]]:
+    # Only the folder is looked up: importing pycountry reads all of its tables.
+    spec = find_spec("pycountry")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "locales" / language / "LC_MESSAGES"
+    files = sorted(folder.glob("*.mo"))
+    if not files:
+        raise FileError(f"{folder} has no .mo files; install a newer one: pip install 'pycountry>=26.2.16'")
+    for path in files:
+        with open(path, "rb") as file:
+            # gettext has no public way to list what it holds.
+            catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+        for key, value in catalogue.items():
+            if isinstance(key, str) and isinstance(value, str) and key:
+                yield key, value
+
+
+def _plain(word: str) -> str:
+    """In small letters, without accents and apostrophes."""
+    apart = unicodedata.normalize("NFKD", word.lower())
+    return APOSTROPHES.sub("", "".join(sign for sign in apart if not unicodedata.combining(sign)))
+
+
+def _composed(word: str) -> str:
+    return unicodedata.normalize("NFC", word).strip(JOINERS)
+
+
+def _written_in(script: str, word: str) -> bool:
+    def belongs(sign: str) -> bool:
+        digit = unicodedata.category(sign).startswith("N")
+        return sign in JOINERS or (unicodedata.name(sign, "").startswith(f"{script} ") and not digit)
+
+    return bool(word) and all(map(belongs, word))
+
+
+def _sound_alike(roman: str, native: str) -> bool:
+    """Whether the consonants of the two come in much the same order; with fewer than two there is nothing to judge."""
+    left, right = _consonants(roman), _consonants(_spelled(native))
+    return max(len(left), len(right)) < 2 or SequenceMatcher(None, left, right, autojunk=False).ratio() >= ALIKE
+
+
+def _spelled(native: str) -> str:
+    """By the names that Unicode gives the letters: DEVANAGARI LETTER KHA is kha."""
+    spelled = ""
+    for sign in native:
+        name = unicodedata.name(sign, "")
+        if " LETTER " in name:
+            spelled += name.split()[-1].lower()
+        elif re.search("ANUSVARA|BINDU|BINDI|TIPPI", name):
+            spelled += "n"
+    return spelled
+
+
+def _consonants(word: str) -> str:
+    return re.sub(r"(.)\1+", r"\1", "".join(SOUND.get(letter, "") for letter in word))
+
+
+def _families(pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """For each Roman word the first of all that share a spelling with it on either side: they go into one split."""
+    parent: dict[str, str] = {}
+
+    def root(word: str) -> str:
+        parent.setdefault(word, word)
+        while parent[word] != word:
+            word = parent[word]
+        return word
+
+    for roman, native in pairs:
+        one, other = sorted((root(roman), root(native)))
+        parent[other] = one
+    return {roman: root(roman) for roman, _ in pairs}
+
+
+def _split_of(word: str) -> str:
+    place = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") % 100
+    return next((split for split, (low, high) in HELD_OUT.items() if low <= place < high), "train")

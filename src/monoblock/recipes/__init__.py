@@ -1,0 +1,1 @@
+"""DATA: the training recipes, one TOML file each."""

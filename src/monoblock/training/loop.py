@@ -1,0 +1,268 @@
+"""The loop: one update after another, told as events; nothing here knows what is trained or where data come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.errors import FileError, InputError
+from monoblock.training import checkpoint
+from monoblock.training.averaging import Average
+from monoblock.training.events import Evaluated, Event, Finished, Sampled, Saved, Skipped, Stepped, Warned
+from monoblock.training.guard import Guard
+from monoblock.training.memory import (
+    circumstances,
+    differing,
+    optimizer_tensors,
+    random_tensors,
+    restore_optimizer,
+    restore_random,
+)
+from monoblock.training.objectives import Loss, Prepared
+from monoblock.training.optimizer import Optimizers
+from monoblock.training.precision import Choice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, how often."""
+
+    steps: int
+    accumulate: int = 1
+    clip: float = 1.0
+    save_every: int = 0
+    eval_every: int = 0
+    sample_every: int = 0
+    keep: int = 3
+    ema: float = 0.0
+
+
+@dataclass
+class Trainer:
+    """All a run needs.  `batches(step)` yields the batches from that step on; `identity` says what must not change."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    rate: Callable[[int], float]
+    loss: Loss
+    batches: Callable[[int], Iterator[Prepared]]
+    plan: Plan
+    choice: Choice
+    folder: Path
+    identity: dict[str, Any] = field(default_factory=dict)
+    evaluate: Callable[[nn.Module], dict[str, float]] | None = None
+    sample: Callable[[nn.Module], str] | None = None
+    guard: Guard = field(default_factory=Guard)
+    stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.step, self.tokens, self.parts = 0, 0, self.plan.accumulate
+        self.best: dict[str, Any] = {"step": None, "loss": None}
+        self.average = Average(self.model, self.plan.ema) if self.plan.ema else None
+        self.scaler = torch.amp.GradScaler(enabled=self.choice.autocast == torch.float16)
+        self.compute = torch.compile(self._loss) if self.choice.compiled else self._loss
+
+    def _loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return self.loss(self.model, inputs, labels)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self, *, resume: bool = False) -> Iterator[Event]:
+        """Train to the last step, from the newest checkpoint on when resuming."""
+        self.choice.prepare()
+        yield from self.choice.said
+        if resume:
+            yield from self._resume()
+        batches = self.batches(self.step)
+        try:
+            while self.step < self.plan.steps and not self.stop():
+                yield from self._turn(next(batches))
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        interrupted = self.step < self.plan.steps
+        if interrupted or not self._due(self.plan.save_every):
+            yield self._save()
+        yield Finished(self.step, interrupted)
+
+    def _turn(self, batch: Prepared) -> Iterator[Event]:
+        """One step and what is due after it."""
+        yield from self._update(batch)
+        if self._due(self.plan.eval_every) or (self.evaluate and self.plan.eval_every and self.step == self.plan.steps):
+            yield from self._evaluate()
+        if self._due(self.plan.sample_every) and self.sample is not None:
+            yield Sampled(self.step, self.sample(self.model))
+        if self._due(self.plan.save_every):
+            yield self._save()
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.step % every == 0
+
+    # -- one update -----------------------------------------------------------------------------------------------
+
+    def _update(self, batch: Prepared) -> Iterator[Event]:
+        begun, lr = time.perf_counter(), self.rate(self.step)
+        asked = batch.asked
+        loss, warnings = self._gradients(batch, asked)
+        yield from warnings
+        grad_norm = self._clip()
+        objection = self.guard.objection(loss, grad_norm) if asked else "nothing is asked of this batch"
+        scaled = self.scaler.get_scale()
+        if objection is None:
+            self.optimizers.set_rate(lr)
+            self._apply()
+            self.guard.passed(grad_norm)
+        elif self.scaler.is_enabled():
+            self.scaler.update(scaled / 2)
+        self.optimizers.zero_grad()
+        self.step += 1
+        self.tokens += asked
+        if objection is None:
+            yield Stepped(self.step, loss, lr, grad_norm, self.tokens, time.perf_counter() - begun)
+            return
+        yield Skipped(self.step, objection, batch.epoch, batch.samples)
+        if self.guard.refused():
+            yield from self._roll_back()
+
+    def _gradients(self, batch: Prepared, asked: int) -> tuple[float, list[Warned]]:
+        """The loss of the batch, and its gradients in the weights; halves the micro-batch when memory runs out."""
+        self.model.train()
+        warnings: list[Warned] = []
+        while True:
+            try:
+                return self._accumulate(batch, asked), warnings
+            except torch.OutOfMemoryError:
+                self.optimizers.zero_grad()
+                if self.parts >= batch.rows:
+                    raise InputError(
+                        f"memory runs out with a single sequence of {batch.labels.shape[-1]} tokens; "
+                        f"shorten it (model.context) or take a smaller model"
+                    ) from None
+                self.parts = min(2 * self.parts, batch.rows)
+                if self.choice.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                size = -(-batch.rows // self.parts)
+                warnings.append(Warned(f"memory ran out: micro-batches of {size} from here on, the same batch in all"))
+
+    def _accumulate(self, batch: Prepared, asked: int) -> float:
+        total = torch.zeros((), device=self.choice.device)
+        for micro in batch.split(self.parts):
+            part = micro.to(self.choice.device)
+            with self.choice.computing():
+                loss = self.compute(part.inputs, part.labels) / max(asked, 1)
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return float(total)
+
+    def _clip(self) -> float:
+        for optimizer in self.optimizers.each:
+            self.scaler.unscale_(optimizer)
+        weights = [w for w in self.model.parameters() if w.grad is not None]
+        limit = self.plan.clip or float("inf")
+        return float(nn.utils.clip_grad_norm_(weights, limit))
+
+    def _apply(self) -> None:
+        for optimizer in self.optimizers.each:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.average is not None:
+            self.average.update(self.model)
+
+    # -- evaluation and state -------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> Iterator[Event]:
+        if self.evaluate is None:
+            return
+        with torch.no_grad(), self._averaged():
+            self.model.eval()
+            metrics = self.evaluate(self.model)
+        self.model.train()
+        best = self.best["loss"] is None or metrics["val_loss"] < self.best["loss"]
+        if best:
+            self.best = {"step": self.step, "loss": metrics["val_loss"]}
+        yield Evaluated(self.step, metrics, best)
+
+    def _averaged(self) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext() if self.average is None else self.average.in_place(self.model)
+
+    def state(self) -> checkpoint.State:
+        tensors = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": optimizer_tensors(self.model, self.optimizers),
+            "random": random_tensors(),
+        }
+        if self.average is not None:
+            tensors["average"] = self.average.tensors
+        facts = {
+            "tokens": self.tokens,
+            "parts": self.parts,
+            "guard": self.guard.facts(),
+            "scaler": self.scaler.state_dict(),
+            "best": self.best,
+            "identity": self.identity,
+            "circumstances": circumstances(self.choice.device, self.choice.compiled),
+        }
+        return checkpoint.State(self.step, tensors, facts)
+
+    def _save(self) -> Saved:
+        place = checkpoint.save(self.folder, self.state(), keep=self.plan.keep, best=self.best["step"])
+        return Saved(self.step, place)
+
+    def _resume(self) -> Iterator[Event]:
+        place, passed_over = checkpoint.newest(self.folder)
+        for problem in passed_over:
+            yield Warned(f"passed over a checkpoint: {problem}")
+        if place is None:
+            raise FileError(f"there is no checkpoint to resume from in {self.folder}; leave out --resume to start anew")
+        state = checkpoint.load(place)
+        self._same(state.facts["identity"])
+        yield from self._restore(state)
+        if passed_over:
+            yield Warned(f"resuming from {place.name}, the newest that is whole")
+
+    def _same(self, then: dict[str, Any]) -> None:
+        for key, now in self.identity.items():
+            if then.get(key) != now:
+                raise FileError(
+                    f"this run was started with another {key}; resume it as it was, or start a new run with --out"
+                )
+
+    def _restore(self, state: checkpoint.State) -> Iterator[Event]:
+        self.model.load_state_dict(dict(state.tensors["model"]))
+        restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
+        if self.average is not None:
+            self.average.restore(state.tensors["average"])
+        facts = state.facts
+        self.step, self.tokens, self.parts = state.step, facts["tokens"], facts["parts"]
+        self.best = facts["best"]
+        self.guard.restore(facts["guard"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(facts["scaler"])
+        now = circumstances(self.choice.device, self.choice.compiled)
+        for difference in differing(facts["circumstances"], now):
+            yield Warned(f"{difference}: the run goes on, but not bit for bit as it would have")
+        restore_random(state.tensors["random"])
+
+    def _roll_back(self) -> Iterator[Event]:
+        """The weights of the last checkpoint, the data from here on: what was bad is not met again."""
+        place, _ = checkpoint.newest(self.folder)
+        if place is None:
+            raise FileError(
+                f"{self.guard.patience} bad updates in a row and no checkpoint to go back to; lower train.lr"
+            )
+        step, tokens, parts, random = self.step, self.tokens, self.parts, random_tensors()
+        yield from self._restore(checkpoint.load(place))
+        self.step, self.tokens, self.parts = step, tokens, parts
+        restore_random(random)
+        yield Warned(
+            f"{self.guard.patience} bad updates in a row: back to the weights of {place.name}, on with new data"
+        )

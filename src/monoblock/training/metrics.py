@@ -1,0 +1,71 @@
+"""metrics.jsonl: one line a step, evaluations and skipped updates between; optionally TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError
+from monoblock.training.events import Evaluated, Event, Skipped, Stepped
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends events to a run folder's metrics; lines after a resumed step are taken back first."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
+        self.path = folder / FILE
+        self.file: Any = None
+        self.writer: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise FileError("--tensorboard needs the package tensorboard; install monoblock[track]") from None
+            self.writer = SummaryWriter(folder / "tensorboard")  # type: ignore[no-untyped-call]
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after `step`: the run goes on from there."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(beside, self.path)
+
+    def write(self, event: Event) -> None:
+        if not isinstance(event, Stepped | Evaluated | Skipped):
+            return
+        if self.file is None:
+            self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run)
+        line = event.line()
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        if self.writer is not None:
+            for key, value in line.items():
+                if isinstance(value, int | float) and key != "step":
+                    self.writer.add_scalar(key, value, line["step"])
+
+    def close(self) -> None:
+        for one in (self.file, self.writer):
+            if one is not None:
+                one.close()
+
+
+def _step(line: str) -> float:
+    """The step of a line; a line that a crash cut short counts as never written."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run folder's metrics."""
+    path = folder / FILE
+    if not path.is_file():
+        raise FileError(f"{folder} has no {FILE}; has it been trained?")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < float("inf")]

@@ -1,0 +1,78 @@
+"""Device, number format and compilation: chosen automatically, said in words, each settable."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from monoblock.errors import ConfigError, did_you_mean
+from monoblock.training.events import Chosen
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Choice:
+    device: torch.device
+    autocast: torch.dtype | None
+    compiled: bool
+    deterministic: bool
+    said: tuple[Chosen, ...]
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run what is inside in the chosen number format."""
+        if self.autocast is None:
+            yield
+            return
+        with torch.autocast(self.device.type, self.autocast):
+            yield
+
+    def prepare(self) -> None:
+        """Set what torch keeps globally; deterministic algorithms always on a CPU, on CUDA when asked."""
+        torch.use_deterministic_algorithms(self.deterministic)
+        if self.device.type == "cuda" and not self.deterministic:
+            torch.set_float32_matmul_precision("high")
+
+
+def choose(
+    device: str = "auto", precision: str = "auto", compile: str = "auto", *, deterministic: bool = False, steps: int = 0
+) -> Choice:
+    """Decide, and say why."""
+    cuda = torch.cuda.is_available()
+    place = torch.device(("cuda" if cuda else "cpu") if device == "auto" else device)
+    said = [
+        Chosen(f"device {place}", "asked for" if device != "auto" else "a GPU is here" if cuda else "no GPU is here")
+    ]
+    if precision not in ("auto", *PRECISIONS):
+        raise ConfigError(
+            f"precision={precision!r} is none of auto, {', '.join(PRECISIONS)}{did_you_mean(precision, PRECISIONS)}"
+        )
+    name, why = precision, "asked for"
+    if precision == "auto":
+        name, why = (
+            ("bf16", "the GPU computes in it") if place.type == "cuda" else ("fp32", "this CPU has no fast 16-bit")
+        )
+    said.append(Chosen(f"precision {name}", why))
+    if compile not in ("auto", "yes", "no"):
+        raise ConfigError(f"compile={compile!r} is none of auto, yes, no")
+    compiled, why = compile == "yes", "asked for"
+    if compile == "auto":
+        compiled = place.type == "cuda" and steps >= 300
+        why = "it pays on a GPU" if compiled else "it would take longer than it saves"
+    said.append(Chosen("compiled" if compiled else "not compiled", why))
+    exact = deterministic or place.type == "cpu"
+    said.append(
+        Chosen(
+            "deterministic" if exact else "not deterministic",
+            "as on every CPU"
+            if place.type == "cpu"
+            else "asked for"
+            if exact
+            else "faster; train.deterministic=true changes it",
+        )
+    )
+    return Choice(place, PRECISIONS[name], compiled, exact, tuple(said))
