@@ -217,3 +217,26 @@ def test_a_prefix_in_the_first_chunk_is_seen_both_ways():
 def test_a_cache_of_a_stack_has_a_slot_a_layer_also_where_weights_are_tied():
     tied = StackConfig(pattern=(Repeat(blocks=(BLOCK,), times=3, tied=True),))
     assert len(Cache(tied, batch=B, capacity=5).slots) == 3
+
+
+def test_a_draft_longer_than_a_ring_can_take_back_is_refused():
+    """What the window needs has been overwritten: better one line than other logits."""
+    cache = make(NEAR, capacity=97, chunk=1)
+    for start in range(9):
+        write(cache, keys(1, start))
+        cache.advance(1)
+    with pytest.raises(InputError, match="chunk"):
+        cache.truncate(4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
+def test_packed_documents_may_come_in_chunks(name):
+    """A document that goes on in the next chunk goes on counting; a new one begins at 0."""
+    model, ids = build(tiny(name), torch.float64), tokens(B, 13)
+    documents = torch.tensor([0] * 5 + [1] * 6 + [2] * 2).expand(B, 13)
+    cache, out = model.make_cache(B, 13), []
+    with torch.no_grad():
+        for piece in torch.arange(13).split((8, 1, 4)):
+            out.append(model(ids[:, piece], documents=documents[:, piece], cache=cache))
+            cache.advance(len(piece))
+        close(torch.cat(out, 1), model(ids, documents=documents))

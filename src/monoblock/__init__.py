@@ -43,6 +43,7 @@ _HOME = {
     "Scaling": "config",
     "Sinusoid": "config",
     "StackConfig": "config",
+    "Tokenizer": "tokenizers.tokenizer",
     "Transformer": "model",
     "Where": "masks",
     "account": "accounting.report",

@@ -44,6 +44,7 @@ from monoblock.masks import Where as Where, causal as causal, same_document as s
 from monoblock.model import Transformer as Transformer
 from monoblock.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
 from monoblock.recurrent import Recurrent as Recurrent
+from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer
 
 __version__: str
 __all__: list[str]

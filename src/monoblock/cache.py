@@ -95,7 +95,7 @@ class Places:
         if before is not None:
             return Entry(to, _join(before, new, B), self.capacity, True)
         seen = self.capacity if self.window is not None else min(self.capacity, longest + T)
-        if new.start is not None and self.window is None:
+        if new.start is not None and self.window is None and self.document is None and self.flags is None:
             return Entry(to, Where(self.at[:1, :seen], start=0), seen, False)
         return Entry(to, self._where(limit, seen), seen, False)
 
@@ -118,6 +118,18 @@ class Places:
         index = self.index[:, :seen]
         cut = [None if field is None else field[:, :seen].clone() for field in (self.document, self.flags)]
         return Where(self.at[:, :seen].clone(), cut[0], (index >= 0) & (index < limit), cut[1])
+
+    def last(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where the last token of each row stands, -1 where there is none, and its document: (B, 1) each."""
+        column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
+        at = self.at.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
+        return at, None if self.document is None else self.document.gather(1, column)
+
+    def holds(self, lengths: Tensor, written: Tensor) -> Tensor:
+        """Whether all that rows of these lengths can see is still there, after so many tokens were written."""
+        if self.window is None:
+            return torch.ones_like(lengths, dtype=torch.bool)
+        return (written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
 
     def select(self, rows: Tensor) -> None:
         for name in ("at", "index", "document", "flags"):
@@ -153,6 +165,7 @@ class Cache:
             raise InputError(f"a cache of batch={batch}, capacity={capacity}, chunk={chunk} cannot be; write 1 or more")
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.written = torch.zeros_like(self.lengths)  # the most tokens ever written to a row
         self.start: int | None = 0  # the common length, while the host knows that all rows have it
         self.longest = 0
         self.slots: list[Slot] = []
@@ -186,6 +199,8 @@ class Cache:
                 f"the cache holds {self.capacity} tokens a row: {self.longest} are in it and {new.length} more were "
                 f"given; make it with capacity={wanted} or more"
             )
+        counts = new.length if new.real is None else new.real.sum(-1)
+        self.written = torch.maximum(self.written, self.lengths + counts)
         entries = {size: places.enter(new, self.lengths, self.longest) for size, places in self.places.items()}
         return [entries[slot.capacity] for slot in self.slots]
 
@@ -199,14 +214,22 @@ class Cache:
             self.start, self.longest = None, int(self.lengths.max())
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Take back what lies beyond these lengths, as far as a ring still holds what came before."""
-        self.lengths = torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device))
+        """Take back what lies beyond these lengths; where a ring has let go of what came before, that is an error."""
+        wanted = torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device))
+        if not all(bool(places.holds(wanted, self.written).all()) for places in self.places.values()):
+            most = int((self.written - wanted).max())
+            raise InputError(
+                f"{most} tokens cannot be taken back: a windowed block has overwritten what came before them; "
+                f"make the cache with chunk={most} or more"
+            )
+        self.written = torch.where(wanted == 0, 0, self.written)
+        self.lengths = wanted
         self.longest = int(self.lengths.max())
         self.start = self.longest if self.start is not None and isinstance(lengths, int) else None
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows in this order; a row may be named several times."""
-        self.lengths = self.lengths[rows]
+        self.lengths, self.written = self.lengths[rows], self.written[rows]
         for places in self.places.values():
             places.select(rows)
         for slot in (*self.slots, *self.cross):
@@ -217,8 +240,14 @@ class Cache:
 
     def fork(self, row: int) -> None:
         """Add a copy of one row at the end."""
+        if not -self.batch <= row < self.batch:
+            raise InputError(f"there is no row {row} in a cache of {self.batch}")
         rows = torch.arange(self.batch, device=self.lengths.device)
-        self.select(torch.cat((rows, rows[row : row + 1])))
+        self.select(torch.cat((rows, rows[row].view(1))))
+
+    def last(self) -> tuple[Tensor, Tensor | None]:
+        """Where the last token of each row stands, and its document."""
+        return next(iter(self.places.values())).last(self.lengths)
 
     @property
     def bytes(self) -> int:

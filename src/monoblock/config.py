@@ -113,6 +113,12 @@ class StackConfig:
         check(self)
         if len({block.width for block in self.layers()}) != 1:
             raise ConfigError("a stack needs one width, and at least one block, all through its pattern")
+        tables = {(a.positions, a.all_heads) for a in self._attentions() if getattr(a.positions, "shared", False)}
+        if len(tables) > 1:
+            raise ConfigError("blocks that share one table of buckets need equal buckets and heads; write shared=False")
+
+    def _attentions(self) -> Iterator[AttentionConfig]:
+        return (block.attention for block in self.layers())
 
     def layers(self) -> Iterator[BlockConfig]:
         """The blocks in the order they run."""
@@ -242,7 +248,7 @@ class ModelConfig:
     def from_json(cls, text: str) -> ModelConfig:
         try:
             data = json.loads(text)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ConfigError(f"the configuration is not JSON: {problem}") from None
         return cls.from_dict(data)
 

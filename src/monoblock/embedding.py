@@ -73,9 +73,11 @@ class Embedding(nn.Module):
             return x + sinusoid(where.at, x.shape[-1], positions).to(x.dtype)
         return x
 
-    def check(self, ids: Tensor, where: Where) -> None:
+    def check(self, ids: Tensor, where: Where, segments: Tensor | None = None) -> None:
         """One line for what cannot be embedded; looks at the ids only where that stalls nothing."""
         limit = self.config.context if self.position is not None else None
+        if segments is not None and self.segment is None:
+            raise InputError("this model knows no segments; drop them, or build it with segments=2")
         if limit is not None and where.start is not None and where.start + ids.shape[1] > limit:
             raise InputError(_too_long(where.start + ids.shape[1], limit))
         if ids.device.type != "cpu" or not ids.numel():
@@ -87,6 +89,10 @@ class Embedding(nn.Module):
                 f"id {wrong} is outside the vocabulary of {self.config.vocab} (0 to {self.config.vocab - 1}); "
                 f"is this the model's own tokenizer?"
             )
+        if segments is not None and not 0 <= int(segments.min()) <= int(segments.max()) < self.config.segments:
+            raise InputError(f"segments must lie in 0 to {self.config.segments - 1}; {int(segments.max())} was given")
+        if where.start is None and int(where.at.min()) < 0:
+            raise InputError(f"position {int(where.at.min())} cannot be: places are counted from 0")
         if limit is not None and where.start is None and int(where.at.max()) >= limit:
             raise InputError(_too_long(int(where.at.max()) + 1, limit))
 

@@ -26,6 +26,7 @@ from monoblock.config import (
     Sinusoid,
     StackConfig,
 )
+from monoblock.errors import ConfigError, did_you_mean
 from monoblock.knobs import deepen, vary
 
 LAYER = NormConfig()
@@ -101,6 +102,10 @@ def bert(
         "tagger": lambda: HeadConfig(kind="tagger", classes=classes or 2, bias="learned"),
         "spans": lambda: HeadConfig(kind="spans", bias="learned"),
     }
+    if head not in (*heads_by_name, "none"):
+        raise ConfigError(
+            f"head={head!r} is none of none, {', '.join(heads_by_name)}{did_you_mean(head, heads_by_name)}"
+        )
     config = ModelConfig(
         input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned(), segments=2, norm=norm),
         encoder=stack(depth, block),

@@ -74,11 +74,10 @@ def _own_attention(name: str) -> Callable[[Any, Values, Any], None]:
     return write
 
 
-def _width(block: BlockConfig, values: Values, width: int) -> None:
-    values["width"] = width
-    if values["feedforward"].hidden == block.feedforward.hidden:  # unless given too, hidden keeps its proportion
-        hidden = max(1, round(block.feedforward.hidden * width / block.width))
-        values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
+def _in_proportion(block: BlockConfig, values: Values) -> None:
+    """A new width keeps the proportion of hidden to it."""
+    hidden = max(1, round(block.feedforward.hidden * values["width"] / block.width))
+    values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
 
 
 def deepen(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
@@ -86,12 +85,14 @@ def deepen(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
     if not isinstance(depth, int) or depth < 1:
         raise ConfigError(f"depth={depth!r} cannot be; write 1 or more")
     runs: list[Repeat] = []
-    for run in pattern:
+    for number, run in enumerate(pattern, start=1):
         whole, rest = divmod(depth, len(run.blocks))
-        last = run is pattern[-1] or whole < run.times or (whole == run.times and not rest)
+        last = number == len(pattern) or whole < run.times or (whole == run.times and not rest)
         times = whole if last else run.times
         if times:
             runs.append(dataclasses.replace(run, times=times))
+        if last and rest and run.tied:
+            raise ConfigError(f"{rest} blocks are left over from a tied run of {len(run.blocks)}; choose another depth")
         if last and rest:
             runs.append(Repeat(blocks=run.blocks[:rest]))
         if last:
@@ -155,7 +156,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
     "image": (((PatchConfig,), _field("image")),),
     "patch": (((PatchConfig,), _field("patch")),),
     "channels": (((PatchConfig,), _field("channels")),),
-    "width": (((BlockConfig,), _width),),
+    "width": (((BlockConfig,), _field("width")),),
     "depth": (((StackConfig,), _depth),),
     "heads": (((AttentionConfig,), _field("heads")),),
     "kv_heads": (((AttentionConfig,), _field("kv_heads")),),
@@ -203,6 +204,8 @@ def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
                 if isinstance(part, classes):
                     write(part, values, value)
                     touched.add(name)
+        if isinstance(part, BlockConfig) and "width" in knobs and "hidden" not in knobs:
+            _in_proportion(part, values)
 
     varied = rebuild(config, edit)
     for name in knobs:

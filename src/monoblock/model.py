@@ -63,6 +63,7 @@ class Transformer(nn.Module):
         global tokens, `logits_at` (B, n) asks for some places only, `memory` (B, S, D) stands for an encoded source.
         """
         if self.encoder is not None and self.decoder is not None:
+            self._refuse(segments=segments, documents=documents, flags=flags)
             source_mask = attention_mask if source_mask is None else source_mask
             return self._both(source, target, source_mask, target_mask, positions, cache, memory, logits_at, tap)
         if target is not None:  # model(ids, attention_mask)
@@ -178,7 +179,8 @@ class Transformer(nn.Module):
         assert isinstance(self.input, Embedding)
         module = self.target if side == "target" and self.target is not None else self.input
         if not torch.compiler.is_compiling():
-            module.check(ids, where)
+            _check_shape("segments", segments, ids)
+            module.check(ids, where, segments)
         table = self.input.token.weight if self.input.token is not None else None
         return module(ids, where, segments=segments, table=table, tap=under(tap, side))
 
@@ -196,8 +198,14 @@ class Transformer(nn.Module):
             raise InputError(f"ids of shape {tuple(ids.shape)} cannot be read; give (batch, length), e.g. ids[None]")
         if cache is not None and cache.batch != ids.shape[0]:
             raise InputError(f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}")
+        for name, given in (("positions", positions), ("documents", documents), ("flags", flags)):
+            _check_shape(name, given, ids)
+        if flags is not None and not self._heeds_flags:
+            raise InputError("flags mark a prefix or global tokens, but no block of this model heeds them; drop them")
         real = _real(mask, ids)
         start = 0 if cache is None else cache.start
+        if cache is not None and (documents is not None or cache.last()[1] is not None):
+            return self._among_documents(ids, real, positions, documents, flags, cache)
         if real is None and positions is None and documents is None and start is not None:
             return Where(run(ids.shape[1], start, ids.device).at, flags=flags, start=start if flags is None else None)
         if positions is None:
@@ -205,6 +213,35 @@ class Transformer(nn.Module):
             if cache is not None:
                 positions = positions + cache.lengths[:, None]
         return Where(positions.expand(ids.shape[0], -1), documents, real, flags)
+
+    def _among_documents(
+        self,
+        ids: Tensor,
+        real: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        flags: Tensor | None,
+        cache: Cache,
+    ) -> Where:
+        """Places in documents some of which are cached: the first may go on where the cache stopped."""
+        at, last = cache.last()
+        last = torch.zeros_like(at) if last is None else last
+        documents = last.expand(ids.shape) if documents is None else documents
+        if positions is None:
+            positions = _count(ids, real, documents)
+            first = (documents != documents[:, :1]).cumsum(-1) == 0
+            positions = positions + torch.where(first & (documents == last), at + 1, 0)
+        return Where(positions, documents, real, flags)
+
+    def _refuse(self, **unheeded: Tensor | None) -> None:
+        for name, given in unheeded.items():
+            if given is not None:
+                raise InputError(f"an {self.config.family} model takes no {name}; drop it")
+
+    @property
+    def _heeds_flags(self) -> bool:
+        blocks = [block.attention for stack in self.config.stacks.values() for block in stack.layers()]
+        return any(a.mask == "prefix" or a.global_tokens for a in blocks)
 
     def _memory_where(self, memory: Tensor | None, mask: Tensor | None, cache: Cache | None) -> Where:
         if cache is not None and cache.memory is not None:
@@ -220,6 +257,8 @@ class Transformer(nn.Module):
 
     def _out(self, hidden: Tensor, where: Where, logits_at: Tensor | None, tap: Tap | None) -> Tensor:
         if logits_at is not None:
+            if self.head is not None and self.head.config.kind in ("classifier", "pooled"):
+                raise InputError("this head answers once for a whole sequence; leave logits_at=None")
             rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
             hidden = hidden[rows, logits_at]
         if self.head is None:
@@ -242,6 +281,11 @@ class Transformer(nn.Module):
         from monoblock.interop.folder import save_model
 
         save_model(self, folder)
+
+
+def _check_shape(name: str, given: Tensor | None, ids: Tensor) -> None:
+    if given is not None and given.shape != ids.shape:
+        raise InputError(f"{name} of shape {tuple(given.shape)} do not fit tokens of shape {tuple(ids.shape)}")
 
 
 def _real(mask: Tensor | None, ids: Tensor) -> Tensor | None:

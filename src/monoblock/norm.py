@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is None:
         return wide.to(x.dtype)
-    return (wide * weight.float()).to(x.dtype) if cast_after_scale else wide.to(x.dtype) * weight
+    return (wide * weight.float()).to(x.dtype) if cast_after_scale else wide.to(x.dtype) * weight.to(x.dtype)
 
 
 class Norm(nn.Module):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from monoblock.errors import ConfigError
-from monoblock.schema import check, check_at_least, check_fraction, nearest_divisor
+from monoblock.schema import check, check_at_least, check_fraction, check_positive, nearest_divisor
 from monoblock.schemes import Alibi, Buckets, Learned, Rotary, Sinusoid
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
@@ -25,6 +25,7 @@ class NormConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        check_at_least(self, 0, "eps")
         if self.kind == "rms" and self.affine == "scale_shift":
             raise ConfigError("an RMS norm has no shift; write affine='scale' (or 'none')")
 
@@ -59,6 +60,7 @@ class AttentionConfig:
         check(self)
         check_at_least(self, 1, "heads", "kv_heads", "head_dim", "value_dim", "window", "block_size")
         check_at_least(self, 0, "random_blocks")
+        check_positive(self, "softcap", "clip")
         check_fraction(self, "dropout")
         if self.heads % self.groups:
             fix = nearest_divisor(self.heads, self.groups)
@@ -174,7 +176,10 @@ class PatchConfig:
     def __post_init__(self) -> None:
         check(self)
         check_at_least(self, 1, "image", "patch", "channels")
+        check_at_least(self, 0, "registers")
         check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.positions.offset:
+            raise ConfigError("patches are counted from 0; write positions=Learned() without an offset")
         if self.image % self.patch:
             fix = nearest_divisor(self.image, self.patch)
             raise ConfigError(f"patch={self.patch} does not divide image={self.image}; try patch={fix}")
@@ -207,6 +212,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         check(self)
         check_at_least(self, 1, "classes")
+        check_positive(self, "softcap")
         check_fraction(self, "dropout")
         pools = self.kind in ("classifier", "pooled")
         if not pools and (self.pooling != "first" or self.pooler != "none"):

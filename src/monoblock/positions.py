@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.config import Alibi, Buckets, Rotary, Scaling, Sinusoid
@@ -17,7 +18,7 @@ from monoblock.config import Alibi, Buckets, Rotary, Scaling, Sinusoid
 
 def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Tensor:
     """PE(pos, 2i) = sin(pos / base^(2i/D)), PE(pos, 2i+1) = cos(the same) (Vaswani et al. 2017, 3.5): (…, D)."""
-    half = (width + 1) // 2
+    half = width // 2 if config.form == "fairseq" else (width + 1) // 2
     spread = max(half - 1, 1) if config.form == "fairseq" else width / 2
     exponents = torch.arange(half, device=positions.device, dtype=torch.float64) / spread
     angles = (positions + config.offset).unsqueeze(-1) * config.base**-exponents  # (…, D/2)
@@ -25,6 +26,7 @@ def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Te
         waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
     else:
         waves = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    waves = F.pad(waves, (0, max(0, width - waves.shape[-1])))  # fairseq leaves the last of an odd width empty
     return waves[..., :width].float()
 
 

@@ -460,7 +460,7 @@ def _shrink(part: object, values: Values) -> None:
             values.update({key: size for key, size in sizes.items() if values[key] is not None})
     if isinstance(part, AttentionConfig):
         own = part.groups == part.heads  # each query head has keys of its own
-        values.update(heads=3 if own else 6, kv_heads=None if own else min(part.groups, 2))
+        values.update(heads=3 if own else 9, kv_heads=None if own else min(part.groups, 3))
         values["head_dim"] = HEAD_DIM if part.head_dim is not None else None
         values["scale"] = HEAD_DIM**-0.5 if part.scale not in (None, 1.0) else part.scale
     if isinstance(part, StackConfig):

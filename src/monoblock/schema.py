@@ -79,6 +79,14 @@ def check_at_least(config: Any, least: float, *names: str) -> None:
             raise ConfigError(f"{type(config).__name__}.{name}={value} is too small; write {least} or more")
 
 
+def check_positive(config: Any, *names: str) -> None:
+    """Raise ConfigError unless the named numbers (none excepted) are above zero."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{type(config).__name__}.{name}={value} must be positive; None switches it off")
+
+
 def check_fraction(config: Any, *names: str) -> None:
     """Raise ConfigError unless the named numbers lie in [0, 1): dropout rates."""
     for name in names:

@@ -32,6 +32,11 @@ class Scaling:
         check(self)
         if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_context is None:
             raise ConfigError(f"{self.kind} scaling needs original_context, the length the model was trained on")
+        if self.kind == "longrope" and not (self.short_factors and self.long_factors):
+            raise ConfigError("longrope scaling needs short_factors and long_factors, one number a frequency each")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ConfigError(f"llama3 scaling needs high_freq_factor={high} above low_freq_factor={low}")
         if self.factor <= 0:
             raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
 
@@ -48,6 +53,8 @@ class Rotary:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.base <= 0:
+            raise ConfigError(f"rotary base={self.base} must be positive; 10000.0 is usual")
         if self.dim is not None and (self.dim < 2 or self.dim % 2):
             raise ConfigError(f"rotary dim={self.dim} must be even, pairs are turned; write {max(2, self.dim + 1)}")
 

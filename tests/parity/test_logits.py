@@ -91,7 +91,7 @@ FALCON = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
-    "num_attention_heads": 6,
+    "num_attention_heads": 9,
     "ffn_hidden_size": HIDDEN,
 }
 VIT = {

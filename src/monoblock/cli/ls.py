@@ -1,5 +1,6 @@
 """`monoblock ls`: what there is to work with."""
 
+import os
 from typing import Any
 
 import click
@@ -26,9 +27,32 @@ def _presets() -> list[Row]:
     ]
 
 
+def _corpora() -> list[Row]:
+    from monoblock.data.corpora import CORPORA, how_to_get, place_of
+
+    folder = os.environ.get("MONOBLOCK_DATA")
+    rows = []
+    for name, source in CORPORA.items():
+        place = place_of(name, folder)
+        rows.append(
+            {
+                "name": name,
+                "kind": source.kind,
+                "what": source.what,
+                "licence": source.licence,
+                "here": place is not None,
+                "place": place,
+                "origin": source.origin,
+                "get": None if place else how_to_get(name),
+            }
+        )
+    return rows
+
+
 # What -> (how it is gathered, the columns shown, the verb to try next). --json gives every key.
 SECTIONS = {
     "presets": (_presets, ("name", "family", "parameters", "source"), "account {name}"),
+    "corpora": (_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
 }
 
 

@@ -17,6 +17,7 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean
 VERBS = {
     "demo": ("monoblock.cli.demo", "Build every family, check it, account for it, draw it."),
     "ls": ("monoblock.cli.ls", "List what there is to work with: presets."),
+    "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer; show how one cuts text."),
     "account": ("monoblock.cli.account", "Parameters, FLOPs and memory of a model that need not be built."),
     "env": ("monoblock.cli.env", "Versions, devices, what would be chosen and why."),
 }

@@ -5,6 +5,7 @@ import os
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
@@ -51,19 +52,28 @@ def _settle(url: str, sha256: str, part: IO[bytes], place: Path) -> None:
 def _download(url: str, part: IO[bytes]) -> str:
     """Copy the answer into `part`; its SHA-256."""
     digest = hashlib.sha256()
+    for piece in _pieces(url):
+        digest.update(piece)
+        part.write(piece)
+    return digest.hexdigest()
+
+
+def _pieces(url: str) -> Iterator[bytes]:
     request = urllib.request.Request(url, headers={"User-Agent": "monoblock"})
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            length = answer.headers.get("Content-Length")
+            length, read = answer.headers.get("Content-Length"), 0
             while piece := answer.read(PIECE):
-                digest.update(piece)
-                part.write(piece)
-        if length is not None and length.isdigit() and int(length) != part.tell():
-            raise FileError(f"{url} broke off after {part.tell():,} of {int(length):,} bytes; run this again")
-    except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as problem:
+                read += len(piece)
+                yield piece
+    except (OSError, HTTPException) as problem:
+        if isinstance(problem, urllib.error.HTTPError):
+            problem.close()  # it is the answer itself, its connection open
         reason = getattr(problem, "reason", None) or problem
         raise FileError(f"{url} cannot be downloaded ({reason}); give a local file with --data instead") from None
-    return digest.hexdigest()
+    # A connection that ends early ends like any other.
+    if length is not None and length.isdigit() and int(length) != read:
+        raise FileError(f"{url} broke off after {read:,} of {int(length):,} bytes; run this again")
 
 
 def _sha256(path: Path) -> str:

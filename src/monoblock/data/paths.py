@@ -11,14 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from monoblock.data import readers
-from monoblock.data.readers import Boundaries
+from monoblock.data.readers import Boundaries, Kind
 from monoblock.errors import FileError, did_you_mean
-
-if TYPE_CHECKING:
-    from monoblock.data.corpora import Kind
 
 SPELLINGS = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
 KINDS: dict[str, Kind] = {
@@ -57,7 +54,7 @@ def read(path: str, split: str, kind: Kind | None, documents: Boundaries) -> Rea
     whole = Path(path)
     if "{split}" not in path and not whole.is_dir():
         found, rows = _read_file(whole, kind, documents)
-        return Read(found, portion(rows, split))
+        return Read(found, portion(rows, split, path))
     parts = [_read_file(file, kind, documents) for file in _files_of(whole, split)]
     kinds = sorted({part.kind for part in parts})
     if len(kinds) > 1:
@@ -74,12 +71,12 @@ def files(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
 
 
-def portion(rows: list[Any], split: str) -> list[Any]:
+def portion(rows: list[Any], split: str, name: str) -> list[Any]:
     """A split of what has none of its own: the last tenth validates.  A single text is cut, not counted."""
     if split == "all":
         return rows
     if split == "test":
-        raise FileError("one file has no split 'test'; give a folder with train, valid and test files in it")
+        raise FileError(f"{name} is one file and has no split 'test'; give a folder with train, valid and test files")
     text = len(rows) == 1 and isinstance(rows[0], str)
     parts = rows[0] if text else rows
     cut = int(len(parts) * (1 - VALIDATES))

@@ -1,4 +1,4 @@
-"""Capitals and punctuation taken out of a text, to be put back: sequence labelling whose gold labels are the text's own.
+"""Capitals and punctuation taken out of a text, to be put back: labelling whose gold labels are the text's own.
 
 A label says what follows the word and how it is written: `O`, `COMMA`, `PERIOD`, … alone for a word in small letters,
 with `+CAP` for a capital at its head and `+UPPER` for capitals throughout (LORD).  Brackets and quotes are left out.

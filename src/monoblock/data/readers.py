@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Boundaries = Literal["file", "blank-lines"]
+Kind = Literal["text", "pairs", "labelled", "tagged", "images"]
+Boundaries = Literal["file", "blank-lines"]  # of documents in a text
 MARK = "\ufeff"  # some editors begin a file with it
 
 
 class Pair(NamedTuple):
-    """A text and what it becomes; `count` says how often it was seen, where a file says so."""
+    """A text and what it becomes; `seen` is how often, where a file counts."""
 
     source: str
     target: str
-    count: int = 1
+    seen: int = 1
 
 
 class Labelled(NamedTuple):

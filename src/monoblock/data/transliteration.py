@@ -6,17 +6,13 @@ not transliterations (India, भारत): a pair whose consonants do not sound
 
 from __future__ import annotations
 
-import gettext
-import hashlib
 import re
 import unicodedata
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from importlib.util import find_spec
-from pathlib import Path
 
+from monoblock.data.catalogues import entries, split_of
 from monoblock.data.readers import Pair
-from monoblock.errors import FileError
 
 SCRIPTS = {
     "hi": "DEVANAGARI",
@@ -27,7 +23,6 @@ SCRIPTS = {
     "bn": "BENGALI",
     "gu": "GUJARATI",
 }
-HELD_OUT = {"valid": (0, 10), "test": (10, 20)}  # of a hundred
 ALIKE = 0.5
 
 # Sounds that one script or another writes alike, so that only a different word looks different.
@@ -42,37 +37,19 @@ def names(language: str, split: str) -> Iterator[Pair]:
     found = sorted(set(_words(language)))
     word_of = _families(found)
     for roman, native in found:
-        if _split_of(word_of[roman]) == split:
+        if split_of(word_of[roman]) == split:
             yield Pair(roman, native)
 
 
 def _words(language: str) -> Iterator[tuple[str, str]]:
     """Every single-word entry, the parts of hyphenated ones apart, cleaned."""
     script = SCRIPTS[language]
-    for key, value in _entries(language):
+    for key, value in entries(language):
         romans, natives = key.split("-"), value.split("-")
         if len(key.split()) == len(value.split()) == 1 and len(romans) == len(natives):
             for roman, native in zip(map(_plain, romans), map(_composed, natives), strict=True):
                 if re.fullmatch("[a-z]{2,}", roman) and _written_in(script, native) and _sound_alike(roman, native):
                     yield roman, native
-
-
-def _entries(language: str) -> Iterator[tuple[str, str]]:
-    # Only the folder is looked up: importing pycountry reads all of its tables.
-    spec = find_spec("pycountry")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / "locales" / language / "LC_MESSAGES"
-    files = sorted(folder.glob("*.mo"))
-    if not files:
-        raise FileError(f"{folder} has no .mo files; install a newer one: pip install 'pycountry>=26.2.16'")
-    for path in files:
-        with open(path, "rb") as file:
-            # gettext has no public way to list what it holds.
-            catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
-        for key, value in catalogue.items():
-            if isinstance(key, str) and isinstance(value, str) and key:
-                yield key, value
 
 
 def _plain(word: str) -> str:
@@ -129,8 +106,3 @@ def _families(pairs: list[tuple[str, str]]) -> dict[str, str]:
         one, other = sorted((root(roman), root(native)))
         parent[other] = one
     return {roman: root(roman) for roman, _ in pairs}
-
-
-def _split_of(word: str) -> str:
-    place = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") % 100
-    return next((split for split, (low, high) in HELD_OUT.items() if low <= place < high), "train")

@@ -53,7 +53,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise FileError(f"{path} is larger than any configuration; is it the right file?")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise FileError(f"{path} is not JSON: {problem}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FileError(f'{path} was not written by monoblock: it lacks "format": "{FORMAT}"')
@@ -87,7 +87,9 @@ def _tensors(path: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, devi
         if tensor.shape != wanted[name]:
             shapes = f"{tuple(tensor.shape)} where the configuration says {tuple(wanted[name])}"
             raise FileError(f"{path}: {name} has shape {shapes}")
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        if not tensor.is_floating_point():
+            raise FileError(f"{path}: {name} holds {tensor.dtype} where weights are floating-point numbers")
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def _compare(path: Path, stored: set[str], wanted: set[str]) -> None:

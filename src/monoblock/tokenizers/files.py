@@ -1,0 +1,227 @@
+"""tokenizer.json from and to a folder. A file is data from a stranger: nothing in it may run long, grow or crash.
+
+What the library would run is held to a list of parts; a regular expression to the published ones, because a nested
+quantifier hangs its engine; ids and sizes to what a vocabulary can be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError, MonoblockError
+from monoblock.tokenizers.patterns import REPLACED, SPLITS
+
+FILE, ROLES_FILE = "tokenizer.json", "tokenizer_config.json"
+LARGEST = 64 * 2**20
+LARGEST_ROLES = 16 * 2**20  # some hold a row for every added token, and a chat template
+MOST_TOKENS = 2_000_000
+MOST_PARTS = 32
+LONGEST_TOKEN = 512  # of an added token, in characters
+LONGEST_WORD = 200  # of WordPiece, in characters: its search is cubic in it
+
+# Section -> the types it may have, those of the parts of a "Sequence" included.
+TYPES = {
+    "normalizer": """Sequence NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer Replace Prepend
+        Precompiled ByteLevel""",
+    "pre_tokenizer": """Sequence ByteLevel Metaspace Whitespace WhitespaceSplit BertPreTokenizer Punctuation Digits
+        Split CharDelimiterSplit UnicodeScripts""",
+    "post_processor": "Sequence ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
+    "decoder": "Sequence ByteLevel WordPiece Metaspace BPEDecoder CTC Fuse Strip Replace ByteFallback",
+    "model": "BPE WordPiece WordLevel Unigram",
+}
+PARTS = ("normalizers", "pretokenizers", "processors", "decoders")
+
+
+class _Bad(Exception):
+    """What is wrong with a file, to be said after its name."""
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checked content of tokenizer.json in a folder (or of that file), and of tokenizer_config.json beside it."""
+    given = Path(folder)
+    path = given / FILE if given.is_dir() else given
+    if not path.is_file():
+        missing = f"it has no {FILE}" if given.is_dir() else "there is no such folder or file"
+        raise FileError(f"{given} holds no tokenizer: {missing}")
+    data = _json(path, LARGEST)
+    try:
+        check(data)
+    except _Bad as problem:
+        raise FileError(f"{path} cannot be used: {problem}") from None
+    beside = path.parent / ROLES_FILE
+    named = _json(beside, LARGEST_ROLES) if path.name == FILE and beside.is_file() else {}
+    return data, named
+
+
+def _json(path: Path, largest: int) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(largest + 1)
+    except OSError as problem:
+        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    if len(raw) > largest:
+        raise FileError(f"{path} is larger than {largest // 2**20} MB; is it the right file?")
+    try:
+        data = json.loads(raw.decode())
+    except (ValueError, RecursionError) as problem:
+        raise FileError(f"{path} is not JSON: {str(problem)[:80]}") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{path} holds no object; is it the right file?")
+    return data
+
+
+def check(data: Mapping[str, Any]) -> None:
+    """Raise unless everything the library would run or allocate is of a known kind and size."""
+    model = data.get("model")
+    if not isinstance(model, Mapping):
+        raise _Bad("it has no model")
+    for section in TYPES:
+        if data.get(section) is not None:
+            _check_part(section, data[section], depth=0)
+    vocab = _check_vocab(model)
+    _check_added(data.get("added_tokens", []))
+    _CHECKS[model["type"]](model, vocab)
+
+
+def _check_part(section: str, part: Any, depth: int) -> int:
+    """Raise unless a part and all it is made of is known; the number of parts."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    # A model written by an early version names no type.
+    if not isinstance(kind, str) or kind not in TYPES[section].split():
+        raise _Bad(f"its {section} is of a kind we do not run, {kind!r:.40}")
+    _check_pattern(section, part)
+    count = 1
+    for key in PARTS:
+        inner = part.get(key, [])
+        if depth > 2 or not isinstance(inner, list) or len(inner) > MOST_PARTS:
+            raise _Bad(f"its {section} is nested too deep or too long")
+        count += sum(_check_part(section, one, depth + 1) for one in inner)
+    if count > MOST_PARTS:
+        raise _Bad(f"its {section} has more than {MOST_PARTS} parts")
+    return count
+
+
+def _check_pattern(section: str, part: Mapping[str, Any]) -> None:
+    """A Split or Replace may use a string or a published regular expression, and may not make text longer."""
+    pattern = part.get("pattern")
+    regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
+    string = pattern.get("String") if isinstance(pattern, Mapping) else pattern
+    if regex is not None and regex not in (SPLITS if part["type"] == "Split" else REPLACED):
+        raise _Bad(f"its {section} has a regular expression we do not know, {regex!r:.60}")
+    if part["type"] == "Replace":
+        content = part.get("content")
+        longest = 1 if regex is not None else len(string) if isinstance(string, str) else 0
+        if not isinstance(content, str) or len(content) > longest:
+            raise _Bad(f"its {section} replaces {string!r:.20} by something longer")
+    if part["type"] == "Prepend" and not (isinstance(part.get("prepend"), str) and len(part["prepend"]) <= 8):
+        raise _Bad(f"its {section} prepends more than 8 characters")
+
+
+def _check_vocab(model: Mapping[str, Any]) -> Mapping[str, int]:
+    """Token -> id, every id one of its own."""
+    vocab = model.get("vocab")
+    if model["type"] == "Unigram":
+        if not isinstance(vocab, list) or not all(isinstance(row, list) and len(row) == 2 for row in vocab):
+            raise _Bad("its vocabulary is no list of pieces and scores")
+        if not all(isinstance(piece, str) and isinstance(score, (int, float)) for piece, score in vocab):
+            raise _Bad("its vocabulary is no list of pieces and scores")
+        vocab = {piece: place for place, (piece, _) in enumerate(vocab)}
+        if len(vocab) != len(model["vocab"]):
+            raise _Bad("its vocabulary has a piece twice")
+    if not isinstance(vocab, Mapping) or not vocab:
+        raise _Bad("it has no vocabulary")
+    if len(vocab) > MOST_TOKENS:
+        raise _Bad(f"its vocabulary has more than {MOST_TOKENS:,} tokens")
+    for token, number in vocab.items():
+        _check_id(token, number)
+    if len(set(vocab.values())) != len(vocab):
+        raise _Bad("two tokens of its vocabulary have the same id")
+    return vocab
+
+
+def _check_id(token: Any, number: Any) -> None:
+    if type(number) is not int or not 0 <= number < MOST_TOKENS:
+        raise _Bad(f"the token {token!r:.40} has the id {number!r:.20}; an id is a whole number below {MOST_TOKENS:,}")
+
+
+def _check_added(added: Any) -> None:
+    if not isinstance(added, list) or len(added) > MOST_TOKENS:
+        raise _Bad("its added_tokens are no list")
+    for row in added:
+        content = row.get("content") if isinstance(row, Mapping) else None
+        if not isinstance(content, str) or not 0 < len(content) <= LONGEST_TOKEN:
+            raise _Bad(f"one of its added_tokens is no token of 1 to {LONGEST_TOKEN} characters")
+        _check_id(content, row.get("id"))
+
+
+# -- the four models ---------------------------------------------------------------------------------------------------
+
+
+def _check_bpe(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
+    merges = model.get("merges")
+    if not isinstance(merges, list) or len(merges) > MOST_TOKENS:
+        raise _Bad("its merges are no list")
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(side, str) for side in pair):
+            raise _Bad(f"the merge {merge!r:.40} is no pair")
+        left, right = pair
+        if left not in vocab or right not in vocab or left + right[len(prefix) :] not in vocab:
+            raise _Bad(f"the merge {merge!r:.40} is of tokens that are not in its vocabulary")
+    if (model.get("unk_token") or next(iter(vocab))) not in vocab:
+        raise _Bad("its unknown token is not in its vocabulary")
+
+
+def _check_words(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
+    if model.get("unk_token") not in vocab:
+        raise _Bad("its unknown token is not in its vocabulary")
+    longest = model.get("max_input_chars_per_word", 100)
+    if type(longest) is not int or not 0 < longest <= LONGEST_WORD:
+        raise _Bad(f"its max_input_chars_per_word is not from 1 to {LONGEST_WORD}")
+
+
+def _check_unigram(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
+    unknown = model.get("unk_id")
+    if unknown is not None and (type(unknown) is not int or not 0 <= unknown < len(vocab)):
+        raise _Bad("its unk_id is not in its vocabulary")
+
+
+_CHECKS = {"BPE": _check_bpe, "WordPiece": _check_words, "WordLevel": _check_words, "Unigram": _check_unigram}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: str | Path, data: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Both files, each written beside its old version and then put in its place."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in ((ROLES_FILE, named), (FILE, data)):
+            beside = folder / f"{name}.tmp"
+            with open(beside, "w", encoding="utf-8", newline="\n") as file:
+                json.dump(content, file, ensure_ascii=False, indent=2)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, folder / name)
+    except OSError as problem:
+        raise FileError(f"the tokenizer cannot be written to {folder}: {problem.strerror or problem}") from None
+
+
+def guarded(path: str | Path, build: Any) -> Any:
+    """What `build` gives; whatever the library makes of a damaged file, a panic too, is one line."""
+    try:
+        return build()
+    except (MonoblockError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as problem:  # its panics are no Exception
+        raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None

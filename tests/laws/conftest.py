@@ -1,6 +1,0 @@
-"""Helpers shared with the other tests lie one folder up."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
