@@ -1,5 +1,7 @@
 """Blocks: every token is predicted, documents never mix, and a sample depends on nothing but its numbers."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ CONTEXT = 7
 def numbered(*lengths):
     """Documents of these lengths whose ids are places: each id occurs once."""
     ends = np.cumsum([0, *lengths]).tolist()
-    return Tokens.from_documents([range(a, b) for a, b in zip(ends, ends[1:], strict=False)], vocab=ends[-1] + 1)
+    return Tokens.from_documents([range(a, b) for a, b in pairwise(ends)], vocab=ends[-1] + 1)
 
 
 @pytest.mark.parametrize("count", [8, 13, 14, 15, 103, 700])

@@ -100,7 +100,7 @@ def test_a_shortened_file_is_seen_at_once(tmp_path):
     folder = written(tmp_path)
     shard = folder / "tokens-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(FileError, match="tokens-00001.bin has 60 bytes where the manifest says 62"):
+    with pytest.raises(FileError, match=r"tokens-00001\.bin has 60 bytes where the manifest says 62"):
         Tokens(folder)
 
 

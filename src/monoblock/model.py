@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,13 @@ class Transformer(nn.Module):
             raise InputError("this model sets no length; say how many tokens the cache must hold: capacity=…")
         device = next(self.parameters()).device
         return Cache(self.decoder.config, batch=batch, capacity=capacity, chunk=chunk, device=device)
+
+    def recompute(self, mode: bool = True) -> Self:
+        """Activation checkpointing: in training, make what is inside blocks again in backward, instead of keeping it."""
+        for stack in (self.encoder, self.decoder):
+            if stack is not None:
+                stack.recompute = mode
+        return self
 
     # -- the parts of a pass --------------------------------------------------------------------------------------
 
@@ -274,7 +281,7 @@ class Transformer(nn.Module):
         """The model in a folder: config.json and model.safetensors."""
         from monoblock.interop.folder import load_model
 
-        return load_model(cls, folder, **options)
+        return cast(Self, load_model(cls, folder, **options))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors."""

@@ -5,9 +5,11 @@ What blocks of one kind share in a pass (who sees whom, angles, biases) is prepa
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from monoblock.attention import View, kept
 from monoblock.block import Block
@@ -26,6 +28,7 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.order = _order(config)
+        self.recompute = False  # a mode like training: keep no activations inside blocks, make them again in backward
         for number in sorted(set(self.order)):
             self.add_module(str(number), Block(list(config.layers())[number]))
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
@@ -58,7 +61,8 @@ class Stack(nn.Module):
             kind, entry = self.kind_of[layer], entries[layer]
             view = views[kind] or self._view(kind, where, where if entry is None else entry.where, x)
             views[kind] = view
-            x = block(
+            x = self._run(
+                block,
                 x,
                 view,
                 memory=memory,
@@ -69,6 +73,11 @@ class Stack(nn.Module):
                 tap=under(tap, str(layer)),
             )
         return x if self.norm is None else tapped(tap, "norm", self.norm(x))
+
+    def _run(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return block(*inputs, **options)
+        return checkpoint(block, *inputs, use_reentrant=False, **options)
 
     @staticmethod
     def _cross_slot(cache: Cache | None, layer: int) -> CrossSlot | None:

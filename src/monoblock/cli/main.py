@@ -18,6 +18,7 @@ VERBS = {
     "demo": ("monoblock.cli.demo", "Build every family, check it, account for it, draw it."),
     "ls": ("monoblock.cli.ls", "List what there is to work with: presets."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer; show how one cuts text."),
+    "train": ("monoblock.cli.train", "Train a model by a recipe."),
     "account": ("monoblock.cli.account", "Parameters, FLOPs and memory of a model that need not be built."),
     "env": ("monoblock.cli.env", "Versions, devices, what would be chosen and why."),
 }

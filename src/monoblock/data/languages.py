@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from monoblock.data.catalogues import entries, place, split_of
 from monoblock.data.readers import Labelled
 
-LANGUAGES = tuple("cs da de es et fi fr ga hr hu is it lt nl pl pt ro sl sv tr".split())
+# fmt: off
+LANGUAGES = ("cs", "da", "de", "es", "et", "fi", "fr", "ga", "hr", "hu",
+             "is", "it", "lt", "nl", "pl", "pt", "ro", "sl", "sv", "tr")
+# fmt: on
 MOST = 700  # of a language: some have every language of the world, others only the countries
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -69,6 +70,8 @@ class Loader(Generic[T]):
                     batch_size=None,
                     sampler=_Endless(self._steps),
                     num_workers=self.workers,
+                    # Elsewhere `make` must be picklable; a fork takes any function as it is.
+                    multiprocessing_context="fork" if sys.platform == "linux" else None,
                     collate_fn=_as_it_is,
                     worker_init_fn=_stay_out_of_the_way,
                     # Its own, or the library would draw seeds that nobody uses from the global one.

@@ -44,7 +44,7 @@ class Read(NamedTuple):
 def find(name: str, folder: str | Path | None) -> str | None:
     """The path that a name stands for, itself or in the folder of corpora; None where there is nothing."""
     for path in [Path(name), *([Path(folder) / name] if folder is not None else [])]:
-        if path.exists() or any(_exist(_spelled(path, split)) for split in SPELLINGS):
+        if path.exists() or _exist(iter([path])) or any(_exist(_spelled(path, split)) for split in SPELLINGS):
             return str(path)
     return None
 

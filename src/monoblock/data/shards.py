@@ -97,23 +97,19 @@ def _write(
     dtype = _dtype(vocab)
     offsets = array("Q", [0])
     parts: list[Part] = []
-    waiting = np.empty(0, dtype)
-    gathered: list[NDArray[Any]] = []
-    held = 0
+    shard, filled = np.empty(shard_tokens, dtype), 0  # of which only what is filled takes up memory
     for number, document in enumerate(documents):
-        ids = _checked(document, vocab, number).astype(dtype)
+        ids = _checked(document, vocab, number)
         offsets.append(offsets[-1] + len(ids))
-        gathered.append(ids)
-        held += len(ids)
-        if held < shard_tokens:
-            continue
-        waiting = np.concatenate(gathered)
-        while len(waiting) >= shard_tokens:
-            parts.append(_put(folder, f"tokens-{len(parts):05d}.bin", waiting[:shard_tokens]))
-            waiting = waiting[shard_tokens:]
-        gathered, held = [waiting], len(waiting)
-    if held:
-        parts.append(_put(folder, f"tokens-{len(parts):05d}.bin", np.concatenate(gathered)))
+        while len(ids):
+            piece = ids[: shard_tokens - filled]
+            shard[filled : filled + len(piece)] = piece
+            ids, filled = ids[len(piece) :], filled + len(piece)
+            if filled == shard_tokens:
+                parts.append(_put(folder, f"tokens-{len(parts):05d}.bin", shard))
+                filled = 0
+    if filled:
+        parts.append(_put(folder, f"tokens-{len(parts):05d}.bin", shard[:filled]))
     if not parts:
         raise InputError("there is not one token to write; give at least one document that is not empty")
     ends = _put(folder, DOCUMENTS, np.frombuffer(offsets, dtype=np.uint64).astype(OFFSET))
@@ -141,12 +137,12 @@ def _checked(document: Sequence[int], vocab: int, number: int) -> NDArray[np.int
 
 
 def _put(folder: Path, name: str, numbers: NDArray[Any]) -> Part:
-    raw = numbers.tobytes()
+    raw = numbers.view(np.uint8).data
     _settle(folder / name, raw)
     return Part(file=name, count=len(numbers), sha256=hashlib.sha256(raw).hexdigest())
 
 
-def _settle(path: Path, raw: bytes) -> None:
+def _settle(path: Path, raw: bytes | memoryview) -> None:
     with open(path, "wb") as file:
         file.write(raw)
         file.flush()

@@ -92,7 +92,7 @@ def _multi30k(source: str, target: str) -> Source:
     return Source(
         what=f"image captions, {source} to {target}",
         kind="pairs",
-        licence="CC BY-NC-SA 4.0",
+        licence="none stated; for research",
         origin="Elliott et al. 2016",
         path=f"multi30k/{{split}}.{source}-{target}",
         splits={"train": "train", "valid": "val", "test": "test_2016_flickr"},

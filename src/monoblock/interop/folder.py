@@ -11,23 +11,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from monoblock.config import ModelConfig
+from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError
+from monoblock.schema import from_dict, to_dict
 
 if TYPE_CHECKING:
     from monoblock.model import Transformer
+    from monoblock.recurrent import Recurrent
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", "monoblock"
 LARGEST_CONFIG = 16 * 2**20
-T = TypeVar("T", bound="Transformer")
+T = TypeVar("T", "Transformer", "Recurrent")
 
 
-def save_model(model: Transformer, folder: str | Path) -> None:
+def save_model(model: Transformer | Recurrent, folder: str | Path) -> None:
     """Write both files beside their old versions first, then put them in place."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        data = {"format": FORMAT, "model": model.config.to_dict()}
+        kind = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
+        data = {"format": FORMAT, kind: to_dict(model.config)}
         tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
         save_file(tensors, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
         (folder / f"{CONFIG}.tmp").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -44,7 +47,7 @@ def _settle(written: Path, place: Path) -> None:
     os.replace(written, place)
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
     """The configuration in a folder of ours."""
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -58,6 +61,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FileError(f'{path} was not written by monoblock: it lacks "format": "{FORMAT}"')
     try:
+        if "recurrent" in data:
+            return from_dict(RecurrentConfig, data["recurrent"], "recurrent")
         return ModelConfig.from_dict(data.get("model"))
     except ConfigError as problem:
         raise FileError(f"{path}: {problem}") from None
@@ -67,8 +72,11 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype = torch.f
     """Build on the meta device, then lay the stored tensors in: nothing is drawn only to be thrown away."""
     folder = Path(folder)
     config = read_config(folder)
+    if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
+        other = "Recurrent" if isinstance(config, RecurrentConfig) else "Transformer"
+        raise FileError(f"{folder} holds a model of another kind; load it with {other}.from_pretrained")
     with torch.device("meta"):
-        model = cls(config)
+        model = cls(config)  # type: ignore[arg-type]
     stored = _tensors(folder / WEIGHTS, {n: t.shape for n, t in model.state_dict().items()}, dtype, device)
     model.load_state_dict(stored, assign=True, strict=True)
     return model

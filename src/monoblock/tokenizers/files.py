@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from monoblock.errors import FileError, MonoblockError
+from monoblock.errors import FileError
 from monoblock.tokenizers.patterns import REPLACED, SPLITS
 
 FILE, ROLES_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -55,6 +55,8 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         check(data)
     except _Bad as problem:
         raise FileError(f"{path} cannot be used: {problem}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:  # a value of a type no such file has
+        raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
     beside = path.parent / ROLES_FILE
     named = _json(beside, LARGEST_ROLES) if path.name == FILE and beside.is_file() else {}
     return data, named
@@ -97,6 +99,8 @@ def _check_part(section: str, part: Any, depth: int) -> int:
     if not isinstance(kind, str) or kind not in TYPES[section].split():
         raise _Bad(f"its {section} is of a kind we do not run, {kind!r:.40}")
     _check_pattern(section, part)
+    if kind == "TemplateProcessing":
+        _check_template(part)
     count = 1
     for key in PARTS:
         inner = part.get(key, [])
@@ -122,6 +126,18 @@ def _check_pattern(section: str, part: Mapping[str, Any]) -> None:
             raise _Bad(f"its {section} replaces {string!r:.20} by something longer")
     if part["type"] == "Prepend" and not (isinstance(part.get("prepend"), str) and len(part["prepend"]) <= 8):
         raise _Bad(f"its {section} prepends more than 8 characters")
+
+
+def _check_template(part: Mapping[str, Any]) -> None:
+    """Every special token that a template puts must be told its ids: the library panics where one is not."""
+    known = part.get("special_tokens")
+    rows = [row for key in ("single", "pair") for row in part.get(key) or []]
+    if not isinstance(known, Mapping) or len(rows) > MOST_PARTS or not all(isinstance(row, Mapping) for row in rows):
+        raise _Bad("its post_processor is no template")
+    put = [row["SpecialToken"] for row in rows if "SpecialToken" in row]
+    names = [one.get("id") if isinstance(one, Mapping) else None for one in put]
+    if not all(isinstance(name, str) and isinstance(known.get(name), Mapping) for name in names):
+        raise _Bad("its post_processor puts a special token that it does not describe")
 
 
 def _check_vocab(model: Mapping[str, Any]) -> Mapping[str, int]:
@@ -176,7 +192,7 @@ def _check_bpe(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
         left, right = pair
         if left not in vocab or right not in vocab or left + right[len(prefix) :] not in vocab:
             raise _Bad(f"the merge {merge!r:.40} is of tokens that are not in its vocabulary")
-    if (model.get("unk_token") or next(iter(vocab))) not in vocab:
+    if model.get("unk_token") is not None and model["unk_token"] not in vocab:
         raise _Bad("its unknown token is not in its vocabulary")
 
 
@@ -190,7 +206,7 @@ def _check_words(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
 
 def _check_unigram(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
     unknown = model.get("unk_id")
-    if unknown is not None and (type(unknown) is not int or not 0 <= unknown < len(vocab)):
+    if type(unknown) is not int or not 0 <= unknown < len(vocab):  # without one, unknown text would be an exception
         raise _Bad("its unk_id is not in its vocabulary")
 
 
@@ -221,7 +237,7 @@ def guarded(path: str | Path, build: Any) -> Any:
     """What `build` gives; whatever the library makes of a damaged file, a panic too, is one line."""
     try:
         return build()
-    except (MonoblockError, KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as problem:  # its panics are no Exception
         raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None

@@ -151,26 +151,13 @@ def _bpe(vocab: dict[str, int], merges: list[Any], *, unk: str | None = None, en
 
 
 def _merge(
-    texts: list[str],
-    parts: Part,
-    symbols: list[str],
-    size: int,
-    least: int,
-    inside: str | None = None,
-    end: str | None = None,
-) -> tuple[Any, Any]:
+    texts: list[str], parts: Part, symbols: list[str], size: int, least: int, **marks: Any
+) -> tuple[dict[str, int], list[Any]]:
     """Vocabulary and merges by the library's trainer, every symbol it will meet already numbered."""
     from tokenizers.trainers import BpeTrainer
 
     learner = library({"pre_tokenizer": parts["pre_tokenizer"]})
-    trainer = BpeTrainer(
-        vocab_size=size,
-        min_frequency=least,
-        special_tokens=symbols,
-        continuing_subword_prefix=inside,
-        end_of_word_suffix=end,
-        show_progress=False,
-    )
+    trainer = BpeTrainer(vocab_size=size, min_frequency=least, special_tokens=symbols, show_progress=False, **marks)
     learner.train_from_iterator(texts, trainer)
     model = json.loads(learner.to_str())["model"]
     return model["vocab"], model["merges"]
@@ -185,13 +172,13 @@ def _train_bpe(texts: list[str], parts: Part, room: int, marker: str | None, lea
     # A letter that never ended a word may end one tomorrow: each has both forms.
     kept, texts = _alphabet(texts, (room - 1) // 2, " ")
     symbols = [UNK, *kept, *(character + END for character in kept)]
-    return _bpe(*_merge(texts, parts, symbols, room, least, end=END), unk=UNK, end=END)
+    return _bpe(*_merge(texts, parts, symbols, room, least, end_of_word_suffix=END), unk=UNK, end=END)
 
 
 def _train_wordpiece(texts: list[str], parts: Part, room: int, marker: str | None, least: int) -> Part:
     kept, texts = _alphabet(texts, (room - 1) // 2, " ")
     symbols = [UNK, *kept, *(INSIDE + character for character in kept)]
-    vocab, _ = _merge(texts, parts, symbols, room, least, inside=INSIDE)
+    vocab, _ = _merge(texts, parts, symbols, room, least, continuing_subword_prefix=INSIDE)
     return {
         "type": "WordPiece",
         "unk_token": UNK,

@@ -109,8 +109,12 @@ def _best(values: Array, count: int) -> Array:
 
 def _chosen(names: list[str], probability: Array, fixed: Array, size: int) -> list[tuple[str, float]]:
     keep = _best(np.where(fixed, np.inf, probability), max(size, int(fixed.sum())))
-    scores = {name: round(float(np.log(p)), 6) for name, p, kept in zip(names, probability, keep, strict=True) if kept}
-    return sorted(scores.items(), key=lambda row: (-row[1], row[0]))
+    score = np.log(probability)
+    # A letter that only longer pieces used would be next to impossible, and no sample would ever be cut that far.
+    lowest = score[keep & ~fixed].min(initial=score.max())
+    score = np.where(fixed, np.maximum(score, lowest - 1), score)
+    rows = [(name, round(float(s), 6)) for name, s, kept in zip(names, score, keep, strict=True) if kept]
+    return sorted(rows, key=lambda row: (-row[1], row[0]))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise FileError("--tensorboard needs the package tensorboard; install monoblock[track]") from None
-            self.writer = SummaryWriter(folder / "tensorboard")  # type: ignore[no-untyped-call]
+            self.writer = SummaryWriter(folder / "tensorboard")
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`: the run goes on from there."""

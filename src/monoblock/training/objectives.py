@@ -205,15 +205,19 @@ class Loss:
     def __call__(self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         routers = Routers() if self.balance else None
         logits = model(**inputs) if routers is None else model(**inputs, tap=routers)
-        flat = logits.reshape(-1, logits.shape[-1]) if logits.dim() == labels.dim() + 1 else logits
-        loss = F.cross_entropy(
+        loss = self.of(logits, labels)
+        if routers is not None and routers.logits:
+            even = torch.stack([load_balancing_loss(one, self.top_k) for one in routers.logits]).mean()
+            loss = loss + self.balance * even * (labels != IGNORE).sum()
+        return loss
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy of logits (…, classes), summed over the labels (…) that are asked."""
+        flat = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(
             flat.float() if flat.dtype in HALF else flat,
             labels.reshape(-1),
             ignore_index=IGNORE,
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        if routers is not None and routers.logits:
-            even = torch.stack([load_balancing_loss(one, self.top_k) for one in routers.logits]).mean()
-            loss = loss + self.balance * even * (labels != IGNORE).sum()
-        return loss

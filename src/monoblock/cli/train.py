@@ -1,0 +1,102 @@
+"""`monoblock train RECIPE [section.key=value …]`: run a recipe, draw what happens, leave a model folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from monoblock.cli.common import as_json, next_verb, print_json
+from monoblock.cli.drawing import Drawing
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks the run to stop after the step it is in and save; a second one ends it at once."""
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        click.echo("stopping after this step, then saving; press again to stop at once", err=True)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """--data, or MONOBLOCK_DATA."""
+    named = os.environ.get("MONOBLOCK_DATA")
+    return given if given is not None else Path(named) if named else None
+
+
+def go(run: Any, drawing: Drawing, *, resume: bool) -> Any:
+    """Draw a run to its end and return its last event."""
+    last = None
+    with drawing:
+        for last in run.events(resume=resume):
+            drawing.show(last)
+    return last
+
+
+@click.command(name="train", help="Train a model by a recipe: a name from `monoblock ls recipes`, or a TOML file.")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[section.key=value …]")
+@click.option("--out", type=click.Path(path_type=Path), help="The run folder.  [runs/<recipe>]")
+@click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of corpora.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and stop.")
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
+@as_json
+@click.pass_context
+def command(
+    ctx: click.Context,
+    recipe: str,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    data: Path | None,
+    resume: bool,
+    dry_run: bool,
+    tensorboard: bool,
+    as_json: bool,
+) -> None:
+    from monoblock.tasks.recipe import read
+
+    resolved = read(recipe, overrides)
+    if dry_run:
+        click.echo(resolved.to_toml(), nl=False)
+        return
+    from monoblock.tasks.run import prepare
+
+    folder = out if out is not None else Path("runs") / resolved.name
+    with interruptible() as stop:
+        run = prepare(resolved, folder, data=data_folder(data), resume=resume, stop=stop, tensorboard=tensorboard)
+        last = go(run, Drawing(resolved.train.steps), resume=resume)
+    if last.interrupted:
+        click.echo(f"Saved {folder} at step {last.step}. Go on with: monoblock train {recipe} --resume", err=True)
+        ctx.exit(130)
+    summary = finished(run)
+    if as_json:
+        print_json(summary)
+    else:
+        click.echo(f"Saved {folder}: " + ", ".join(f"{name} {value:.4g}" for name, value in summary["figures"].items()))
+    next_verb(f"account {folder}")
+
+
+def finished(run: Any) -> dict[str, Any]:
+    """What a finished run measured."""
+    figures = run.measure() if run.ground.evaluation is not None else {}
+    if "val_loss" in figures:
+        figures["val_perplexity"] = math.exp(min(figures["val_loss"], 50))
+    return {"folder": str(run.folder), "steps": run.trainer.step, "figures": figures}
