@@ -151,6 +151,8 @@ BAD = {
     "twice": (changed("bpe", None, ["model", "vocab", "a"], 3), "the same id"),
     "merge": (changed("bpe", None, ["model", "merges", 0], ["q", "☃"]), "not in its vocabulary"),
     "triple": (changed("bpe", None, ["model", "merges", 0], "a b c"), "is no pair"),
+    "prefix": (changed("bpe", None, ["model", "continuing_subword_prefix"], "a" * 99), "not in its vocabulary"),
+    "template": (changed("bpe", None, ["post_processor", "special_tokens"], {}), "it does not describe"),
     "added": (changed("bpe", None, ["added_tokens", 0, "id"], 900), "cannot have the id 900"),
     "huge": (changed("bpe", None, ["added_tokens", 0, "id"], 10**9), "an id is a whole number"),
     "nameless": (changed("bpe", None, ["added_tokens"], [{"id": 5, "content": "", **ADDED}]), "is no token of 1 to"),
@@ -214,7 +216,7 @@ def damaged(text, chance):
 
 @pytest.mark.parametrize(("kind", "marker"), EVERY)
 def test_a_damaged_file_is_one_line_or_a_tokenizer(kind, marker, tmp_path, capfd):
-    chance = random.Random(11)
+    chance = random.Random(13)
     text = json.dumps(mb.Tokenizer.train(kind, TEXTS, 300, marker=marker)._data)
     for _ in range(int(os.environ.get("DAMAGED_FILES", "60"))):
         raw = damaged(text, chance)

@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         return Cache(self.decoder.config, batch=batch, capacity=capacity, chunk=chunk, device=device)
 
     def recompute(self, mode: bool = True) -> Self:
-        """Activation checkpointing: in training, make what is inside blocks again in backward, instead of keeping it."""
+        """Activation checkpointing: in training, what is inside blocks is made again in backward instead of kept."""
         for stack in (self.encoder, self.decoder):
             if stack is not None:
                 stack.recompute = mode

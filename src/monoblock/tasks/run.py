@@ -22,7 +22,8 @@ from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.schema import to_dict
 from monoblock.tasks.card import card
-from monoblock.tasks.ground import Ground, evaluate, lay
+from monoblock.tasks.ground import Ground, evaluate
+from monoblock.tasks.lay import lay
 from monoblock.tasks.recipe import Recipe, model_config
 from monoblock.training import averaging, checkpoint, optimizer
 from monoblock.training.events import Chosen, Event, Finished

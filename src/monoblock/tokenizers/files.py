@@ -190,7 +190,8 @@ def _check_bpe(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(side, str) for side in pair):
             raise _Bad(f"the merge {merge!r:.40} is no pair")
         left, right = pair
-        if left not in vocab or right not in vocab or left + right[len(prefix) :] not in vocab:
+        inside = right.startswith(prefix)  # the library cuts it off unseen
+        if not inside or left not in vocab or right not in vocab or left + right[len(prefix) :] not in vocab:
             raise _Bad(f"the merge {merge!r:.40} is of tokens that are not in its vocabulary")
     if model.get("unk_token") is not None and model["unk_token"] not in vocab:
         raise _Bad("its unknown token is not in its vocabulary")

@@ -1,0 +1,106 @@
+"""Running text as ground: blocks to continue, and blocks in which tokens or spans are hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from monoblock.data.batches import Batch
+from monoblock.data.blocks import Blocks, Window, evaluation_blocks
+from monoblock.data.corpora import Corpus
+from monoblock.data.shards import Tokens
+from monoblock.errors import ConfigError
+from monoblock.tasks.ground import Ground, fixed_plan, special_of
+from monoblock.tasks.recipe import Recipe
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training import objectives
+from monoblock.training.corruption import IGNORE
+from monoblock.training.objectives import Prepared
+
+EVALUATION_SEED = 0  # hidden tokens of an evaluation are the same in every run
+
+
+def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
+    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    documents = (ids + ends for ids in tokenizer.encode_batch(list(corpus.texts())))
+    return Tokens.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+
+
+def causal(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
+    context = _length(context)
+    tokens, special = _tokens(train, tokenizer), special_of(tokenizer)
+    blocks = Blocks(tokens, context, packing=recipe.data.packing)
+    seed = recipe.train.seed
+
+    def make(batch: Batch) -> Prepared:
+        samples = [blocks.get(int(sample), batch.epoch, seed) for sample in batch.samples]
+        return Prepared(*objectives.causal(samples, special), batch.epoch, batch.samples.tolist())
+
+    held, ratio = None, None
+    if valid is not None:
+        held = _tokens(valid, tokenizer)
+        ratio = sum(len(text.encode()) for text in valid.texts()) / len(held)
+    evaluation = None if held is None else partial(_windows, held, context, recipe.train.batch)
+    said = f"{len(tokens):,} tokens to train on, {0 if held is None else len(held):,} to validate"
+    plan = fixed_plan(recipe, len(blocks))
+    return Ground(tokenizer, special, plan, make, evaluation, said=said, bytes_per_token=ratio)
+
+
+def _length(context: int | None) -> int:
+    if context is None:
+        raise ConfigError("a language model is trained on blocks of one length; write model.context=…")
+    return context
+
+
+def _windows(tokens: Tokens, context: int, batch: int) -> Iterator[Prepared]:
+    """The whole split, every token asked once."""
+    waiting: list[Window] = []
+    for window in evaluation_blocks(tokens, context):
+        if waiting and (len(waiting) == batch or len(window.ids) != len(waiting[0].ids)):
+            yield _window_batch(waiting)
+            waiting = []
+        waiting.append(window)
+    if waiting:
+        yield _window_batch(waiting)
+
+
+def _window_batch(windows: list[Window]) -> Prepared:
+    ids = torch.from_numpy(np.stack([window.ids for window in windows]))
+    labels = ids[:, 1:].clone()
+    for row, window in enumerate(windows):
+        labels[row, : labels.shape[1] - window.targets] = IGNORE
+    return Prepared({"source": ids[:, :-1].contiguous()}, labels, 0, [])
+
+
+def hidden(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
+    """Masked tokens or spans of fixed-length blocks."""
+    context, special, part = _length(context), special_of(tokenizer), recipe.train
+    start = special.pad  # T5 starts decoding from its padding token
+
+    def prepared(blocks: Blocks, samples: Iterable[int], epoch: int, seed: int) -> Prepared:
+        rows = [{"ids": blocks.get(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]
+        if part.objective == "masked":
+            made = objectives.masked(rows, special, seed=seed, epoch=epoch, rate=part.mask_rate)
+        else:
+            made = objectives.spans(rows, special, seed=seed, epoch=epoch, start=start, rate=part.mask_rate)
+        return Prepared(*made, epoch, list(samples))
+
+    blocks = Blocks(_tokens(train, tokenizer), context)
+    held = None if valid is None else Blocks(_tokens(valid, tokenizer), context)
+
+    def evaluation() -> Iterator[Prepared]:
+        assert held is not None
+        for first in range(0, len(held), part.batch):
+            yield prepared(held, range(first, min(first + part.batch, len(held))), 0, EVALUATION_SEED)
+
+    return Ground(
+        tokenizer,
+        special,
+        fixed_plan(recipe, len(blocks)),
+        lambda batch: prepared(blocks, batch.samples.tolist(), batch.epoch, part.seed),
+        None if held is None else evaluation,
+        said=f"{len(blocks):,} blocks of {context} tokens to train on",
+    )
