@@ -62,7 +62,9 @@ def main() -> None:
         return
     print(f"gpt2, batch {batch}, length {length}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, taken in medians.items():
-        print(f"  {name:<14} {taken:8.3f} s a step  {batch * length / taken:8.0f} tokens/s  best {min(seconds[name]):.3f} s")
+        print(
+            f"  {name:<14} {taken:8.3f} s a step  {batch * length / taken:8.0f} tokens/s  best {min(seconds[name]):.3f} s"
+        )
     print(f"  monoblock is {ratio:.3f} times as fast")
 
 

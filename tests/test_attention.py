@@ -108,7 +108,7 @@ def test_fused_attention_is_plain_attention(groups, name, biased):
     make, keys = VIEWS[name]
     view, (q, k, v) = make(), qkv(groups)
     k, v, bias = k[:, :, :keys], v[:, :, :keys], draw(B, H, T, keys, seed=4) if biased else None
-    plain = attend(q, k, v, view.dense, bias, scale=0.7)
+    plain = attend(q, k, v, view.dense(), bias, scale=0.7)
     close(attend_fused(q, k, v, view, scale=0.7, dropout=0.0, bias=bias), plain)
     if name == "padding":
         assert not plain[1].any()
@@ -150,13 +150,13 @@ def test_sixteen_bits_up_to_the_edge_give_no_nan(dtype, groups, name):
     view = make()
     q, k, v = (t.mul(6e4 / t.abs().max()).to(dtype) for t in qkv(groups))
     k, v = k[:, :, :keys], v[:, :, :keys]
-    plain = attend(q, k, v, view.dense)
+    plain = attend(q, k, v, view.dense())
     fused = attend_fused(q, k, v, view, scale=None, dropout=0.0, bias=None)
     for out in (plain, fused):
         assert out.dtype == dtype
         assert out.isfinite().all()
     torch.testing.assert_close(
-        plain.double(), attend(q.double(), k.double(), v.double(), view.dense), atol=0, rtol=1e-2
+        plain.double(), attend(q.double(), k.double(), v.double(), view.dense()), atol=0, rtol=1e-2
     )
 
 
@@ -253,7 +253,7 @@ def test_queries_and_keys_are_normed_before_they_are_turned(over, kind, groups):
     k = rotate(normed(ours.key(x), groups, ours.key_norm.weight), turned)
     v = heads_of(ours, x)[2]
     expected = ours.output(attend(q, k, v).transpose(1, 2).flatten(2))
-    view = View(everything.between(run(T), run(T)), turn_q=turned, turn_k=turned)
+    view = View(everything.between(run(T), run(T)), turn=turned)
     close(ours(x, view), expected)
 
 

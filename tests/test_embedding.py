@@ -132,10 +132,13 @@ def test_a_class_token_and_registers_stand_in_front():
     close(out[1, 1:5], layer.registers)
 
 
-def test_every_token_of_an_image_has_a_learned_place():
-    layer = patches(registers=1)
-    assert layer.position.weight.shape == (1 + 1 + 9, D)
-    close(layer(PIXELS)[1, 0], layer.class_token + layer.position.weight[0])
+def test_class_token_and_patches_have_learned_places_and_registers_have_none():
+    layer = patches(registers=2)
+    assert layer.position.weight.shape == (1 + 9, D)
+    out = layer(PIXELS)
+    assert out.shape == (B, 1 + 2 + 9, D)
+    close(out[1, 0], layer.class_token + layer.position.weight[0])
+    close(out[1, 1:3], layer.registers)
 
 
 @pytest.mark.parametrize("form", ["interleaved", "grid"])

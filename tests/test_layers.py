@@ -16,7 +16,7 @@ LAYERS = [
     "knobs families presets accounting",
     "tap norm positions masks cache",
     "feedforward experts attention embedding heads",
-    "block stack initialize model recurrent",
+    "block stack initialize reading model recurrent",
     "recipes tokenizers data quantize interop",
     "training decoding inspection",
     "tasks doctor classic experiments",

@@ -193,6 +193,7 @@ def test_every_scaling_is_the_reference_librarys(kind, length, base):
     expected, expected_factor = reference[theirs["rope_type"]](config, "cpu", seq_len=length)
     dim = 8 if kind == "proportional" else None
     found, factor = rotary_frequencies(Rotary(base=base, dim=dim, scaling=ours), 16, torch.arange(length)[None])
+    found = found[0] if found.dim() > 1 else found  # kinds that look at the length answer row by row
     assert_close(found, expected, atol=0, rtol=2e-6)
     assert factor == pytest.approx(expected_factor)
 

@@ -64,7 +64,7 @@ def test_rotary_angles_are_those_of_each_kind_of_block():
     stack, x = build(Repeat(blocks=(one, two))), X
     for number, block in enumerate((one, two)):
         by = turn(block.attention.positions, 4, torch.arange(T)[None], torch.float64)
-        x = getattr(stack, str(number))(x, View(causal.between(run(T), run(T)), turn_q=by, turn_k=by))
+        x = getattr(stack, str(number))(x, View(causal.between(run(T), run(T)), turn=by))
     close(stack(X, run(T)), x)
 
 

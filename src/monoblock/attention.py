@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,15 +80,14 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | N
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-    return run(q, k, v, block_mask=view.block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return run(q, k, v, block_mask=view.block_mask(), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def attend_fused(
     q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | None, dropout: float, bias: Tensor | None
 ) -> Tensor:
     """The same by one kernel.  Rows that see nothing are let see all and then zeroed: kernels give garbage there."""
-    flexible = view.sight.kind == "dense" and bias is None and dropout == 0.0
-    if flexible and q.is_cuda and q.shape[2] >= FLEX_FROM and q.shape[-1] == v.shape[-1]:
+    if bias is None and dropout == 0.0 and q.shape[-1] == v.shape[-1] and view.flexible(q):
         return attend_flex(q, k, v, view, scale=scale)
     mask, blind = view.fused(bias, q.dtype)
     causal = mask is None and view.sight.kind == "causal"
@@ -106,63 +103,74 @@ def kept(bias: Tensor, config: AttentionConfig) -> Tensor:
     return bias[:, list(config.kept_heads)] if config.kept_heads else bias
 
 
-@dataclass
 class View:
-    """What the blocks of one kind share in one pass."""
+    """What the blocks of one kind share in one pass; whatever several of them need is made once, by `prepare`."""
 
-    sight: Sight
-    bias: Tensor | None = None  # (B, H, T, S)
-    turn_q: Turn | None = None
-    turn_k: Turn | None = None
+    def __init__(self, sight: Sight, bias: Tensor | None = None, turn: Turn | None = None) -> None:
+        self.sight = sight
+        self.bias = bias  # (B, H, T, S)
+        self.turn = turn
+        self._dense: Tensor | None = None
+        self._opened: tuple[Tensor, Tensor] | None = None
+        self._biased: tuple[Tensor, Tensor | None] | None = None
+        self._block_mask: Any = None
 
-    @cached_property
+    def prepare(self, x: Tensor) -> View:
+        """Make now what the fused path will ask for, so that a block that is run twice finds the same."""
+        if self.bias is not None:
+            self._biased = self._masked(self.bias, x.dtype)
+        elif self.flexible(x):
+            self._block_mask = self._blocks()
+        elif self.sight.kind == "dense":
+            self.opened()
+        return self
+
+    def flexible(self, x: Tensor) -> bool:
+        """Whether FlexAttention is worth it: a real mask, many queries, a GPU."""
+        return x.is_cuda and self.sight.kind == "dense" and self.bias is None and self.sight.q.length >= FLEX_FROM
+
     def dense(self) -> Tensor | None:
         """The mask as booleans, None where everything is seen."""
-        return None if self.sight.kind == "all" else self.sight.dense()
+        if self._dense is None and self.sight.kind != "all":
+            self._dense = self.sight.dense()
+        return self._dense
 
-    @cached_property
+    def opened(self) -> tuple[Tensor, Tensor] | None:
+        """The mask with blind rows opened, and which rows are blind (B, 1, T, 1)."""
+        dense = self.dense()
+        if self._opened is None and dense is not None:
+            blind = ~dense.any(-1, keepdim=True)
+            self._opened = dense | blind, blind
+        return self._opened
+
     def block_mask(self) -> Any:
         """The mask for FlexAttention: which blocks of queries and keys are worth a look."""
+        if self._block_mask is None:
+            self._block_mask = self._blocks()
+        return self._block_mask
+
+    def _blocks(self) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
         q, k = self.sight.q, self.sight.k
         build: Any = create_block_mask if torch.compiler.is_compiling() else _compiled(create_block_mask)
         batch = max(q.at.shape[0], k.at.shape[0])
-        return build(
-            self.sight.mask.flex(q, k), batch if batch > 1 else None, None, q.length, k.length, device=q.at.device
-        )
-
-    @cached_property
-    def _open(self) -> tuple[Tensor, Tensor] | None:
-        """The mask with blind rows opened, and which rows are blind (B, 1, T, 1)."""
-        if self.dense is None:
-            return None
-        blind = ~self.dense.any(-1, keepdim=True)
-        return self.dense | blind, blind
+        mask = self.sight.mask.flex(q, k)
+        return build(mask, batch if batch > 1 else None, None, q.length, k.length, device=q.at.device)
 
     def fused(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """The mask a kernel takes (boolean, or the bias with -inf) and the blind rows."""
-        if bias is None and self.sight.kind != "dense":
-            return None, None
         if bias is None:
-            assert self._open is not None
-            return self._open
-        if bias is self.bias:
-            return self._shared(dtype)
-        return self._biased(bias, dtype)
+            return (self.opened() or (None, None)) if self.sight.kind == "dense" else (None, None)
+        if bias is self.bias and self._biased is not None:
+            return self._biased
+        return self._masked(bias, dtype)
 
-    def _shared(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The biased mask, made once for all blocks that share it."""
-        made = self.__dict__.setdefault("_made", {})
-        if dtype not in made:
-            assert self.bias is not None
-            made[dtype] = self._biased(self.bias, dtype)
-        return made[dtype]
-
-    def _biased(self, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        if self._open is None:
+    def _masked(self, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        opened = self.opened()
+        if opened is None:
             return bias.to(dtype), None
-        allowed, blind = self._open
+        allowed, blind = opened
         return bias.to(dtype).masked_fill(~allowed, -math.inf), blind
 
 
@@ -172,12 +180,11 @@ class Attention(nn.Module):
     def __init__(self, width: int, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        H, G, K, V = config.heads, config.groups, config.key_size(width), config.value_size(width)
-        self.key_size, self.value_size = K, V
+        H, G, K, size = config.heads, config.groups, config.key_size(width), config.value_size(width)
         self.query = nn.Linear(width, H * K, bias="q" in config.bias)
         self.key = nn.Linear(width, G * K, bias="k" in config.bias)
-        self.value = nn.Linear(width, G * V, bias="v" in config.bias)
-        self.output = nn.Linear(H * V, width, bias="o" in config.bias)
+        self.value = nn.Linear(width, G * size, bias="v" in config.bias)
+        self.output = nn.Linear(H * size, width, bias="o" in config.bias)
         self.query_norm, self.key_norm = self._qk_norm(H, K), self._qk_norm(G, K)
         self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
         owns = isinstance(config.positions, Buckets) and not config.positions.shared
@@ -200,14 +207,13 @@ class Attention(nn.Module):
         tap: Tap | None = None,
     ) -> Tensor:
         """x (B, T, D) looks at itself, or at memory (B, S, D)."""
-        B, T, _ = x.shape
         q = self._heads(self.query(x), self.config.heads, self.query_norm)
-        if view.turn_q is not None:
-            q = rotate(q, view.turn_q)
+        if view.turn is not None:
+            q = rotate(q, view.turn)
         keys, values = self._keys_values(x, view, memory, slot, entry)
         q, keys, values = tapped(tap, "query", q), tapped(tap, "key", keys), tapped(tap, "value", values)
-        out = self._attend(q, keys, values, view, tap)  # (B, H, T, V)
-        out = tapped(tap, "heads", out).transpose(1, 2).reshape(B, T, -1)
+        out = self._attend(q, keys, values, view, tap)  # (B, H, T, value size)
+        out = tapped(tap, "heads", out).transpose(1, 2).flatten(2)
         return self.output(out)
 
     def _heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
@@ -216,7 +222,7 @@ class Attention(nn.Module):
             x = x.clamp(-self.config.clip, self.config.clip)
         if norm is not None and self.config.qk_norm_over == "width":
             x = norm(x)
-        x = x.unflatten(-1, (heads, -1))
+        x = x.unflatten(-1, (heads, x.shape[-1] // heads))
         if norm is not None and self.config.qk_norm_over != "width":
             x = norm(x)
         return x.transpose(1, 2)
@@ -229,8 +235,8 @@ class Attention(nn.Module):
         source = x if memory is None else memory
         keys = self._heads(self.key(source), self.config.groups, self.key_norm)
         values = self._heads(self.value(source), self.config.groups)
-        if view.turn_k is not None:
-            keys = rotate(keys, view.turn_k)
+        if view.turn is not None:
+            keys = rotate(keys, view.turn)
         if isinstance(slot, CrossSlot):
             return slot.fill(keys, values)
         if isinstance(slot, Slot):
@@ -249,7 +255,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            view.dense,
+            view.dense(),
             bias,
             scale=config.scale,
             softcap=config.softcap,

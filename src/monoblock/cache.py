@@ -47,6 +47,8 @@ class Slot:
         """Write new keys and values (B, G, T, size); hand out all that may be seen."""
         if self.keys is None or self.values is None:
             self.keys, self.values = (self._room(new) for new in (keys, values))
+        if keys.dtype != self.keys.dtype:
+            raise InputError(f"a cache of {self.keys.dtype} cannot take {keys.dtype}; make a new one with make_cache")
         old = KeyValues(self.keys[:, :, : entry.seen], self.values[:, :, : entry.seen])
         if entry.appended:
             old = KeyValues(torch.cat((old.keys, keys), 2), torch.cat((old.values, values), 2))
@@ -163,7 +165,7 @@ class Cache:
     ) -> None:
         if batch < 1 or capacity < 1 or chunk < 1:
             raise InputError(f"a cache of batch={batch}, capacity={capacity}, chunk={chunk} cannot be; write 1 or more")
-        self.capacity = capacity
+        self.stack, self.capacity = stack, capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.written = torch.zeros_like(self.lengths)  # the most tokens ever written to a row
         self.start: int | None = 0  # the common length, while the host knows that all rows have it
@@ -206,6 +208,9 @@ class Cache:
 
     def advance(self, counts: int | Tensor) -> None:
         """Keep so many of the tokens just written: one number for all rows, or one a row."""
+        least, most = (counts, counts) if isinstance(counts, int) else (int(counts.min()), int(counts.max()))
+        if least < 0 or (isinstance(counts, int) and self.longest + most > self.capacity):
+            raise InputError(f"a cache of {self.capacity} that holds {self.longest} cannot keep {counts} tokens more")
         self.lengths = self.lengths + counts
         if isinstance(counts, int):
             self.start = None if self.start is None else self.start + counts
@@ -215,6 +220,8 @@ class Cache:
 
     def truncate(self, lengths: int | Tensor) -> None:
         """Take back what lies beyond these lengths; where a ring has let go of what came before, that is an error."""
+        if int(torch.as_tensor(lengths).min()) < 0:
+            raise InputError(f"a cache cannot be cut to {lengths} tokens; write 0 or more")
         wanted = torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device))
         if not all(bool(places.holds(wanted, self.written).all()) for places in self.places.values()):
             most = int((self.written - wanted).max())
@@ -252,5 +259,8 @@ class Cache:
     @property
     def bytes(self) -> int:
         """What the slots hold now."""
-        tensors = (t for slot in (*self.slots, *self.cross) if slot for t in (slot.keys, slot.values) if t is not None)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        own = [
+            t[:, :, :-1] for slot in self.slots for t in (slot.keys, slot.values) if t is not None
+        ]  # no spare column
+        cross = [t for slot in self.cross if slot for t in (slot.keys, slot.values) if t is not None]
+        return sum(t.numel() * t.element_size() for t in own + cross)

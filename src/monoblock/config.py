@@ -52,6 +52,7 @@ __all__ = [
     "StackConfig",
 ]
 
+DEEPEST = 100_000  # repetitions of a run
 Family = Literal["encoder-only", "decoder-only", "encoder-decoder", "vision"]
 
 
@@ -100,6 +101,8 @@ class Repeat:
     def __post_init__(self) -> None:
         check(self)
         check_at_least(self, 1, "times")
+        if self.times > DEEPEST:
+            raise ConfigError(f"{self.times} repetitions are more than any stack has; write {DEEPEST} or less")
         if not self.blocks:
             raise ConfigError("a Repeat needs at least one block")
 

@@ -25,10 +25,11 @@ class Embedding(nn.Module):
         dim = config.dim if config.dim is not None else width
         self.scale = math.sqrt(width) if config.scale == "sqrt_width" else float(config.scale)
         self.token = nn.Embedding(config.vocab, dim) if owns_tokens else None
+        placed = width if config.projection == "first" else dim  # the size that positions are added to
         learned = isinstance(config.positions, Learned)
-        self.position = nn.Embedding(self._rows(config), dim) if learned else None
-        self.segment = nn.Embedding(config.segments, dim) if config.segments else None
-        self.norm = Norm(dim, config.norm) if config.norm is not None else None
+        self.position = nn.Embedding(self._rows(config), placed) if learned else None
+        self.segment = nn.Embedding(config.segments, placed) if config.segments else None
+        self.norm = Norm(placed, config.norm) if config.norm is not None else None
         self.projection = nn.Linear(dim, width, bias=config.projection_bias) if dim != width else None
 
     @staticmethod
@@ -53,13 +54,15 @@ class Embedding(nn.Module):
         if self.scale != 1.0:
             x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded to the dtype first, as published weights expect
         x = tapped(tap, "token", x)
+        if self.projection is not None and self.config.projection == "first":
+            x = self.projection(x)
         x = self._placed(x, where)
         if self.segment is not None:
             x = x + self.segment(torch.zeros_like(ids) if segments is None else segments)
         if self.norm is not None:
             x = self.norm(x)
         x = F.dropout(x, self.config.dropout, self.training)
-        if self.projection is not None:
+        if self.projection is not None and self.config.projection == "last":
             x = self.projection(x)
         return tapped(tap, "output", x)
 
@@ -113,19 +116,22 @@ class Patches(nn.Module):
         self.patch = nn.Conv2d(config.channels, width, config.patch, stride=config.patch, bias=config.bias)
         self.class_token = nn.Parameter(torch.zeros(width)) if config.class_token else None
         self.registers = nn.Parameter(torch.zeros(config.registers, width)) if config.registers else None
-        self.position = nn.Embedding(config.context, width) if isinstance(config.positions, Learned) else None
+        self.position = nn.Embedding(config.places, width) if isinstance(config.positions, Learned) else None
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
     def forward(self, pixels: Tensor, tap: Tap | None = None) -> Tensor:
         """pixels (B, channels, height, width) -> (B, T, D): class token, registers, then the patches row by row."""
         x = tapped(tap, "patch", self.patch(pixels).flatten(2).mT)  # (B, N, D)
         B, _, D = x.shape
-        front = [t.reshape(1, -1, D).expand(B, -1, D) for t in (self.class_token, self.registers) if t is not None]
-        x = torch.cat((*front, x), dim=1)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(B, 1, D), x), dim=1)
         if self.position is not None:
             x = x + self.position.weight
         elif isinstance(self.config.positions, Sinusoid):
-            x = x + F.pad(self._waves(x), (0, 0, self.config.prefix, 0))
+            x = x + F.pad(self._waves(x), (0, 0, int(self.config.class_token), 0))
+        if self.registers is not None:  # after the class token, without positions
+            first = int(self.config.class_token)
+            x = torch.cat((x[:, :first], self.registers.expand(B, -1, D), x[:, first:]), dim=1)
         if self.norm is not None:
             x = self.norm(x)
         return tapped(tap, "output", F.dropout(x, self.config.dropout, self.training))
@@ -139,6 +145,8 @@ class Patches(nn.Module):
 
     def check(self, pixels: Tensor) -> None:
         wanted = (self.config.channels, self.config.image, self.config.image)
+        if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
+            raise InputError("pixels must be a tensor of floating-point numbers; write pixels.float() / 255")
         if pixels.dim() != 4 or tuple(pixels.shape[1:]) != wanted:
             raise InputError(
                 f"pixels of shape {tuple(pixels.shape)} do not fit: this model takes (batch, "

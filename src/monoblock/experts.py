@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.config import ExpertsConfig, FeedForwardConfig
-from monoblock.feedforward import ACTIVATIONS
+from monoblock.feedforward import ACTIVATIONS, inner
 from monoblock.tap import Tap, tapped, wants
 
 
@@ -47,13 +47,13 @@ class Experts(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.config, self.experts = config, config.experts
-        E, D, H = config.experts.count, width, config.hidden
+        E, D, hidden = config.experts.count, width, config.hidden
         self.router = nn.Linear(D, E, bias=config.experts.router_bias)
-        self.up = nn.Parameter(torch.empty(E, H, D))
-        self.gate = nn.Parameter(torch.empty(E, H, D)) if config.gated else None
-        self.down = nn.Parameter(torch.empty(E, D, H))
-        self.up_bias = nn.Parameter(torch.zeros(E, H)) if config.bias else None
-        self.gate_bias = nn.Parameter(torch.zeros(E, H)) if config.bias and config.gated else None
+        self.up = nn.Parameter(torch.empty(E, hidden, D))
+        self.gate = nn.Parameter(torch.empty(E, hidden, D)) if config.gated else None
+        self.down = nn.Parameter(torch.empty(E, D, hidden))
+        self.up_bias = nn.Parameter(torch.zeros(E, hidden)) if config.bias else None
+        self.gate_bias = nn.Parameter(torch.zeros(E, hidden)) if config.bias and config.gated else None
         self.down_bias = nn.Parameter(torch.zeros(E, D)) if config.bias else None
         self.activation = ACTIVATIONS[config.activation]
 
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         logits = tapped(tap, "router", self.router(x))  # (B, T, E)
         tokens = x.reshape(-1, D)
         chosen, weights = route(logits.reshape(-1, logits.shape[-1]), self.experts)
-        if x.is_meta or wants(tap, "outputs"):
+        if x.is_meta or wants(tap, "outputs") or torch.compiler.is_exporting():
             out = self._plain(tokens, chosen, weights, tap)
         else:
             out = self._gathered(tokens, chosen, weights)
@@ -75,10 +75,8 @@ class Experts(nn.Module):
             return None if parameter is None else parameter[expert]
 
         up = F.linear(x, self.up[expert], bias(self.up_bias))
-        if self.gate is None:
-            hidden = self.activation(up)
-        else:
-            hidden = self.activation(F.linear(x, self.gate[expert], bias(self.gate_bias))) * up
+        gate = None if self.gate is None else F.linear(x, self.gate[expert], bias(self.gate_bias))
+        hidden = inner(self.activation, up, gate, self.config.clamp)
         hidden = F.dropout(hidden, self.config.dropout, self.training)
         return F.linear(hidden, self.down[expert], bias(self.down_bias))
 
@@ -92,6 +90,5 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for expert in range(self.experts.count):
             token, place = (chosen == expert).nonzero(as_tuple=True)
-            if token.numel() or self.training:  # an unused expert still takes part, so that it gets a gradient of zero
-                out = out.index_add(0, token, self.one(expert, x[token]) * weights[token, place, None])
+            out = out.index_add(0, token, self.one(expert, x[token]) * weights[token, place, None])
         return out

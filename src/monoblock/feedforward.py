@@ -11,17 +11,45 @@ from torch import Tensor, nn
 from monoblock.config import FeedForwardConfig
 from monoblock.tap import Tap, tapped
 
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": relu2,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
-    "identity": lambda x: x,
+    "identity": identity,
 }
+
+
+def inner(
+    activation: Callable[[Tensor], Tensor], up: Tensor, gate: Tensor | None, clamp: float | None = None
+) -> Tensor:
+    """What goes down again: act(up), or act(gate) * up; clamped, one is added to up (gpt-oss)."""
+    if gate is None:
+        return activation(up)
+    if clamp is None:
+        return activation(gate) * up
+    return activation(gate.clamp(max=clamp)) * (up.clamp(-clamp, clamp) + 1)
 
 
 class FeedForward(nn.Module):
@@ -34,9 +62,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        if self.gate is None:
-            hidden = self.activation(self.up(x))  # (B, T, F)
-        else:
-            hidden = self.activation(self.gate(x)) * self.up(x)
+        gate = None if self.gate is None else self.gate(x)
+        hidden = inner(self.activation, self.up(x), gate, self.config.clamp)  # (B, T, F)
         hidden = F.dropout(tapped(tap, "hidden", hidden), self.config.dropout, self.training)
         return self.down(hidden)

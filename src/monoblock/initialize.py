@@ -55,8 +55,9 @@ def unit(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 def t5_query(weight: Tensor, config: ModelConfig, name: str) -> None:
     """The 1/sqrt(K) that T5's unscaled scores lack is put into the queries."""
-    stack, layer = name.split(".")[0], int(name.split(".")[1])
-    size = list(config.stacks[stack].layers())[layer].attention.key_size(config.width)
+    stack, layer, kind = name.split(".")[:3]
+    attention = getattr(list(config.stacks[stack].layers())[int(layer)], kind)
+    size = attention.key_size(config.width)
     nn.init.normal_(weight, std=(config.width * size) ** -0.5)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from monoblock.config import (
+    DEEPEST,
     Alibi,
     AttentionConfig,
     BlockConfig,
@@ -58,6 +59,13 @@ def rebuild(part: C, edit: Callable[[Any, Values], None]) -> C:
     return type(part)(**values)
 
 
+def whole(name: str, value: Any) -> int:
+    """The value, if it is a whole number from 1 on: what sizes must be before anything is computed from them."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} cannot be: it is a whole number; write 1 or more")
+    return value
+
+
 def _field(name: str) -> Callable[[Any, Values, Any], None]:
     def write(part: Any, values: Values, value: Any) -> None:
         values[name] = value
@@ -76,14 +84,16 @@ def _own_attention(name: str) -> Callable[[Any, Values, Any], None]:
 
 def _in_proportion(block: BlockConfig, values: Values) -> None:
     """A new width keeps the proportion of hidden to it."""
+    whole("width", values["width"])
     hidden = max(1, round(block.feedforward.hidden * values["width"] / block.width))
     values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
 
 
 def deepen(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
     """The pattern cut to `depth` blocks, or its last run repeated until there are as many."""
-    if not isinstance(depth, int) or depth < 1:
-        raise ConfigError(f"depth={depth!r} cannot be; write 1 or more")
+    whole("depth", depth)
+    if depth > DEEPEST:
+        raise ConfigError(f"depth={depth} is deeper than any stack; write {DEEPEST} or less")
     runs: list[Repeat] = []
     for number, run in enumerate(pattern, start=1):
         whole, rest = divmod(depth, len(run.blocks))
@@ -116,7 +126,7 @@ def _final_norm(stack: StackConfig, values: Values, place: str) -> None:
 
 
 def _look_up(positions: str) -> tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]:
-    if positions not in POSITIONS:
+    if not isinstance(positions, str) or positions not in POSITIONS:
         raise ConfigError(
             f"positions={positions!r} is none of {', '.join(POSITIONS)}{did_you_mean(str(positions), POSITIONS)}"
         )
@@ -131,16 +141,24 @@ def _attention_positions(part: BlockConfig, values: Values, positions: str) -> N
     values["attention"] = dataclasses.replace(values["attention"], positions=_look_up(positions)[1])
 
 
+def _true_or_false(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} cannot be: it is there or not; write true or false")
+
+
 def _bias(part: AttentionConfig | FeedForwardConfig, values: Values, bias: bool) -> None:
+    _true_or_false("bias", bias)
     values["bias"] = ("qkvo" if bias else "") if isinstance(part, AttentionConfig) else bias
 
 
 def _experts(part: FeedForwardConfig, values: Values, count: int) -> None:
+    whole("experts", count)
     top_k = part.experts.top_k if part.experts else min(2, count)
     values["experts"] = dataclasses.replace(part.experts or ExpertsConfig(count=count, top_k=top_k), count=count)
 
 
 def _qk_norm(part: BlockConfig, values: Values, wanted: bool) -> None:
+    _true_or_false("qk_norm", wanted)
     norm = values["norm"] if wanted else None
     values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
 

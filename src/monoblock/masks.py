@@ -169,7 +169,7 @@ global_tokens = Mask((Term("global_tokens", lambda q, k: _flagged(q) | _flagged(
 
 
 def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
-    """BigBird (Zaheer et al. 2020): each block of `size` places is linked, both ways, with `count` random earlier ones.
+    """BigBird (Zaheer et al. 2020): each block of `size` places has up to `count` random earlier ones linked.
 
     The links are a function of the two block numbers and the seed, so neither length nor chunking moves them.
     """
@@ -195,6 +195,6 @@ def statement(config: AttentionConfig) -> Mask:
         if config.global_tokens:
             near = near | global_tokens
         if config.random_blocks:
-            near = near | random_blocks(config.random_blocks, config.block_size)
+            near = near | random_blocks(config.random_blocks, config.block_size, config.random_seed)
     order = {"causal": causal, "prefix": causal | prefix, "full": everything}[config.mask]
     return order & near & same_document

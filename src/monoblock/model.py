@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from monoblock.cache import Cache
 from monoblock.config import ModelConfig, PatchConfig
 from monoblock.embedding import Embedding, Patches
-from monoblock.errors import InputError
+from monoblock.errors import ConfigError, InputError
 from monoblock.heads import Head
 from monoblock.initialize import initialize
 from monoblock.masks import Where, run
+from monoblock.reading import check_places, check_shape, memory_stands, one_of, where_stand
 from monoblock.stack import Stack
 from monoblock.tap import Tap, under
 
@@ -29,6 +30,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ConfigError(f"a Transformer is built from a ModelConfig, not from {config!r:.60}; write mb.preset(…)")
         self.config = config
         width = config.width
         given = config.input
@@ -64,10 +67,10 @@ class Transformer(nn.Module):
         """
         if self.encoder is not None and self.decoder is not None:
             self._refuse(segments=segments, documents=documents, flags=flags)
-            source_mask = attention_mask if source_mask is None else source_mask
+            source_mask = one_of("source_mask", source_mask, "attention_mask", attention_mask)
             return self._both(source, target, source_mask, target_mask, positions, cache, memory, logits_at, tap)
-        if target is not None:  # model(ids, attention_mask)
-            attention_mask = target
+        self._refuse(source_mask=source_mask, target_mask=target_mask, memory=memory)
+        attention_mask = one_of("attention_mask", attention_mask, "a second argument", target)
         if source is None:
             raise InputError("nothing was given to read; call model(ids)")
         hidden, where = self._one(source, attention_mask, segments, positions, documents, flags, cache, tap)
@@ -104,8 +107,12 @@ class Transformer(nn.Module):
         """Logits of the target given an encoded source; a cache that has seen the source needs no memory."""
         if self.encoder is None or self.decoder is None:
             raise InputError(f"a {self.config.family} model decodes no memory; call model(ids)")
-        where = self._where(target, target_mask, positions, None, None, cache)
-        memory_where = self._memory_where(memory, source_mask, cache)
+        where = where_stand(target, target_mask, positions, None, None, self._fitting(cache))
+        memory_where = memory_stands(memory, source_mask, cache, self.config.width)
+        if memory is not None and memory.shape[0] != target.shape[0]:
+            raise InputError(
+                f"{memory.shape[0]} sources and {target.shape[0]} targets do not go together; give as many"
+            )
         x = self._embed(target, where, None, tap, side="target")
         x = self.decoder(x, where, memory=memory, memory_where=memory_where, cache=cache, tap=under(tap, "decoder"))
         return self._out(x, where, logits_at, tap)
@@ -147,11 +154,14 @@ class Transformer(nn.Module):
         if cache is not None and name == "encoder":
             raise InputError("an encoder sees both sides at once and has nothing to cache; leave cache=None")
         if isinstance(self.input, Patches):
+            self._refuse(attention_mask=mask, segments=segments, positions=positions, documents=documents, flags=flags)
             self.input.check(source)
             x = self.input(source, tap=under(tap, "input"))
             where = run(x.shape[1], device=x.device)
         else:
-            where = self._where(source, mask, positions, documents, flags, cache)
+            where = where_stand(
+                source, mask, positions, documents, flags, self._fitting(cache), heeds_flags=self._heeds_flags
+            )
             x = self._embed(source, where, segments, tap, side="input")
         return stack(x, where, cache=cache, tap=under(tap, name)), where
 
@@ -172,6 +182,8 @@ class Transformer(nn.Module):
                 "an encoder-decoder needs a target: model(source, target); to read only, model.encode(source)"
             )
         seen = cache is not None and cache.memory is not None
+        if memory is not None and source is not None:
+            raise InputError("source and memory were both given; memory stands for the source, so write model(None, …)")
         if memory is None and not seen:
             if source is None:
                 raise InputError(
@@ -186,86 +198,31 @@ class Transformer(nn.Module):
         assert isinstance(self.input, Embedding)
         module = self.target if side == "target" and self.target is not None else self.input
         if not torch.compiler.is_compiling():
-            _check_shape("segments", segments, ids)
+            check_shape("segments", segments, ids)
             module.check(ids, where, segments)
         table = self.input.token.weight if self.input.token is not None else None
         return module(ids, where, segments=segments, table=table, tap=under(tap, side))
 
-    def _where(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        flags: Tensor | None,
-        cache: Cache | None,
-    ) -> Where:
-        """Where each id stands: counted over real tokens, from the cache's length on, anew in each document."""
-        if ids.dim() != 2:
-            raise InputError(f"ids of shape {tuple(ids.shape)} cannot be read; give (batch, length), e.g. ids[None]")
-        if cache is not None and cache.batch != ids.shape[0]:
-            raise InputError(f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}")
-        for name, given in (("positions", positions), ("documents", documents), ("flags", flags)):
-            _check_shape(name, given, ids)
-        if flags is not None and not self._heeds_flags:
-            raise InputError("flags mark a prefix or global tokens, but no block of this model heeds them; drop them")
-        real = _real(mask, ids)
-        start = 0 if cache is None else cache.start
-        if cache is not None and (documents is not None or cache.last()[1] is not None):
-            return self._among_documents(ids, real, positions, documents, flags, cache)
-        if real is None and positions is None and documents is None and start is not None:
-            return Where(run(ids.shape[1], start, ids.device).at, flags=flags, start=start if flags is None else None)
-        if positions is None:
-            positions = _count(ids, real, documents)
-            if cache is not None:
-                positions = positions + cache.lengths[:, None]
-        return Where(positions.expand(ids.shape[0], -1), documents, real, flags)
-
-    def _among_documents(
-        self,
-        ids: Tensor,
-        real: Tensor | None,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        flags: Tensor | None,
-        cache: Cache,
-    ) -> Where:
-        """Places in documents some of which are cached: the first may go on where the cache stopped."""
-        at, last = cache.last()
-        last = torch.zeros_like(at) if last is None else last
-        documents = last.expand(ids.shape) if documents is None else documents
-        if positions is None:
-            positions = _count(ids, real, documents)
-            first = (documents != documents[:, :1]).cumsum(-1) == 0
-            positions = positions + torch.where(first & (documents == last), at + 1, 0)
-        return Where(positions, documents, real, flags)
-
     def _refuse(self, **unheeded: Tensor | None) -> None:
         for name, given in unheeded.items():
             if given is not None:
-                raise InputError(f"an {self.config.family} model takes no {name}; drop it")
+                raise InputError(f"{name} was given, but this {self.config.family} model has no use for it; drop it")
+
+    def _fitting(self, cache: Cache | None) -> Cache | None:
+        if cache is not None and (self.decoder is None or cache.stack != self.decoder.config):
+            raise InputError("this cache was made for another model; make one with model.make_cache(batch, capacity)")
+        return cache
 
     @property
     def _heeds_flags(self) -> bool:
         blocks = [block.attention for stack in self.config.stacks.values() for block in stack.layers()]
         return any(a.mask == "prefix" or a.global_tokens for a in blocks)
 
-    def _memory_where(self, memory: Tensor | None, mask: Tensor | None, cache: Cache | None) -> Where:
-        if cache is not None and cache.memory is not None:
-            return cache.memory
-        if memory is None:
-            raise InputError("a decoder beside an encoder looks at memory; give memory=model.encode(source)")
-        where = run(memory.shape[1], device=memory.device)
-        if mask is not None:
-            where = Where(where.at, real=_real(mask, memory[..., 0]))
-        if cache is not None:
-            cache.memory = where
-        return where
-
     def _out(self, hidden: Tensor, where: Where, logits_at: Tensor | None, tap: Tap | None) -> Tensor:
         if logits_at is not None:
             if self.head is not None and self.head.config.kind in ("classifier", "pooled"):
                 raise InputError("this head answers once for a whole sequence; leave logits_at=None")
+            check_places(logits_at, hidden)
             rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
             hidden = hidden[rows, logits_at]
         if self.head is None:
@@ -288,32 +245,3 @@ class Transformer(nn.Module):
         from monoblock.interop.folder import save_model
 
         save_model(self, folder)
-
-
-def _check_shape(name: str, given: Tensor | None, ids: Tensor) -> None:
-    if given is not None and given.shape != ids.shape:
-        raise InputError(f"{name} of shape {tuple(given.shape)} do not fit tokens of shape {tuple(ids.shape)}")
-
-
-def _real(mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """The mask as booleans, or None where nothing is padding (looked at only where that stalls nothing)."""
-    if mask is None:
-        return None
-    if mask.shape != ids.shape:
-        raise InputError(f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(ids.shape)}")
-    real = mask.bool()
-    if real.device.type == "cpu" and not torch.compiler.is_compiling() and bool(real.all()):
-        return None
-    return real
-
-
-def _count(ids: Tensor, real: Tensor | None, documents: Tensor | None) -> Tensor:
-    """Places counted over real tokens, anew where a document begins."""
-    ones = torch.ones_like(ids) if real is None else real.long()
-    counted = ones.cumsum(-1)
-    if documents is not None:
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        before = torch.where(begins, counted - ones, 0)  # tokens of earlier documents
-        counted = counted - before.cummax(-1).values
-    return (counted - 1).clamp(min=0)

@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast
 
 
 class Norm(nn.Module):
-    """A norm over the last `shape` axes' final one; a longer shape gives each head a weight of its own."""
+    """A norm over the last axis; with a shape (heads, size) each head has weights of its own."""
 
     def __init__(self, shape: int | tuple[int, ...], config: NormConfig) -> None:
         super().__init__()

@@ -46,6 +46,7 @@ class AttentionConfig:
     global_tokens: bool = False  # flagged tokens see and are seen beyond the window (Longformer)
     random_blocks: int = 0  # so many random blocks beyond the window (BigBird)
     block_size: int = 64
+    random_seed: int = 0  # which random blocks
     positions: Rotary | Alibi | Buckets | None = None
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "each_head", "width"] = "head"  # one weight, one a head, or across all heads
@@ -60,14 +61,15 @@ class AttentionConfig:
         check(self)
         check_at_least(self, 1, "heads", "kv_heads", "head_dim", "value_dim", "window", "block_size")
         check_at_least(self, 0, "random_blocks")
-        check_positive(self, "softcap", "clip")
+        check_positive(self, "scale", "softcap", "clip")
         check_fraction(self, "dropout")
         if self.heads % self.groups:
             fix = nearest_divisor(self.heads, self.groups)
             raise ConfigError(f"kv_heads={self.groups} does not divide heads={self.heads}; try kv_heads={fix}")
         if set(self.bias) - set("qkvo") or len(set(self.bias)) != len(self.bias):
             raise ConfigError(f"bias={self.bias!r} names projections by letters of 'qkvo', each once; '' is none")
-        if self.kept_heads and (len(self.kept_heads) != self.heads or max(self.kept_heads) >= self.all_heads):
+        named = set(self.kept_heads)
+        if named and (len(named) != self.heads or not named <= set(range(self.all_heads))):
             raise ConfigError(f"kept_heads={self.kept_heads} must name {self.heads} of {self.all_heads} unpruned heads")
         if self.window is None and (self.global_tokens or self.random_blocks):
             raise ConfigError("global tokens and random blocks reach beyond a window; write window=… too")
@@ -98,10 +100,20 @@ class AttentionConfig:
             raise ConfigError(f"heads={self.heads} does not divide width={width}; try heads={fix}, or give head_dim")
         if isinstance(self.positions, Rotary):
             turned, size = self.positions.dim, self.key_size(width)
+            self._check_factors(self.positions, turned if turned is not None else size)
             if turned is None and size % 2:
                 raise ConfigError(f"rotary positions turn pairs, but the head size is {size}; make it even")
             if turned is not None and turned > size:
                 raise ConfigError(f"rotary dim={turned} is larger than the head size {size}; write dim={size // 2 * 2}")
+
+    def _check_factors(self, rotary: Rotary, turned: int) -> None:
+        scaling = rotary.scaling
+        if scaling is not None and scaling.kind == "longrope":
+            counts = {len(scaling.short_factors), len(scaling.long_factors)}
+            if counts != {turned // 2}:
+                raise ConfigError(
+                    f"longrope needs {turned // 2} short and long factors, one a pair, not {sorted(counts)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +135,7 @@ class FeedForwardConfig:
     hidden: int
     activation: Activation = "gelu"
     gated: bool = False  # down(act(gate(x)) * up(x)): GLU, SwiGLU, GeGLU by the activation
+    clamp: float | None = None  # gated: gate and up are kept within this, and one is added to up (gpt-oss)
     bias: bool = True
     dropout: float = 0.0
     experts: ExpertsConfig | None = None
@@ -131,6 +144,9 @@ class FeedForwardConfig:
         check(self)
         check_at_least(self, 1, "hidden")
         check_fraction(self, "dropout")
+        check_positive(self, "clamp")
+        if self.clamp is not None and not self.gated:
+            raise ConfigError("clamp is for gated feed-forwards; write gated=True, or drop it")
 
 
 # -- input and head --------------------------------------------------------------------------------------------------
@@ -142,6 +158,7 @@ class EmbeddingConfig:
     vocab: int
     context: int | None = None  # the longest sequence trained on; learned positions allow no more
     dim: int | None = None  # smaller than the width: factorised, then projected (ALBERT, ELECTRA)
+    projection: Literal["last", "first"] = "last"  # after positions and norm (ALBERT), or before them (OPT-350m)
     projection_bias: bool = True
     scale: float | Literal["sqrt_width"] = 1.0
     positions: Learned | Sinusoid | None = None
@@ -190,8 +207,13 @@ class PatchConfig:
         return int(self.class_token) + self.registers
 
     @property
+    def places(self) -> int:
+        """Tokens that have a position: the class token and the patches; registers have none."""
+        return (self.image // self.patch) ** 2 + int(self.class_token)
+
+    @property
     def context(self) -> int:
-        return (self.image // self.patch) ** 2 + self.prefix
+        return self.places + self.registers
 
 
 @dataclass(frozen=True, kw_only=True)

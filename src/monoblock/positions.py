@@ -54,9 +54,9 @@ class Turn(NamedTuple):
 
 
 def rotary_frequencies(config: Rotary, size: int, positions: Tensor | None = None) -> tuple[Tensor, float]:
-    """Radians a place for each pair, and the factor on cosine and sine.
+    """Radians a place for each pair (pairs,), and the factor on cosine and sine.
 
-    `positions` matter to dynamic and longrope only: both look at how long the text has become.
+    `positions` (B, T) matter to dynamic and longrope only, which look at how long each text is: (B, pairs).
     """
     dim = config.dim if config.dim is not None else size
     device = positions.device if positions is not None else None
@@ -85,9 +85,9 @@ def _stretched_base(base: float, scaling: Scaling, dim: int, positions: Tensor |
     if scaling.kind == "ntk":
         return base * scaling.factor**power
     assert scaling.original_context is not None
-    length = (
-        scaling.original_context if positions is None else (positions.max() + 1).clamp(min=scaling.original_context)
-    )
+    length: int | Tensor = scaling.original_context
+    if positions is not None:  # each row by itself, whatever its neighbours: (B, 1)
+        length = (positions.amax(-1, keepdim=True) + 1).clamp(min=scaling.original_context)
     return base * (scaling.factor * length / scaling.original_context - (scaling.factor - 1)) ** power
 
 
@@ -126,7 +126,9 @@ def _longrope(plain: Tensor, scaling: Scaling, positions: Tensor | None) -> tupl
     """A factor for each pair, one set within the original context and one beyond (Ding et al. 2024)."""
     assert scaling.original_context is not None
     short, long = plain.new_tensor(scaling.short_factors), plain.new_tensor(scaling.long_factors)
-    beyond = torch.tensor(False) if positions is None else positions.max() + 1 > scaling.original_context
+    beyond = torch.zeros(1, 1, dtype=torch.bool)
+    if positions is not None:  # each row by itself: (B, 1)
+        beyond = positions.amax(-1, keepdim=True) + 1 > scaling.original_context
     factor = scaling.attention_factor
     if factor is None:
         factor = (
@@ -138,6 +140,7 @@ def _longrope(plain: Tensor, scaling: Scaling, positions: Tensor | None) -> tupl
 def turn(config: Rotary, size: int, positions: Tensor, dtype: torch.dtype) -> Turn:
     """The angles for heads of `size` at `positions` (B, T)."""
     frequencies, factor = rotary_frequencies(config, size, positions)
+    frequencies = frequencies.to(positions.device).unflatten(0, (-1, 1, 1)) if frequencies.dim() > 1 else frequencies
     angles = positions[:, None, :, None].float() * frequencies.to(positions.device)  # (B, 1, T, pairs)
     return Turn((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), config.layout == "interleaved")
 

@@ -431,7 +431,8 @@ PRESETS: dict[str, Preset] = {
 
 def find(name: str) -> Preset:
     """The row of a preset, by name."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
+        name = str(name)
         raise ConfigError(
             f"there is no preset {name!r}{did_you_mean(name, PRESETS)} (`monoblock ls presets` lists them)"
         )
@@ -450,7 +451,7 @@ VOCAB, HIDDEN, CONTEXT, WINDOW, WIDTH, HEAD_DIM = 61, 46, 37, 5, 36, 10
 
 
 def tiny(name: str) -> ModelConfig:
-    """A preset shrunk to toy size, its structure kept: every choice, every kind of block, each ratio of heads."""
+    """A preset shrunk to toy size, its structure kept: every choice, every kind of block, MHA, GQA or MQA."""
     return rebuild(preset(name), _shrink)
 
 

@@ -95,10 +95,18 @@ def check_fraction(config: Any, *names: str) -> None:
             raise ConfigError(f"{type(config).__name__}.{name}={value} is no rate; write a number from 0 to below 1")
 
 
+LOOKED_AT = 100_000  # numbers to each side, before 1 is good enough
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` closest to `wanted`: what to write instead of one that does not divide."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: abs(d - wanted))
+    if wanted >= number:
+        return number
+    for step in range(min(wanted, LOOKED_AT)):
+        for divisor in (wanted - step, wanted + step):
+            if number % divisor == 0:
+                return divisor
+    return 1
 
 
 def to_dict(value: Any) -> Any:

@@ -37,6 +37,7 @@ class Scaling:
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
             raise ConfigError(f"llama3 scaling needs high_freq_factor={high} above low_freq_factor={low}")
+        check_at_least(self, 1, "original_context")
         if self.factor <= 0:
             raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
 
@@ -53,8 +54,8 @@ class Rotary:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.base <= 0:
-            raise ConfigError(f"rotary base={self.base} must be positive; 10000.0 is usual")
+        if self.base <= 1:
+            raise ConfigError(f"rotary base={self.base} must be above 1; 10000.0 is usual")
         if self.dim is not None and (self.dim < 2 or self.dim % 2):
             raise ConfigError(f"rotary dim={self.dim} must be even, pairs are turned; write {max(2, self.dim + 1)}")
 
@@ -98,6 +99,8 @@ class Sinusoid:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.base <= 1:
+            raise ConfigError(f"sinusoid base={self.base} must be above 1; 10000.0 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,14 @@ class Stack(nn.Module):
         """The blocks in the order they run."""
         return [cast(Block, self._modules[str(number)]) for number in self.order]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Statements are functions and cannot be pickled; they follow from the configuration."""
+        return {key: value for key, value in self.__dict__.items() if key != "masks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.masks = [statement(kind) for kind in self.kinds]
+
     def forward(
         self,
         x: Tensor,
@@ -56,7 +64,7 @@ class Stack(nn.Module):
         """x (B, T, D) at the given places, perhaps looking at memory (B, S, D) -> (B, T, D)."""
         entries: list[Entry | None] = [None] * len(self.order) if cache is None else list(cache.enter(where))
         views: list[View | None] = [None] * len(self.kinds)
-        memory_view = None if memory_where is None else View(everything.between(where, memory_where))
+        memory_view = None if memory_where is None else View(everything.between(where, memory_where)).prepare(x)
         for layer, block in enumerate(self.blocks):
             kind, entry = self.kind_of[layer], entries[layer]
             view = views[kind] or self._view(kind, where, where if entry is None else entry.where, x)
@@ -88,14 +96,15 @@ class Stack(nn.Module):
         size, positions = config.key_size(x.shape[-1]), config.positions
         view = View(self.masks[kind].between(q, k))
         if isinstance(positions, Rotary):
-            view.turn_q = view.turn_k = turn(positions, size, q.at, x.dtype)
+            view.turn = turn(positions, size, q.at, x.dtype)
         elif isinstance(positions, Alibi):
             view.bias = kept(alibi(positions, config.all_heads, size, q.at, k.at), config)
         elif isinstance(positions, Buckets) and positions.shared:
             assert self.position_bias is not None
             table = self.position_bias.weight
             view.bias = kept(bucket_bias(positions, table, q.at, k.at, both_sides=config.mask == "full"), config)
-        return view
+        plain = config.softcap is not None or config.sinks
+        return view if plain else view.prepare(x)
 
 
 def _order(config: StackConfig) -> list[int]:

@@ -5,88 +5,92 @@ For each token, in numbers of the computing dtype (statistics, of norms and of t
     each norm                its input D, and its statistics: 2 (layer) or 1 (rms)
     self-attention           its input D, queries H·K, keys G·K, values G·Kv, and what the output matrix reads, H·Kv
       plain                  the attention weights, H·S a token: counted apart, as `matrices`
-      fused                  one number a head instead, the logarithm of a sum
+      fused                  one number a head instead, the logarithm of a sum; H·Kv once more where positions turn
+                             the queries or blind rows are zeroed
+      softcap, sinks         no kernel has them: `attend` runs, fused or not, with keys and values repeated to H heads,
+                             the weights with what may not be seen at zero, the capped scores, and two masks of bytes
     cross-attention          the same; keys and values are a token of the source, whose encoding is kept once
-    feed-forward             its input D, the hidden F before and after the activation
-      gated                  F four times: gate, up, the activated gate, the product
-      experts                that of each expert the token is sent to, and the router's scores
+    feed-forward             its input D, what the activation keeps (INSIDE), and what the last matrix reads, F
+      gated                  up and the activated gate besides
+      experts                that of each expert the token is sent to, its output twice, and the router's scores
     dropout                  a byte for every number it may drop; on attention weights also the weights after it
-    QK norm, layer scale     what they multiply
-    softcap                  the capped scores, one more matrix
-    head                     what each of its matrices reads, the logits, and their log-softmax in fp32 for the loss
+    QK norm, clip, layer scale     what they work on
+    head                     what each of its matrices reads, the logits, and their log-softmax in fp32 for the loss;
+                             a vector taken from the first or last place keeps the places beside it
+
+For each pair of places, whatever the batch: a bias on the scores once for each kind of block (with its buckets, 8 bytes
+a pair, where it is learned), and a mask that is neither all nor causal once a block, because the kernel makes numbers
+of it; from 128 tokens on FlexAttention keeps none.
 
 Parallel attention and feed-forward read the same tensor, and it is counted once.  With checkpointing only the input of
 each block is kept, and the activations of the largest block while it is run again.  Not counted: workspaces,
-fragmentation, token ids, tables of positions and masks, which do not grow with depth.
+fragmentation, token ids.
+
+This is exact in fp32 for kernels that keep no more than they need.  A CPU's keep more: its rms_norm the normed numbers,
+its dropout four bytes a number, and its attention all weights where dropout falls on them or the bias is learned; it
+has no FlexAttention either.  A GPU's in fp32 know no grouped heads and keep all weights there.  In 16 bits the scores of
+the plain path, the numbers inside rms_norm and the residual stream under autocast are fp32 all the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 from monoblock.accounting.flops import Sizes, reads
-from monoblock.accounting.parameters import attention_linears, head_linears, norm_count, patch_linear, projection_linear
+from monoblock.accounting.held import Held, attention_held, join, norm_held, times, view_held
+from monoblock.accounting.parameters import head_linears, norm_count, patch_linear, projection_linear
 from monoblock.config import (
-    AttentionConfig,
     BlockConfig,
     FeedForwardConfig,
+    HeadConfig,
     ModelConfig,
-    NormConfig,
     PatchConfig,
     RecurrentConfig,
     StackConfig,
 )
 
-
-class Held(NamedTuple):
-    """Numbers of the computing dtype, attention weights of that dtype, numbers of fp32, and bytes."""
-
-    numbers: int = 0
-    matrices: int = 0
-    singles: int = 0
-    bytes: int = 0
-
-
-def join(*held: Held) -> Held:
-    return Held(*(sum(column) for column in zip(*held, strict=True))) if held else Held()
-
-
-def times(number: int, held: Held) -> Held:
-    return Held(*(number * one for one in held))
+# Activation -> the tensors it keeps that nobody else reads, and whether it keeps its result, which the next part reads.
+INSIDE = {
+    "relu": (0, True),
+    "relu2": (1, False),
+    "gelu": (1, False),
+    "gelu_tanh": (1, False),
+    "quick_gelu": (2, False),
+    "silu": (1, False),
+    "sigmoid": (0, True),
+    "tanh": (0, True),
+    "identity": (0, False),
+}
 
 
-def norm_held(norm: NormConfig | None, rows: int, size: int) -> Held:
-    return Held() if norm is None else Held(rows * size, singles=rows * (2 if norm.kind == "layer" else 1))
-
-
-def attention_held(
-    attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool = False
-) -> Held:
-    """Attention from its normed input to what its output matrix reads."""
-    query, key, value, output = attention_linears(attention, width)
-    found = Held(batch * (queries * (width + query.outputs + output.inputs) + keys * (key.outputs + value.outputs)))
-    if attention.qk_norm:
-        across = attention.qk_norm_over == "width"  # one norm over all heads, not one a head
-        heads, groups = (1, 1) if across else (attention.heads, attention.groups)
-        found = join(
-            found,
-            norm_held(attention.qk_norm, batch * queries * heads, query.outputs // heads),
-            norm_held(attention.qk_norm, batch * keys * groups, key.outputs // groups),
-        )
-    if fused:
-        return found._replace(singles=found.singles + batch * attention.heads * queries)
-    matrix = batch * attention.heads * queries * keys
-    copies = 1 + (attention.dropout > 0) + (attention.softcap is not None)
-    return found._replace(matrices=copies * matrix, bytes=matrix if attention.dropout > 0 else 0)
+# -- a block -----------------------------------------------------------------------------------------------------------
 
 
 def feedforward_held(feedforward: FeedForwardConfig, width: int, rows: int) -> Held:
-    experts = feedforward.experts
-    routes, scores = (experts.top_k, experts.count) if experts else (1, 0)
-    hidden = (4 if feedforward.gated else 2) * feedforward.hidden
-    dropped = feedforward.hidden if feedforward.dropout > 0 else 0
-    return Held(rows * (routes * (width + hidden) + scores), bytes=rows * routes * dropped)
+    routed = feedforward.experts
+    routes = rows * routed.top_k if routed else rows
+    found = Held(
+        routes * (width + _hidden_tensors(feedforward) * feedforward.hidden),
+        bytes=routes * feedforward.hidden if feedforward.dropout > 0 else 0,
+    )
+    if routed is None:
+        return found
+    scores = {
+        "softmax_renormalized": routed.count + routed.top_k + 1,
+        "softmax": routed.count,
+        "top_k_softmax": routed.top_k,
+    }
+    # The router's input and scores; of each expert its output, its weight and their product; three places of 8 bytes.
+    router = Held(rows * (width + scores[routed.router]) + routes * (2 * width + 1), bytes=24 * routes)
+    return join(found, router)
+
+
+def _hidden_tensors(feedforward: FeedForwardConfig) -> int:
+    """How many tensors of the hidden size are kept."""
+    inside, result = INSIDE[feedforward.activation]
+    if feedforward.gated:
+        return inside + 3 + (2 if feedforward.clamp is not None else 0)
+    return inside + 1 + (result and feedforward.dropout > 0)
 
 
 def block_held(block: BlockConfig, size: Sizes, length: int, *, fused: bool = False) -> Held:
@@ -122,33 +126,53 @@ def _checkpointed(stack: StackConfig, size: Sizes, length: int, fused: bool) -> 
     return times(stack.depth, entry), join(largest, times(-1, entry))
 
 
+# -- a whole model -----------------------------------------------------------------------------------------------------
+
+
 def _inputs(config: ModelConfig, size: Sizes) -> Held:
     found = []
     for _, given, length in reads(config, size):
         rows, wide = size.batch * length, config.width
         if isinstance(given, PatchConfig):
             found.append(Held(size.batch * (length - given.prefix) * patch_linear(given, wide).inputs))
-        elif projection_linear(given, wide):
-            wide = given.dim or wide
-            found.append(Held(rows * wide))
+        elif projection := projection_linear(given, wide):
+            found.append(Held(rows * projection.inputs))
+            wide = projection.inputs if given.projection == "last" else wide
+        if not isinstance(given, PatchConfig) and given.scale != 1.0:
+            found.append(Held(1))
         found.append(norm_held(given.norm, rows, wide))
         found.append(Held(bytes=rows * wide if given.dropout > 0 else 0))
     return join(*found)
 
 
 def _head(config: ModelConfig, size: Sizes) -> Held:
-    if config.head is None:
+    head = config.head
+    if head is None:
         return Held()
-    found = []
-    for linear in head_linears(config):
+    linears = head_linears(config)
+    found = [_pooled(config, head, size)]
+    for place, linear in enumerate(linears):
         rows = size.batch * (size.target if linear.rows == "tokens" else 1)
-        found.append(Held(rows * linear.inputs))
+        taken = place == 0 and head.pooling != "mean" and linear.rows == "sequences"  # counted with the places
+        found.append(Held(0 if taken else rows * linear.inputs))
         if linear.name == "output":
-            logits = rows * linear.outputs
-            found += [norm_held(config.head.norm, rows, linear.inputs), Held(logits, singles=logits)]
-        elif linear.name != "projection":  # before the activation of transform or pooler
-            found.append(Held(rows * linear.outputs))
+            logits = rows * linear.outputs * (1 if head.softcap is None else 2)
+            found += [norm_held(head.norm, rows, linear.inputs), Held(logits, singles=rows * linear.outputs)]
+            found.append(Held(bytes=rows * linear.inputs if head.dropout > 0 else 0))
+        elif linear.name == "transform" and head.transform:
+            found.append(Held(INSIDE[head.transform][0] * rows * linear.outputs))
     return join(*found)
+
+
+def _pooled(config: ModelConfig, head: HeadConfig, size: Sizes) -> Held:
+    """All places where one of them is read, the tanh of the pooler where no matrix reads it, and lengths."""
+    reads_it = head.kind == "classifier" or head.pooler != "none" or head.normalize
+    if head.kind not in ("classifier", "pooled") or not reads_it:
+        return Held()
+    places = size.target if head.pooling != "mean" else 0
+    alone = head.kind == "pooled" or head.dropout > 0
+    vectors = 1 if (head.pooler != "none" and alone) or (head.normalize and head.pooling == "mean") else 0
+    return Held(size.batch * ((places + vectors) * config.width + (2 if head.normalize else 0)))
 
 
 def activations(config: ModelConfig, size: Sizes, *, fused: bool = False, checkpointing: bool = False) -> Held:
@@ -157,6 +181,8 @@ def activations(config: ModelConfig, size: Sizes, *, fused: bool = False, checkp
     for place, stack in config.stacks.items():
         length = size.source if place == "encoder" else size.target
         found.append(norm_held(stack.norm, size.batch * length, stack.width))
+        kinds = {block.attention for block in stack.layers()}
+        found += [view_held(kind, stack.width, length, fused=fused) for kind in kinds]
         if checkpointing:
             kept, largest = _checkpointed(stack, size, length, fused)
             found.append(kept)

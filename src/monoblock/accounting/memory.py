@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from monoblock.accounting.activations import Held, activations, recurrent_activations
+from monoblock.accounting.activations import activations, recurrent_activations
 from monoblock.accounting.flops import Sizes
+from monoblock.accounting.held import Held
 from monoblock.accounting.parameters import block_matrices, parameters
 from monoblock.accounting.recurrent import recurrent_parameters
 from monoblock.config import AttentionConfig, ModelConfig, RecurrentConfig

@@ -139,11 +139,12 @@ def _outputs(config: ModelConfig, head: HeadConfig) -> int:
 
 def _token_input(given: EmbeddingConfig, width: int, owns_tokens: bool) -> Iterator[tuple[str, int]]:
     size = given.dim or width
+    placed = width if given.projection == "first" else size  # the size that positions are added to
     yield "token", given.vocab * size if owns_tokens else 0
     if isinstance(given.positions, Learned):
-        yield "position", ((given.context or 0) + given.positions.offset) * size
-    yield "segment", given.segments * size
-    yield "norm", norm_parameters(given.norm, size)
+        yield "position", ((given.context or 0) + given.positions.offset) * placed
+    yield "segment", given.segments * placed
+    yield "norm", norm_parameters(given.norm, placed)
     projection = projection_linear(given, width)
     yield "projection", projection.parameters if projection else 0
 
@@ -152,7 +153,7 @@ def _patch_input(given: PatchConfig, width: int) -> Iterator[tuple[str, int]]:
     yield "patch", patch_linear(given, width).parameters
     yield "class_token", width if given.class_token else 0
     yield "registers", given.registers * width
-    yield "position", given.context * width if isinstance(given.positions, Learned) else 0
+    yield "position", given.places * width if isinstance(given.positions, Learned) else 0
     yield "norm", norm_parameters(given.norm, width)
 
 
@@ -200,7 +201,7 @@ def block_parameters(block: BlockConfig, *, active: bool = False) -> Counts:
     if block.cross:
         counts.update(dict(_attention("cross", block.cross, width)))
     counts.update(dict(_feedforward(block.feedforward, width, active)))
-    counts["norm"] = norm_count(block) * norm_parameters(block.norm, width)
+    counts["block_norms"] = norm_count(block) * norm_parameters(block.norm, width)
     counts["layer_scale"] = (3 if block.cross else 2) * width if block.layer_scale is not None else 0
     return dict(counts)
 
@@ -215,7 +216,7 @@ def _stack(stack: StackConfig, active: bool) -> Counts:
         if attention.positions.shared:
             counts["attention.positions"] += attention.positions.count * attention.all_heads
             break
-    counts["final_norm"] = norm_parameters(stack.norm, stack.width)
+    counts["norm"] = norm_parameters(stack.norm, stack.width)
     return dict(counts)
 
 

@@ -1,6 +1,7 @@
 """`monoblock ls`: what there is to work with."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,6 +10,34 @@ from monoblock.cli.common import as_json, next_verb, print_json, table
 from monoblock.errors import did_you_mean
 
 Row = dict[str, Any]
+RUNS = Path("runs")  # where `monoblock train` puts them
+SIZED = ("bpe", "wordpiece", "unigram")  # tokenizers that come out as large as they were asked to be
+
+
+def _recipes() -> list[Row]:
+    from monoblock.tasks.recipe import names, read
+
+    return [
+        {
+            "name": name,
+            "objective": recipe.train.objective,
+            "corpus": recipe.data.corpus,
+            "parameters": _parameters(recipe),
+            "steps": recipe.train.steps,
+            "about": recipe.about,
+        }
+        for name, recipe in ((name, read(name)) for name in names())
+    ]
+
+
+def _parameters(recipe: Any) -> int | None:
+    """As many as the model will have; None where only the data can tell (letters, words, classes, images)."""
+    from monoblock.accounting.report import account
+    from monoblock.tasks.recipe import model_config
+
+    if recipe.train.objective in ("classify", "label") or recipe.tokenizer.kind not in SIZED or recipe.tokenizer.folder:
+        return None
+    return account(model_config(recipe, recipe.tokenizer.vocab)).parameters
 
 
 def _presets() -> list[Row]:
@@ -49,10 +78,44 @@ def _corpora() -> list[Row]:
     return rows
 
 
+def _runs() -> list[Row]:
+    folders = sorted(RUNS.iterdir()) if RUNS.is_dir() else []
+    return [_run(folder) for folder in folders if (folder / "recipe.toml").is_file()]
+
+
+def _run(folder: Path) -> Row:
+    """What a run folder says about itself; what it does not say, or not legibly, is None."""
+    from monoblock.errors import MonoblockError
+    from monoblock.tasks.recipe import read
+    from monoblock.training import metrics
+
+    try:
+        recipe = read(str(folder / "recipe.toml"))
+    except (MonoblockError, OSError, ValueError):
+        recipe = None
+    try:
+        lines = metrics.read(folder)
+    except (MonoblockError, OSError, ValueError):
+        lines = []
+    best = min((line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"], default={})
+    return {
+        "name": folder.name,
+        "recipe": recipe.name if recipe else None,
+        "steps": max((line["step"] for line in lines), default=0),
+        "of": recipe.train.steps if recipe else None,
+        "best_val_loss": best.get("val_loss"),
+        "best_step": best.get("step"),
+        "finished": (folder / "model.safetensors").is_file(),
+        "folder": str(folder),
+    }
+
+
 # What -> (how it is gathered, the columns shown, the verb to try next). --json gives every key.
 SECTIONS = {
+    "recipes": (_recipes, ("name", "objective", "corpus", "parameters", "about"), "train {name} --dry-run"),
     "presets": (_presets, ("name", "family", "parameters", "source"), "account {name}"),
     "corpora": (_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
+    "runs": (_runs, ("name", "recipe", "steps", "of", "best_val_loss", "finished"), "account {folder}"),
 }
 
 

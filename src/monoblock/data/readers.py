@@ -73,6 +73,12 @@ def read_text(path: str | Path, documents: Boundaries = "file") -> Iterator[str]
         raise _empty(path)
 
 
+def read_lines(path: str | Path) -> Iterator[str]:
+    """Every line a text of its own, empty ones too: how word-level language models count ends of sentences."""
+    for _, line in lines(path):
+        yield line
+
+
 def read_articles(path: str | Path) -> Iterator[str]:
     """The articles of a WikiText file, ` = Title = ` at the head of each; joined they are the file again."""
     found: list[str] = []

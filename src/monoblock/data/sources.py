@@ -164,7 +164,7 @@ CORPORA = {
         licence="CC BY-SA 3.0",
         origin="Merity et al. 2017",
         path="wikitext2/{split}.txt",
-        read=readers.read_articles,
+        read=readers.read_lines,
     ),
     "multi30k": _multi30k("de", "en"),
     "multi30k-en-de": _multi30k("en", "de"),

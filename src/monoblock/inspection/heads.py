@@ -56,6 +56,8 @@ def _kept(config: ModelConfig, name: str, dropped: list[int]) -> list[int]:
         raise InputError(f"the {stack}'s layers share their weights; heads cannot be pruned from layer {layer} alone")
     if any(not 0 <= head < attention.heads for head in dropped):
         raise InputError(f"{name} has heads 0 to {attention.heads - 1}; {dropped} cannot all be pruned")
+    if attention.groups == 1 and attention.heads > 1:
+        raise InputError(f"all heads of {name} share one set of keys and values; none can be taken away alone")
     kept = [head for head in range(attention.heads) if head not in dropped]
     if not kept:
         raise InputError(f"{name} would lose all its {attention.heads} heads; leave at least one")

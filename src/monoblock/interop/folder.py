@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from monoblock.config import ModelConfig, RecurrentConfig
-from monoblock.errors import ConfigError, FileError
+from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.schema import from_dict, to_dict
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ T = TypeVar("T", "Transformer", "Recurrent")
 def save_model(model: Transformer | Recurrent, folder: str | Path) -> None:
     """Write both files beside their old versions first, then put them in place."""
     folder = Path(folder)
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kind = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
@@ -68,9 +70,12 @@ def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
         raise FileError(f"{path}: {problem}") from None
 
 
-def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> T:
+def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
     """Build on the meta device, then lay the stored tensors in: nothing is drawn only to be thrown away."""
     folder = Path(folder)
+    dtype = _dtype(dtype)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
     config = read_config(folder)
     if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
         other = "Recurrent" if isinstance(config, RecurrentConfig) else "Transformer"
@@ -80,6 +85,15 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype = torch.f
     stored = _tensors(folder / WEIGHTS, {n: t.shape for n, t in model.state_dict().items()}, dtype, device)
     model.load_state_dict(stored, assign=True, strict=True)
     return model
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    """A number format by itself or by its name: "float16", "bf16"."""
+    short = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    found = getattr(torch, short.get(given, given), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InputError(f"dtype={given!r} is no format for weights; write {', '.join(short)} or a torch dtype")
+    return found
 
 
 def _tensors(path: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, device: str) -> dict[str, Any]:

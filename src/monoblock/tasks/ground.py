@@ -40,7 +40,7 @@ def find_tokenizer(recipe: Recipe, train: Corpus, folder: Path | None) -> Tokeni
     """The run folder's own, the one the recipe names, or a new one trained on the training split."""
     for place in (folder, Path(recipe.tokenizer.folder) if recipe.tokenizer.folder else None):
         if place is not None and (place / "tokenizer.json").is_file():
-            return Tokenizer.from_pretrained(place)
+            return _suited(Tokenizer.from_pretrained(place), recipe.train.objective, place)
     if recipe.tokenizer.folder:
         raise FileError(f"tokenizer.folder={recipe.tokenizer.folder} has no tokenizer.json")
     part = recipe.tokenizer
@@ -52,6 +52,22 @@ def find_tokenizer(recipe: Recipe, train: Corpus, folder: Path | None) -> Tokeni
         specials=_specials(recipe, train),
         lowercase=part.lowercase,
     )
+
+
+# Objective -> the special token without which it cannot be.
+CANNOT_LACK = {"masked": "mask", "spans": "sentinels", "pairs": "bos", "classify": "cls"}
+
+
+def _suited(tokenizer: Tokenizer, objective: str, place: Path) -> Tokenizer:
+    """The tokenizer, if it has the special tokens that the objective needs."""
+    role = CANNOT_LACK.get(objective)
+    has = tokenizer.sentinel_ids if role == "sentinels" else role is None or role in tokenizer.roles
+    if not has:
+        raise FileError(
+            f"the tokenizer in {place} has no {role}, which train.objective={objective!r} needs; "
+            f"leave out tokenizer.folder to train one"
+        )
+    return tokenizer
 
 
 def _specials(recipe: Recipe, train: Corpus) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,36 +14,52 @@ from monoblock.tasks import samples, texts
 from monoblock.tasks.ground import Ground, find_tokenizer
 from monoblock.tasks.recipe import Recipe
 
-KINDS = {"causal": "text", "masked": "text", "spans": "text", "pairs": "pairs", "label": "tagged"}
+# Objective -> the kinds of corpus it can use; a path is read as the first, arrays as images.
+KINDS = {
+    "causal": ("text",),
+    "masked": ("text",),
+    "spans": ("text",),
+    "pairs": ("pairs",),
+    "classify": ("labelled", "images"),
+    "label": ("tagged",),
+}
 
 
 def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder: Path | None = None) -> Ground:
     """Read the corpus and prepare training and evaluation."""
-    kind: Any = KINDS.get(recipe.train.objective)
-    load = partial(corpora.load, recipe.data.corpus, folder=data, kind=kind if _is_path(recipe) else None)
+    asked = recipe.train.objective
+    load = partial(corpora.load, recipe.data.corpus, folder=data, kind=_kind(recipe, data))
     train = load("train")
+    labels = train.labels()  # of all there is: a limit must not lose one
     if recipe.data.limit is not None:
         train = Corpus(train.name, train.kind, train.split, train.rows[: recipe.data.limit])
-    asked = recipe.train.objective
-    if train.kind != KINDS.get(asked, train.kind):
-        raise ConfigError(f"objective={asked!r} needs {KINDS[asked]}, but {train.name} is {train.kind}")
+    if train.kind not in KINDS[asked]:
+        raise ConfigError(
+            f"train.objective={asked!r} needs {' or '.join(KINDS[asked])}, but the corpus {train.name} is {train.kind}"
+        )
     try:
         valid: Corpus | None = load("valid")
     except FileError:
         valid = None
     if train.kind == "images":
-        return samples.images(recipe, train, valid)
+        return samples.images(recipe, train, valid, labels)
     tokenizer = find_tokenizer(recipe, train, folder)
-    build = {
+    build: dict[str, Callable[..., Ground]] = {
         "causal": texts.causal,
         "masked": texts.hidden,
         "spans": texts.hidden,
         "pairs": samples.pairs,
-        "classify": samples.classify,
-        "label": samples.label,
-    }[recipe.train.objective]
-    return build(recipe, context, tokenizer, train, valid)
+        "classify": partial(samples.classify, labels=labels),
+        "label": partial(samples.label, labels=labels),
+    }
+    return build[asked](recipe, context, tokenizer, train, valid)
 
 
-def _is_path(recipe: Recipe) -> bool:
-    return recipe.data.corpus not in corpora.CORPORA
+def _kind(recipe: Recipe, data: Path | None) -> Any:
+    """How a path is to be read; a named corpus knows it itself."""
+    if recipe.data.corpus in corpora.CORPORA:
+        return None
+    first, *others = KINDS[recipe.train.objective]
+    places = [Path(recipe.data.corpus), *([data / recipe.data.corpus] if data is not None else [])]
+    arrays = any(place.suffix == ".npz" or any(place.glob("*.npz")) for place in places)
+    return "images" if arrays and "images" in others else first

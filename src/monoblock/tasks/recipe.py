@@ -12,8 +12,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.families import bart, bert, gpt, llama, t5, vaswani, vit
@@ -30,7 +28,17 @@ FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "bart": bart,
     "vit": vit,
 }
+SECTIONS = ("data", "tokenizer", "model", "train", "generate")
 OBJECTIVES = ("causal", "masked", "spans", "pairs", "classify", "label")
+# Objective -> the kinds of model it trains, and what their head must be.
+TRAINS = {
+    "causal": (("decoder-only",), "language_model"),
+    "masked": (("encoder-only",), "masked_lm"),
+    "spans": (("encoder-decoder",), "language_model"),
+    "pairs": (("encoder-decoder",), "language_model"),
+    "classify": (("encoder-only", "vision"), "classifier"),
+    "label": (("encoder-only",), "tagger"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +75,7 @@ class TrainPart:
     tokens: int | None = None  # pairs: tokens in a batch instead, padding included
     accumulate: int = 1  # micro-batches in an update
     lr: float = 1e-3
-    schedule: str = "cosine"
+    schedule: Literal["noam", "constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: int = 100
     floor: float = 0.1  # the share of lr that is left at the end
     optimizer: Literal["adam", "adamw", "muon"] = "adamw"
@@ -130,8 +138,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check(self)
+        _check_named(self.model)
 
     def to_toml(self) -> str:
+        import tomli_w
+
         return tomli_w.dumps(_without_none(to_dict(self)))
 
 
@@ -183,10 +194,8 @@ def _override(data: dict[str, Any], word: str) -> None:
     section, dot, name = key.partition(".")
     if not equals or not dot:
         raise ConfigError(f"{word!r} is no override; write section.key=value, as in train.lr=3e-4")
-    if section not in ("data", "tokenizer", "model", "train", "generate"):
-        raise ConfigError(
-            f"{word!r}: a recipe has no section {section!r}{did_you_mean(section, Recipe.__annotations__)}"
-        )
+    if section not in SECTIONS:
+        raise ConfigError(f"{word!r}: a recipe has no section {section!r}{did_you_mean(section, SECTIONS)}")
     data.setdefault(section, {})[name] = _value(text)
 
 
@@ -204,19 +213,44 @@ def _value(text: str) -> Any:
 def model_config(recipe: Recipe, vocab: int | None, **data_sizes: Any) -> ModelConfig | RecurrentConfig:
     """The configuration a recipe asks for; vocab is the tokenizer's, `data_sizes` (classes, image …) the data's."""
     knobs = {**data_sizes, **recipe.model}
-    if "preset" in knobs and "family" in knobs:
-        raise ConfigError("[model] names both a preset and a family; keep one")
-    sized = {} if vocab is None else {"vocab": vocab}
+    if vocab is not None and isinstance(asked := knobs.setdefault("vocab", vocab), int) and asked < vocab:
+        raise ConfigError(f"model.vocab={asked} is less than the {vocab} tokens of the tokenizer; leave it out")
+    config = _config(recipe, knobs)
+    if isinstance(config, ModelConfig):
+        _check_trainable(recipe.train.objective, config)
+    return config
+
+
+def _check_named(model: Mapping[str, Any]) -> None:
+    """One preset or one family, and one that there is."""
+    if ("preset" in model) == ("family" in model):
+        raise ConfigError("[model] names either a preset or a family; write one of the two")
+    if "preset" in model:
+        preset(str(model["preset"]))
+        return
+    family, known = model["family"], ["lstm", *FAMILIES]
+    if family not in known:
+        raise ConfigError(f"model.family={family!r} is none of {', '.join(known)}{did_you_mean(str(family), known)}")
+
+
+def _config(recipe: Recipe, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
     if "preset" in knobs:
-        return vary(preset(str(knobs.pop("preset"))), **sized, **knobs)
-    family = knobs.pop("family", None)
+        return vary(preset(str(knobs.pop("preset"))), **knobs)
+    family = knobs.pop("family")
     if family == "lstm":
         kind = "encoder_decoder" if recipe.train.objective == "pairs" else "language_model"
-        return from_dict(RecurrentConfig, {"kind": kind, **sized, **knobs}, "model")
-    if family not in FAMILIES:
-        known = ["lstm", *FAMILIES]
-        raise ConfigError(f"[model] family={family!r} is none of {', '.join(known)}{did_you_mean(str(family), known)}")
+        return from_dict(RecurrentConfig, {"kind": kind, **knobs}, "model")
     try:
-        return FAMILIES[family](**sized, **knobs)
+        return FAMILIES[family](**knobs)
     except TypeError as problem:  # a size the family needs is missing
-        raise ConfigError(f"[model] family={family!r}: {str(problem).split(') ')[-1]}") from None
+        raise ConfigError(f"model.family={family!r}: {str(problem).split(') ')[-1]}") from None
+
+
+def _check_trainable(objective: str, config: ModelConfig) -> None:
+    families, head = TRAINS[objective]
+    has = config.head.kind if config.head is not None else "none"
+    if config.family not in families or has != head:
+        raise ConfigError(
+            f"train.objective={objective!r} trains {' or '.join(families)} models with the head {head!r}; "
+            f"this one is {config.family} with {has!r}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,19 +58,37 @@ def _in_order(
         yield Prepared(*prepare([samples[n] for n in chosen]), 0, chosen)
 
 
-def classify(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
-    labels = train.labels()
+def classify(
+    recipe: Recipe,
+    context: int | None,
+    tokenizer: Tokenizer,
+    train: Corpus,
+    valid: Corpus | None,
+    *,
+    labels: list[str],
+) -> Ground:
 
     def encode(text: str) -> list[int]:
         return [tokenizer.cls_id or 0, *tokenizer.encode(text)]
 
     held = None if valid is None else encode_labelled(valid.rows, encode, labels, longest=context)
     samples = encode_labelled(train.rows, encode, labels, longest=context)
-    return _labelled_ground(recipe, tokenizer, samples, held, labels, objectives.classified)
+    return _labelled_ground(recipe, tokenizer, samples, held, labels, _classified)
 
 
-def label(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
-    labels = train.labels()
+def _classified(rows: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:
+    return objectives.classified([{**row, "label": row["label"].item()} for row in rows], special)
+
+
+def label(
+    recipe: Recipe,
+    context: int | None,
+    tokenizer: Tokenizer,
+    train: Corpus,
+    valid: Corpus | None,
+    *,
+    labels: list[str],
+) -> Ground:
     encode = lambda word: tokenizer.encode(f" {word}")
     held = None if valid is None else encode_tagged(valid.rows, encode, labels, longest=context)
     samples = encode_tagged(train.rows, encode, labels, longest=context)
@@ -99,7 +117,7 @@ def _labelled_ground(
     )
 
 
-def images(recipe: Recipe, train: Corpus, valid: Corpus | None) -> Ground:
+def images(recipe: Recipe, train: Corpus, valid: Corpus | None, labels: list[str]) -> Ground:
     special, shape = Special(), train.rows[0].pixels.shape
 
     def prepared(rows: list[Any], epoch: int, numbers: list[int]) -> Prepared:
@@ -117,7 +135,7 @@ def images(recipe: Recipe, train: Corpus, valid: Corpus | None) -> Ground:
         fixed_plan(recipe, len(train)),
         lambda batch: prepared([train.rows[int(n)] for n in batch.samples], batch.epoch, batch.samples.tolist()),
         None if valid is None else evaluation,
-        sizes={"classes": len(train.labels()), "channels": shape[0], "image": shape[1]},
-        labels=train.labels(),
+        sizes={"classes": len(labels), "channels": shape[0], "image": shape[1]},
+        labels=labels,
         said=f"{len(train):,} images of {shape[1]}×{shape[2]} to train on",
     )

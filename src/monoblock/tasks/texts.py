@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from monoblock.data.batches import Batch
+from monoblock.config import ModelConfig, RecurrentConfig
+from monoblock.data import corpora
+from monoblock.data.batches import Batch, FixedPlan
 from monoblock.data.blocks import Blocks, Window, evaluation_blocks
 from monoblock.data.corpora import Corpus
 from monoblock.data.shards import Tokens
@@ -55,10 +58,24 @@ def _length(context: int | None) -> int:
     return context
 
 
-def _windows(tokens: Tokens, context: int, batch: int) -> Iterator[Prepared]:
+def test_ground(
+    recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
+) -> Ground:
+    """The test split to be evaluated, in blocks or in windows that move on by `stride`."""
+    tokens = _tokens(corpora.load(recipe.data.corpus, "test", folder=data), tokenizer)
+    context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
+    windows = partial(_windows, tokens, _length(context), recipe.train.batch, stride)
+    return Ground(tokenizer, special_of(tokenizer), FixedPlan(1, 1, 0), _nothing, windows)
+
+
+def _nothing(batch: Batch) -> Prepared:
+    raise AssertionError("a test split is not trained on")
+
+
+def _windows(tokens: Tokens, context: int, batch: int, stride: int | None = None) -> Iterator[Prepared]:
     """The whole split, every token asked once."""
     waiting: list[Window] = []
-    for window in evaluation_blocks(tokens, context):
+    for window in evaluation_blocks(tokens, context, stride):
         if waiting and (len(waiting) == batch or len(window.ids) != len(waiting[0].ids)):
             yield _window_batch(waiting)
             waiting = []
@@ -89,7 +106,10 @@ def hidden(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Cor
         return Prepared(*made, epoch, list(samples))
 
     blocks = Blocks(_tokens(train, tokenizer), context)
-    held = None if valid is None else Blocks(_tokens(valid, tokenizer), context)
+    held = None
+    if valid is not None:
+        tokens = _tokens(valid, tokenizer)
+        held = Blocks(tokens, min(context, max(1, len(tokens) - 1)))  # a short validation text is one shorter block
 
     def evaluation() -> Iterator[Prepared]:
         assert held is not None

@@ -52,6 +52,7 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise FileError(f"{given} holds no tokenizer: {missing}")
     data = _json(path, LARGEST)
     try:
+        data["model"] = _typed(data.get("model"))
         check(data)
     except _Bad as problem:
         raise FileError(f"{path} cannot be used: {problem}") from None
@@ -79,11 +80,18 @@ def _json(path: Path, largest: int) -> dict[str, Any]:
     return data
 
 
-def check(data: Mapping[str, Any]) -> None:
-    """Raise unless everything the library would run or allocate is of a known kind and size."""
-    model = data.get("model")
+def _typed(model: Any) -> dict[str, Any]:
+    """The model with its type, which early files (GPT-2's) leave to be guessed, and with no "" for no token."""
     if not isinstance(model, Mapping):
         raise _Bad("it has no model")
+    guess = "BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else "WordLevel"
+    guess = "WordPiece" if "max_input_chars_per_word" in model else guess
+    return {"type": guess, **model} | ({"unk_token": None} if model.get("unk_token") == "" else {})
+
+
+def check(data: Mapping[str, Any]) -> None:
+    """Raise unless everything the library would run or allocate is of a known kind and size."""
+    model = data["model"]
     for section in TYPES:
         if data.get(section) is not None:
             _check_part(section, data[section], depth=0)
@@ -95,7 +103,6 @@ def check(data: Mapping[str, Any]) -> None:
 def _check_part(section: str, part: Any, depth: int) -> int:
     """Raise unless a part and all it is made of is known; the number of parts."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    # A model written by an early version names no type.
     if not isinstance(kind, str) or kind not in TYPES[section].split():
         raise _Bad(f"its {section} is of a kind we do not run, {kind!r:.40}")
     _check_pattern(section, part)
@@ -124,8 +131,15 @@ def _check_pattern(section: str, part: Mapping[str, Any]) -> None:
         longest = 1 if regex is not None else len(string) if isinstance(string, str) else 0
         if not isinstance(content, str) or len(content) > longest:
             raise _Bad(f"its {section} replaces {string!r:.20} by something longer")
+    # The library panics when there is nothing to strip the end of.
+    if section == "decoder" and part["type"] == "Strip" and not _strips_front(part):
+        raise _Bad("its decoder strips more than 8 characters, or from the end")
     if part["type"] == "Prepend" and not (isinstance(part.get("prepend"), str) and len(part["prepend"]) <= 8):
         raise _Bad(f"its {section} prepends more than 8 characters")
+
+
+def _strips_front(part: Mapping[str, Any]) -> bool:
+    return part.get("start") in range(9) and part.get("stop") == 0
 
 
 def _check_template(part: Mapping[str, Any]) -> None:

@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from monoblock.errors import FileError
+from monoblock.training.checkpoint import problem_with
+
 
 class Average:
     """weight = decay * weight + (1 - decay) * the model's, after every update; young averages trust the model more."""
@@ -53,6 +56,9 @@ def mean_of(places: Sequence[Path]) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
     kinds: dict[str, torch.dtype] = {}
     for place in places:
+        problem = problem_with(place)
+        if problem is not None:
+            raise FileError(f"{problem}; the checkpoints cannot be averaged")
         for name, tensor in load_file(place / "model.safetensors").items():
             kinds[name] = tensor.dtype
             sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,16 @@ def reached(point: str) -> None:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, state: State, *, keep: int = 3, best: int | None = None) -> Path:
-    """Write a checkpoint, make it `latest`, then drop all but the last `keep` and the best."""
+def save(folder: Path, state: State, *, keep: int = 3, best: int | None = None, every: int = 0) -> Path:
+    """Write a checkpoint, make it `latest`, then drop all but the last `keep` and the best.
+
+    One of a step between two multiples of `every` was left by an interruption and goes, too: what stays is then what a
+    run never stopped would have.
+    """
     place, beside = folder / f"step-{state.step}", folder / f"step-{state.step}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _bring_back(folder)
         shutil.rmtree(beside, ignore_errors=True)
         reached("make")
         beside.mkdir()
@@ -57,11 +63,14 @@ def save(folder: Path, state: State, *, keep: int = 3, best: int | None = None) 
         _put(beside, place)
         reached("latest")
         _write(folder / f"{LATEST}.tmp", place.name.encode())
+        reached("name")
         os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
         _sync(folder)
         reached("prune")
-        _prune(folder, keep, {state.step, best})
+        _prune(folder, state.step, keep, best, every)
     except OSError as problem:
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        _bring_back(folder)
         raise FileError(
             f"the checkpoint of step {state.step} cannot be written to {folder}: {problem.strerror or problem}; "
             f"earlier checkpoints are untouched"
@@ -115,15 +124,28 @@ def _put(beside: Path, place: Path) -> None:
     shutil.rmtree(stale, ignore_errors=True)
 
 
+def _bring_back(folder: Path) -> None:
+    """A save that ended between its two renames has left a checkpoint moved aside: it goes back to its place."""
+    for stale in folder.glob("step-*.stale"):
+        if not stale.with_suffix("").exists():
+            with suppress(OSError):
+                os.rename(stale, stale.with_suffix(""))
+
+
 def _described(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _prune(folder: Path, keep: int, never: set[int | None]) -> None:
-    for step in steps(folder)[:-keep] if keep else []:
-        if step not in never:
+def _prune(folder: Path, last: int, keep: int, best: int | None, every: int) -> None:
+    """Later steps than the last are damaged, or training would have gone on from them: they do not count as kept."""
+    earlier = [step for step in steps(folder) if step <= last]
+    lasting = [step for step in earlier if step == last or not every or step % every == 0]
+    for step in earlier:
+        if step not in lasting[-keep:] and step != best:  # keep=0: all that last
             shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
+    for unfinished in [*folder.glob("step-*.tmp"), *folder.glob("step-*.stale")]:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -142,6 +164,10 @@ def problem_with(place: Path) -> str | None:
             return f"{place / MANIFEST} is too large"
         manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, dict[str, Any]] = manifest["files"]
+        if FACTS not in files:
+            return f"{place / MANIFEST} does not name {FACTS}"
+        if manifest["step"] != _step(place):
+            return f"{place / MANIFEST} is of step {manifest['step']}"
         for name, wanted in files.items():
             if Path(name).name != name:
                 return f"{place / MANIFEST} names a file outside its folder"
@@ -156,14 +182,10 @@ def problem_with(place: Path) -> str | None:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that can be trusted, and what had to be passed over to find it."""
-    named = folder / LATEST
-    first = named.read_text(encoding="utf-8").strip() if named.is_file() else ""
-    order = [f"step-{step}" for step in reversed(steps(folder))]
-    if first in order:  # one that was finished but not yet named is as good: training reached it
-        newer = order[: order.index(first)]
-        order = [*newer, first, *order[order.index(first) + 1 :]]
-    passed_over: list[str] = []
-    for name in order:
+    _bring_back(folder)
+    names = [f"step-{step}" for step in reversed(steps(folder))]
+    passed_over = _astray(folder / LATEST, names)
+    for name in names:  # one that was finished but is not yet `latest` is as good: training reached it
         problem = problem_with(folder / name)
         if problem is None:
             return folder / name, passed_over
@@ -171,11 +193,27 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
+def _astray(latest: Path, names: list[str]) -> list[str]:
+    """What is wrong with `latest`: it is read for this alone, because a lost checkpoint shows nowhere else."""
+    try:
+        name = latest.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:  # a first save that ended before it was named
+        return []
+    except (OSError, ValueError):
+        return [f"{latest} cannot be read"]
+    return [] if name in names else [f"{latest} names {name[:80]!r}, which is not there"]
+
+
 def load(place: Path) -> State:
-    """Read a checkpoint that `problem_with` has nothing against."""
+    """Read a checkpoint that `problem_with` has nothing against; what its manifest does not name is left alone."""
+    files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
     facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
     try:
-        tensors = {path.stem: load_file(path) for path in sorted(place.glob("*.safetensors"))}
+        tensors = {Path(name).stem: load_file(place / name) for name in files if name.endswith(".safetensors")}
     except SafetensorError as problem:
         raise FileError(f"{place} cannot be read: {problem}") from None
-    return State(step=int(place.name.removeprefix("step-")), tensors=tensors, facts=facts)
+    return State(step=_step(place), tensors=tensors, facts=facts)
+
+
+def _step(place: Path) -> int:
+    return int(place.name.removeprefix("step-"))

@@ -15,7 +15,9 @@ IGNORE = -100
 
 def generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """The random numbers of one sample in one epoch."""
-    return np.random.Generator(np.random.Philox(key=[seed & (2**64 - 1), (epoch << 40) ^ sample]))
+    # As a plain list a large seed would become a float and lose its lower bits.
+    key = np.array([seed & (2**64 - 1), (epoch << 40) ^ sample], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def mask_tokens(

@@ -214,7 +214,8 @@ class Trainer:
         return checkpoint.State(self.step, tensors, facts)
 
     def _save(self) -> Saved:
-        place = checkpoint.save(self.folder, self.state(), keep=self.plan.keep, best=self.best["step"])
+        plan, best = self.plan, self.best["step"]
+        place = checkpoint.save(self.folder, self.state(), keep=plan.keep, best=best, every=plan.save_every)
         return Saved(self.step, place)
 
     def _resume(self) -> Iterator[Event]:
@@ -222,7 +223,7 @@ class Trainer:
         for problem in passed_over:
             yield Warned(f"passed over a checkpoint: {problem}")
         if place is None:
-            raise FileError(f"there is no checkpoint to resume from in {self.folder}; leave out --resume to start anew")
+            raise FileError(f"no checkpoint in {self.folder} is whole; start a new run with --out")
         state = checkpoint.load(place)
         self._same(state.facts["identity"])
         yield from self._restore(state)
@@ -254,7 +255,7 @@ class Trainer:
 
     def _roll_back(self) -> Iterator[Event]:
         """The weights of the last checkpoint, the data from here on: what was bad is not met again."""
-        place, _ = checkpoint.newest(self.folder)
+        place = self._before_it_went_bad()
         if place is None:
             raise FileError(
                 f"{self.guard.patience} bad updates in a row and no checkpoint to go back to; lower train.lr"
@@ -266,3 +267,9 @@ class Trainer:
         yield Warned(
             f"{self.guard.patience} bad updates in a row: back to the weights of {place.name}, on with new data"
         )
+
+    def _before_it_went_bad(self) -> Path | None:
+        """The newest checkpoint that was not saved amid bad updates: those hold the weights that made them."""
+        places = [self.folder / f"step-{step}" for step in reversed(checkpoint.steps(self.folder))]
+        whole = (place for place in places if checkpoint.problem_with(place) is None)
+        return next((p for p in whole if not checkpoint.load(p).facts["guard"]["bad_in_a_row"]), None)

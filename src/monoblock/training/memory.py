@@ -31,6 +31,8 @@ def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping
         weight: optimizer for optimizer in optimizers.each for g in optimizer.param_groups for weight in g["params"]
     }
     weights = dict(model.named_parameters())
+    for optimizer in optimizers.each:
+        optimizer.state.clear()  # a weight without a state then has none now
     for name, tensor in tensors.items():
         weight_name, key = name.rsplit("/", 1)
         if weight_name not in weights or weights[weight_name] not in owners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,25 @@ class Metrics:
         """Forget what was written after `step`: the run goes on from there."""
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+        kept = [line for line in _lines(self.path) if _step(line) <= step]
         beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(beside, self.path)
+        try:
+            beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(beside, self.path)
+        except OSError as problem:
+            raise self._unwritable(problem) from None
 
     def write(self, event: Event) -> None:
         if not isinstance(event, Stepped | Evaluated | Skipped):
             return
-        if self.file is None:
-            self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run)
         line = event.line()
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        try:
+            if self.file is None:
+                self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run)
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as problem:
+            raise self._unwritable(problem) from None
         if self.writer is not None:
             for key, value in line.items():
                 if isinstance(value, int | float) and key != "step":
@@ -52,7 +59,16 @@ class Metrics:
     def close(self) -> None:
         for one in (self.file, self.writer):
             if one is not None:
-                one.close()
+                with suppress(OSError):  # what could not be written has been said
+                    one.close()
+
+    def _unwritable(self, problem: OSError) -> FileError:
+        return FileError(f"{self.path} cannot be written: {problem.strerror or problem}")
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file that may have suffered; a byte that is no text makes a line that is no JSON."""
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _step(line: str) -> float:
@@ -68,4 +84,4 @@ def read(folder: Path) -> list[dict[str, Any]]:
     path = folder / FILE
     if not path.is_file():
         raise FileError(f"{folder} has no {FILE}; has it been trained?")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < float("inf")]
+    return [json.loads(line) for line in _lines(path) if _step(line) < float("inf")]

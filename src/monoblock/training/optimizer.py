@@ -15,15 +15,16 @@ KINDS = ("adam", "adamw", "muon")
 
 def decays(name: str, weight: Tensor) -> bool:
     """Whether a weight is decayed: matrices inside blocks and heads, not tables, norms or biases."""
-    return weight.dim() >= 2 and not any(part in name for part in ("token", "position", "segment"))
+    table = name == "input.weight" or any(part in name for part in ("token", "position", "segment"))
+    return weight.dim() >= 2 and not table and not name.endswith("bias")  # experts' biases have two axes
 
 
 def in_a_block(name: str, weight: Tensor) -> bool:
-    """Whether Muon takes it: a matrix of attention, feed-forward or a recurrent layer."""
+    """Whether Muon takes it: a matrix of attention or feed-forward, of one network or of many experts."""
     return (
         weight.dim() >= 2
         and any(part in name for part in (".attention.", ".cross.", ".feedforward."))
-        and ("position_bias" not in name and "router" not in name)
+        and not (name.endswith("bias") or "position_bias" in name or "router" in name)
     )
 
 

@@ -1,0 +1,111 @@
+"""Train recipes with several seeds and write the table of what they reached: loss, time, device.
+
+    python benchmarks/quality.py shakespeare-char --seeds 1 2 3 --data DIR --out table.md
+    python benchmarks/quality.py shakespeare-cpu train.lr=2e-3
+
+The loss is the exact mean over the whole validation split, every token asked once with the context of its block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from monoblock.accounting.report import account
+from monoblock.data import corpora
+from monoblock.tasks.ground import evaluate
+from monoblock.tasks.recipe import read
+from monoblock.tasks.run import prepare
+from monoblock.tasks.texts import test_ground
+from monoblock.training.events import Evaluated, Stepped
+
+
+def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) -> dict[str, object]:
+    recipe = read(recipe_name, [*overrides, f"train.seed={seed}"])
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
+        run = prepare(recipe, Path(folder) / "run", data=data)
+        laid = time.perf_counter()
+        stepping, curve = 0.0, []
+        for event in run.events():
+            if isinstance(event, Stepped):
+                stepping += event.seconds
+            if isinstance(event, Evaluated):
+                curve.append([event.step, round(event.metrics["val_loss"], 4)])
+        ended = time.perf_counter()
+        figures = run.measure()
+        found: dict[str, object] = {
+            "recipe": recipe.name,
+            "overrides": overrides,
+            "seed": seed,
+            "parameters": account(run.model.config).parameters,
+            "val_loss": figures["val_loss"],
+            "best": min([loss for _, loss in curve], default=None),
+            "curve": curve,
+            "tokens": run.trainer.tokens,
+            "training_seconds": stepping,
+            "wall_seconds": ended - laid,
+            "preparing_seconds": laid - begun,
+        }
+        if recipe.train.objective == "causal" and "test" in getattr(
+            corpora.CORPORA.get(recipe.data.corpus), "splits", {}
+        ):
+            found["test"] = test(run, recipe, data)
+    return found
+
+
+def test(run: object, recipe: object, data: Path | None) -> dict[str, float]:
+    """Perplexity on the test split, in blocks and with a sliding window that gives every token half a context."""
+    out = {}
+    for name, stride in (("blocks", None), ("sliding", 32)):
+        ground = test_ground(recipe, run.model.config, run.ground.tokenizer, data, stride)  # type: ignore[attr-defined]
+        choice = run.trainer.choice  # type: ignore[attr-defined]
+        with choice.computing():
+            found = evaluate(run.model, ground, run.trainer.loss.plain(), choice.device)  # type: ignore[attr-defined]
+        out[name] = math.exp(found["val_loss"])
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="shakespeare-cpu")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    if given.smoke:
+        given.recipe, given.overrides = (
+            "gpt-tiny",
+            ["train.steps=2", "model.width=24", "model.heads=3", "model.context=32"],
+        )
+    rows = [train(given.recipe, given.overrides, seed, given.data) for seed in given.seeds]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    lines = [f"{given.recipe} {' '.join(given.overrides)} on {device}, torch {torch.__version__}", ""]
+    lines += [
+        "| seed | parameters | validation loss | tokens | training s | wall s | test |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        tested = json.dumps({k: round(v, 2) for k, v in row["test"].items()}) if "test" in row else ""  # type: ignore[attr-defined]
+        numbers = (
+            f"{row['val_loss']:.4f} | {row['tokens']:,} | {row['training_seconds']:.1f} | {row['wall_seconds']:.1f}"
+        )
+        lines.append(f"| {row['seed']} | {row['parameters']:,} | {numbers} | {tested} |")
+    print("\n".join(lines))
+    for row in rows:
+        print(json.dumps(row))
+    if given.out:
+        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
