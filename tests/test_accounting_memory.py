@@ -6,16 +6,29 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support import pixels, tokens
 
+from monoblock import attention
 from monoblock.accounting.activations import block_held
 from monoblock.accounting.flops import Sizes
+from monoblock.accounting.held import FLEX_FROM
 from monoblock.accounting.memory import attention_matrix_bytes, held_bytes, stored_bytes
 from monoblock.accounting.report import account
-from monoblock.config import AttentionConfig, BlockConfig, ExpertsConfig, FeedForwardConfig, RecurrentConfig
+from monoblock.config import (
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    ExpertsConfig,
+    FeedForwardConfig,
+    NormConfig,
+    RecurrentConfig,
+)
 from monoblock.errors import ConfigError
-from monoblock.families import gpt, llama, t5, vaswani
+from monoblock.families import bert, gpt, llama, t5, vaswani
+from monoblock.feedforward import ACTIVATIONS
+from monoblock.knobs import rebuild, vary
 from monoblock.model import Transformer
-from monoblock.presets import PRESETS, preset
+from monoblock.presets import PRESETS, preset, tiny
 
 SMALL = {"vocab": 53, "width": 30, "depth": 2, "heads": 3, "context": 29}
 
@@ -76,13 +89,14 @@ def test_seven_numbers_take_whole_bytes(dtype, expected):
 
 
 def kept_bytes(run, *modules):
-    """Bytes of all tensors that autograd holds on to while `run` runs, parameters left out, shared storage once."""
+    """Bytes of all tensors that autograd holds on to while `run` runs, shared storage once; no parameters, no ids."""
     own = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
     held = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.is_floating_point():
+        ids = tensor.dtype == torch.long and tensor.dim() == 2 and tensor.shape[0] <= 2  # tokens, places, segments
+        if storage.data_ptr() not in own and not ids:
             held[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
         return tensor
 
@@ -135,9 +149,9 @@ def test_a_gpt_holds_what_autograd_holds_and_its_logits():
         return logits, F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     expected, (logits, _) = kept_bytes(run, model)
-    total_weight = 4  # the loss remembers the number of tokens
+    remembered = 4 + 8 * 2 * 13  # by the loss: the number of tokens, and which they are
     found = account(config).training_bytes(2, 13, "fp32", fused=True)
-    assert found.activations == expected - total_weight + logits.untyped_storage().nbytes()
+    assert found.activations == expected - remembered + logits.untyped_storage().nbytes()
 
 
 def test_a_model_keeps_one_attention_matrix_a_block_unless_fused():
@@ -164,12 +178,14 @@ def test_checkpointing_keeps_the_input_of_each_block_and_one_block_whole():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_fusing_and_checkpointing_each_save_memory_in_every_preset(name):
+def test_checkpointing_and_where_there_is_a_kernel_fusing_save_memory_in_every_preset(name):
     found = account(name)
-    lengths = {"batch": 2} if found.family == "vision" else {"batch": 2, "length": 128}
-    total = {(f, c): found.training_bytes(**lengths, fused=f, checkpointing=c).total for f in (0, 1) for c in (0, 1)}
-    assert total[1, 1] < total[1, 0] < total[0, 0]
-    assert total[1, 1] < total[0, 1] < total[0, 0]
+    total = {(f, c): found.training_bytes(2, fused=f, checkpointing=c).total for f in (0, 1) for c in (0, 1)}
+    assert total[1, 1] < total[1, 0]
+    assert total[0, 1] < total[0, 0]
+    if all(block.attention.softcap is None for stack in found.config.stacks.values() for block in stack.layers()):
+        assert total[1, 0] < total[0, 0]
+        assert total[1, 1] < total[0, 1]
 
 
 def test_dropout_keeps_its_masks():
@@ -188,7 +204,176 @@ def test_experts_hold_the_tokens_sent_to_them():
     one = replace(block, feedforward=FeedForwardConfig(hidden=17))
     size = Sizes(2, 13, 13)
     more = block_held(block, size, 13).numbers - block_held(one, size, 13).numbers
-    assert more == 26 * (2 * (30 + 2 * 17) + 5)
+    routing = 30 + 5 + 3 + 1  # what the router reads, its scores, the best of them and their sum
+    assert more == 26 * (2 * (30 + 2 * 17) + routing + 3 * (2 * 30 + 1))
+
+
+# -- whole models, against what autograd keeps ------------------------------------------------------------------------
+
+
+class Attending(torch.autograd.Function):
+    """A fused kernel that keeps no more than it needs: what it read, what it gave, and the logarithms of the sums."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, out):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)  # as torch does, anew in each block
+        ctx.save_for_backward(q, k, v, mask, out, out.new_empty(q.shape[:3]))
+        return out
+
+
+def attending(q, k, v, attn_mask=None, **_):
+    B, H, T, _ = q.shape
+    out = torch.empty(B, H, T, v.shape[-1]) if q.is_contiguous() else torch.empty(B, T, H, v.shape[-1]).transpose(1, 2)
+    return Attending.apply(q, k, v, attn_mask, out)
+
+
+class Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+
+class Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.empty(x.shape, dtype=torch.bool))
+        return torch.empty_like(x)
+
+
+@pytest.fixture
+def sparing(monkeypatch):
+    """Kernels as a GPU has them in the place of the CPU's, which keep more."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attending)
+    monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight=None, eps=None: Normed.apply(x, weight))
+    monkeypatch.setattr(F, "dropout", lambda x, p=0.5, training=True: Dropped.apply(x) if p and training else x)
+
+
+def accounted(config, **options):
+    """What the account says of a pass without its loss, which keeps the logits and as many numbers in fp32."""
+    lengths = {} if config.family == "vision" else {"length": 89 if config.family == "encoder-decoder" else 101}
+    if config.family == "encoder-decoder":
+        lengths["target_length"] = 101
+    found = account(config).training_bytes(2, dtype="fp32", **lengths, **options)
+    return found.activations + found.attention_matrices
+
+
+def measured(config):
+    """What autograd keeps in the same pass, and of that the part of a loss that the account counts besides."""
+    model = Transformer(config).train()
+    inputs = [tokens(2, 101)]
+    if config.family == "vision":
+        inputs = [pixels(config, 2)]
+    elif config.family == "encoder-decoder":
+        inputs = [tokens(2, 89), tokens(2, 101)]
+    kept, out = kept_bytes(lambda: model(*inputs), model)
+    loss = 8 * out.numel() if config.head is not None and config.head.kind != "pooled" else 0
+    return kept + loss
+
+
+def text(name):
+    """A preset at toy size, for texts of 101 tokens."""
+    return tiny(name) if tiny(name).family == "vision" else vary(tiny(name), context=128)
+
+
+def edited(config, **fields):
+    """A configuration with other fields of its attentions, feed-forwards, blocks, inputs or head."""
+
+    def edit(part, values):
+        if type(part).__name__ in fields:
+            values.update(fields[type(part).__name__])
+
+    return rebuild(config, edit)
+
+
+GPT, LLAMA, MIXTRAL = text("gpt2"), text("llama3-8b"), text("mixtral-8x7b")
+BERT = vary(bert(vocab=61, width=30, depth=2, heads=3, context=128), hidden=17)
+PER_HEAD = {"qk_norm": NormConfig(), "qk_norm_over": "each_head"}
+UNUSUAL = {
+    "sinks": edited(GPT, AttentionConfig={"sinks": True}),
+    "sinks on grouped heads": edited(LLAMA, AttentionConfig={"sinks": True}),
+    "sinks that see everything": edited(BERT, AttentionConfig={"sinks": True}),
+    "softcap": vary(GPT, softcap=5.0),
+    "softcap that sees everything": vary(BERT, softcap=5.0),
+    "softcap with dropout": vary(GPT, softcap=5.0, attention_dropout=0.1),
+    "softcap on a learned bias": vary(GPT, softcap=5.0, positions="buckets"),
+    "a prefix": vary(GPT, mask="prefix"),
+    "a window no smaller than the text": vary(GPT, window=101),
+    "a window with global tokens": edited(GPT, AttentionConfig={"window": 107, "global_tokens": True}),
+    "a window for each side": vary(BERT, window=5),
+    "ALiBi": vary(GPT, positions="alibi"),
+    "ALiBi in a window": vary(GPT, positions="alibi", window=5),
+    "ALiBi on both sides": vary(BERT, positions="alibi"),
+    "buckets": vary(GPT, positions="buckets"),
+    "buckets of each block": edited(GPT, AttentionConfig={"positions": Buckets(shared=False)}),
+    "QK norm of each head": edited(GPT, AttentionConfig=PER_HEAD),
+    "QK norm over the width": edited(LLAMA, AttentionConfig={"qk_norm": NormConfig(), "qk_norm_over": "width"}),
+    "clipped": edited(GPT, AttentionConfig={"clip": 3.0}),
+    "values of another size": vary(GPT, value_dim=7),
+    "layer scale": edited(GPT, BlockConfig={"layer_scale": 0.1}),
+    "dropout": vary(GPT, dropout=0.1),
+    "dropout behind relu": vary(GPT, dropout=0.1, activation="relu"),
+    "experts that drop": vary(MIXTRAL, dropout=0.1),
+    "clamped gates": edited(LLAMA, FeedForwardConfig={"clamp": 7.0}),
+    "unrenormalised experts": edited(MIXTRAL, ExpertsConfig={"router": "softmax"}),
+    "experts chosen first": edited(MIXTRAL, ExpertsConfig={"router": "top_k_softmax"}),
+    "experts of one matrix": vary(GPT, experts=5),
+    "a factorised embedding": edited(BERT, EmbeddingConfig={"dim": 7, "norm": NormConfig(), "dropout": 0.1}),
+    "projected first": edited(BERT, EmbeddingConfig={"dim": 7, "projection": "first", "dropout": 0.1}),
+    "a masked language model": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="masked_lm"),
+    "a classifier": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="classifier"),
+    "a classifier that drops": edited(
+        bert(vocab=61, width=30, depth=1, heads=3, context=128, head="classifier"), HeadConfig={"dropout": 0.1}
+    ),
+    "a classifier of the mean": edited(
+        bert(vocab=61, width=30, depth=1, heads=3, context=128, head="classifier"), HeadConfig={"pooling": "mean"}
+    ),
+    "tags": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="tagger", classes=5),
+    "spans": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="spans"),
+    "no head": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="none"),
+    "a vector of length one": edited(BERT, HeadConfig={"normalize": True}),
+    "a mean of length one": edited(BERT, HeadConfig={"normalize": True, "pooler": "none", "pooling": "mean"}),
+    "registers": edited(tiny("vit-b16"), PatchConfig={"registers": 3}),
+    **{f"{word}": vary(GPT, activation=word) for word in ACTIVATIONS},
+    **{f"{word}, gated": vary(GPT, activation=word, gated=True) for word in ACTIVATIONS},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_holds_what_autograd_holds_for_sparing_kernels(name, sparing):
+    assert accounted(text(name)) == measured(text(name))
+
+
+@pytest.mark.parametrize("config", UNUSUAL.values(), ids=list(UNUSUAL))
+def test_an_unusual_model_holds_what_autograd_holds_for_sparing_kernels(config, sparing):
+    assert accounted(config) == measured(config)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("vaswani")])
+def test_a_cpu_keeps_no_less_than_the_account_and_at_most_half_as_much_again(name):
+    """More are the normed numbers of rms_norm, and T5's attention weights, because its bias is learned."""
+    assert accounted(text(name)) <= measured(text(name)) <= 1.5 * accounted(text(name))
+
+
+def test_a_cpu_keeps_attention_weights_where_they_are_dropped():
+    """The Transformer of 2017 drops attention weights: there a CPU takes the plain way, and masks of four bytes."""
+    kept = measured(text("vaswani-base"))
+    assert accounted(text("vaswani-base")) < kept
+    assert accounted(text("vaswani-base"), fused=False) < kept < 1.5 * accounted(text("vaswani-base"), fused=False)
+
+
+@pytest.mark.parametrize("config", [UNUSUAL["sinks"], UNUSUAL["softcap"]], ids=["sinks", "softcap"])
+def test_what_no_kernel_computes_is_never_fused(config):
+    found = account(config)
+    assert found.training_bytes(2, 101, fused=True) == found.training_bytes(2, 101, fused=False)
+
+
+def test_long_windows_are_left_to_flexattention_which_keeps_no_mask():
+    found = account(vary(GPT, window=5, context=1024))
+    assert FLEX_FROM == attention.FLEX_FROM
+    assert found.training_bytes(2, FLEX_FROM - 1).attention_matrices == 2 * 2 * (FLEX_FROM - 1) ** 2
+    assert found.training_bytes(2, FLEX_FROM).attention_matrices == 0
 
 
 # -- keys and values -------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from monoblock.accounting.report import account
 from monoblock.config import (
@@ -87,6 +86,7 @@ MASKED = HeadConfig(kind="masked_lm", transform="gelu", norm=NormConfig(), bias=
 UNUSUAL = {
     "weights used again in every layer": model(depth=5, tied=True),
     "a factorised embedding": model(source=FACTORISED),
+    "a factorised embedding, projected first": model(source=replace(FACTORISED, projection="first")),
     "a factorised embedding without projection bias": model(source=replace(FACTORISED, projection_bias=False)),
     "ALBERT": model(depth=3, tied=True, source=FACTORISED, head=MASKED, tie="output"),
     "a transform to an untied output": model(source=FACTORISED, head=MASKED),
@@ -113,6 +113,21 @@ UNUSUAL = {
 @pytest.mark.parametrize("config", UNUSUAL.values(), ids=list(UNUSUAL))
 def test_an_unusual_model_has_the_count_of_its_closed_form(config):
     assert account(config).parameters == built(config)
+
+
+def test_norms_inside_blocks_and_the_norm_after_them_have_names_of_their_own():
+    """`decoder.norm` is what the weight of that name is: the norm after the last block."""
+    config = gpt(vocab=53, width=30, depth=7, heads=3, context=29)
+    counts, weights = account(config).components, Transformer(config).state_dict()
+    assert counts["decoder.norm"] == sum(w.numel() for name, w in weights.items() if name.startswith("decoder.norm."))
+    assert counts["decoder.block_norms"] == 7 * 2 * 2 * 30
+
+
+def test_a_stack_of_a_hundred_thousand_blocks_is_accounted_for_at_once():
+    deep = account(gpt(vocab=53, width=30, depth=100_000, heads=3, context=29))
+    assert deep.components["decoder.block_norms"] == 100_000 * 2 * 2 * 30
+    assert deep.training_bytes(1, 17).activations > 0
+    assert deep.flops(1, 17).forward > 0
 
 
 norms = st.sampled_from([NormConfig(), RMS, BARE, NormConfig(affine="scale")])

@@ -254,7 +254,9 @@ def test_an_existing_run_is_left_alone(desk, capsys):
     before = {path: path.read_bytes() for path in (desk / "runs").rglob("*") if path.is_file()}
     capsys.readouterr()
     assert run(["train", "toy.toml"]) == 2
-    assert capsys.readouterr().err == "error: runs/toy is there already; go on with --resume, or name another with --out\n"
+    assert (
+        capsys.readouterr().err == "error: runs/toy is there already; go on with --resume, or name another with --out\n"
+    )
     assert {path: path.read_bytes() for path in (desk / "runs").rglob("*") if path.is_file()} == before
 
 

@@ -113,6 +113,48 @@ def test_a_head_bert_does_not_have_is_refused_in_one_line():
         bert(**SIZES, context=37, head="masked-lm")
 
 
+MAKE = {"gpt": gpt, "llama": llama, "bert": bert, "vaswani": vaswani, "t5": t5, "bart": bart, "vit": vit}
+NEEDED = {"vit": {"image": 6, "patch": 2, "width": 12, "depth": 2, "heads": 3, "classes": 7}}
+
+
+@pytest.mark.parametrize("name", ["llama", "vaswani", "t5", "bart", "vit"])
+def test_a_hidden_size_of_zero_is_refused_and_not_replaced(name):
+    with pytest.raises(ConfigError, match="hidden=0 is too small"):
+        MAKE[name](**NEEDED.get(name, SIZES | {"context": 37}), hidden=0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("width", ["12", None, 0, 12.0])
+def test_a_width_that_is_no_number_is_blamed_itself(name, width):
+    with pytest.raises(ConfigError, match=r"^width="):
+        MAKE[name](**NEEDED.get(name, SIZES | {"context": 37}) | {"width": width})
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"head": "classifier", "classes": 0}, "classes=0 is too small"),
+        ({"head": "tagger", "classes": "5"}, "classes='5' cannot be"),
+        ({"head": "pooled", "classes": 7}, "classes=7 goes with a classifier or tagger, not with head='pooled'"),
+        ({"head": "none", "classes": 7}, "classes=7 goes with a classifier or tagger"),
+        ({"head": None}, "head=None is none of pooled"),
+    ],
+)
+def test_bert_refuses_classes_and_heads_that_cannot_be(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        bert(**SIZES, context=37, **asked)
+
+
+def test_bert_knows_two_classes_where_nothing_is_said():
+    assert bert(**SIZES, context=37, head="classifier").head.classes == 2
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_size_left_out_is_named_by_python_as_for_any_function(name):
+    with pytest.raises(TypeError, match=r"missing .* required keyword-only argument.*'(vocab|image)'"):
+        MAKE[name]()
+
+
 def test_blocks_take_turns_in_a_stack():
     one, two = blocks(gpt(**SIZES, context=37))[0], blocks(llama(**SIZES, context=37))[0]
     assert list(stack(5, one, two).layers()) == [one, two, one, two, one]

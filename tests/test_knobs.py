@@ -12,6 +12,7 @@ from monoblock.families import bert, gpt, llama, t5, vaswani, vit
 from monoblock.knobs import KNOBS, POSITIONS, deepen, rebuild, vary
 from monoblock.model import Transformer
 from monoblock.presets import tiny
+from monoblock.schema import nearest_divisor
 
 GPT = gpt(vocab=11, width=12, depth=4, heads=3, context=13)
 LLAMA = llama(vocab=11, width=12, depth=4, heads=3, hidden=7, context=13)
@@ -140,6 +141,17 @@ def test_every_norm_changes_its_kind_and_keeps_its_eps():
         ({"positions": "rotari"}, "did you mean 'rotary'"),
         ({"depth": 0}, "depth=0 cannot be"),
         ({"depth": 2.0}, "depth=2.0 cannot be"),
+        ({"depth": True}, "depth=True cannot be"),
+        ({"depth": 100_001}, "depth=100001 is deeper than any stack; write 100000 or less"),
+        ({"width": "24"}, "width='24' cannot be: it is a whole number"),
+        ({"width": 10**400 + 1}, "does not divide width"),
+        ({"experts": None}, "experts=None cannot be: it is a whole number"),
+        ({"experts": "4"}, "experts='4' cannot be: it is a whole number"),
+        ({"positions": ["a"]}, r"positions=\['a'\] is none of none, sinusoid"),
+        ({"qk_norm": "rms"}, "qk_norm='rms' cannot be: it is there or not; write true or false"),
+        ({"qk_norm": "no"}, "qk_norm='no' cannot be"),
+        ({"qk_norm": None}, "qk_norm=None cannot be"),
+        ({"bias": "qkv"}, "bias='qkv' cannot be: it is there or not"),
         ({"tie": "three_way"}, "there is one input"),
     ],
 )
@@ -151,6 +163,18 @@ def test_a_knob_that_cannot_be_turned_says_why(knobs, message):
 def test_an_experts_knob_smaller_than_top_k_is_refused_in_one_line():
     with pytest.raises(ConfigError, match="top_k"):
         vary(EXPERTS, experts=1)
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 210])
+def test_the_divisor_suggested_is_the_nearest(number):
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    for wanted in range(1, 2 * number):
+        assert abs(nearest_divisor(number, wanted) - wanted) == min(abs(d - wanted) for d in divisors)
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(12, 1), (10**9, 1), (10**20, 10**18 + 9)])
+def test_a_divisor_of_a_prime_of_nineteen_digits_is_suggested_at_once(wanted, found):
+    assert nearest_divisor(10**18 + 9, wanted) == found
 
 
 # -- depth ----------------------------------------------------------------------------------------------------------

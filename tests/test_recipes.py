@@ -17,6 +17,7 @@ from monoblock.accounting.report import account
 from monoblock.cli.main import run
 from monoblock.data import corpora
 from monoblock.data.corpora import CORPORA, how_to_get, load, place_of
+from monoblock.interop.folder import load_model
 from monoblock.recurrent import Recurrent
 from monoblock.tasks.ground import evaluate
 from monoblock.tasks.lay import lay
@@ -125,8 +126,9 @@ def tiny(recipe):
 
 
 def loaded(folder, recipe):
-    kind = Recurrent if recipe.model.get("family") == "lstm" else mb.Transformer
-    return kind.from_pretrained(folder).eval()
+    if recipe.model.get("family") == "lstm":
+        return load_model(Recurrent, folder).eval()
+    return mb.Transformer.from_pretrained(folder).eval()
 
 
 def measured(folder):

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 import torch
-from training_support import assert_same_weights, write_recipe
-from training_support import train as trained
+from training_support import assert_same_weights, train as trained, write_recipe
 
 from monoblock.errors import FileError
 from monoblock.training import averaging, checkpoint

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from training_support import assert_same_run, assert_same_weights, start, told, train, weights, write_recipe
+from training_support import assert_same_weights, start, told, train, weights, write_recipe
 
 from monoblock.errors import FileError
 from monoblock.training import checkpoint
@@ -120,7 +120,9 @@ def rolled_back(tmp_path, changes, bad):
     def keep(event):
         if isinstance(event, Warned):
             kept["weights"] = weights(run.model)
-            kept["optimizer"] = {name: tensor.clone() for name, tensor in run.trainer.state().tensors["optimizer"].items()}
+            kept["optimizer"] = {
+                name: tensor.clone() for name, tensor in run.trainer.state().tensors["optimizer"].items()
+            }
             kept["text"] = event.text
             for step in checkpoint.steps(run.trainer.folder):
                 kept[f"step-{step}"] = checkpoint.load(run.trainer.folder / f"step-{step}").tensors

@@ -20,7 +20,7 @@ from monoblock.tasks.run import prepare
 from monoblock.training import metrics
 from monoblock.training.events import Stepped
 
-WORDS = "and the king said unto them go up out of my land for it is day water light night earth".split()
+WORDS = ("and", "the", "king", "said", "unto", "them", "go", "up", "out", "of", "my", "land", "for", "it", "is", "day")
 # Sizes differ, so that no swapped axis passes; dropout is on, so that a lost random state shows.
 RECIPE = {
     "tokenizer": {"kind": "char"},

@@ -6,6 +6,7 @@ llama(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048, k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from monoblock.config import (
     StackConfig,
 )
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.knobs import deepen, vary
+from monoblock.knobs import deepen, vary, whole_number
 
 LAYER = NormConfig()
 RMS = NormConfig(kind="rms", affine="scale", eps=1e-6)
@@ -38,12 +39,17 @@ def stack(depth: int, *blocks: BlockConfig, norm: NormConfig | None = None) -> S
     return StackConfig(pattern=deepen((Repeat(blocks=blocks),), depth), norm=norm)
 
 
+def _hidden(width: int, hidden: int | None = None) -> int:
+    """As given, or four times the width."""
+    return 4 * whole_number("width", width) if hidden is None else hidden
+
+
 def gpt(*, vocab: int, width: int, depth: int, heads: int, context: int, **knobs: Any) -> ModelConfig:
     """GPT-2 (Radford et al. 2019): decoder-only, pre-norm, learned positions, tied output."""
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads),
-        feedforward=FeedForwardConfig(hidden=4 * width, activation="gelu_tanh"),
+        feedforward=FeedForwardConfig(hidden=_hidden(width), activation="gelu_tanh"),
     )
     config = ModelConfig(
         input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned()),
@@ -58,12 +64,12 @@ def llama(
     *, vocab: int, width: int, depth: int, heads: int, hidden: int | None = None, context: int, **knobs: Any
 ) -> ModelConfig:
     """LLaMA (Touvron et al. 2023): RMS pre-norm, rotary positions, SwiGLU, no biases, untied output."""
+    if hidden is None:
+        hidden = 32 * -(-whole_number("width", width) // 12)  # 8/3 of the width, rounded up to a multiple of 32
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, bias="", positions=Rotary()),
-        feedforward=FeedForwardConfig(
-            hidden=hidden or 32 * -(-width // 12), activation="silu", gated=True, bias=False
-        ),  # 8/3 of the width, rounded up to a multiple of 32
+        feedforward=FeedForwardConfig(hidden=hidden, activation="silu", gated=True, bias=False),
         norm=RMS,
     )
     config = ModelConfig(
@@ -90,29 +96,35 @@ def bert(
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, mask="full"),
-        feedforward=FeedForwardConfig(hidden=4 * width),
+        feedforward=FeedForwardConfig(hidden=_hidden(width)),
         norm=norm,
         norm_place="post",
     )
-    masked = HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned")
-    heads_by_name = {
-        "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
-        "masked_lm": lambda: masked,
-        "classifier": lambda: HeadConfig(kind="classifier", classes=classes or 2, pooler="tanh", bias="learned"),
-        "tagger": lambda: HeadConfig(kind="tagger", classes=classes or 2, bias="learned"),
-        "spans": lambda: HeadConfig(kind="spans", bias="learned"),
-    }
-    if head not in (*heads_by_name, "none"):
-        raise ConfigError(
-            f"head={head!r} is none of none, {', '.join(heads_by_name)}{did_you_mean(head, heads_by_name)}"
-        )
     config = ModelConfig(
         input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned(), segments=2, norm=norm),
         encoder=stack(depth, block),
-        head=heads_by_name[head]() if head != "none" else None,
+        head=_bert_head(head, classes, norm),
         tie="output" if head == "masked_lm" else "none",
     )
     return vary(config, **knobs)
+
+
+def _bert_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
+    """A head by name; classifier and tagger know two classes where nothing is said."""
+    asked = 2 if classes is None else classes
+    heads: dict[str, Callable[[], HeadConfig | None]] = {
+        "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
+        "masked_lm": lambda: HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned"),
+        "classifier": lambda: HeadConfig(kind="classifier", classes=asked, pooler="tanh", bias="learned"),
+        "tagger": lambda: HeadConfig(kind="tagger", classes=asked, bias="learned"),
+        "spans": lambda: HeadConfig(kind="spans", bias="learned"),
+        "none": lambda: None,
+    }
+    if not isinstance(head, str) or head not in heads:
+        raise ConfigError(f"head={head!r} is none of {', '.join(heads)}{did_you_mean(str(head), heads)}")
+    if classes is not None and head not in ("classifier", "tagger"):
+        raise ConfigError(f"classes={classes} goes with a classifier or tagger, not with head={head!r}; leave it out")
+    return heads[head]()
 
 
 def encoder_decoder(
@@ -157,7 +169,7 @@ def vaswani(
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, mask="full"),
-        feedforward=FeedForwardConfig(hidden=hidden or 4 * width, activation="relu"),
+        feedforward=FeedForwardConfig(hidden=_hidden(width, hidden), activation="relu"),
         norm_place="post",
     )
     source = EmbeddingConfig(vocab=vocab, context=context, scale="sqrt_width", positions=Sinusoid())
@@ -192,7 +204,7 @@ def t5(
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, head_dim=head_dim, bias="", scale=1.0, mask="full", positions=Buckets()),
-        feedforward=FeedForwardConfig(hidden=hidden or 4 * width, activation="relu", bias=False),
+        feedforward=FeedForwardConfig(hidden=_hidden(width, hidden), activation="relu", bias=False),
         norm=RMS,
     )
     config = encoder_decoder(
@@ -215,7 +227,7 @@ def bart(
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, mask="full"),
-        feedforward=FeedForwardConfig(hidden=hidden or 4 * width),
+        feedforward=FeedForwardConfig(hidden=_hidden(width, hidden)),
         norm_place="post",
     )
     side = EmbeddingConfig(vocab=vocab, context=context, positions=Learned(offset=2), norm=LAYER)
@@ -248,7 +260,7 @@ def vit(
     block = BlockConfig(
         width=width,
         attention=AttentionConfig(heads=heads, mask="full"),
-        feedforward=FeedForwardConfig(hidden=hidden or 4 * width),
+        feedforward=FeedForwardConfig(hidden=_hidden(width, hidden)),
         norm=norm,
     )
     config = ModelConfig(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from monoblock.config import (
@@ -59,7 +60,7 @@ def rebuild(part: C, edit: Callable[[Any, Values], None]) -> C:
     return type(part)(**values)
 
 
-def whole(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any) -> int:
     """The value, if it is a whole number from 1 on: what sizes must be before anything is computed from them."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} cannot be: it is a whole number; write 1 or more")
@@ -84,21 +85,21 @@ def _own_attention(name: str) -> Callable[[Any, Values, Any], None]:
 
 def _in_proportion(block: BlockConfig, values: Values) -> None:
     """A new width keeps the proportion of hidden to it."""
-    whole("width", values["width"])
-    hidden = max(1, round(block.feedforward.hidden * values["width"] / block.width))
+    width = whole_number("width", values["width"])
+    hidden = max(1, round(Fraction(block.feedforward.hidden * width, block.width)))
     values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
 
 
 def deepen(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
     """The pattern cut to `depth` blocks, or its last run repeated until there are as many."""
-    whole("depth", depth)
+    whole_number("depth", depth)
     if depth > DEEPEST:
         raise ConfigError(f"depth={depth} is deeper than any stack; write {DEEPEST} or less")
     runs: list[Repeat] = []
     for number, run in enumerate(pattern, start=1):
-        whole, rest = divmod(depth, len(run.blocks))
-        last = number == len(pattern) or whole < run.times or (whole == run.times and not rest)
-        times = whole if last else run.times
+        full, rest = divmod(depth, len(run.blocks))
+        last = number == len(pattern) or full < run.times or (full == run.times and not rest)
+        times = full if last else run.times
         if times:
             runs.append(dataclasses.replace(run, times=times))
         if last and rest and run.tied:
@@ -152,7 +153,7 @@ def _bias(part: AttentionConfig | FeedForwardConfig, values: Values, bias: bool)
 
 
 def _experts(part: FeedForwardConfig, values: Values, count: int) -> None:
-    whole("experts", count)
+    whole_number("experts", count)
     top_k = part.experts.top_k if part.experts else min(2, count)
     values["experts"] = dataclasses.replace(part.experts or ExpertsConfig(count=count, top_k=top_k), count=count)
 

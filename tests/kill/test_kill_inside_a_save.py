@@ -1,4 +1,4 @@
-"""A process killed at every fault point inside a save leaves the previous state or the new one, whole, never nothing."""
+"""A process killed at any fault point inside a save leaves the previous state or the new one, never nothing."""
 
 import itertools
 import os

@@ -28,17 +28,15 @@ fragmentation, token ids.
 
 This is exact in fp32 for kernels that keep no more than they need.  A CPU's keep more: its rms_norm the normed numbers,
 its dropout four bytes a number, and its attention all weights where dropout falls on them or the bias is learned; it
-has no FlexAttention either.  A GPU's in fp32 know no grouped heads and keep all weights there.  In 16 bits the scores of
-the plain path, the numbers inside rms_norm and the residual stream under autocast are fp32 all the same.
+has no FlexAttention either.  A GPU's in fp32 know no grouped heads and keep all weights there.  In 16 bits the scores
+of the plain path, the numbers inside rms_norm and the residual stream under autocast are fp32 all the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
 from monoblock.accounting.flops import Sizes, reads
 from monoblock.accounting.held import Held, attention_held, join, norm_held, times, view_held
-from monoblock.accounting.parameters import head_linears, norm_count, patch_linear, projection_linear
+from monoblock.accounting.parameters import block_counts, head_linears, norm_count, patch_linear, projection_linear
 from monoblock.config import (
     BlockConfig,
     FeedForwardConfig,
@@ -114,14 +112,14 @@ def block_held(block: BlockConfig, size: Sizes, length: int, *, fused: bool = Fa
 
 
 def _stack(stack: StackConfig, size: Sizes, length: int, fused: bool) -> Held:
-    blocks = (times(count, block_held(b, size, length, fused=fused)) for b, count in Counter(stack.layers()).items())
-    return join(*blocks)
+    counts = block_counts(stack).items()
+    return join(*(times(count, block_held(block, size, length, fused=fused)) for block, count in counts))
 
 
 def _checkpointed(stack: StackConfig, size: Sizes, length: int, fused: bool) -> tuple[Held, Held]:
     """The inputs of all blocks, and what the largest block holds beside its own while it is run again."""
     entry = Held(size.batch * length * stack.width)
-    blocks = [block_held(block, size, length, fused=fused) for block in set(stack.layers())]
+    blocks = [block_held(block, size, length, fused=fused) for block in block_counts(stack)]
     largest = max(blocks, key=lambda held: held.numbers + held.matrices)
     return times(stack.depth, entry), join(largest, times(-1, entry))
 
@@ -181,7 +179,7 @@ def activations(config: ModelConfig, size: Sizes, *, fused: bool = False, checkp
     for place, stack in config.stacks.items():
         length = size.source if place == "encoder" else size.target
         found.append(norm_held(stack.norm, size.batch * length, stack.width))
-        kinds = {block.attention for block in stack.layers()}
+        kinds = {block.attention for block in block_counts(stack)}
         found += [view_held(kind, stack.width, length, fused=fused) for kind in kinds]
         if checkpointing:
             kept, largest = _checkpointed(stack, size, length, fused)

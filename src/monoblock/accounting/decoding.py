@@ -12,7 +12,6 @@ however many rows pass (of the experts as many as the rows can reach), and the k
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from monoblock.accounting.flops import (
@@ -25,7 +24,7 @@ from monoblock.accounting.flops import (
     stack_flops,
 )
 from monoblock.accounting.memory import slot, stored_bytes
-from monoblock.accounting.parameters import attention_linears, head_linears, matrix_weights
+from monoblock.accounting.parameters import attention_linears, block_counts, head_linears, matrix_weights
 from monoblock.config import BlockConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import InputError
 
@@ -118,7 +117,7 @@ def _moved(config: ModelConfig, plan: Plan, size: Sizes) -> int:
     assert config.decoder is not None
     found = plan.new * sum(linear.matrix for linear in head_linears(config))
     later = size.batch * plan.beams * (1 if plan.cached else plan.prompt + 1)
-    for block, times in Counter(config.decoder.layers()).items():
+    for block, times in block_counts(config.decoder).items():
         weights = _block_weights(block, size.batch * plan.prompt) + (plan.new - 1) * _block_weights(block, later)
         found += times * (weights + size.batch * _block_places(block, plan, size.source))
     return found
@@ -147,11 +146,12 @@ def decoding(
     size = sizes(config, batch, length, prompt + new - 1 if config.encoder else None)
     plan = Plan(prompt=prompt, new=new, beams=beams, cached=cached)
     work = plan.rows * matrix_flops(head_linears(config), 1)
-    for block, times in Counter(config.decoder.layers()).items():
+    for block, times in block_counts(config.decoder).items():
         work += times * _block_flops(block, plan, size.source)
     numbers = _moved(config, plan, size)
     work *= batch
     if config.encoder:
         work += sum(stack_flops(config.encoder, batch, size.source, 0).values())
-        numbers += sum(_block_weights(block, batch * size.source) for block in config.encoder.layers())
+        read = batch * size.source
+        numbers += sum(times * _block_weights(block, read) for block, times in block_counts(config.encoder).items())
     return Decoding(steps=new, positions=batch * plan.positions, flops=work, bytes_moved=stored_bytes(numbers, dtype))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from monoblock.accounting.parameters import (
     Linear,
     attention_linears,
+    block_counts,
     feedforward_linears,
     head_linears,
     patch_linear,
@@ -137,7 +138,7 @@ def block_flops(block: BlockConfig, batch: int, length: int, memory: int, *, nee
 
 def stack_flops(stack: StackConfig, batch: int, length: int, memory: int, *, needed: bool = False) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for block, times in Counter(stack.layers()).items():
+    for block, times in block_counts(stack).items():
         one = block_flops(block, batch, length, memory, needed=needed)
         counts.update({name: times * flops for name, flops in one.items()})
     return dict(counts)

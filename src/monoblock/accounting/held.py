@@ -105,7 +105,7 @@ def _plain_held(attention: AttentionConfig, batch: int, queries: int, keys: int)
     """As `attend` runs: the softmax, what is multiplied with the values where that is another tensor, and masks."""
     matrix = batch * attention.heads * queries * keys
     masked = attention.mask != "full" or _patterned(attention, queries)
-    copies = 1 + (attention.softcap is not None) + (masked or attention.sinks or attention.dropout > 0)
+    copies = 1 + (attention.softcap is not None) + (masked or attention.dropout > 0)
     return Held(
         matrices=copies * matrix + (batch * attention.heads * queries if attention.sinks else 0),
         bytes=(2 * queries * keys if masked else 0) + (matrix if attention.dropout > 0 else 0),

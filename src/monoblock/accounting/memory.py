@@ -7,13 +7,12 @@ two moments in fp32 8; the copy is counted to the optimizer, which alone reads i
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass
 
 from monoblock.accounting.activations import activations, recurrent_activations
 from monoblock.accounting.flops import Sizes
 from monoblock.accounting.held import Held
-from monoblock.accounting.parameters import block_matrices, parameters
+from monoblock.accounting.parameters import block_counts, block_matrices, parameters
 from monoblock.accounting.recurrent import recurrent_parameters
 from monoblock.config import AttentionConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
@@ -55,7 +54,7 @@ def kv_cache(config: ModelConfig | RecurrentConfig, size: Sizes) -> int:
     if isinstance(config, RecurrentConfig) or config.decoder is None:
         return 0
     kept = 0
-    for block, times in Counter(config.decoder.layers()).items():
+    for block, times in block_counts(config.decoder).items():
         places = min(size.target, block.attention.window or size.target)
         kept += times * places * slot(block.attention, block.width)
         if block.cross:

@@ -184,6 +184,15 @@ def _feedforward(feedforward: FeedForwardConfig, width: int, active: bool) -> It
         yield "feedforward.experts", count * one
 
 
+def block_counts(stack: StackConfig, *, owned: bool = False) -> Counter[BlockConfig]:
+    """How often each kind of block is run; `owned`: how often it has weights of its own."""
+    counts: Counter[BlockConfig] = Counter()
+    for run in stack.pattern:
+        for block in run.blocks:
+            counts[block] += 1 if owned and run.tied else run.times
+    return counts
+
+
 def norm_count(block: BlockConfig) -> int:
     """The norms of a block."""
     sublayers = 3 if block.cross else 2
@@ -201,16 +210,18 @@ def block_parameters(block: BlockConfig, *, active: bool = False) -> Counts:
     if block.cross:
         counts.update(dict(_attention("cross", block.cross, width)))
     counts.update(dict(_feedforward(block.feedforward, width, active)))
-    counts["block_norms"] = norm_count(block) * norm_parameters(block.norm, width)
+    counts["norm"] = norm_count(block) * norm_parameters(block.norm, width)
     counts["layer_scale"] = (3 if block.cross else 2) * width if block.layer_scale is not None else 0
     return dict(counts)
 
 
 def _stack(stack: StackConfig, active: bool) -> Counts:
     counts: Counter[str] = Counter()
-    for block, times in Counter(block for block, owns in stack.owned() if owns).items():
-        counts.update({name: times * count for name, count in block_parameters(block, active=active).items()})
-    shared = (b.attention for b in stack.layers() if isinstance(b.attention.positions, Buckets))
+    for block, times in block_counts(stack, owned=True).items():
+        one = block_parameters(block, active=active)
+        one["block_norms"] = one.pop("norm")  # `norm` is the stack's own, as in the names of weights
+        counts.update({name: times * count for name, count in one.items()})
+    shared = (b.attention for b in block_counts(stack) if isinstance(b.attention.positions, Buckets))
     for attention in shared:
         assert isinstance(attention.positions, Buckets)
         if attention.positions.shared:
@@ -233,7 +244,8 @@ def matrix_weights(block: BlockConfig, experts: int | None = None) -> int:
 
 def block_matrices(config: ModelConfig) -> int:
     """Weights in the matrices of all blocks: what Muon takes, not embeddings, norms, biases or head."""
-    return sum(matrix_weights(block) for stack in config.stacks.values() for block, owns in stack.owned() if owns)
+    counts = [block_counts(stack, owned=True) for stack in config.stacks.values()]
+    return sum(times * matrix_weights(block) for each in counts for block, times in each.items())
 
 
 def _head(config: ModelConfig) -> Iterator[tuple[str, int]]:

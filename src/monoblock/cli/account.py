@@ -11,7 +11,7 @@ from monoblock.accounting.memory import BITS, STATES
 from monoblock.accounting.report import Account, account
 from monoblock.cli.common import as_json, human_bytes, human_count, next_verb, print_json, table
 from monoblock.config import ModelConfig, RecurrentConfig
-from monoblock.errors import ConfigError, FileError
+from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.knobs import vary
 from monoblock.presets import PRESETS
 from monoblock.schema import from_dict
@@ -35,11 +35,15 @@ def find(what: str) -> ModelConfig | RecurrentConfig:
     """A preset by name, or the configuration in a file or folder."""
     if what in PRESETS:
         return PRESETS[what].config
+    if not what:
+        raise ConfigError("'' names nothing; give a preset, a config.json or a folder with one")
     path = Path(what)
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise FileError(f"{what} holds no config.json; give a preset, a config.json or a folder with one")
     if not file.is_file():
-        if path.exists():
-            raise FileError(f"{what} holds no config.json; give a preset, a config.json or a folder with one")
+        if path.name != what or path.suffix == ".json":  # meant as a path
+            raise FileError(f"there is no file or folder {what}; give a preset, a config.json or a folder with one")
         return account(what).config  # no such preset: the error says which comes close
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -195,6 +199,18 @@ def _show_rest(gathered: dict[str, Any]) -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 COUNT = click.IntRange(min=1)
+# Option -> the option without which it says nothing, and its value where it is not given.
+BESIDE = {"peak_tflops": ("tokens", 989.0), "mfu": ("tokens", 0.4), "prompt": ("new", 1), "beams": ("new", 1)}
+
+
+def completed(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with those of BESIDE filled in; one that would be ignored is refused."""
+    for name, (other, default) in BESIDE.items():
+        if options[name] is not None and options[other] is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} {options[name]} says nothing without --{other}; give both or neither")
+        options = options | {name: default if options[name] is None else options[name]}
+    return options
 
 
 @click.command(name="account", help="Parameters, FLOPs and memory of a preset, a config.json or a folder with one.")
@@ -207,16 +223,20 @@ COUNT = click.IntRange(min=1)
 @click.option("--optimizer", type=click.Choice(list(STATES)), default="adamw", show_default=True)
 @click.option("--gpus", type=COUNT, default=1, show_default=True, help="Share the training state among so many.")
 @click.option("--tokens", type=COUNT, help="Also the time to train on so many tokens.")
-@click.option("--peak-tflops", type=float, default=989.0, show_default=True, help="Of one GPU (H100, bf16, dense).")
-@click.option("--mfu", type=float, default=0.4, show_default=True, help="The share of the peak that is reached.")
+@click.option("--peak-tflops", type=float, help="With --tokens: of one GPU.  [989, an H100 in bf16, dense]")
+@click.option("--mfu", type=float, help="With --tokens: the share of the peak that is reached.  [0.4]")
 @click.option("--new", type=COUNT, help="Also the cost of writing so many tokens.")
-@click.option("--prompt", type=COUNT, default=1, show_default=True, help="Tokens given before them.")
-@click.option("--beams", type=COUNT, default=1, show_default=True, help="Hypotheses kept while writing.")
+@click.option("--prompt", type=COUNT, help="With --new: tokens given before them.  [1]")
+@click.option("--beams", type=COUNT, help="With --new: hypotheses kept while writing.  [1]")
 @click.option("--measure", is_flag=True, help="Also build it here and measure a forward pass by component.")
 @as_json
 def command(what: str, changes: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    options = completed(options)
     found = account(changed(find(what), changes), name=" ".join([what, *changes]))
-    gathered = gather(found, options)
+    try:
+        gathered = gather(found, options)
+    except InputError as problem:  # the sizes asked for do not fit this model
+        raise click.UsageError(str(problem)) from None
     if as_json:
         print_json(gathered)
         return

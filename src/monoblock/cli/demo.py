@@ -121,14 +121,16 @@ def _draw() -> None:
 
 
 @click.command(name="demo", help="Build every family from the one block, check it, account for it, draw it.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where demo-N is made.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"), help="Where demo-N is made."
+)
 @as_json
 def command(out: Path, as_json: bool) -> None:
+    folder = fresh_folder(out, "demo")  # first: what cannot be written is said before the work
     rows = []
     for name in SHOWN:
         click.echo(f"building {name} …", err=True)
         rows.append(family_row(name))
-    folder = fresh_folder(out, "demo")
     try:
         pictures = _pictures(folder)
     except FileError as problem:  # without matplotlib there is still the text

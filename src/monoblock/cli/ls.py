@@ -113,7 +113,7 @@ def _run(folder: Path) -> Row:
 # What -> (how it is gathered, the columns shown, the verb to try next). --json gives every key.
 SECTIONS = {
     "recipes": (_recipes, ("name", "objective", "corpus", "parameters", "about"), "train {name} --dry-run"),
-    "presets": (_presets, ("name", "family", "parameters", "source"), "account {name}"),
+    "presets": (_presets, ("name", "family", "parameters", "source", "unverified"), "account {name}"),
     "corpora": (_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
     "runs": (_runs, ("name", "recipe", "steps", "of", "best_val_loss", "finished"), "account {folder}"),
 }
@@ -127,7 +127,7 @@ def _known(ctx: click.Context, argument: click.Parameter, what: str | None) -> s
     return what
 
 
-@click.command(name="ls", help="List what there is to work with; without WHAT, all of it.")
+@click.command(name="ls", help=f"List what there is to work with: {', '.join(SECTIONS)}; without WHAT, all of it.")
 @click.argument("what", required=False, callback=_known)
 @as_json
 def command(what: str | None, as_json: bool) -> None:

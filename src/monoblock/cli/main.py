@@ -15,8 +15,8 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean
 # Verb -> (the module whose `command` it is, its line in --help). The lines stand here, not in the modules,
 # so that --help imports none of them.
 VERBS = {
-    "demo": ("monoblock.cli.demo", "Build every family, check it, account for it, draw it."),
-    "ls": ("monoblock.cli.ls", "List what there is to work with: presets."),
+    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it, account for it."),
+    "ls": ("monoblock.cli.ls", "List what there is to work with: recipes, presets, corpora, runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer; show how one cuts text."),
     "train": ("monoblock.cli.train", "Train a model by a recipe."),
     "account": ("monoblock.cli.account", "Parameters, FLOPs and memory of a model that need not be built."),

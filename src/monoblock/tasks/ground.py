@@ -19,6 +19,8 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.corruption import IGNORE
 from monoblock.training.objectives import Prepared, Special
 
+EVALUATION_SEED = 0  # what is hidden in an evaluation, and its order, are the same in every run
+
 
 @dataclass(frozen=True)
 class Ground:

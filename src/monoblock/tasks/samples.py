@@ -11,8 +11,9 @@ from torch import Tensor
 
 from monoblock.data.batches import Batch, BucketPlan
 from monoblock.data.corpora import Corpus
+from monoblock.data.order import permutation
 from monoblock.data.pairs import Samples, encode_labelled, encode_pairs, encode_tagged
-from monoblock.tasks.ground import Ground, fixed_plan, per_update, special_of
+from monoblock.tasks.ground import EVALUATION_SEED, Ground, fixed_plan, per_update, special_of
 from monoblock.tasks.recipe import Recipe
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import objectives
@@ -51,10 +52,10 @@ def pairs(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corp
 def _in_order(
     samples: Samples, batch: int, prepare: Callable[..., tuple[dict[str, Tensor], Tensor]]
 ) -> Iterator[Prepared]:
-    """All samples once, of like length together."""
+    """All samples once, of like length together; the batches shuffled, so that the first few stand for all."""
     order = np.argsort([samples.length(n) for n in range(len(samples))], kind="stable").tolist()
-    for first in range(0, len(order), batch):
-        chosen = order[first : first + batch]
+    for number in permutation(EVALUATION_SEED, 0, -(-len(order) // batch)).tolist():
+        chosen = order[number * batch : (number + 1) * batch]
         yield Prepared(*prepare([samples[n] for n in chosen]), 0, chosen)
 
 

@@ -16,14 +16,12 @@ from monoblock.data.blocks import Blocks, Window, evaluation_blocks
 from monoblock.data.corpora import Corpus
 from monoblock.data.shards import Tokens
 from monoblock.errors import ConfigError
-from monoblock.tasks.ground import Ground, fixed_plan, special_of
+from monoblock.tasks.ground import EVALUATION_SEED, Ground, fixed_plan, special_of
 from monoblock.tasks.recipe import Recipe
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import objectives
 from monoblock.training.corruption import IGNORE
 from monoblock.training.objectives import Prepared
-
-EVALUATION_SEED = 0  # hidden tokens of an evaluation are the same in every run
 
 
 def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:

@@ -76,9 +76,9 @@ class Trainer:
     def run(self, *, resume: bool = False) -> Iterator[Event]:
         """Train to the last step, from the newest checkpoint on when resuming."""
         self.choice.prepare()
-        yield from self.choice.said
-        if resume:
+        if resume:  # before anything is said: whoever listens may take the first word for a run that goes on
             yield from self._resume()
+        yield from self.choice.said
         batches = self.batches(self.step)
         try:
             while self.step < self.plan.steps and not self.stop():
