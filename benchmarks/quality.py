@@ -23,7 +23,7 @@ from monoblock.data import corpora
 from monoblock.tasks.ground import evaluate
 from monoblock.tasks.recipe import read
 from monoblock.tasks.run import prepare
-from monoblock.tasks.texts import test_ground
+from monoblock.tasks.texts import held_out
 from monoblock.training.events import Evaluated, Stepped
 
 
@@ -65,7 +65,7 @@ def test(run: object, recipe: object, data: Path | None) -> dict[str, float]:
     """Perplexity on the test split, in blocks and with a sliding window that gives every token half a context."""
     out = {}
     for name, stride in (("blocks", None), ("sliding", 32)):
-        ground = test_ground(recipe, run.model.config, run.ground.tokenizer, data, stride)  # type: ignore[attr-defined]
+        ground = held_out(recipe, run.model.config, run.ground.tokenizer, data, stride)  # type: ignore[attr-defined]
         choice = run.trainer.choice  # type: ignore[attr-defined]
         with choice.computing():
             found = evaluate(run.model, ground, run.trainer.loss.plain(), choice.device)  # type: ignore[attr-defined]

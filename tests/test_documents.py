@@ -91,7 +91,7 @@ def test_b_the_table_of_trainable_parameters():
     assert counts["input.token"] == counts["target.token"] == counts["head.output"] == 37_000 * 512
     assert counts["encoder.attention"] == counts["decoder.cross"] == 6 * 4 * 512 * 512
     assert counts["encoder.feedforward"] == 6 * (2 * 512 * 2048 + 2048 + 512)
-    assert counts["encoder.norm"] == 6 * 2 * 2 * 512
+    assert counts["encoder.block_norms"] == 6 * 2 * 2 * 512
     assert not any("position" in name for name in counts)  # sinusoids are not learned
 
 
@@ -258,7 +258,7 @@ def test_e_exercise_8_2():
         "input.token": 32_000 * 512,
         "decoder.attention": 6 * 4 * 512**2,
         "decoder.feedforward": 6 * 2 * 512 * 2048,
-        "decoder.norm": 6 * 2 * 2 * 512,
+        "decoder.block_norms": 6 * 2 * 2 * 512,
     }
     assert found.parameters == 35_270_656
 

@@ -17,7 +17,7 @@ def test_the_components_of_a_profile_add_up_to_the_whole(name):
     total = parts.pop("total")
     assert abs(sum(part.seconds for part in parts.values()) - total.seconds) < 1e-9
     assert sum(part.kept_bytes for part in parts.values()) == total.kept_bytes > 0
-    wanted = {f"{stack}.{part}" for stack in config.stacks for part in ("attention", "feedforward", "norm")}
+    wanted = {f"{stack}.{part}" for stack in config.stacks for part in ("attention", "feedforward", "block_norms")}
     assert wanted <= set(parts)
     assert all(parts[part].seconds > 0 for part in wanted)
 

@@ -87,7 +87,7 @@ def attend_fused(
     q: Tensor, k: Tensor, v: Tensor, view: View, *, scale: float | None, dropout: float, bias: Tensor | None
 ) -> Tensor:
     """The same by one kernel.  Rows that see nothing are let see all and then zeroed: kernels give garbage there."""
-    if bias is None and dropout == 0.0 and q.shape[-1] == v.shape[-1] and view.flexible(q):
+    if bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and view.flexible(q):
         return attend_flex(q, k, v, view, scale=scale)
     mask, blind = view.fused(bias, q.dtype)
     causal = mask is None and view.sight.kind == "causal"

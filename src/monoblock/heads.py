@@ -1,4 +1,4 @@
-"""What leaves the last block: seven heads, one class, by `kind`.
+"""What leaves the last block: seven heads in one class, told apart by `kind` (and, the seventh, by what is read).
 
 language_model   logits over the vocabulary for each place, tied to the embedding or not
 masked_lm        the same after a transform, for encoders

@@ -73,11 +73,11 @@ def _components(model: Transformer) -> dict[str, nn.Module]:
 
 
 def _charged_to(name: str) -> str:
-    """decoder.3.attention -> decoder.attention; every norm of a stack -> decoder.norm."""
+    """decoder.3.attention -> decoder.attention; every norm inside blocks -> decoder.block_norms."""
     words = name.split(".")
-    if len(words) == 1:
+    if len(words) < 3:
         return name
-    return f"{words[0]}.norm" if words[-1].endswith("norm") else f"{words[0]}.{words[-1]}"
+    return f"{words[0]}.block_norms" if words[-1].endswith("norm") else f"{words[0]}.{words[-1]}"
 
 
 def profile(model: Transformer, *inputs: Tensor, rounds: int = 3) -> dict[str, Part]:

@@ -33,6 +33,7 @@ class Ground:
     labels: list[str] = field(default_factory=list)
     said: str = ""  # how much there is, for the user
     bytes_per_token: float | None = None  # of the validation text
+    baselines: dict[str, float] = field(default_factory=dict)  # what a model that knows little would lose
 
 
 # -- tokenizer ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from monoblock.tasks.ground import Ground, evaluate
 from monoblock.tasks.lay import lay
 from monoblock.tasks.recipe import Recipe, model_config
 from monoblock.training import averaging, checkpoint, optimizer
-from monoblock.training.events import Chosen, Event, Finished
+from monoblock.training.events import Chosen, Event, Finished, Warned
 from monoblock.training.guard import Guard
 from monoblock.training.loop import Plan, Trainer
 from monoblock.training.metrics import Metrics
@@ -51,10 +51,16 @@ class Run:
     def events(self, *, resume: bool = False) -> Iterator[Event]:
         """Train, keep the metrics, and leave the finished model in the folder."""
         yield Chosen(self.ground.said, self.recipe.data.corpus)
+        if resume and not checkpoint.steps(self.trainer.folder):
+            yield Warned("no checkpoint was reached yet: starting from the first step")
+            self.metrics.rewind(0)
+            resume = False
+        waiting = resume
         try:
             for event in self.trainer.run(resume=resume):
-                if isinstance(event, Chosen) and resume:
-                    self.metrics.rewind(_resumed_step(self.folder))
+                if isinstance(event, Chosen) and waiting:  # the first word after a checkpoint was taken up
+                    self.metrics.rewind(self.trainer.step)
+                    waiting = False
                 self.metrics.write(event)
                 if isinstance(event, Finished) and not event.interrupted:
                     self._finish()
@@ -217,7 +223,7 @@ def _digest(value: Any) -> str:
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
-    if resume and not (folder / CHECKPOINTS).is_dir():
+    if resume and not (folder / RECIPE).is_file():
         raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
     if not resume and folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is there already; go on with --resume, or name another with --out")
@@ -258,8 +264,3 @@ def _write(path: Path, text: str) -> None:
         os.replace(beside, path)
     except OSError as problem:
         raise FileError(f"{path} cannot be written: {problem.strerror}") from None
-
-
-def _resumed_step(folder: Path) -> int:
-    place, _ = checkpoint.newest(folder / CHECKPOINTS)
-    return -1 if place is None else int(place.name.removeprefix("step-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,15 @@ def causal(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Cor
     evaluation = None if held is None else partial(_windows, held, context, recipe.train.batch)
     said = f"{len(tokens):,} tokens to train on, {0 if held is None else len(held):,} to validate"
     plan = fixed_plan(recipe, len(blocks))
-    return Ground(tokenizer, special, plan, make, evaluation, said=said, bytes_per_token=ratio)
+    baselines = {} if held is None else _baselines(tokens, held)
+    return Ground(tokenizer, special, plan, make, evaluation, said=said, bytes_per_token=ratio, baselines=baselines)
+
+
+def _baselines(train: Tokens, held: Tokens) -> dict[str, float]:
+    """The loss of guessing evenly, and of knowing how often each token occurs (one added to every count)."""
+    counts = 1 + np.bincount(train.read(0, len(train)), minlength=train.vocab)
+    surprise = math.log(counts.sum()) - np.log(counts)
+    return {"uniform": math.log(train.vocab), "unigram": float(surprise[held.read(0, len(held))].mean())}
 
 
 def _length(context: int | None) -> int:
@@ -56,7 +65,7 @@ def _length(context: int | None) -> int:
     return context
 
 
-def test_ground(
+def held_out(
     recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
 ) -> Ground:
     """The test split to be evaluated, in blocks or in windows that move on by `stride`."""

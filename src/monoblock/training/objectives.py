@@ -207,7 +207,8 @@ class Loss:
         logits = model(**inputs) if routers is None else model(**inputs, tap=routers)
         loss = self.of(logits, labels)
         if routers is not None and routers.logits:
-            even = torch.stack([load_balancing_loss(one, self.top_k) for one in routers.logits]).mean()
+            real = (labels != IGNORE) if labels.shape == routers.logits[0].shape[:-1] else None
+            even = torch.stack([load_balancing_loss(one, self.top_k, real) for one in routers.logits]).mean()
             loss = loss + self.balance * even * (labels != IGNORE).sum()
         return loss
 
