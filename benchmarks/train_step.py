@@ -1,7 +1,7 @@
 """A training step (forward, loss, backward) of the gpt2 preset beside transformers' GPT-2 of the same shape.
 
-Both run eagerly in one process on the same weights, without dropout, interleaved so that neither has the quieter machine;
-the table gives the median step of each.  --smoke runs a toy size once, to see that the script still works.
+Both run eagerly in one process, without dropout, interleaved so that neither has the quieter machine; the table gives
+the median step of each.  --smoke runs a toy size once, to see that the script still works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import monoblock as mb
 
 def reference(config: mb.ModelConfig) -> GPT2LMHeadModel:
     attention = next(config.decoder.layers()).attention
-    sizes = dict(n_embd=config.width, n_layer=config.depth, n_head=attention.heads, n_positions=config.context)
+    sizes = {"n_embd": config.width, "n_layer": config.depth, "n_head": attention.heads, "n_positions": config.context}
     settings = GPT2Config(vocab_size=config.input.vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes)
     return GPT2LMHeadModel(settings)
 
@@ -62,9 +62,8 @@ def main() -> None:
         return
     print(f"gpt2, batch {batch}, length {length}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, taken in medians.items():
-        print(
-            f"  {name:<14} {taken:8.3f} s a step  {batch * length / taken:8.0f} tokens/s  best {min(seconds[name]):.3f} s"
-        )
+        speed = f"{batch * length / taken:8.0f} tokens/s"
+        print(f"  {name:<14} {taken:8.3f} s a step  {speed}  best {min(seconds[name]):.3f} s")
     print(f"  monoblock is {ratio:.3f} times as fast")
 
 

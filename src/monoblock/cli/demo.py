@@ -76,7 +76,7 @@ def _train(folder: Path, seed: int) -> dict[str, Any]:
     counted = account(run.model.config)
     return {
         "folder": str(folder),
-        "loss": run.measure()["val_loss"],
+        "loss": run.figures["val_loss"],
         "baselines": run.ground.baselines,
         "sample": run.sample(run.model),
         "parameters": counted.parameters,
@@ -86,10 +86,8 @@ def _train(folder: Path, seed: int) -> dict[str, Any]:
 
 def _report(found: dict[str, Any]) -> None:
     click.echo("\nLoss on books it has never read, in nats a token:")
-    losses = {
-        "guessing evenly": found["baselines"]["uniform"],
-        "knowing how often each token occurs": found["baselines"]["unigram"],
-    }
+    known = found["baselines"]
+    losses = {"guessing evenly": known["uniform"], "knowing how often each token occurs": known["unigram"]}
     for name, loss in {**losses, "this model": found["loss"]}.items():
         click.echo(f"  {name:<38}{loss:.3f}")
     click.echo(f"\nA sample:\n\n{found['sample'].strip()}\n")

@@ -96,7 +96,7 @@ def command(
 
 def finished(run: Any) -> dict[str, Any]:
     """What a finished run measured."""
-    figures = run.measure() if run.ground.evaluation is not None else {}
+    figures = dict(run.figures)
     if "val_loss" in figures:
         figures["val_perplexity"] = math.exp(min(figures["val_loss"], 50))
     return {"folder": str(run.folder), "steps": run.trainer.step, "figures": figures}

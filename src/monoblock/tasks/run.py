@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Run:
     model: Transformer | Recurrent
     trainer: Trainer
     metrics: Metrics
+    figures: dict[str, float] = field(default_factory=dict)  # of the finished model
 
     def events(self, *, resume: bool = False) -> Iterator[Event]:
         """Train, keep the metrics, and leave the finished model in the folder."""
@@ -81,8 +82,8 @@ class Run:
             model.load_state_dict(kept, strict=False)
         model.eval()
         save_model(model, self.folder)
-        measured = self.measure() if self.ground.evaluation is not None else {}
-        _write(self.folder / "README.md", card(self.recipe, model.config, measured, self.ground))
+        self.figures = self.measure() if self.ground.evaluation is not None else {}
+        _write(self.folder / "README.md", card(self.recipe, model.config, self.figures, self.ground))
 
     def measure(self) -> dict[str, float]:
         """The validation figures of the model as it is now."""
