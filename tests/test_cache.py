@@ -155,11 +155,11 @@ def test_a_cache_of_nothing_cannot_be(wrong):
         make(BLOCK, **wrong)
 
 
-def test_bytes_are_those_of_keys_and_values_with_the_spare_column():
+def test_bytes_are_those_of_keys_and_values_without_the_spare_column():
     cache = make(BLOCK, NEAR, capacity=13)
     assert cache.bytes == 0
     write(cache, keys(2))
-    assert cache.bytes == 2 * 4 * B * G * K * ((13 + 1) + (5 + 1))
+    assert cache.bytes == 2 * 4 * B * G * K * (13 + 5)
 
 
 def test_windows_share_a_ring_of_their_own_size():

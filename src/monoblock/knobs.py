@@ -210,11 +210,17 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 }
 
 
+DEPENDENT = ("rotary_base", "rotary_dim", "scaling", "top_k")  # they mean parts that other knobs may bring in
+
+
 def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
     """The same model with some choices changed, by the names of KNOBS."""
     for name in knobs:
         if name not in KNOBS:
             raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
+    later = {name: value for name, value in knobs.items() if name in DEPENDENT}
+    if later and len(later) < len(knobs):
+        return vary(vary(config, **{name: value for name, value in knobs.items() if name not in later}), **later)
     touched: set[str] = set()
 
     def edit(part: Any, values: Values) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from monoblock.errors import ConfigError, did_you_mean
@@ -40,7 +41,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
     return isinstance(value, hint)
 
 

@@ -25,6 +25,7 @@ class Drawing:
         self.loss: float | None = None
         self.tokens, self.since, self.told = 0, 0.0, 0.0
         self.rate = 0.0
+        self.first = 0
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -57,7 +58,8 @@ class Drawing:
                 shown = ", ".join(f"{k.removeprefix('val_')} {v:.4f}" for k, v in metrics.items() if k != "val_tokens")
                 self.say(f"step {step}: validation {shown}{' (best)' if best else ''}")
             case Sampled(step, text):
-                self.say(f"step {step}, a sample: {text.strip()}" if text else "")
+                if text:
+                    self.say(f"step {step}, a sample: {text.strip()}")
             case Saved(step, place):
                 self.say(f"step {step}: saved {place}")
             case Skipped(step, reason, epoch, samples):
@@ -71,7 +73,7 @@ class Drawing:
         self.loss = event.loss if self.loss is None else SMOOTHING * self.loss + (1 - SMOOTHING) * event.loss
         now = time.monotonic()
         if not self.since:
-            self.since, self.tokens = now, event.tokens
+            self.since, self.tokens, self.first, self.told = now, event.tokens, event.step, now
         elif now > self.since:
             self.rate = (event.tokens - self.tokens) / (now - self.since)
         self.last = event
@@ -90,5 +92,5 @@ class Drawing:
         now = time.monotonic()
         if force or now - self.told >= LINE_EVERY:
             self.told = now
-            left = (self.steps - self.last.step) * (now - self.since) / max(1, self.last.step)
+            left = (self.steps - self.last.step) * (now - self.since) / max(1, self.last.step - self.first)
             click.echo(f"step {self.last.step}/{self.steps}  {self._text()}  about {left:.0f} s left", err=True)

@@ -90,13 +90,14 @@ def command(
     if as_json:
         print_json(summary)
     else:
-        click.echo(f"Saved {folder}: " + ", ".join(f"{name} {value:.4g}" for name, value in summary["figures"].items()))
+        shown = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
+        click.echo(f"Saved {folder}" + (f": {', '.join(shown)}" if shown else ""))
     next_verb(f"account {folder}")
 
 
 def finished(run: Any) -> dict[str, Any]:
     """What a finished run measured."""
     figures = dict(run.figures)
-    if "val_loss" in figures:
+    if "val_loss" in figures and run.recipe.train.objective not in ("classify", "label"):
         figures["val_perplexity"] = math.exp(min(figures["val_loss"], 50))
     return {"folder": str(run.folder), "steps": run.trainer.step, "figures": figures}

@@ -78,8 +78,8 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
         raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
     config = read_config(folder)
     if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
-        other = "Recurrent" if isinstance(config, RecurrentConfig) else "Transformer"
-        raise FileError(f"{folder} holds a model of another kind; load it with {other}.from_pretrained")
+        what = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
+        raise FileError(f"{folder} holds {what}, and {cls.__name__} was asked to load it")
     with torch.device("meta"):
         model = cls(config)  # type: ignore[arg-type]
     stored = _tensors(folder / WEIGHTS, {n: t.shape for n, t in model.state_dict().items()}, dtype, device)

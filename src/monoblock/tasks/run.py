@@ -34,7 +34,7 @@ from monoblock.training.objectives import Loss, Prepared
 from monoblock.training.precision import choose
 from monoblock.training.schedule import learning_rate
 
-RECIPE, CHECKPOINTS, GENERATION = "recipe.toml", "checkpoints", "generation_config.json"
+RECIPE, CHECKPOINTS, GENERATION, LABELS = "recipe.toml", "checkpoints", "generation_config.json", "labels.json"
 
 
 @dataclass
@@ -256,6 +256,8 @@ def _begin(run: Run, config: ModelConfig | RecurrentConfig) -> None:
             "bos_token_id": tokenizer.bos_id,
         }
     _write(run.folder / GENERATION, json.dumps(defaults, indent=2) + "\n")
+    if run.ground.labels:
+        _write(run.folder / LABELS, json.dumps(run.ground.labels, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
