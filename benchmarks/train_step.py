@@ -1,4 +1,4 @@
-"""A training step (forward, loss, backward) of the gpt2 preset beside transformers' GPT-2 of the same shape.
+"""A training step (forward, loss, backward) of a GPT preset beside transformers' GPT-2 of the same shape.
 
 Both run eagerly in one process, without dropout, interleaved so that neither has the quieter machine; the table gives
 the median step of each.  --smoke runs a toy size once, to see that the script still works.
@@ -38,17 +38,21 @@ def step(model: torch.nn.Module, ids: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="gpt2")
+    parser.add_argument("--compile", action="store_true", help="a third column: ours compiled")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    config = mb.tiny("gpt2") if given.smoke else mb.preset("gpt2")
+    config = mb.tiny("gpt2") if given.smoke else mb.preset(given.preset)
     batch, length, rounds = (2, 16, 1) if given.smoke else (given.batch, given.length, given.rounds)
     torch.manual_seed(0)
     ids = torch.randint(0, config.input.vocab, (batch, length))
-    models = {"monoblock": mb.Transformer(config), "transformers": reference(config)}
+    models: dict[str, torch.nn.Module] = {"monoblock": mb.Transformer(config), "transformers": reference(config)}
+    if given.compile:
+        models["monoblock, compiled"] = torch.compile(mb.Transformer(config))
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(rounds + 2):
         for name, model in models.items():
@@ -60,11 +64,15 @@ def main() -> None:
     if given.json:
         print(json.dumps({"batch": batch, "length": length, "seconds": medians, "times_faster": ratio}))
         return
-    print(f"gpt2, batch {batch}, length {length}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"{given.preset}, batch {batch}, length {length}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     for name, taken in medians.items():
         speed = f"{batch * length / taken:8.0f} tokens/s"
-        print(f"  {name:<14} {taken:8.3f} s a step  {speed}  best {min(seconds[name]):.3f} s")
-    print(f"  monoblock is {ratio:.3f} times as fast")
+        print(f"  {name:<20} {taken:8.3f} s a step  {speed}  best {min(seconds[name]):.3f} s")
+    for name, taken in medians.items():
+        if name != "transformers":
+            print(f"  {name} is {medians['transformers'] / max(taken, 1e-9):.3f} times as fast as transformers")
 
 
 if __name__ == "__main__":
