@@ -146,7 +146,8 @@ def test_a_cache_that_is_full_says_how_large_it_must_be(ragged):
 def test_padding_is_not_counted_against_the_capacity():
     cache = make(BLOCK, capacity=5)
     real = torch.arange(9).expand(B, 9) < 4
-    cache.enter(Where(torch.arange(9).expand(B, 9), real=real))
+    [entry] = cache.enter(Where(torch.arange(9).expand(B, 9), real=real))
+    assert entry.where.real.sum(-1).tolist() == [4] * B
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"capacity": 0}, {"chunk": 0}])

@@ -17,7 +17,8 @@ from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.training import checkpoint, optimizer
 from monoblock.training.averaging import Average
-from monoblock.training.memory import (
+from monoblock.training.muon import Muon, orthogonalize
+from monoblock.training.state import (
     circumstances,
     differing,
     optimizer_tensors,
@@ -25,7 +26,6 @@ from monoblock.training.memory import (
     restore_optimizer,
     restore_random,
 )
-from monoblock.training.muon import Muon, orthogonalize
 
 VOCAB = 29
 

@@ -167,22 +167,6 @@ def bloom() -> ModelConfig:
     return replace(config, input=replace(config.input, norm=NormConfig()))
 
 
-def mixtral() -> ModelConfig:
-    config = llama(
-        vocab=32_000,
-        width=4096,
-        depth=32,
-        heads=32,
-        kv_heads=8,
-        hidden=14_336,
-        context=32_768,
-        eps=1e-5,
-        rotary_base=1e6,
-        experts=8,
-    )
-    return config
-
-
 PRESETS: dict[str, Preset] = {
     "vaswani-base": Preset(
         config=vaswani(vocab=37_000, dropout=0.1),
@@ -329,7 +313,18 @@ PRESETS: dict[str, Preset] = {
         hub="mistralai/Mistral-7B-v0.1",
     ),
     "mixtral-8x7b": Preset(
-        config=mixtral(),
+        config=llama(
+            vocab=32_000,
+            width=4096,
+            depth=32,
+            heads=32,
+            kv_heads=8,
+            hidden=14_336,
+            context=32_768,
+            eps=1e-5,
+            rotary_base=1e6,
+            experts=8,
+        ),
         parameters=46_702_792_704,
         source="Jiang et al. 2024",
         hub="mistralai/Mixtral-8x7B-v0.1",

@@ -63,7 +63,7 @@ def _train(folder: Path, seed: int) -> dict[str, Any]:
     """The demo recipe from the first step to the last sample."""
     from monoblock.accounting.report import account
     from monoblock.cli.drawing import Drawing
-    from monoblock.cli.train import go, interruptible
+    from monoblock.cli.train import go, interruptible, say_how_to_go_on
     from monoblock.tasks.recipe import read
     from monoblock.tasks.run import prepare
 
@@ -72,6 +72,7 @@ def _train(folder: Path, seed: int) -> dict[str, Any]:
         run = prepare(recipe, folder, stop=stop)
         last = go(run, Drawing(recipe.train.steps), resume=False)
     if last.interrupted:
+        say_how_to_go_on(folder, last.step, ["demo", f"train.seed={seed}"])
         raise click.exceptions.Exit(130)
     counted = account(run.model.config)
     return {

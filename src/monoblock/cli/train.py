@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def command(
         run = prepare(resolved, folder, data=data_folder(data), resume=resume, stop=stop, tensorboard=tensorboard)
         last = go(run, Drawing(resolved.train.steps), resume=resume)
     if last.interrupted:
-        click.echo(f"Saved {folder} at step {last.step}. Go on with: monoblock train {recipe} --resume", err=True)
+        say_how_to_go_on(folder, last.step, [recipe, *overrides])
         ctx.exit(130)
     summary = finished(run)
     if as_json:
@@ -93,6 +94,12 @@ def command(
         shown = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
         click.echo(f"Saved {folder}" + (f": {', '.join(shown)}" if shown else ""))
     next_verb(f"account {folder}")
+
+
+def say_how_to_go_on(folder: Path, step: int, words: list[str]) -> None:
+    """The whole command that takes an interrupted run up again."""
+    line = shlex.join(["monoblock", "train", *words, "--resume", "--out", str(folder)])
+    click.echo(f"Saved {folder} at step {step}. Go on with: {line}", err=True)
 
 
 def finished(run: Any) -> dict[str, Any]:

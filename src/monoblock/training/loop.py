@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from monoblock.training import checkpoint
 from monoblock.training.averaging import Average
 from monoblock.training.events import Evaluated, Event, Finished, Sampled, Saved, Skipped, Stepped, Warned
 from monoblock.training.guard import Guard
-from monoblock.training.memory import (
+from monoblock.training.objectives import Loss, Prepared
+from monoblock.training.optimizer import Optimizers
+from monoblock.training.precision import Choice
+from monoblock.training.state import (
     circumstances,
     differing,
     optimizer_tensors,
@@ -24,9 +28,6 @@ from monoblock.training.memory import (
     restore_optimizer,
     restore_random,
 )
-from monoblock.training.objectives import Loss, Prepared
-from monoblock.training.optimizer import Optimizers
-from monoblock.training.precision import Choice
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,6 @@ class Trainer:
         yield Evaluated(self.step, metrics, best)
 
     def _averaged(self) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext() if self.average is None else self.average.in_place(self.model)
 
     def state(self) -> checkpoint.State:
