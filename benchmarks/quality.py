@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) 
                 stepping += event.seconds
             if isinstance(event, Evaluated):
                 curve.append([event.step, round(event.metrics["val_loss"], 4)])
+                print(f"{recipe.name} {seed}: {curve[-1]} {stepping:.0f} s", file=sys.stderr, flush=True)
         ended = time.perf_counter()
         figures = run.measure()
         found: dict[str, object] = {

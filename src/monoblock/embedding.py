@@ -51,6 +51,8 @@ class Embedding(nn.Module):
         weight = self.token.weight if self.token is not None else table
         assert weight is not None
         x = F.embedding(ids, weight)
+        if self.training and self.config.word_dropout:
+            x = x * F.dropout(torch.ones_like(x[..., :1]), self.config.word_dropout)
         if self.scale != 1.0:
             x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded to the dtype first, as published weights expect
         x = tapped(tap, "token", x)

@@ -6,7 +6,6 @@ llama(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048, k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,8 +26,7 @@ from monoblock.config import (
     Sinusoid,
     StackConfig,
 )
-from monoblock.errors import ConfigError, did_you_mean
-from monoblock.knobs import deepen, vary, whole_number
+from monoblock.knobs import bert_head, deepen, vary, whole_number
 
 LAYER = NormConfig()
 RMS = NormConfig(kind="rms", affine="scale", eps=1e-6)
@@ -103,28 +101,10 @@ def bert(
     config = ModelConfig(
         input=EmbeddingConfig(vocab=vocab, context=context, positions=Learned(), segments=2, norm=norm),
         encoder=stack(depth, block),
-        head=_bert_head(head, classes, norm),
+        head=bert_head(head, classes, norm),
         tie="output" if head == "masked_lm" else "none",
     )
     return vary(config, **knobs)
-
-
-def _bert_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
-    """A head by name; classifier and tagger know two classes where nothing is said."""
-    asked = 2 if classes is None else classes
-    heads: dict[str, Callable[[], HeadConfig | None]] = {
-        "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
-        "masked_lm": lambda: HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned"),
-        "classifier": lambda: HeadConfig(kind="classifier", classes=asked, pooler="tanh", bias="learned"),
-        "tagger": lambda: HeadConfig(kind="tagger", classes=asked, bias="learned"),
-        "spans": lambda: HeadConfig(kind="spans", bias="learned"),
-        "none": lambda: None,
-    }
-    if not isinstance(head, str) or head not in heads:
-        raise ConfigError(f"head={head!r} is none of {', '.join(heads)}{did_you_mean(str(head), heads)}")
-    if classes is not None and head not in ("classifier", "tagger"):
-        raise ConfigError(f"classes={classes} goes with a classifier or tagger, not with head={head!r}; leave it out")
-    return heads[head]()
 
 
 def encoder_decoder(

@@ -164,6 +164,33 @@ def _qk_norm(part: BlockConfig, values: Values, wanted: bool) -> None:
     values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
 
 
+def bert_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
+    """A head by name; classifier and tagger know two classes where nothing is said."""
+    asked = 2 if classes is None else classes
+    heads: dict[str, Callable[[], HeadConfig | None]] = {
+        "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
+        "masked_lm": lambda: HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned"),
+        "classifier": lambda: HeadConfig(kind="classifier", classes=asked, pooler="tanh", bias="learned"),
+        "tagger": lambda: HeadConfig(kind="tagger", classes=asked, bias="learned"),
+        "spans": lambda: HeadConfig(kind="spans", bias="learned"),
+        "none": lambda: None,
+    }
+    if not isinstance(head, str) or head not in heads:
+        raise ConfigError(f"head={head!r} is none of {', '.join(heads)}{did_you_mean(str(head), heads)}")
+    if classes is not None and head not in ("classifier", "tagger"):
+        raise ConfigError(f"classes={classes} goes with a classifier or tagger, not with head={head!r}; leave it out")
+    return heads[head]()
+
+
+def _head(part: ModelConfig, values: Values, head: str) -> None:
+    """An encoder's head by name, of the usual make; one that is of that kind already stays as it is."""
+    if part.family not in ("encoder-only", "vision"):
+        raise ConfigError(f"head={head!r} is for an encoder; a {part.family} model writes language")
+    if head != (part.head.kind if part.head else "none"):
+        values["head"] = bert_head(head, None, values["encoder"].pattern[0].blocks[0].norm)
+        values["tie"] = "output" if head == "masked_lm" else "none"
+
+
 Knob = tuple[tuple[type, ...], Callable[[Any, Values, Any], None]]
 
 # name -> where the choice is written; a knob may be written in several places
@@ -202,6 +229,10 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
     "bias": (((AttentionConfig, FeedForwardConfig), _bias),),
     "dropout": (((AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig), _field("dropout")),),
     "attention_dropout": (((AttentionConfig,), _field("dropout")),),
+    "embedding_dropout": (((EmbeddingConfig, PatchConfig), _field("dropout")),),
+    "word_dropout": (((EmbeddingConfig,), _field("word_dropout")),),
+    "head_dropout": (((HeadConfig,), _field("dropout")),),
+    "head": (((ModelConfig,), _head),),
     "classes": (((HeadConfig,), _field("classes")),),
     "pooling": (((HeadConfig,), _field("pooling")),),
     "tie": (((ModelConfig,), _field("tie")),),
@@ -210,7 +241,8 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 }
 
 
-DEPENDENT = ("rotary_base", "rotary_dim", "scaling", "top_k")  # they mean parts that other knobs may bring in
+# They mean parts that other knobs may bring in.
+DEPENDENT = ("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling", "head_dropout")
 
 
 def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:

@@ -165,12 +165,13 @@ class EmbeddingConfig:
     segments: int = 0  # token types; 0: none
     norm: NormConfig | None = None
     dropout: float = 0.0
+    word_dropout: float = 0.0  # of whole words, everywhere in them at once (Gal and Ghahramani 2016)
 
     def __post_init__(self) -> None:
         check(self)
         check_at_least(self, 1, "vocab", "context", "dim")
         check_at_least(self, 0, "segments")
-        check_fraction(self, "dropout")
+        check_fraction(self, "dropout", "word_dropout")
         if isinstance(self.positions, Learned) and self.context is None:
             raise ConfigError("learned positions need context, the number of places to learn")
         if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":

@@ -17,6 +17,21 @@ from monoblock.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
+class FieldError(ConfigError):
+    """A field that holds what it cannot: named by its class, and by the user's own key once somebody knows that."""
+
+    def __init__(self, place: str, field: str, problem: str) -> None:
+        super().__init__(place, field, problem)
+        self.place, self.field, self.problem = place, field, problem
+
+    def __str__(self) -> str:
+        return f"{self.place}.{self.field}{self.problem}" if self.place else f"{self.field}{self.problem}"
+
+    def at(self, place: str) -> FieldError:
+        """The same of a field that the user knows under another name."""
+        return FieldError(place, self.field, self.problem)
+
+
 _known: dict[type, dict[str, Any]] = {}
 
 
@@ -47,7 +62,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _spoken(hint: Any) -> str:
     """How an annotation is said to a user: "a whole number or none", "one of 'pre', 'post'"."""
-    words = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", type(None): "none"}
+    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+    words |= {dict: "a table", type(None): "none"}
     spoken = []
     for one in _alternatives(hint):
         if get_origin(one) is Literal:
@@ -69,7 +85,11 @@ def check(config: Any) -> None:
             if isinstance(value, str):
                 choices = [c for one in _alternatives(hint) if get_origin(one) is Literal for c in get_args(one)]
                 suggestion = did_you_mean(value, choices)
-            raise ConfigError(f"{type(config).__name__}.{name}={value!r} cannot be: it is {hint_text}{suggestion}")
+            raise _wrong(config, name, f"={value!r} cannot be: it is {hint_text}{suggestion}")
+
+
+def _wrong(config: Any, name: str, problem: str) -> FieldError:
+    return FieldError(type(config).__name__, name, problem)
 
 
 def check_at_least(config: Any, least: float, *names: str) -> None:
@@ -77,7 +97,7 @@ def check_at_least(config: Any, least: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and value < least:
-            raise ConfigError(f"{type(config).__name__}.{name}={value} is too small; write {least} or more")
+            raise _wrong(config, name, f"={value} is too small; write {least} or more")
 
 
 def check_positive(config: Any, *names: str) -> None:
@@ -85,7 +105,7 @@ def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{type(config).__name__}.{name}={value} must be positive; None switches it off")
+            raise _wrong(config, name, f"={value} must be positive; None switches it off")
 
 
 def check_fraction(config: Any, *names: str) -> None:
@@ -93,7 +113,7 @@ def check_fraction(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not 0 <= value < 1:
-            raise ConfigError(f"{type(config).__name__}.{name}={value} is no rate; write a number from 0 to below 1")
+            raise _wrong(config, name, f"={value} is no rate; write a number from 0 to below 1")
 
 
 LOOKED_AT = 100_000  # numbers to each side, before 1 is good enough
@@ -133,7 +153,10 @@ def from_dict(cls: type[T], data: Any, path: str = "") -> T:
     if missing:
         raise ConfigError(f"{place} lacks the field {missing[0]!r}; write it")
     values = {key: _value(hints[key], value, f"{path}.{key}" if path else key) for key, value in data.items()}
-    return cls(**values)
+    try:
+        return cls(**values)
+    except FieldError as problem:  # the class knows its own name, the user the place in what was written
+        raise (problem.at(path) if path and problem.place == cls.__name__ else problem) from None
 
 
 def _value(hint: Any, data: Any, path: str) -> Any:

@@ -18,8 +18,8 @@ SMOOTHING = 0.95
 class Drawing:
     """Give it every event; it keeps a bar with loss, speed and time left."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, unit: str = "tokens") -> None:
+        self.steps, self.unit = steps, unit
         self.bar: Any = None
         self.task: Any = None
         self.loss: float | None = None
@@ -83,7 +83,7 @@ class Drawing:
             self._line()
 
     def _text(self) -> str:
-        return f"loss {self.loss:.4f}  {human_count(float(f'{self.rate:.3g}'))} tokens/s"
+        return f"loss {self.loss:.4f}  {human_count(float(f'{self.rate:.3g}'))} {self.unit}/s"
 
     def _line(self, *, force: bool = False) -> None:
         """A plain line now and then, and the last one always."""

@@ -18,12 +18,18 @@ from monoblock.cli.drawing import Drawing
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks the run to stop after the step it is in and save; a second one ends it at once."""
+def interruptible(*, among_others: bool = False) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks the run to stop after the step it is in and save; a second one ends it at once.
+
+    Among others it may come twice, from the terminal and from torchrun, which says how long it waits: it asks, only.
+    """
     asked = False
 
     def ask(number: int, frame: Any) -> None:
         nonlocal asked
+        if among_others:
+            asked = True
+            return
         if asked:
             raise KeyboardInterrupt
         asked = True
@@ -43,8 +49,12 @@ def data_folder(given: Path | None) -> Path | None:
 
 
 def go(run: Any, drawing: Drawing, *, resume: bool) -> Any:
-    """Draw a run to its end and return its last event."""
+    """Draw a run to its end and return its last event; of several processes only the leader draws."""
     last = None
+    if not run.trainer.world.leads:
+        for last in run.events(resume=resume):  # noqa: B007 (the last one is asked for)
+            pass
+        return last
     with drawing:
         for last in run.events(resume=resume):
             drawing.show(last)
@@ -58,6 +68,7 @@ def go(run: Any, drawing: Drawing, *, resume: bool) -> Any:
 @click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of corpora.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and stop.")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, help="So many processes train as one.  [1]")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
 @as_json
 @click.pass_context
@@ -69,6 +80,7 @@ def command(
     data: Path | None,
     resume: bool,
     dry_run: bool,
+    nproc: int,
     tensorboard: bool,
     as_json: bool,
 ) -> None:
@@ -78,27 +90,51 @@ def command(
     if dry_run:
         click.echo(resolved.to_toml(), nl=False)
         return
-    from monoblock.tasks.run import prepare
+    from monoblock.tasks.folder import check_folder
+    from monoblock.training import parallel
 
     folder = out if out is not None else Path("runs") / resolved.name
-    with interruptible() as stop:
-        run = prepare(resolved, folder, data=data_folder(data), resume=resume, stop=stop, tensorboard=tensorboard)
-        last = go(run, Drawing(resolved.train.steps), resume=resume)
+    words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
+    if nproc > 1:
+        check_folder(folder, resume)
+        flags = [f"--{name}" for name, given in {**options, "json": as_json}.items() if given]
+        flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
+        ctx.exit(parallel.launch(["train", *words, *flags], nproc, resolved.train.device))
+    world = parallel.join(os.environ, resolved.train.device)
+    with parallel.among(world):
+        run, last = _train(resolved, folder, data_folder(data), world, options)
+        if world.leads and last.interrupted:
+            say_how_to_go_on(folder, last.step, words, world.size)
+        elif world.leads:
+            _report(run, as_json)
+        world.leave()
     if last.interrupted:
-        say_how_to_go_on(folder, last.step, [recipe, *overrides])
         ctx.exit(130)
+
+
+def _train(recipe: Any, folder: Path, data: Path | None, world: Any, options: dict[str, bool]) -> tuple[Any, Any]:
+    """The run and its last event."""
+    from monoblock.tasks.run import prepare
+
+    with interruptible(among_others=world.size > 1) as stop:
+        run = prepare(recipe, folder, data=data, stop=stop, world=world, **options)
+        return run, go(run, Drawing(recipe.train.steps, run.ground.unit), resume=options["resume"])
+
+
+def _report(run: Any, as_json: bool) -> None:
     summary = finished(run)
     if as_json:
         print_json(summary)
     else:
         shown = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
-        click.echo(f"Saved {folder}" + (f": {', '.join(shown)}" if shown else ""))
-    next_verb(f"account {folder}")
+        click.echo(f"Saved {run.folder}" + (f": {', '.join(shown)}" if shown else ""))
+    next_verb(f"account {run.folder}")
 
 
-def say_how_to_go_on(folder: Path, step: int, words: list[str]) -> None:
+def say_how_to_go_on(folder: Path, step: int, words: list[str], processes: int = 1) -> None:
     """The whole command that takes an interrupted run up again."""
-    line = shlex.join(["monoblock", "train", *words, "--resume", "--out", str(folder)])
+    several = ["--nproc", str(processes)] if processes > 1 else []
+    line = shlex.join(["monoblock", "train", *words, "--resume", "--out", str(folder), *several])
     click.echo(f"Saved {folder} at step {step}. Go on with: {line}", err=True)
 
 

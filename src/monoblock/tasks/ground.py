@@ -14,6 +14,7 @@ from torch import nn
 from monoblock.data.batches import Batch, FixedPlan, Plan
 from monoblock.data.corpora import Corpus
 from monoblock.errors import FileError
+from monoblock.tasks.folder import tokenizer_in
 from monoblock.tasks.recipe import Recipe
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.corruption import IGNORE
@@ -34,6 +35,8 @@ class Ground:
     said: str = ""  # how much there is, for the user
     bytes_per_token: float | None = None  # of the validation text
     baselines: dict[str, float] = field(default_factory=dict)  # what a model that knows little would lose
+    unit: str = "tokens"  # what is counted when speed is told
+    content: dict[str, str] = field(default_factory=dict)  # split: SHA-256 of what was read
 
 
 # -- tokenizer ----------------------------------------------------------------------------------------------------
@@ -41,11 +44,13 @@ class Ground:
 
 def find_tokenizer(recipe: Recipe, train: Corpus, folder: Path | None) -> Tokenizer:
     """The run folder's own, the one the recipe names, or a new one trained on the training split."""
-    for place in (folder, Path(recipe.tokenizer.folder) if recipe.tokenizer.folder else None):
-        if place is not None and (place / "tokenizer.json").is_file():
-            return _suited(Tokenizer.from_pretrained(place), recipe.train.objective, place)
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        return _suited(tokenizer_in(folder), recipe.train.objective, folder)
     if recipe.tokenizer.folder:
-        raise FileError(f"tokenizer.folder={recipe.tokenizer.folder} has no tokenizer.json")
+        place = Path(recipe.tokenizer.folder)
+        if not (place / "tokenizer.json").is_file():
+            raise FileError(f"tokenizer.folder={place} has no tokenizer.json")
+        return _suited(Tokenizer.from_pretrained(place), recipe.train.objective, place)
     part = recipe.tokenizer
     return Tokenizer.train(
         part.kind,

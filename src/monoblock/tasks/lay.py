@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
+from monoblock.data.fingerprint import fingerprint
 from monoblock.errors import ConfigError, FileError
 from monoblock.tasks import samples, texts
 from monoblock.tasks.ground import Ground, find_tokenizer
-from monoblock.tasks.recipe import Recipe
+from monoblock.tasks.recipe import Recipe, is_vision
 
 # Objective -> the kinds of corpus it can use; a path is read as the first, arrays as images.
 KINDS = {
@@ -29,7 +31,7 @@ def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder
     """Read the corpus and prepare training and evaluation."""
     asked = recipe.train.objective
     load = partial(corpora.load, recipe.data.corpus, folder=data, kind=_kind(recipe, data))
-    train = load("train")
+    train = whole = load("train")
     labels = train.labels()  # of all there is: a limit must not lose one
     if recipe.data.limit is not None:
         train = Corpus(train.name, train.kind, train.split, train.rows[: recipe.data.limit])
@@ -41,8 +43,12 @@ def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder
         valid: Corpus | None = load("valid")
     except FileError:
         valid = None
+    content = {corpus.split: fingerprint(corpus) for corpus in (whole, valid) if corpus is not None}
+    if (train.kind == "images") != is_vision(recipe):
+        reads = "looks at images" if is_vision(recipe) else "reads text; write model.family='vit'"
+        raise ConfigError(f"the corpus {train.name} is {train.kind}, and this model {reads}")
     if train.kind == "images":
-        return samples.images(recipe, train, valid, labels)
+        return replace(samples.images(recipe, train, valid, labels), content=content)
     tokenizer = find_tokenizer(recipe, train, folder)
     build: dict[str, Callable[..., Ground]] = {
         "causal": texts.causal,
@@ -52,7 +58,7 @@ def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder
         "classify": partial(samples.classify, labels=labels),
         "label": partial(samples.label, labels=labels),
     }
-    return build[asked](recipe, context, tokenizer, train, valid)
+    return replace(build[asked](recipe, context, tokenizer, train, valid), content=content)
 
 
 def _kind(recipe: Recipe, data: Path | None) -> Any:

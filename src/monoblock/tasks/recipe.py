@@ -17,7 +17,7 @@ from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.families import bart, bert, gpt, llama, t5, vaswani, vit
 from monoblock.knobs import vary
 from monoblock.presets import preset
-from monoblock.schema import check, check_at_least, check_fraction, from_dict, to_dict
+from monoblock.schema import FieldError, check, check_at_least, check_fraction, from_dict, to_dict
 
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "gpt": gpt,
@@ -83,6 +83,7 @@ class TrainPart:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    table_decay: float = 0.0  # weight decay of embeddings; the usual is none
     adam_factor: float = 1.0  # beside Muon: AdamW's rate as a multiple of lr
     clip: float = 1.0
     label_smoothing: float = 0.0
@@ -108,7 +109,19 @@ class TrainPart:
     def __post_init__(self) -> None:
         check(self)
         check_at_least(self, 1, "steps", "batch", "tokens", "accumulate", "keep", "patience")
-        check_at_least(self, 0, "lr", "warmup", "clip", "weight_decay", "save_every", "eval_every", "workers", "spike")
+        check_at_least(
+            self,
+            0,
+            "lr",
+            "warmup",
+            "clip",
+            "weight_decay",
+            "table_decay",
+            "save_every",
+            "eval_every",
+            "workers",
+            "spike",
+        )
         check_fraction(self, "label_smoothing", "ema", "mask_rate")
         if self.average > self.keep:
             raise ConfigError(f"train.average={self.average} checkpoints need train.keep={self.average} or more")
@@ -168,7 +181,10 @@ def read(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
     for word in overrides:
         _override(data, word)
     data.setdefault("name", Path(name_or_path).stem)
-    return from_dict(Recipe, data)
+    try:
+        return from_dict(Recipe, data)
+    except FieldError as problem:
+        raise (problem.at("") if problem.place == Recipe.__name__ else problem) from None
 
 
 def _table(name_or_path: str) -> dict[str, Any]:
@@ -215,7 +231,10 @@ def model_config(recipe: Recipe, vocab: int | None, **data_sizes: Any) -> ModelC
     knobs = {**data_sizes, **recipe.model}
     if vocab is not None and isinstance(asked := knobs.setdefault("vocab", vocab), int) and asked < vocab:
         raise ConfigError(f"model.vocab={asked} is less than the {vocab} tokens of the tokenizer; leave it out")
-    config = _config(recipe, knobs)
+    try:
+        config = _config(recipe, knobs)
+    except FieldError as problem:  # it may lie deep in the configuration; the user wrote model.heads
+        raise (problem.at("model") if problem.field in recipe.model else problem) from None
     if isinstance(config, ModelConfig):
         _check_trainable(recipe.train.objective, config)
     return config
@@ -233,11 +252,26 @@ def _check_named(model: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.family={family!r} is none of {', '.join(known)}{did_you_mean(str(family), known)}")
 
 
+def is_vision(recipe: Recipe) -> bool:
+    """Whether the model looks at images, by family or by preset."""
+    if "preset" in recipe.model:
+        return preset(str(recipe.model["preset"])).family == "vision"
+    return recipe.model["family"] == "vit"
+
+
 def _config(recipe: Recipe, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+    """A preset with knobs turned, or a family; an encoder whose head is not named gets the objective's."""
+    encoders, head = TRAINS[recipe.train.objective]
     if "preset" in knobs:
-        return vary(preset(str(knobs.pop("preset"))), **knobs)
+        published = preset(str(knobs.pop("preset")))
+        if published.family in encoders and published.family == "encoder-only":
+            knobs.setdefault("head", head)
+        return vary(published, **knobs)
     family = knobs.pop("family")
+    if family == "bert" and "encoder-only" in encoders:
+        knobs.setdefault("head", head)
     if family == "lstm":
+        knobs.pop("context", None)  # the length of its blocks is no part of it
         kind = "encoder_decoder" if recipe.train.objective == "pairs" else "language_model"
         return from_dict(RecurrentConfig, {"kind": kind, **knobs}, "model")
     try:

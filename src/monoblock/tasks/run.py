@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,27 +13,27 @@ import torch
 from torch import nn
 
 from monoblock.config import ModelConfig, RecurrentConfig
+from monoblock.data.batches import Batch, split
 from monoblock.data.loader import Loader
 from monoblock.decoding.sample import continued
-from monoblock.errors import ConfigError, FileError
-from monoblock.interop.folder import save_model
+from monoblock.interop.folder import CONFIG, save_model
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.schema import to_dict
 from monoblock.tasks.card import card
+from monoblock.tasks.folder import CHECKPOINTS, begin, check_folder, described, write
 from monoblock.tasks.ground import Ground, evaluate
 from monoblock.tasks.lay import lay
-from monoblock.tasks.recipe import Recipe, model_config
+from monoblock.tasks.recipe import Recipe, is_vision, model_config
 from monoblock.training import averaging, checkpoint, optimizer
 from monoblock.training.events import Chosen, Event, Finished, Warned
 from monoblock.training.guard import Guard
 from monoblock.training.loop import Plan, Trainer
 from monoblock.training.metrics import Metrics
 from monoblock.training.objectives import Loss, Prepared
+from monoblock.training.parallel import World
 from monoblock.training.precision import choose
 from monoblock.training.schedule import learning_rate
-
-RECIPE, CHECKPOINTS, GENERATION, LABELS = "recipe.toml", "checkpoints", "generation_config.json", "labels.json"
 
 
 @dataclass
@@ -51,7 +50,10 @@ class Run:
 
     def events(self, *, resume: bool = False) -> Iterator[Event]:
         """Train, keep the metrics, and leave the finished model in the folder."""
+        world = self.trainer.world
         yield Chosen(self.ground.said, self.recipe.data.corpus)
+        if world.size > 1:
+            yield Chosen(f"{world.size} processes", "each reads its part of every batch")
         if resume and not checkpoint.steps(self.trainer.folder):
             yield Warned("no checkpoint was reached yet: starting from the first step")
             self.metrics.rewind(0)
@@ -63,7 +65,7 @@ class Run:
                     self.metrics.rewind(self.trainer.step)
                     waiting = False
                 self.metrics.write(event)
-                if isinstance(event, Finished) and not event.interrupted:
+                if isinstance(event, Finished) and not event.interrupted and world.leads:
                     self._finish()
                 yield event
         finally:
@@ -82,8 +84,9 @@ class Run:
             model.load_state_dict(kept, strict=False)
         model.eval()
         save_model(model, self.folder)
+        write(self.folder / CONFIG, described(model.config, self.ground.tokenizer))
         self.figures = self.measure() if self.ground.evaluation is not None else {}
-        _write(self.folder / "README.md", card(self.recipe, model.config, self.figures, self.ground))
+        write(self.folder / "README.md", card(self.recipe, model.config, self.figures, self.ground))
 
     def measure(self) -> dict[str, float]:
         """The validation figures of the model as it is now."""
@@ -114,24 +117,42 @@ def prepare(
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
     tensorboard: bool = False,
+    world: World = World(),
 ) -> Run:
-    """Lay the ground, build the model, write the folder's first files."""
-    _check_folder(folder, resume)
+    """Lay the ground, build the model, write the folder's first files; among several processes the leader first."""
+    with world.leader_first():
+        if world.leads:
+            check_folder(folder, resume)
+        run = _prepared(recipe, folder, data, resume, stop, tensorboard, world)
+        if world.leads and not resume:
+            begin(folder, recipe, run.model.config, run.ground.tokenizer, run.ground.labels)
+    return run
+
+
+def _prepared(
+    recipe: Recipe,
+    folder: Path,
+    data: Path | None,
+    resume: bool,
+    stop: Callable[[], bool],
+    tensorboard: bool,
+    world: World,
+) -> Run:
     part = recipe.train
     choice = choose(part.device, part.precision, part.compile, deterministic=part.deterministic, steps=part.steps)
     context = _context(recipe)
-    ground = lay(recipe, context, data=data, folder=folder if resume else None)
+    ground = lay(recipe, context, data=data, folder=folder if resume or not world.leads else None)
     vocab = None if ground.tokenizer is None else ground.tokenizer.vocab_size
     config = model_config(recipe, vocab, **ground.sizes)
     torch.manual_seed(part.seed)
     model = build(config).to(choice.device)
+    world.seed(part.seed)
     if part.checkpointing and isinstance(model, Transformer):
         model.recompute()
-    trainer = _trainer(recipe, folder, ground, model, config, choice, stop)
-    run = Run(recipe, folder, ground, model, trainer, Metrics(folder, tensorboard=tensorboard))
+    trainer = _trainer(recipe, folder, ground, model, config, choice, stop, world)
+    metrics = Metrics(folder, tensorboard=tensorboard, mute=not world.leads)
+    run = Run(recipe, folder, ground, model, trainer, metrics)
     trainer.sample = run.sample
-    if not resume:
-        _begin(run, config)
     return run
 
 
@@ -143,7 +164,7 @@ def _context(recipe: Recipe) -> int | None:
     """The length the recipe's model is made for, before the vocabulary is known."""
     if recipe.model.get("family") == "lstm":
         return int(recipe.model.get("context", 64))
-    if recipe.model.get("family") == "vit":
+    if is_vision(recipe):
         return None
     sizes = {"classes": 2} if recipe.train.objective in ("classify", "label") else {}
     config = model_config(recipe, 3, **sizes)
@@ -158,14 +179,22 @@ def _trainer(
     config: ModelConfig | RecurrentConfig,
     choice: Any,
     stop: Callable[[], bool],
+    world: World,
 ) -> Trainer:
     part = recipe.train
     blocks = [b for s in config.stacks.values() for b in s.layers()] if isinstance(config, ModelConfig) else []
     experts = next((b.feedforward.experts for b in blocks if b.feedforward.experts is not None), None)
     loss = Loss(part.label_smoothing, part.balance if experts else 0.0, experts.top_k if experts else 1)
 
+    def make(batch: Batch) -> Prepared:
+        """This process's part of a batch, which may be nothing; it names the samples of the whole."""
+        mine, samples = split(batch, world.rank, world.size), batch.samples.tolist()
+        if not len(mine.samples):
+            return Prepared({}, torch.empty(0, dtype=torch.int64), batch.epoch, samples)
+        return ground.make(mine)._replace(samples=samples)
+
     def batches(step: int) -> Iterator[Prepared]:
-        return iter(Loader(ground.plan, ground.make, start=step, stop=part.steps, workers=part.workers))
+        return iter(Loader(ground.plan, make, start=step, stop=part.steps, workers=part.workers))
 
     def rate(step: int) -> float:
         sizes: dict[str, Any] = {"steps": part.steps, "warmup": part.warmup, "floor": part.floor, "width": config.width}
@@ -183,6 +212,7 @@ def _trainer(
             betas=(part.beta1, part.beta2),
             eps=part.eps,
             weight_decay=part.weight_decay,
+            table_decay=part.table_decay,
             adam_factor=part.adam_factor,
         ),
         rate=rate,
@@ -204,6 +234,7 @@ def _trainer(
         evaluate=measured if ground.evaluation is not None else None,
         guard=Guard(spike=part.spike, patience=part.patience),
         stop=stop,
+        world=world,
     )
 
 
@@ -213,57 +244,9 @@ def _identity(recipe: Recipe, config: ModelConfig | RecurrentConfig, ground: Gro
     training = {key: value for key, value in to_dict(recipe.train).items() if key not in free}
     parts = {"model": to_dict(config), "training recipe": training, "corpus": to_dict(recipe.data)}
     digests = {key: _digest(value) for key, value in parts.items()}
-    return digests | {"tokenizer": ground.tokenizer.fingerprint if ground.tokenizer is not None else None}
+    content = {f"content of data.corpus, split {split}": digest for split, digest in ground.content.items()}
+    return digests | content | {"tokenizer": ground.tokenizer.fingerprint if ground.tokenizer is not None else None}
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-# -- the folder ---------------------------------------------------------------------------------------------------
-
-
-def _check_folder(folder: Path, resume: bool) -> None:
-    if resume and not (folder / RECIPE).is_file():
-        raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
-    if not resume and folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is there already; go on with --resume, or name another with --out")
-
-
-def _begin(run: Run, config: ModelConfig | RecurrentConfig) -> None:
-    """The files a run starts with, so that even an interrupted one can be understood."""
-    try:
-        run.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise FileError(f"{run.folder} cannot be made: {problem.strerror}") from None
-    _write(run.folder / RECIPE, run.recipe.to_toml())
-    kind = "recurrent" if isinstance(config, RecurrentConfig) else "model"
-    tokenizer = run.ground.tokenizer
-    described: dict[str, Any] = {"format": "monoblock", kind: to_dict(config)}
-    _write(run.folder / "config.json", json.dumps(described, indent=2) + "\n")
-    part = run.recipe.generate
-    defaults: dict[str, Any] = {
-        "temperature": part.temperature,
-        "top_p": part.top_p,
-        "top_k": part.top_k,
-        "max_new_tokens": part.max_new_tokens,
-    }
-    if tokenizer is not None:
-        tokenizer.save_pretrained(run.folder)
-        defaults |= {
-            "eos_token_id": tokenizer.eos_id,
-            "pad_token_id": tokenizer.pad_id,
-            "bos_token_id": tokenizer.bos_id,
-        }
-    _write(run.folder / GENERATION, json.dumps(defaults, indent=2) + "\n")
-    if run.ground.labels:
-        _write(run.folder / LABELS, json.dumps(run.ground.labels, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as problem:
-        raise FileError(f"{path} cannot be written: {problem.strerror}") from None

@@ -74,7 +74,7 @@ def classify(
 
     held = None if valid is None else encode_labelled(valid.rows, encode, labels, longest=context)
     samples = encode_labelled(train.rows, encode, labels, longest=context)
-    return _labelled_ground(recipe, tokenizer, samples, held, labels, _classified)
+    return _labelled_ground(recipe, tokenizer, samples, held, labels, _classified, "texts")
 
 
 def _classified(rows: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:
@@ -93,7 +93,7 @@ def label(
     encode = lambda word: tokenizer.encode(f" {word}")
     held = None if valid is None else encode_tagged(valid.rows, encode, labels, longest=context)
     samples = encode_tagged(train.rows, encode, labels, longest=context)
-    return _labelled_ground(recipe, tokenizer, samples, held, labels, objectives.labelled)
+    return _labelled_ground(recipe, tokenizer, samples, held, labels, objectives.labelled, "words")
 
 
 def _labelled_ground(
@@ -103,6 +103,7 @@ def _labelled_ground(
     held: Samples | None,
     labels: list[str],
     objective: Callable[..., tuple[dict[str, Tensor], Tensor]],
+    unit: str,
 ) -> Ground:
     special = special_of(tokenizer)
     prepare = partial(objective, special=special)
@@ -115,6 +116,7 @@ def _labelled_ground(
         sizes={"classes": len(labels)},
         labels=labels,
         said=f"{len(samples):,} samples of {len(labels)} classes to train on",
+        unit=unit,
     )
 
 
@@ -139,4 +141,5 @@ def images(recipe: Recipe, train: Corpus, valid: Corpus | None, labels: list[str
         sizes={"classes": len(labels), "channels": shape[0], "image": shape[1]},
         labels=labels,
         said=f"{len(train):,} images of {shape[1]}×{shape[2]} to train on",
+        unit="images",
     )

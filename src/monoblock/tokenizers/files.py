@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
+from monoblock.tokenizers import published
+from monoblock.tokenizers.chat import LONGEST_TEMPLATE
 from monoblock.tokenizers.patterns import REPLACED, SPLITS
+from monoblock.untrusted import inside, present, read_bytes, read_json
 
 FILE, ROLES_FILE = "tokenizer.json", "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 LARGEST = 64 * 2**20
 LARGEST_ROLES = 16 * 2**20  # some hold a row for every added token, and a chat template
 MOST_TOKENS = 2_000_000
+MOST_VALUES = 4 * MOST_TOKENS  # a merge is a list of two
 MOST_PARTS = 32
 LONGEST_TOKEN = 512  # of an added token, in characters
 LONGEST_WORD = 200  # of WordPiece, in characters: its search is cubic in it
@@ -44,13 +49,32 @@ class _Bad(Exception):
 
 
 def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checked content of tokenizer.json in a folder (or of that file), and of tokenizer_config.json beside it."""
+    """The checked content of tokenizer.json (of a folder, or that file itself), and what the files beside it name.
+
+    Where there is none, it is made from the vocabulary files that a published folder has in its place.
+    """
     given = Path(folder)
-    path = given / FILE if given.is_dir() else given
-    if not path.is_file():
-        missing = f"it has no {FILE}" if given.is_dir() else "there is no such folder or file"
-        raise FileError(f"{given} holds no tokenizer: {missing}")
-    data = _json(path, LARGEST)
+    if given.is_dir():
+        named = read_named(given)
+        older = None if present(given, FILE) else published.find(given)
+        path = given / (older or FILE)
+        if older is None and not present(given, FILE):
+            raise FileError(f"{given} holds no tokenizer: it has no {FILE}")
+        data = published.read(given, older, named) if older else _read(inside(given, FILE))
+    else:
+        path = given
+        if not path.is_file():
+            raise FileError(f"{given} holds no tokenizer: there is no such folder or file")
+        data, named = _read(path), read_named(path.parent) if path.name == FILE else {}
+    return checked(data, path), named
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, largest=LARGEST, most=MOST_VALUES)
+
+
+def checked(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """The content of a tokenizer.json that the library may be given."""
     try:
         data["model"] = _typed(data.get("model"))
         check(data)
@@ -58,26 +82,21 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise FileError(f"{path} cannot be used: {problem}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as problem:  # a value of a type no such file has
         raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
-    beside = path.parent / ROLES_FILE
-    named = _json(beside, LARGEST_ROLES) if path.name == FILE and beside.is_file() else {}
-    return data, named
-
-
-def _json(path: Path, largest: int) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(largest + 1)
-    except OSError as problem:
-        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
-    if len(raw) > largest:
-        raise FileError(f"{path} is larger than {largest // 2**20} MB; is it the right file?")
-    try:
-        data = json.loads(raw.decode())
-    except (ValueError, RecursionError) as problem:
-        raise FileError(f"{path} is not JSON: {str(problem)[:80]}") from None
-    if not isinstance(data, dict):
-        raise FileError(f"{path} holds no object; is it the right file?")
     return data
+
+
+def read_named(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, and, where it is silent, special_tokens_map.json and the older small files."""
+    named: dict[str, Any] = {}
+    for name in (ROLES_FILE, "special_tokens_map.json"):
+        if present(folder, name):
+            named = read_json(inside(folder, name), largest=LARGEST_ROLES) | named
+    if present(folder, TEMPLATE_FILE):
+        named["chat_template"] = read_bytes(inside(folder, TEMPLATE_FILE), LONGEST_TEMPLATE).decode(errors="replace")
+    if "added_tokens_decoder" not in named and present(folder, "added_tokens.json"):
+        rows = read_json(inside(folder, "added_tokens.json"), largest=LARGEST_ROLES)
+        named["added_tokens_decoder"] = {str(number): {"content": token} for token, number in rows.items()}
+    return named
 
 
 def _typed(model: Any) -> dict[str, Any]:

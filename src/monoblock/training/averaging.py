@@ -27,8 +27,8 @@ class Average:
         self.tensors["updates"] += 1
         count = int(self.tensors["updates"])
         share = 1 - min(self.decay, (1 + count) / (10 + count))
-        for name, weight in model.named_parameters():
-            self.tensors[name].lerp_(weight, share)
+        weights = dict(model.named_parameters())
+        torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), share)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():

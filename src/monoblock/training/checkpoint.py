@@ -44,8 +44,16 @@ def reached(point: str) -> None:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, state: State, *, keep: int = 3, best: int | None = None, every: int = 0) -> Path:
-    """Write a checkpoint, make it `latest`, then drop all but the last `keep` and the best.
+def save(
+    folder: Path,
+    state: State,
+    *,
+    keep: int = 3,
+    best: int | None = None,
+    sound: int | None = None,
+    every: int = 0,
+) -> Path:
+    """Write a checkpoint, make it `latest`, then drop all but the last `keep`, the best, and the last sound one.
 
     One of a step between two multiples of `every` was left by an interruption and goes, too: what stays is then what a
     run never stopped would have.
@@ -67,7 +75,7 @@ def save(folder: Path, state: State, *, keep: int = 3, best: int | None = None, 
         os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
         _sync(folder)
         reached("prune")
-        _prune(folder, state.step, keep, best, every)
+        _prune(folder, state.step, keep, (best, sound), every)
     except OSError as problem:
         shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
         _bring_back(folder)
@@ -137,12 +145,12 @@ def _described(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _prune(folder: Path, last: int, keep: int, best: int | None, every: int) -> None:
+def _prune(folder: Path, last: int, keep: int, spared: tuple[int | None, ...], every: int) -> None:
     """Later steps than the last are damaged, or training would have gone on from them: they do not count as kept."""
     earlier = [step for step in steps(folder) if step <= last]
     lasting = [step for step in earlier if step == last or not every or step % every == 0]
     for step in earlier:
-        if step not in lasting[-keep:] and step != best:  # keep=0: all that last
+        if step not in lasting[-keep:] and step not in spared:  # keep=0: all that last
             shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
     for unfinished in [*folder.glob("step-*.tmp"), *folder.glob("step-*.stale")]:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -166,7 +174,7 @@ def problem_with(place: Path) -> str | None:
         files: dict[str, dict[str, Any]] = manifest["files"]
         if FACTS not in files:
             return f"{place / MANIFEST} does not name {FACTS}"
-        if manifest["step"] != _step(place):
+        if manifest["step"] != step_of(place):
             return f"{place / MANIFEST} is of step {manifest['step']}"
         for name, wanted in files.items():
             if Path(name).name != name:
@@ -207,13 +215,17 @@ def _astray(latest: Path, names: list[str]) -> list[str]:
 def load(place: Path) -> State:
     """Read a checkpoint that `problem_with` has nothing against; what its manifest does not name is left alone."""
     files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
-    facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
     try:
         tensors = {Path(name).stem: load_file(place / name) for name in files if name.endswith(".safetensors")}
     except SafetensorError as problem:
         raise FileError(f"{place} cannot be read: {problem}") from None
-    return State(step=_step(place), tensors=tensors, facts=facts)
+    return State(step=step_of(place), tensors=tensors, facts=facts(place))
 
 
-def _step(place: Path) -> int:
+def facts(place: Path) -> dict[str, Any]:
+    """The facts of a checkpoint, without its tensors."""
+    return json.loads((place / FACTS).read_text(encoding="utf-8"))
+
+
+def step_of(place: Path) -> int:
     return int(place.name.removeprefix("step-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,22 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monoblock.errors import FileError, InputError
+from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.training import checkpoint
 from monoblock.training.averaging import Average
 from monoblock.training.events import Evaluated, Event, Finished, Sampled, Saved, Skipped, Stepped, Warned
 from monoblock.training.guard import Guard
 from monoblock.training.objectives import Loss, Prepared
 from monoblock.training.optimizer import Optimizers
+from monoblock.training.parallel import World
 from monoblock.training.precision import Choice
 from monoblock.training.state import (
+    check_same,
     circumstances,
     differing,
     optimizer_tensors,
+    random_of,
     random_tensors,
     restore_optimizer,
     restore_random,
 )
+
+NOWHERE = -1  # the step of no checkpoint
+SHOWN = 8  # samples of a bad batch in a message
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,14 @@ class Trainer:
     sample: Callable[[nn.Module], str] | None = None
     guard: Guard = field(default_factory=Guard)
     stop: Callable[[], bool] = lambda: False
+    world: World = World()
 
     def __post_init__(self) -> None:
         self.step, self.tokens, self.parts = 0, 0, self.plan.accumulate
         self.best: dict[str, Any] = {"step": None, "loss": None}
+        self.sound: int | None = None  # the last checkpoint that was not saved amid bad updates
         self.average = Average(self.model, self.plan.ema) if self.plan.ema else None
-        self.scaler = torch.amp.GradScaler(enabled=self.choice.autocast == torch.float16)
+        self.scaler = torch.amp.GradScaler(self.choice.device.type, enabled=self.choice.autocast == torch.float16)
         self.compute = torch.compile(self._loss) if self.choice.compiled else self._loss
 
     def _loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -82,7 +91,7 @@ class Trainer:
         yield from self.choice.said
         batches = self.batches(self.step)
         try:
-            while self.step < self.plan.steps and not self.stop():
+            while self.step < self.plan.steps and not any(self.world.total(self.stop())):
                 yield from self._turn(next(batches))
         finally:
             close = getattr(batches, "close", None)
@@ -98,7 +107,7 @@ class Trainer:
         yield from self._update(batch)
         if self._due(self.plan.eval_every) or (self.evaluate and self.plan.eval_every and self.step == self.plan.steps):
             yield from self._evaluate()
-        if self._due(self.plan.sample_every) and self.sample is not None:
+        if self._due(self.plan.sample_every) and self.sample is not None and self.world.leads:
             yield Sampled(self.step, self.sample(self.model))
         if self._due(self.plan.save_every):
             yield self._save()
@@ -110,47 +119,63 @@ class Trainer:
 
     def _update(self, batch: Prepared) -> Iterator[Event]:
         begun, lr = time.perf_counter(), self.rate(self.step)
-        asked = batch.asked
-        loss, warnings = self._gradients(batch, asked)
+        asked, rows = map(int, self.world.total(batch.asked, batch.rows))
+        loss, warnings = self._gradients(batch, asked, -(-rows // self.world.size))
         yield from warnings
         grad_norm = self._clip()
         objection = self.guard.objection(loss, grad_norm) if asked else "nothing is asked of this batch"
-        scaled = self.scaler.get_scale()
         if objection is None:
             self.optimizers.set_rate(lr)
             self._apply()
             self.guard.passed(grad_norm)
         elif self.scaler.is_enabled():
-            self.scaler.update(scaled / 2)
+            self.scaler.update()  # it halves the scale if a gradient was not finite
         self.optimizers.zero_grad()
         self.step += 1
         self.tokens += asked
         if objection is None:
             yield Stepped(self.step, loss, lr, grad_norm, self.tokens, time.perf_counter() - begun)
             return
-        yield Skipped(self.step, objection, batch.epoch, batch.samples)
-        if self.guard.refused():
-            yield from self._roll_back()
+        skipped = Skipped(self.step, objection, batch.epoch, batch.samples)
+        yield skipped
+        if not self._overflowed(loss, grad_norm) and self.guard.refused():
+            yield from self._roll_back(skipped)
 
-    def _gradients(self, batch: Prepared, asked: int) -> tuple[float, list[Warned]]:
-        """The loss of the batch, and its gradients in the weights; halves the micro-batch when memory runs out."""
+    def _overflowed(self, loss: float, grad_norm: float) -> bool:
+        """Whether fp16 was too small for the scaled gradient: the scale has fallen, and the weights are not to blame."""
+        scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        return scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
+
+    def _gradients(self, batch: Prepared, asked: int, rows: int) -> tuple[float, list[Warned]]:
+        """The loss of the batch, and its gradients in the weights; halves the micro-batch when memory runs out.
+
+        `rows` is how many the largest part of a process has: all decide together.
+        """
         self.model.train()
         warnings: list[Warned] = []
         while True:
             try:
-                return self._accumulate(batch, asked), warnings
+                loss, failed = self._accumulate(batch, asked), False
             except torch.OutOfMemoryError:
-                self.optimizers.zero_grad()
-                if self.parts >= batch.rows:
-                    raise InputError(
-                        f"memory runs out with a single sequence of {batch.labels.shape[-1]} tokens; "
-                        f"shorten it (model.context) or take a smaller model"
-                    ) from None
-                self.parts = min(2 * self.parts, batch.rows)
-                if self.choice.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                size = -(-batch.rows // self.parts)
-                warnings.append(Warned(f"memory ran out: micro-batches of {size} from here on, the same batch in all"))
+                loss, failed = 0.0, True
+            loss, failures = self.world.total(loss, failed)
+            if not failures:
+                self.world.add_gradients(self.model.parameters())
+                return loss, warnings
+            warnings.append(self._halve(rows, batch))
+
+    def _halve(self, rows: int, batch: Prepared) -> Warned:
+        self.optimizers.zero_grad()
+        if self.parts >= rows:
+            raise InputError(
+                f"memory runs out with a single sequence of {batch.labels.shape[-1]} tokens; "
+                f"shorten it (model.context) or take a smaller model"
+            )
+        self.parts = min(2 * self.parts, rows)
+        if self.choice.device.type == "cuda":
+            torch.cuda.empty_cache()
+        size = -(-rows // self.parts)
+        return Warned(f"memory ran out: micro-batches of {size} from here on, the same batch in all")
 
     def _accumulate(self, batch: Prepared, asked: int) -> float:
         total = torch.zeros((), device=self.choice.device)
@@ -179,7 +204,7 @@ class Trainer:
     # -- evaluation and state -------------------------------------------------------------------------------------
 
     def _evaluate(self) -> Iterator[Event]:
-        if self.evaluate is None:
+        if self.evaluate is None or not self.world.leads:
             return
         with torch.no_grad(), self._averaged():
             self.model.eval()
@@ -197,8 +222,9 @@ class Trainer:
         tensors = {
             "model": dict(self.model.state_dict()),
             "optimizer": optimizer_tensors(self.model, self.optimizers),
-            "random": random_tensors(),
         }
+        for rank, random in enumerate(self.world.gathered(random_tensors())):
+            tensors[random_of(rank)] = random
         if self.average is not None:
             tensors["average"] = self.average.tensors
         facts = {
@@ -207,34 +233,36 @@ class Trainer:
             "guard": self.guard.facts(),
             "scaler": self.scaler.state_dict(),
             "best": self.best,
+            "sound": self.sound,
             "identity": self.identity,
-            "circumstances": circumstances(self.choice.device, self.choice.compiled),
+            "circumstances": self._circumstances(),
         }
         return checkpoint.State(self.step, tensors, facts)
 
+    def _circumstances(self) -> dict[str, Any]:
+        return circumstances(self.choice.device, self.choice.compiled, self.world.size)
+
     def _save(self) -> Saved:
-        plan, best = self.plan, self.best["step"]
-        place = checkpoint.save(self.folder, self.state(), keep=plan.keep, best=best, every=plan.save_every)
-        return Saved(self.step, place)
+        if not self.guard.bad_in_a_row:
+            self.sound = self.step
+        plan, state, best = self.plan, self.state(), self.best["step"]
+        if self.world.leads:
+            checkpoint.save(self.folder, state, keep=plan.keep, best=best, sound=self.sound, every=plan.save_every)
+        return Saved(self.step, self.folder / f"step-{self.step}")
 
     def _resume(self) -> Iterator[Event]:
-        place, passed_over = checkpoint.newest(self.folder)
+        place, passed_over = checkpoint.newest(self.folder) if self.world.leads else (None, [])
         for problem in passed_over:
             yield Warned(f"passed over a checkpoint: {problem}")
-        if place is None:
+        step = self.world.told(NOWHERE if place is None else checkpoint.step_of(place))
+        if step == NOWHERE:
             raise FileError(f"no checkpoint in {self.folder} is whole; start a new run with --out")
+        place = self.folder / f"step-{step}"
         state = checkpoint.load(place)
-        self._same(state.facts["identity"])
+        check_same(state.facts["identity"], self.identity)
         yield from self._restore(state)
         if passed_over:
             yield Warned(f"resuming from {place.name}, the newest that is whole")
-
-    def _same(self, then: dict[str, Any]) -> None:
-        for key, now in self.identity.items():
-            if then.get(key) != now:
-                raise FileError(
-                    f"this run was started with another {key}; resume it as it was, or start a new run with --out"
-                )
 
     def _restore(self, state: checkpoint.State) -> Iterator[Event]:
         self.model.load_state_dict(dict(state.tensors["model"]))
@@ -243,32 +271,39 @@ class Trainer:
             self.average.restore(state.tensors["average"])
         facts = state.facts
         self.step, self.tokens, self.parts = state.step, facts["tokens"], facts["parts"]
-        self.best = facts["best"]
+        self.best, self.sound = facts["best"], facts["sound"]
         self.guard.restore(facts["guard"])
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
-        now = circumstances(self.choice.device, self.choice.compiled)
-        for difference in differing(facts["circumstances"], now):
+        for difference in differing(facts["circumstances"], self._circumstances()):
             yield Warned(f"{difference}: the run goes on, but not bit for bit as it would have")
-        restore_random(state.tensors["random"])
+        if (own := random_of(self.world.rank)) in state.tensors:
+            restore_random(state.tensors[own])
+        else:  # there were fewer processes
+            torch.manual_seed((torch.initial_seed() + state.step) % 2**63)
 
-    def _roll_back(self) -> Iterator[Event]:
+    def _roll_back(self, last: Skipped) -> Iterator[Event]:
         """The weights of the last checkpoint, the data from here on: what was bad is not met again."""
-        place = self._before_it_went_bad()
-        if place is None:
-            raise FileError(
-                f"{self.guard.patience} bad updates in a row and no checkpoint to go back to; lower train.lr"
+        patience, back = self.guard.patience, self.world.told(self._before_it_went_bad())
+        if back == NOWHERE:
+            raise FileError(f"{patience} bad updates in a row and no checkpoint to go back to; lower train.lr")
+        if self.guard.lost:
+            raise MonoblockError(
+                f"gone back {self.guard.gone_back} times and no better: at step {last.step} {last.reason} "
+                f"(epoch {last.epoch}, samples {', '.join(map(str, last.samples[:SHOWN]))} …); "
+                f"the last good checkpoint is step-{back}: look at these samples, or lower train.lr"
             )
         step, tokens, parts, random = self.step, self.tokens, self.parts, random_tensors()
-        yield from self._restore(checkpoint.load(place))
-        self.step, self.tokens, self.parts = step, tokens, parts
+        gone_back = self.guard.gone_back + 1
+        yield from self._restore(checkpoint.load(self.folder / f"step-{back}"))
+        self.step, self.tokens, self.parts, self.guard.gone_back = step, tokens, parts, gone_back
         restore_random(random)
-        yield Warned(
-            f"{self.guard.patience} bad updates in a row: back to the weights of {place.name}, on with new data"
-        )
+        yield Warned(f"{patience} bad updates in a row: back to the weights of step-{back}, on with new data")
 
-    def _before_it_went_bad(self) -> Path | None:
+    def _before_it_went_bad(self) -> int:
         """The newest checkpoint that was not saved amid bad updates: those hold the weights that made them."""
-        places = [self.folder / f"step-{step}" for step in reversed(checkpoint.steps(self.folder))]
-        whole = (place for place in places if checkpoint.problem_with(place) is None)
-        return next((p for p in whole if not checkpoint.load(p).facts["guard"]["bad_in_a_row"]), None)
+        for step in reversed(checkpoint.steps(self.folder)):
+            place = self.folder / f"step-{step}"
+            if checkpoint.problem_with(place) is None and not checkpoint.facts(place)["guard"]["bad_in_a_row"]:
+                return step
+        return NOWHERE

@@ -15,13 +15,13 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends events to a run folder's metrics; lines after a resumed step are taken back first."""
+    """Appends events to a run folder's metrics; lines after a resumed step are taken back first.  Mute, it does nothing."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
-        self.path = folder / FILE
+    def __init__(self, folder: Path, *, tensorboard: bool = False, mute: bool = False) -> None:
+        self.path, self.mute = folder / FILE, mute
         self.file: Any = None
         self.writer: Any = None
-        if tensorboard:
+        if tensorboard and not mute:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
@@ -30,7 +30,7 @@ class Metrics:
 
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`: the run goes on from there."""
-        if not self.path.exists():
+        if self.mute or not self.path.exists():
             return
         kept = [line for line in _lines(self.path) if _step(line) <= step]
         beside = self.path.with_suffix(".tmp")
@@ -41,7 +41,7 @@ class Metrics:
             raise self._unwritable(problem) from None
 
     def write(self, event: Event) -> None:
-        if not isinstance(event, Stepped | Evaluated | Skipped):
+        if self.mute or not isinstance(event, Stepped | Evaluated | Skipped):
             return
         line = event.line()
         try:

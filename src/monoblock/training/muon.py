@@ -49,15 +49,14 @@ class Muon(torch.optim.Optimizer):
 
     def _step(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """All weights of one shape at once: one batched iteration instead of many small ones."""
-        updates = []
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
         for weight in weights:
-            assert weight.grad is not None
-            state = self.state[weight]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(weight)
-            state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
-            updates.append(weight.grad.lerp(state["momentum"], group["momentum"]))
+            if "momentum" not in self.state[weight]:
+                self.state[weight]["momentum"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum"] for weight in weights]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
         stacked = orthogonalize(torch.stack(updates), group["rounds"])
         size = 0.2 * max(stacked.shape[-2:]) ** 0.5  # the root mean square of an AdamW update is about 0.2
-        for weight, update in zip(weights, stacked, strict=True):
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * size)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, stacked.unbind(), alpha=-group["lr"] * size)

@@ -13,10 +13,15 @@ from monoblock.training.muon import Muon
 KINDS = ("adam", "adamw", "muon")
 
 
+def is_table(name: str, weight: Tensor) -> bool:
+    """Whether a weight is looked up by row: tokens, places, segments."""
+    names = name in ("input.weight", "target.weight") or any(part in name for part in ("token", "position", "segment"))
+    return weight.dim() >= 2 and names
+
+
 def decays(name: str, weight: Tensor) -> bool:
     """Whether a weight is decayed: matrices inside blocks and heads, not tables, norms or biases."""
-    table = name == "input.weight" or any(part in name for part in ("token", "position", "segment"))
-    return weight.dim() >= 2 and not table and not name.endswith("bias")  # experts' biases have two axes
+    return weight.dim() >= 2 and not is_table(name, weight) and not name.endswith("bias")  # experts have 2-axis biases
 
 
 def in_a_block(name: str, weight: Tensor) -> bool:
@@ -58,6 +63,7 @@ def build(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.1,
+    table_decay: float = 0.0,
     momentum: float = 0.95,
     adam_factor: float = 1.0,
 ) -> Optimizers:
@@ -76,14 +82,18 @@ def build(
     if matrices:
         each.append(Muon([w for _, w in matrices], momentum=momentum, weight_decay=weight_decay))
     if rest:
-        groups = _groups(rest, weight_decay, factor)
+        groups = _groups(rest, weight_decay, table_decay, factor)
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "fused": True}
         each.append(torch.optim.Adam(groups, **options) if kind == "adam" else torch.optim.AdamW(groups, **options))
     return Optimizers(each)
 
 
-def _groups(named: list[tuple[str, nn.Parameter]], weight_decay: float, factor: float) -> list[dict[str, Any]]:
+def _groups(
+    named: list[tuple[str, nn.Parameter]], weight_decay: float, table_decay: float, factor: float
+) -> list[dict[str, Any]]:
     decayed = [w for n, w in named if decays(n, w)]
-    kept = [w for n, w in named if not decays(n, w)]
-    groups = [(decayed, weight_decay), (kept, 0.0)]
+    tables = [w for n, w in named if table_decay and is_table(n, w)]
+    taken = {id(w) for w in decayed + tables}
+    kept = [w for _, w in named if id(w) not in taken]
+    groups = [(decayed, weight_decay), (tables, table_decay), (kept, 0.0)]
     return [{"params": ws, "weight_decay": decay, "factor": factor} for ws, decay in groups if ws]

@@ -59,6 +59,11 @@ def random_tensors() -> dict[str, Tensor]:
     return tensors
 
 
+def random_of(rank: int) -> str:
+    """The name of a process's random states in a checkpoint."""
+    return f"random-{rank}" if rank else "random"
+
+
 def restore_random(tensors: Mapping[str, Tensor]) -> None:
     version, *internal = tensors["python"].tolist()
     gauss = float(tensors["python_gauss"][0])
@@ -71,7 +76,16 @@ def restore_random(tensors: Mapping[str, Tensor]) -> None:
             torch.cuda.set_rng_state(tensors[f"cuda{n}"], n)
 
 
-def circumstances(device: torch.device, compiled: bool) -> dict[str, Any]:
+def check_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise FileError unless a run goes on with what it began with."""
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
+            raise FileError(
+                f"this run was started with another {key}; put it back as it was, or start a new run with --out"
+            )
+
+
+def circumstances(device: torch.device, compiled: bool, processes: int = 1) -> dict[str, Any]:
     """What bit-equal resumption hangs on besides the checkpoint."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
@@ -80,6 +94,7 @@ def circumstances(device: torch.device, compiled: bool) -> dict[str, Any]:
         "device": f"{device.type} {name}",
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "compiled": compiled,
+        "processes": processes,
     }
 
 

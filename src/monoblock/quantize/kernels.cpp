@@ -1,0 +1,299 @@
+// y = x W' + bias for a few rows x (one token of each sequence), which is bound by how fast the weights can be read.
+//
+// A weight is stored by rows, in groups along the row.  In one group, with its scale s and its least value m:
+//     dense   w           4 bytes, or the upper 2 of them (bfloat16)
+//     int8    s q         one byte each
+//     int4    m + s q     two in a byte: of 32 weights the first 16 are the lower halves of 16 bytes, the rest the upper
+// so that  y = sum over groups of s (sum of q x) + m (sum of x), and q is widened in registers and never written.
+// Vectors are those of the compiler (GCC, Clang): one source for AVX-512, AVX2 and NEON, chosen by its target flags.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int CHUNK = 32;              // weights unpacked at a time; groups are whole chunks
+constexpr int PARTS = CHUNK / LANES;   // vectors in a chunk
+constexpr int64_t GRAIN = 1 << 15;     // weights worth a thread
+
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Words = int32_t __attribute__((vector_size(4 * LANES)));
+
+template <class Vector, class Number>
+inline Vector load(const Number* from) {
+  Vector out;
+  std::memcpy(&out, from, sizeof out);  // no alignment is asked for
+  return out;
+}
+
+// -- LANES small integers as 32-bit words: the one thing compilers do not find by themselves -----------------------------
+
+#if defined(__AVX512F__)
+inline Words words(const int8_t* from) { return Words(_mm512_cvtepi8_epi32(load<__m128i>(from))); }
+inline Words words(const uint8_t* from) { return Words(_mm512_cvtepu8_epi32(load<__m128i>(from))); }
+inline Words words(const uint16_t* from) { return Words(_mm512_cvtepu16_epi32(load<__m256i>(from))); }
+#elif defined(__AVX2__)
+inline Words words(const int8_t* from) { return Words(_mm256_cvtepi8_epi32(_mm_loadu_si64(from))); }
+inline Words words(const uint8_t* from) { return Words(_mm256_cvtepu8_epi32(_mm_loadu_si64(from))); }
+inline Words words(const uint16_t* from) { return Words(_mm256_cvtepu16_epi32(load<__m128i>(from))); }
+#elif defined(__ARM_NEON)
+inline Words joined(int32x4_t low, int32x4_t high) {
+  Words out;
+  std::memcpy(&out, &low, 16);
+  std::memcpy(reinterpret_cast<char*>(&out) + 16, &high, 16);
+  return out;
+}
+inline Words words(const int8_t* from) {
+  int16x8_t wide = vmovl_s8(vld1_s8(from));
+  return joined(vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide));
+}
+inline Words words(const uint16_t* from) {
+  uint16x8_t wide = vld1q_u16(from);
+  return joined(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide)));
+}
+inline Words words(const uint8_t* from) {
+  uint16x8_t wide = vmovl_u8(vld1_u8(from));
+  return joined(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide)));
+}
+#else
+template <class Number>
+inline Words words(const Number* from) {
+  Words out;
+  for (int i = 0; i < LANES; ++i) out[i] = from[i];
+  return out;
+}
+#endif
+
+inline Floats floats(Words given) { return __builtin_convertvector(given, Floats); }
+
+inline float widened(uint16_t half) {
+  uint32_t bits = uint32_t(half) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline float sum(Floats v) {
+  float out = 0;
+  for (int i = 0; i < LANES; ++i) out += v[i];
+  return out;
+}
+
+// -- formats: unpack(row, column) gives a chunk as floats, scale(row, group) what the group is multiplied by ----------
+
+struct Single {
+  const float* weight;
+  int64_t columns;
+  static constexpr bool offset = false;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const float* from = weight + row * columns + column;
+    for (int p = 0; p < PARTS; ++p) out[p] = load<Floats>(from + p * LANES);
+  }
+  float scale(int64_t, int64_t) const { return 1; }
+  float least(int64_t, int64_t) const { return 0; }
+};
+
+struct Half {
+  const uint16_t* weight;
+  int64_t columns;
+  static constexpr bool offset = false;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const uint16_t* from = weight + row * columns + column;
+    for (int p = 0; p < PARTS; ++p) {
+      Words bits = words(from + p * LANES) << 16;
+      std::memcpy(&out[p], &bits, sizeof bits);
+    }
+  }
+  float scale(int64_t, int64_t) const { return 1; }
+  float least(int64_t, int64_t) const { return 0; }
+};
+
+struct Int8 {
+  const int8_t* weight;
+  const uint16_t* scales;
+  int64_t columns, groups;
+  static constexpr bool offset = false;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const int8_t* from = weight + row * columns + column;
+    for (int p = 0; p < PARTS; ++p) out[p] = floats(words(from + p * LANES));
+  }
+  float scale(int64_t row, int64_t group) const { return widened(scales[row * groups + group]); }
+  float least(int64_t, int64_t) const { return 0; }
+};
+
+struct Int4 {
+  const uint8_t* weight;
+  const uint16_t *scales, *leasts;
+  int64_t columns, groups;
+  static constexpr bool offset = true;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const uint8_t* from = weight + (row * columns + column) / 2;
+    for (int p = 0; p < PARTS / 2; ++p) {
+      Words both = words(from + p * LANES);
+      out[p] = floats(both & 15);
+      out[p + PARTS / 2] = floats(both >> 4);
+    }
+  }
+  float scale(int64_t row, int64_t group) const { return widened(scales[row * groups + group]); }
+  float least(int64_t row, int64_t group) const { return widened(leasts[row * groups + group]); }
+};
+
+// -- the product -------------------------------------------------------------------------------------------------------
+
+struct Input {
+  const float* x;     // (batch, columns)
+  const float* sums;  // (batch, groups): the sum of each group, where the format has an offset
+  int64_t batch, columns, group, groups;
+};
+
+// R rows of the weight with B rows of x: what is unpacked once is used B times, and R sums run side by side.
+template <int R, int B, class Format>
+void tile(const Format& format, const Input& in, int64_t row, int64_t first, const float* bias, float* y, int64_t rows) {
+  Floats total[R][B] = {};
+  float extra[R][B] = {};
+  for (int64_t g = 0; g < in.groups; ++g) {
+    Floats part[R][B] = {};
+    for (int64_t c = g * in.group; c < (g + 1) * in.group; c += CHUNK) {
+      for (int r = 0; r < R; ++r) {
+        Floats w[PARTS];
+        format.unpack(row + r, c, w);
+        for (int p = 0; p < PARTS; ++p)
+          for (int b = 0; b < B; ++b) part[r][b] += w[p] * load<Floats>(in.x + (first + b) * in.columns + c + p * LANES);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      float scale = format.scale(row + r, g);
+      for (int b = 0; b < B; ++b) {
+        total[r][b] += part[r][b] * scale;
+        if (Format::offset) extra[r][b] += format.least(row + r, g) * in.sums[(first + b) * in.groups + g];
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b)
+      y[(first + b) * rows + row + r] = sum(total[r][b]) + extra[r][b] + (bias ? bias[row + r] : 0);
+}
+
+template <int R, class Format>
+void band(const Format& format, const Input& in, int64_t row, const float* bias, float* y, int64_t rows) {
+  int64_t b = 0;
+  for (; b + 4 <= in.batch; b += 4) tile<R, 4>(format, in, row, b, bias, y, rows);
+  for (; b + 2 <= in.batch; b += 2) tile<R, 2>(format, in, row, b, bias, y, rows);
+  for (; b < in.batch; ++b) tile<R, 1>(format, in, row, b, bias, y, rows);
+}
+
+template <class Format>
+void product(const Format& format, const Input& in, const float* bias, float* y, int64_t rows) {
+  constexpr int R = 4;
+  at::parallel_for(0, (rows + R - 1) / R, std::max<int64_t>(1, GRAIN / (R * in.columns)), [&](int64_t from, int64_t to) {
+    for (int64_t n = from; n < to; ++n) {
+      int64_t row = n * R;
+      if (row + R <= rows) band<R>(format, in, row, bias, y, rows);
+      else for (; row < rows; ++row) band<1>(format, in, row, bias, y, rows);
+    }
+  });
+}
+
+// -- the operators -----------------------------------------------------------------------------------------------------
+
+// x (…, inputs) in fp32, widened with zeros to whole groups, and the sums of its groups.
+struct Prepared {
+  at::Tensor x;
+  std::vector<float> wide, sums;
+  Input in;
+};
+
+void prepare(Prepared& out, const at::Tensor& given, int64_t columns, int64_t group, bool with_sums) {
+  TORCH_CHECK(given.scalar_type() == at::kFloat, "the kernels read fp32 activations");
+  out.x = given.contiguous();
+  int64_t inputs = given.size(-1), batch = given.numel() / std::max<int64_t>(inputs, 1);
+  const float* x = out.x.const_data_ptr<float>();
+  if (inputs != columns) {
+    out.wide.assign(batch * columns, 0.0f);
+    for (int64_t b = 0; b < batch; ++b) std::copy_n(x + b * inputs, inputs, out.wide.data() + b * columns);
+    x = out.wide.data();
+  }
+  out.in = {x, nullptr, batch, columns, group, columns / group};
+  if (!with_sums) return;
+  out.sums.resize(batch * out.in.groups);
+  for (size_t n = 0; n < out.sums.size(); ++n) {
+    float total = 0;
+    for (int64_t i = 0; i < group; ++i) total += x[n * group + i];
+    out.sums[n] = total;
+  }
+  out.in.sums = out.sums.data();
+}
+
+template <class Format>
+at::Tensor finished(const Format& format, const Prepared& given, const std::optional<at::Tensor>& bias, int64_t rows) {
+  auto shape = given.x.sizes().vec();
+  shape.back() = rows;
+  at::Tensor y = at::empty(shape, given.x.options());
+  at::Tensor held = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  product(format, given.in, bias ? held.const_data_ptr<float>() : nullptr, y.mutable_data_ptr<float>(), rows);
+  return y;
+}
+
+const uint16_t* halves(const at::Tensor& given) {
+  TORCH_CHECK(given.scalar_type() == at::kBFloat16 && given.is_contiguous(), "expected contiguous bfloat16");
+  return static_cast<const uint16_t*>(given.const_data_ptr());
+}
+
+at::Tensor dense(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  int64_t rows = weight.size(0), columns = weight.size(1);
+  TORCH_CHECK(columns % CHUNK == 0 && weight.is_contiguous(), "expected a contiguous weight of whole chunks");
+  Prepared given;
+  prepare(given, x, columns, columns, false);
+  if (weight.scalar_type() == at::kBFloat16) return finished(Half{halves(weight), columns}, given, bias, rows);
+  return finished(Single{weight.const_data_ptr<float>(), columns}, given, bias, rows);
+}
+
+at::Tensor int8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
+                const std::optional<at::Tensor>& bias) {
+  int64_t rows = weight.size(0), columns = weight.size(1), groups = scale.size(1);
+  TORCH_CHECK(columns % (CHUNK * groups) == 0 && weight.is_contiguous(), "expected whole groups");
+  Prepared given;
+  prepare(given, x, columns, columns / groups, false);
+  return finished(Int8{weight.const_data_ptr<int8_t>(), halves(scale), columns, groups}, given, bias, rows);
+}
+
+at::Tensor int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale, const at::Tensor& least,
+                const std::optional<at::Tensor>& bias) {
+  int64_t rows = weight.size(0), columns = 2 * weight.size(1), groups = scale.size(1);
+  TORCH_CHECK(columns % (CHUNK * groups) == 0 && weight.is_contiguous(), "expected whole groups");
+  Prepared given;
+  prepare(given, x, columns, columns / groups, true);
+  Int4 format{weight.const_data_ptr<uint8_t>(), halves(scale), halves(least), columns, groups};
+  return finished(format, given, bias, rows);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(monoblock, library) {
+  library.def("dense(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor");
+  library.def("int4(Tensor x, Tensor weight, Tensor scale, Tensor least, Tensor? bias) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(monoblock, CPU, library) {
+  library.impl("dense", &dense);
+  library.impl("int8", &int8);
+  library.impl("int4", &int4);
+}
