@@ -15,17 +15,20 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from monoblock.accounting.report import account
 from monoblock.data import corpora
+from monoblock.recurrent import Recurrent
 from monoblock.tasks.ground import evaluate
-from monoblock.tasks.recipe import read
-from monoblock.tasks.run import prepare
+from monoblock.tasks.recipe import Recipe, read
+from monoblock.tasks.run import Run, prepare
 from monoblock.tasks.texts import held_out
 from monoblock.training.events import Evaluated, Stepped
+from monoblock.training.objectives import Loss, Prepared
 
 
 def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) -> dict[str, object]:
@@ -34,13 +37,16 @@ def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) 
         begun = time.perf_counter()
         run = prepare(recipe, Path(folder) / "run", data=data)
         laid = time.perf_counter()
-        stepping, curve = 0.0, []
+        stepping, curve, losses = 0.0, [], []
         for event in run.events():
             if isinstance(event, Stepped):
                 stepping += event.seconds
+                losses.append(event.loss)
             if isinstance(event, Evaluated):
                 curve.append([event.step, round(event.metrics["val_loss"], 4)])
-                print(f"{recipe.name} {seed}: {curve[-1]} {stepping:.0f} s", file=sys.stderr, flush=True)
+                told = f"{curve[-1]} (training {sum(losses) / max(1, len(losses)):.4f}) {stepping:.0f} s"
+                print(f"{recipe.name} {seed}: {told}", file=sys.stderr, flush=True)
+                losses = []
         ended = time.perf_counter()
         figures = run.measure()
         found: dict[str, object] = {
@@ -63,16 +69,32 @@ def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) 
     return found
 
 
-def test(run: object, recipe: object, data: Path | None) -> dict[str, float]:
-    """Perplexity on the test split, in blocks and with a sliding window that gives every token half a context."""
-    out = {}
+def test(run: Run, recipe: Recipe, data: Path | None) -> dict[str, float]:
+    """Perplexity on the test split: in blocks, in windows that move on by 32, and by an LSTM that reads it in one go."""
+    out, choice, loss = {}, run.trainer.choice, run.trainer.loss.plain()
+    assert run.ground.tokenizer is not None
     for name, stride in (("blocks", None), ("sliding", 32)):
-        ground = held_out(recipe, run.model.config, run.ground.tokenizer, data, stride)  # type: ignore[attr-defined]
-        choice = run.trainer.choice  # type: ignore[attr-defined]
+        ground = held_out(recipe, run.model.config, run.ground.tokenizer, data, stride)
         with choice.computing():
-            found = evaluate(run.model, ground, run.trainer.loss.plain(), choice.device)  # type: ignore[attr-defined]
-        out[name] = math.exp(found["val_loss"])
+            out[name] = math.exp(evaluate(run.model, ground, loss, choice.device)["val_loss"])
+    if isinstance(run.model, Recurrent):
+        blocks = held_out(recipe, run.model.config, run.ground.tokenizer, data, None).evaluation
+        assert blocks is not None
+        with choice.computing():
+            out["carried"] = math.exp(carried(run.model, blocks(), loss, choice.device))
     return out
+
+
+@torch.no_grad()
+def carried(model: Recurrent, blocks: Iterable[Prepared], loss: Loss, device: torch.device) -> float:
+    """The loss of one reader of the whole split, whose state goes on from block to block."""
+    state, total, asked = None, 0.0, 0
+    for block in blocks:
+        part = block.to(device)
+        logits, state = model.read(part.inputs["source"].reshape(1, -1), state=state)
+        total += float(loss.of(logits, part.labels.reshape(1, -1)))
+        asked += block.asked
+    return total / asked
 
 
 def main() -> None:

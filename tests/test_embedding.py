@@ -82,6 +82,18 @@ def test_dropout_acts_in_training_only():
     assert (layer.train()(IDS, run(T)) == 0).any()
 
 
+def test_word_dropout_zeroes_whole_words_and_scales_the_rest():
+    layer, rate, ids = build(word_dropout=0.25), 0.25, torch.randint(V, (101, 97))
+    plain = layer.token.weight[ids]
+    close(layer(ids, run(97)), plain)  # not in training: nothing is dropped
+    torch.manual_seed(3)
+    out = layer.train()(ids, run(97))
+    gone = (out == 0).all(-1)
+    close(out, torch.where(gone[..., None], 0, plain / (1 - rate)))
+    assert abs(gone.double().mean() - rate) < 5 * (rate * (1 - rate) / gone.numel()) ** 0.5
+    assert not torch.equal(gone[0], gone[1])  # each row loses words of its own
+
+
 @pytest.mark.parametrize("wrong", [-1, V, 999])
 def test_an_id_outside_the_vocabulary_is_named(wrong):
     ids = IDS.clone()

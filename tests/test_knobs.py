@@ -57,6 +57,10 @@ READ = {
     "bias": (GPT, False, lambda c: blocks(c)[0].feedforward.bias or blocks(c)[0].attention.bias != ""),
     "dropout": (GPT, 0.25, lambda c: blocks(c)[0].dropout),
     "attention_dropout": (GPT, 0.25, lambda c: blocks(c)[0].attention.dropout),
+    "embedding_dropout": (GPT, 0.25, lambda c: c.input.dropout),
+    "word_dropout": (GPT, 0.25, lambda c: c.input.word_dropout),
+    "head_dropout": (GPT, 0.25, lambda c: c.head.dropout),
+    "head": (BERT, "tagger", lambda c: c.head.kind),
     "classes": (BERT, 7, lambda c: c.head.classes),
     "pooling": (BERT, "mean", lambda c: c.head.pooling),
     "tie": (GPT, "none", lambda c: c.tie),
@@ -78,6 +82,15 @@ def test_several_knobs_are_turned_together():
     """Neither width 20 with 3 heads nor width 12 with 5 can be; both together can."""
     varied = vary(GPT, width=20, heads=5)
     assert (varied.width, blocks(varied)[0].attention.heads) == (20, 5)
+
+
+def test_a_particular_dropout_is_kept_beside_the_general_one_in_either_order():
+    particular = {"attention_dropout": 0.1, "embedding_dropout": 0.3, "head_dropout": 0.5}
+    varied = vary(GPT, **particular, dropout=0.2)
+    assert varied == vary(GPT, dropout=0.2, **particular)
+    block = blocks(varied)[0]
+    assert (block.dropout, block.feedforward.dropout, block.attention.dropout) == (0.2, 0.2, 0.1)
+    assert (varied.input.dropout, varied.head.dropout) == (0.3, 0.5)
 
 
 def test_hidden_keeps_its_proportion_to_the_width_unless_given():

@@ -12,9 +12,9 @@ import monoblock
 
 # A module imports from rows above its own, and within its row from modules to its left.
 LAYERS = [
-    "errors schema schemes parts config",
+    "errors untrusted schema schemes parts config",
     "knobs families presets accounting",
-    "tap norm positions masks cache",
+    "tap norm positions masks places cache",
     "feedforward experts attention embedding heads",
     "block stack initialize reading model recurrent",
     "recipes tokenizers data quantize interop",

@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from monoblock.cli.drawing import Drawing
 from monoblock.data.readers import read_conll
 from monoblock.errors import ConfigError
+from monoblock.families import bert
+from monoblock.knobs import vary
 from monoblock.model import Transformer
 from monoblock.tasks.ground import evaluate
 from monoblock.tasks.lay import lay
 from monoblock.tasks.recipe import Recipe, from_dict, model_config
+from monoblock.tasks.run import prepare
+from monoblock.training.events import Finished, Stepped
 from monoblock.training.objectives import IGNORE, Loss
 
 SIZES = {"width": 16, "depth": 1, "heads": 2}
@@ -146,3 +151,80 @@ def test_a_model_that_the_objective_cannot_train_is_refused(objective, model, co
     assert model_config(one, 31)
     with pytest.raises(ConfigError, match=f"train.objective='{objective}' trains"):
         model_config(wrong, 31)
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+
+ENCODERS = ["bert-base", "distilbert", "modernbert-base", "roberta-base"]
+HEADS = {"masked": "masked_lm", "classify": "classifier", "label": "tagger"}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("objective", HEADS)
+def test_a_published_encoder_gets_the_head_its_objective_needs(name, objective, corpora):
+    data = {
+        "data": {"corpus": corpora[objective]},
+        "tokenizer": {"kind": "bpe", "vocab": 300},
+        "model": {"preset": name, "context": 19, **SIZES},
+        "train": {"objective": objective, "batch": 7, "steps": 1},
+    }
+    one = from_dict(Recipe, data)
+    ground = lay(one, 19)
+    config = model_config(one, ground.tokenizer.vocab_size, **ground.sizes)
+    assert config.head.kind == HEADS[objective]
+    assert config.tie == ("output" if objective == "masked" else "none")
+    batch = ground.make(ground.plan.at(0))
+    logits = Transformer(config)(**batch.inputs)
+    classes = len(ground.labels) or ground.tokenizer.vocab_size
+    assert logits.shape == (7, classes) if objective == "classify" else (*batch.labels.shape, classes)
+    assert Loss().of(logits, batch.labels) > 0
+
+
+def test_a_head_that_is_named_stays_named(corpora):
+    data = {
+        "data": {"corpus": "kjv"},
+        "model": {"preset": "bert-base", "head": "pooled"},
+        "train": {"objective": "masked"},
+    }
+    with pytest.raises(ConfigError, match="this one is encoder-only with 'pooled'"):
+        model_config(from_dict(Recipe, data), 31)
+
+
+def test_a_masked_lm_head_put_on_a_preset_is_berts_own():
+    sizes = {"vocab": 31, "context": 19, **SIZES}
+    assert vary(bert(**sizes), head="masked_lm") == bert(**sizes, head="masked_lm")
+    assert vary(bert(**sizes), head="tagger", classes=5) == bert(**sizes, head="tagger", classes=5)
+    assert vary(bert(**sizes, head="masked_lm"), head="pooled") == bert(**sizes)
+
+
+@pytest.mark.parametrize("model", [{"preset": "vit-b16", "patch": 2}, {"family": "vit", "patch": 2}])
+def test_images_are_trained_on_by_preset_as_by_family(model, tmp_path):
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "train.npz", images=draw.random((13, 8, 8), np.float32), labels=np.arange(13) % 3)
+    data = {
+        "data": {"corpus": str(tmp_path)},
+        "model": {**model, **SIZES},
+        "train": {"objective": "classify", "batch": 5, "steps": 2, "device": "cpu"},
+    }
+    run = prepare(from_dict(Recipe, data), tmp_path / "run")
+    events = list(run.events())
+    torch.use_deterministic_algorithms(False)
+    assert run.model.config.head.classes == 3
+    assert [event.tokens for event in events if isinstance(event, Stepped)] == [5, 10]
+    assert run.ground.unit == "images"
+
+
+def test_speed_is_told_in_what_is_asked(corpora, capsys):
+    units = {objective: ground_of(recipe(objective, corpora)).unit for objective in MODELS}
+    assert units == {
+        "causal": "tokens",
+        "masked": "tokens",
+        "spans": "tokens",
+        "pairs": "tokens",
+        "classify": "texts",
+        "label": "words",
+    }
+    drawing = Drawing(3, "images")
+    drawing.show(Stepped(1, 2.0, 0.1, 1.0, 5, 0.1))
+    drawing.show(Finished(1, False))
+    assert "images/s" in capsys.readouterr().err

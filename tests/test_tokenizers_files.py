@@ -170,7 +170,7 @@ BAD = {
     "long": (changed("wordpiece", None, ["model", "max_input_chars_per_word"], 10**9), "is not from 1 to 200"),
     "unk_id": (changed("unigram", None, ["model", "unk_id"], 5000), "its unk_id is not in its vocabulary"),
     "score": (changed("unigram", None, ["model", "vocab", 3], ["a", "b"]), "no list of pieces and scores"),
-    "infinite": (changed("unigram", None, ["model", "vocab", 3], ["zz", float("inf")]), "cannot be used"),
+    "infinite": (changed("unigram", None, ["model", "vocab", 3], ["zz", float("inf")]), "is not JSON: Infinity"),
 }
 
 

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from training_support import assert_same_weights, start, told, train, weights, write_recipe
+from training_support import assert_same_weights, command, start, told, train, weights, write_recipe
 
-from monoblock.errors import FileError
+from monoblock.errors import FileError, MonoblockError
 from monoblock.training import checkpoint
-from monoblock.training.events import Skipped, Stepped, Warned
+from monoblock.training.events import Finished, Skipped, Stepped, Warned
 from monoblock.training.guard import Guard
 
 
@@ -222,3 +222,72 @@ def test_a_guard_remembers_through_its_facts():
     guard.refused()
     other.restore(json.loads(json.dumps(guard.facts())))
     assert other == guard
+
+
+# -- a run that cannot be helped -------------------------------------------------------------------------------------
+
+
+def forever(first):
+    return dict.fromkeys(range(first, 10**4), float("nan"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"train": {"save_every": 1, "keep": 1, "patience": 4}}])
+def test_bad_losses_for_ever_end_the_run_and_the_last_good_checkpoint_stays(changes, tmp_path):
+    recipe = write_recipe(tmp_path, PATIENT, {"train": {"steps": 500}}, changes)
+    run = start(recipe, tmp_path / "run")
+    poison(forever(11))(run)
+    events = []
+    with pytest.raises(MonoblockError) as caught:
+        events.extend(run.events())
+    torch.use_deterministic_algorithms(False)
+    patience = run.trainer.guard.patience
+    last = 11 + 4 * patience
+    said = str(caught.value)
+    assert run.trainer.step == last, "gone back three times, and not a fourth"
+    batch = run.ground.plan.at(last - 1)
+    assert f"at step {last} the loss is nan (epoch {batch.epoch}, samples {batch.samples[0]}, " in said
+    assert "gone back 3 times" in said
+    assert "\n" not in said
+    assert checkpoint.newest(tmp_path / "run/checkpoints")[1] == []
+    good = int(said.split("checkpoint is step-")[1].split(":")[0])
+    assert checkpoint.problem_with(tmp_path / f"run/checkpoints/step-{good}") is None
+    kept = checkpoint.load(tmp_path / f"run/checkpoints/step-{good}").tensors["model"]
+    clean = start(recipe, tmp_path / "clean")
+    told_of = {event.step: weights(clean.model) for event in until(clean.events(), 11) if isinstance(event, Stepped)}
+    assert_same_weights(kept, told_of[11 if "keep" in changes.get("train", {}) else 10])
+
+
+def test_good_updates_between_are_progress(tmp_path):
+    bad = {step: float("nan") for step in range(8, 60) if (step - 8) % 6 < 3}  # three bad, three good, and so on
+    recipe = write_recipe(tmp_path, PATIENT, {"train": {"steps": 60}})
+    _, events = train(recipe, tmp_path / "run", change=poison(bad))
+    assert sum(isinstance(event, Warned) for event in events) == 9
+    assert run_ended(events)
+
+
+def test_a_good_update_now_and_then_is_none(tmp_path):
+    bad = {step: float("nan") for step in range(8, 60) if (step - 8) % 4 < 3}  # three bad, one good
+    recipe = write_recipe(tmp_path, PATIENT, {"train": {"steps": 60}})
+    with pytest.raises(MonoblockError, match="gone back 3 times and no better"):
+        train(recipe, tmp_path / "run", change=poison(bad))
+
+
+def test_a_rate_that_breaks_every_update_is_one_line_and_exit_1(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, PATIENT, {"train": {"lr": 1e30, "warmup": 0, "save_every": 1, "spike": 0.0}})
+    assert command("train", recipe, "train.steps=500", "--out", tmp_path / "run") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: gone back 3 times")
+    assert "lower train.lr" in error
+
+
+def until(events, step):
+    for event in events:
+        yield event
+        if isinstance(event, Stepped) and event.step == step:
+            events.close()
+            torch.use_deterministic_algorithms(False)
+            return
+
+
+def run_ended(events):
+    return isinstance(events[-1], Finished) and not events[-1].interrupted

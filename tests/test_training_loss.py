@@ -79,7 +79,7 @@ def trainer(model, tmp_path, *, accumulate=1, loss=None):
 def gradients(model, batch, tmp_path, *, accumulate=1, loss=None):
     """The gradients of one update, flat, and the loss it tells."""
     one = trainer(model, tmp_path, accumulate=accumulate, loss=loss)
-    told, _ = one._gradients(batch, batch.asked)
+    told, _ = one._gradients(batch, batch.asked, batch.rows)
     flat = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
     one.optimizers.zero_grad()
     return flat, told
@@ -244,14 +244,14 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_gradient(kind
     batch = prepared(some(11))
     whole, loss = gradients(model, batch, tmp_path, loss=Loss())
     one = trainer(model, tmp_path, loss=Scarce(Loss(), rows))
-    told, warnings = one._gradients(batch, batch.asked)
+    told, warnings = one._gradients(batch, batch.asked, batch.rows)
     flat = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
     assert relative(flat, whole) < 1e-6
     assert told == pytest.approx(loss, rel=1e-6)
     assert one.loss.failures == len(warnings)
     assert all("micro-batches" in warning.text for warning in warnings)
     one.optimizers.zero_grad()
-    _, warnings = one._gradients(batch, batch.asked)
+    _, warnings = one._gradients(batch, batch.asked, batch.rows)
     assert warnings == [], "it is remembered"
 
 
@@ -266,7 +266,7 @@ def test_memory_that_runs_out_amid_a_batch_leaves_no_gradient_twice(tmp_path):
         return Loss()(model, inputs, labels)
 
     one = trainer(model, tmp_path, accumulate=4, loss=third_fails)
-    one._gradients(batch, batch.asked)
+    one._gradients(batch, batch.asked, batch.rows)
     flat = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
     assert relative(flat, whole) < 1e-6
 
@@ -275,5 +275,5 @@ def test_a_single_sequence_that_is_too_large_is_one_line(tmp_path):
     one = trainer(model_of("causal"), tmp_path, loss=Scarce(Loss(), 0))
     batch = blocks(some_blocks(5))
     with pytest.raises(InputError, match="single sequence of 7 tokens") as caught:
-        one._gradients(batch, batch.asked)
+        one._gradients(batch, batch.asked, batch.rows)
     assert "\n" not in str(caught.value)

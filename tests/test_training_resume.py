@@ -24,6 +24,9 @@ from training_support import (
 )
 
 from monoblock.errors import FileError
+from monoblock.model import Transformer
+from monoblock.tasks.folder import tokenizer_in
+from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import checkpoint
 from monoblock.training.events import Warned
 
@@ -401,3 +404,43 @@ def test_another_number_of_threads_is_said(halted):
     finally:
         torch.set_num_threads(threads)
     assert any("threads was" in event.text for event in events if isinstance(event, Warned))
+
+
+# -- what changed under the same name --------------------------------------------------------------------------------
+
+
+def exchange(text, place):
+    """One letter of a text for another."""
+    return text[:place] + ("a" if text[place] != "a" else "b") + text[place + 1 :]
+
+
+@pytest.mark.parametrize(("where", "split"), [(0.3, "train"), (0.97, "valid")])
+def test_resuming_with_another_text_under_the_same_path_is_one_line(where, split, tmp_path, capsys):
+    recipe = write_recipe(tmp_path)
+    train_until(recipe, tmp_path / "run", 7)
+    text = (tmp_path / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(exchange(text, int(where * len(text))))
+    before = listing(tmp_path / "run")
+    assert command("train", recipe, "--out", tmp_path / "run", "--resume") == 1
+    said = one_line(capsys)
+    assert f"another content of data.corpus, split {split}; put it back as it was, or start a new run" in said
+    assert listing(tmp_path / "run") == before
+    (tmp_path / "text.txt").write_text(text)
+    assert command("train", recipe, "--out", tmp_path / "run", "--resume") == 0
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused_before_anything_is_read(halted, capsys):
+    recipe, folder = halted
+    stored = json.loads((folder / "config.json").read_text())
+    assert stored["tokenizer"] == Tokenizer.from_pretrained(folder).fingerprint
+    Tokenizer.train("char", ["abc" * 9], specials="none").save_pretrained(folder)
+    assert command("train", recipe, "--out", folder, "--resume") == 1
+    assert "is not the one the model was trained with" in one_line(capsys)
+    with pytest.raises(FileError, match="give the tokenizer from the model's own folder"):
+        tokenizer_in(folder)
+
+
+def test_a_finished_run_still_says_whose_tokenizer_it_has(whole):
+    _, folder = whole
+    assert tokenizer_in(folder).fingerprint == json.loads((folder / "config.json").read_text())["tokenizer"]
+    assert Transformer.from_pretrained(folder).config.input.vocab == tokenizer_in(folder).vocab_size

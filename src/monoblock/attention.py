@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.cache import CrossSlot, Entry, KeyValues, Slot
+from monoblock.cache import CrossSlot, KeyValues, Slot
 from monoblock.config import AttentionConfig, Buckets
 from monoblock.masks import Sight
 from monoblock.norm import HALF, Norm
+from monoblock.places import Entry
 from monoblock.positions import Turn, bucket_bias, rotate
 from monoblock.tap import Tap, tapped, wants
 
@@ -96,6 +97,20 @@ def attend_fused(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
     )
     return out if blind is None else out.masked_fill(blind, 0)
+
+
+def beside(q: Tensor, sources: int) -> Tensor:
+    """Queries (n·B, H, T, K) of which n rows look at one source, side by side: (B, H, n·T, K)."""
+    if q.shape[0] == sources:
+        return q
+    return q.unflatten(0, (sources, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def apart(heads: Tensor, rows: int) -> Tensor:
+    """The reverse, on what came out."""
+    if heads.shape[0] == rows:
+        return heads
+    return heads.unflatten(2, (rows // heads.shape[0], -1)).transpose(1, 2).flatten(0, 1)
 
 
 def kept(bias: Tensor, config: AttentionConfig) -> Tensor:
@@ -212,7 +227,8 @@ class Attention(nn.Module):
             q = rotate(q, view.turn)
         keys, values = self._keys_values(x, view, memory, slot, entry)
         q, keys, values = tapped(tap, "query", q), tapped(tap, "key", keys), tapped(tap, "value", values)
-        out = self._attend(q, keys, values, view, tap)  # (B, H, T, value size)
+        rows, q = q.shape[0], beside(q, keys.shape[0])
+        out = apart(self._attend(q, keys, values, view, tap), rows)  # (B, H, T, value size)
         out = tapped(tap, "heads", out).transpose(1, 2).flatten(2)
         return self.output(out)
 

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.attention import Attention, View
-from monoblock.cache import CrossSlot, Entry, Slot
+from monoblock.cache import CrossSlot, Slot
 from monoblock.config import BlockConfig
 from monoblock.experts import Experts
 from monoblock.feedforward import FeedForward
 from monoblock.norm import Norm
+from monoblock.places import Entry
 from monoblock.tap import Tap, tapped, under
 
 

@@ -11,6 +11,7 @@ real tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from monoblock.config import AttentionConfig, StackConfig
 from monoblock.errors import InputError
 from monoblock.masks import Where
+from monoblock.places import Entry, Places
 
 
 class KeyValues(NamedTuple):
@@ -26,22 +28,28 @@ class KeyValues(NamedTuple):
     values: Tensor  # (B, G, S, value size)
 
 
-class Entry(NamedTuple):
-    """How one pass goes into the slots of one capacity, and where the keys stand that it then sees."""
+class Held:
+    """Keys and values, once there are any."""
 
-    to: Tensor  # (B, T) the column each new token is written to; the spare last column takes what is not kept
-    where: Where
-    seen: int  # so many columns are handed out
-    appended: bool  # the old columns and all new tokens are handed out: the chunk is longer than the ring has room for
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+    def join(self, other: Held) -> None:
+        """The rows of another below one's own."""
+        if self.keys is None or self.values is None or other.keys is None or other.values is None:
+            raise InputError("a cache that has seen nothing cannot be joined; run the model over it first")
+        self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
 
 
-class Slot:
+class Slot(Held):
     """Keys and values of one block: (B, G, capacity + 1, size), the last column a spare that is never seen."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
 
     def store(self, keys: Tensor, values: Tensor, entry: Entry) -> KeyValues:
         """Write new keys and values (B, G, T, size); hand out all that may be seen."""
@@ -61,97 +69,24 @@ class Slot:
         return new.new_zeros(B, G, self.capacity + 1, K)
 
 
-class CrossSlot:
+class CrossSlot(Held):
     """The source's keys and values of one block, computed on the first pass."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
 
     def fill(self, keys: Tensor, values: Tensor) -> KeyValues:
         self.keys, self.values = keys, values
         return KeyValues(keys, values)
 
 
-class Places:
-    """Where the tokens stand that slots of one capacity hold; shared by all blocks of that capacity."""
-
-    def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
-        self.capacity, self.window = capacity, window
-        self.at = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
-        self.index = torch.full_like(self.at, -1)  # which token of the row a column holds, counted from its first
-        self.document: Tensor | None = None
-        self.flags: Tensor | None = None
-
-    def enter(self, new: Where, lengths: Tensor, longest: int) -> Entry:
-        """Note where the new tokens stand; say which columns they go to and what is then seen."""
-        B, T = lengths.shape[0], new.length
-        real = torch.ones(1, 1, dtype=torch.bool, device=lengths.device) if new.real is None else new.real
-        index = lengths[:, None] + real.expand(B, T).long().cumsum(-1) - 1  # (B, T) of the row's real tokens
-        limit = index[:, -1:] + 1
-        appended = self.window is not None and T + self.window > self.capacity + 1
-        before = self._where(lengths[:, None], self.capacity) if appended else None
-        kept = real & (index >= limit - self.capacity)
-        to = torch.where(kept, index % self.capacity, self.capacity)
-        self._note(new, index, to)
-        if before is not None:
-            return Entry(to, _join(before, new, B), self.capacity, True)
-        seen = self.capacity if self.window is not None else min(self.capacity, longest + T)
-        if new.start is not None and self.window is None and self.document is None and self.flags is None:
-            return Entry(to, Where(self.at[:1, :seen], start=0), seen, False)
-        return Entry(to, self._where(limit, seen), seen, False)
-
-    def _note(self, new: Where, index: Tensor, to: Tensor) -> None:
-        B, T = to.shape
-        self.at.scatter_(1, to, new.at.expand(B, T))
-        self.index.scatter_(1, to, index)
-        self.index[:, self.capacity] = -1
-        for name in ("document", "flags"):
-            field = getattr(new, name)
-            if field is None and getattr(self, name) is None:
-                continue
-            if getattr(self, name) is None:
-                setattr(self, name, torch.zeros_like(self.at, dtype=field.dtype))
-            kept = getattr(self, name)
-            kept.scatter_(1, to, torch.zeros_like(to, dtype=kept.dtype) if field is None else field.expand(B, T))
-
-    def _where(self, limit: Tensor, seen: int) -> Where:
-        """What the columns hold; one beyond the row's length was taken back and is not real."""
-        index = self.index[:, :seen]
-        cut = [None if field is None else field[:, :seen].clone() for field in (self.document, self.flags)]
-        return Where(self.at[:, :seen].clone(), cut[0], (index >= 0) & (index < limit), cut[1])
-
-    def last(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the last token of each row stands, -1 where there is none, and its document: (B, 1) each."""
-        column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
-        at = self.at.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
-        return at, None if self.document is None else self.document.gather(1, column)
-
-    def holds(self, lengths: Tensor, written: Tensor) -> Tensor:
-        """Whether all that rows of these lengths can see is still there, after so many tokens were written."""
-        if self.window is None:
-            return torch.ones_like(lengths, dtype=torch.bool)
-        return (written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
-
-    def select(self, rows: Tensor) -> None:
-        for name in ("at", "index", "document", "flags"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name)[rows])
+def _wide(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
+    """Filled up at the end of one axis."""
+    missing = [*t.shape[:axis], length - t.shape[axis], *t.shape[axis + 1 :]]
+    return torch.cat((t, t.new_full(missing, fill)), axis)
 
 
-def _join(old: Where, new: Where, batch: int) -> Where:
-    """The places of a ring followed by those of a chunk too long for it."""
-
-    def both(name: str, default: int | bool) -> Tensor | None:
-        one, other = getattr(old, name), getattr(new, name)
-        if one is None and other is None:
-            return None
-        one = torch.full_like(old.at, default, dtype=other.dtype) if one is None else one
-        other = torch.full_like(new.at, default, dtype=one.dtype) if other is None else other
-        return torch.cat((one, other.expand(batch, -1)), 1)
-
-    at = torch.cat((old.at, new.at.expand(batch, -1)), 1)
-    return Where(at, both("document", 0), both("real", True), both("flags", False))
+def _plainly(where: Where, batch: int) -> Where:
+    """The same places with a row for each of the batch, and what is real said of all."""
+    real = torch.ones_like(where.at, dtype=torch.bool) if where.real is None else where.real
+    return Where(where.at, real=real.expand(batch, -1))
 
 
 class Cache:
@@ -170,6 +105,7 @@ class Cache:
         self.written = torch.zeros_like(self.lengths)  # the most tokens ever written to a row
         self.start: int | None = 0  # the common length, while the host knows that all rows have it
         self.longest = 0
+        self.copies = 1  # rows that look at one source: beams of one sentence
         self.slots: list[Slot] = []
         self.cross: list[CrossSlot | None] = []
         self.places: dict[int, Places] = {}
@@ -194,8 +130,9 @@ class Cache:
     def enter(self, new: Where) -> list[Entry]:
         """Prepare the slots for a pass over new tokens: one entry a block."""
         wanted = self.longest + new.length
-        if new.real is not None and wanted > self.capacity:  # padding takes no room: look before refusing
-            wanted = int((self.lengths + new.real.sum(-1)).max())
+        if wanted > self.capacity:  # padding takes no room, and long rows may have gone: look before refusing
+            self.longest = int(self.lengths.max())
+            wanted = int((self.lengths + (new.length if new.real is None else new.real.sum(-1))).max())
         if wanted > self.capacity:
             raise InputError(
                 f"the cache holds {self.capacity} tokens a row: {self.longest} are in it and {new.length} more were "
@@ -234,16 +171,66 @@ class Cache:
         self.longest = int(self.lengths.max())
         self.start = self.longest if self.start is not None and isinstance(lengths, int) else None
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows in this order; a row may be named several times."""
+    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Keep these rows in this order; a row may be named several times.
+
+        Where several rows look at one source, sources stay as they are unless it is said which to keep.
+        """
         self.lengths, self.written = self.lengths[rows], self.written[rows]
         for places in self.places.values():
             places.select(rows)
-        for slot in (*self.slots, *self.cross):
-            if slot is not None and slot.keys is not None and slot.values is not None:
-                slot.keys, slot.values = slot.keys[rows], slot.values[rows]
+        for slot in self.slots:
+            slot.change(lambda t: t[rows])
+        if self.copies == 1:
+            sources = rows
+        if sources is not None:
+            self._each_source(lambda t: t[sources])
+
+    def repeat(self, copies: int) -> None:
+        """So many rows of each, one after the other; what they see of a source stays one."""
+        if copies == 1:
+            return
+        if self.copies != 1:
+            raise InputError("the rows of this cache were repeated before")
+        rows = torch.arange(self.batch, device=self.lengths.device).repeat_interleave(copies)
+        self.copies = copies
+        self.select(rows)
+
+    def join(self, other: Cache) -> None:
+        """Add the rows of another cache of this model below one's own."""
+        alike = (self.stack, self.capacity, self.copies) == (other.stack, other.capacity, other.copies)
+        if not alike or self.places.keys() != other.places.keys():
+            raise InputError("only caches of one model, one capacity and one number of copies can be joined")
+        self.lengths = torch.cat((self.lengths, other.lengths))
+        self.written = torch.cat((self.written, other.written))
+        self.longest = max(self.longest, other.longest)
+        self.start = self.start if self.start == other.start else None
+        for size, places in self.places.items():
+            places.join(other.places[size])
+        for mine, theirs in zip(self.slots, other.slots, strict=True):
+            mine.join(theirs)
+        if self.memory is not None and other.memory is not None:
+            self._join_sources(other)
+
+    def _join_sources(self, other: Cache) -> None:
+        assert self.memory is not None
+        assert other.memory is not None
+        length = max(self.memory.length, other.memory.length)
+        one, two = (_plainly(c.memory, c.batch // c.copies) for c in (self, other) if c.memory is not None)
+        real = torch.cat([_wide(w.real, length, 1, False) for w in (one, two) if w.real is not None])
+        self.memory = Where(torch.arange(length, device=self.lengths.device)[None], real=real)
+        for mine, theirs in zip(self.cross, other.cross, strict=True):
+            if mine is not None and theirs is not None:
+                mine.change(lambda t: _wide(t, length, 2, 0))
+                theirs.change(lambda t: _wide(t, length, 2, 0))
+                mine.join(theirs)
+
+    def _each_source(self, change: Callable[[Tensor], Tensor]) -> None:
+        for slot in self.cross:
+            if slot is not None:
+                slot.change(change)
         if self.memory is not None:
-            self.memory = self.memory.each(lambda t: t[rows] if t.shape[0] > 1 else t)
+            self.memory = self.memory.each(lambda t: change(t) if t.shape[0] > 1 else t)
 
     def fork(self, row: int) -> None:
         """Add a copy of one row at the end."""

@@ -45,7 +45,7 @@ class Head(nn.Module):
         self.tied = model.tie in ("output", "three_way")
         dim = self._output_dim(model)
         self.scale = width**-0.5 if config.scale == "inverse_sqrt_width" else float(config.scale)
-        self.pooler = nn.Linear(width, width) if config.pooler == "tanh" else None
+        self.pooler = nn.Linear(width, width) if config.pooler != "none" else None
         self.transform = nn.Linear(width, dim, bias=config.transform_bias) if config.transform else None
         self.norm = Norm(dim, config.norm) if config.norm is not None else None
         needs_projection = self.transform is None and dim != width
@@ -88,7 +88,7 @@ class Head(nn.Module):
     def _pooled(self, hidden: Tensor, real: Tensor | None) -> Tensor:
         x = pool(hidden, real, self.config.pooling)
         if self.pooler is not None:
-            x = torch.tanh(self.pooler(x))
+            x = ACTIVATIONS[self.config.pooler](self.pooler(x))
         return F.normalize(x, dim=-1) if self.config.normalize else x
 
     def _logits(self, x: Tensor, table: Tensor | None) -> Tensor:

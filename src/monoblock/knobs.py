@@ -241,8 +241,11 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 }
 
 
-# They mean parts that other knobs may bring in.
-DEPENDENT = ("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling", "head_dropout")
+# They mean parts that other knobs may bring in, or the particular where `dropout` means the general.
+DEPENDENT = (
+    *("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling"),
+    *("attention_dropout", "embedding_dropout", "head_dropout"),
+)
 
 
 def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -230,6 +231,49 @@ class Transformer(nn.Module):
         owner = self.target if self.target is not None and self.target.token is not None else self.input
         table = owner.token.weight if isinstance(owner, Embedding) and owner.token is not None else None
         return self.head(hidden, real=where.real, table=table, tap=under(tap, "head"))
+
+    # -- continuing a text ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        max_new_tokens: int = 50,
+        temperature: float = 0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        repetition_penalty: float = 1.0,
+        no_repeat_ngram_size: int = 0,
+        num_return_sequences: int = 1,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        attention_mask: Tensor | None = None,
+        seed: int | None = None,
+        use_cache: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        """The prompts and their continuations (B · num_return_sequences, T + new); greedy unless told otherwise.
+
+        With an encoder, ids are the source and the target comes out, its start token first (`decoder_start_token_id`,
+        else the padding token, else 0).  `more`: typical_p, min_new_tokens, bad_words_ids, suppress_tokens,
+        begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, num_beam_groups, diversity_penalty,
+        decoder_input_ids, draft (a smaller model that proposes tokens), prompt_lookup (so many tokens proposed from
+        the text itself).
+        """
+        from monoblock.decoding.generate import generate
+
+        given = {name: value for name, value in locals().items() if name not in ("self", "ids", "more", "generate")}
+        return generate(self, ids, **given, **more)
+
+    def stream(self, ids: Tensor, **options: Any) -> Iterator[Tensor]:
+        """New tokens (B,), one step at a time; the options of `generate`."""
+        from monoblock.decoding.generate import stream
+
+        return stream(self, ids, **options)
 
     # -- folders --------------------------------------------------------------------------------------------------
 

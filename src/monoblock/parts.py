@@ -223,7 +223,7 @@ class HeadConfig:
     classes: int | None = None  # classifier and tagger
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (BART's final_logits_bias)
     pooling: Literal["first", "last", "mean"] = "first"
-    pooler: Literal["none", "tanh"] = "none"  # a dense layer and tanh on the pooled vector (BERT)
+    pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # a dense layer and this on the pooled vector (BERT)
     normalize: bool = False  # pooled vectors of length one
     transform: Activation | None = None  # masked LM: dense, activation, norm before the output
     transform_bias: bool = True

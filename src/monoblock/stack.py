@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from monoblock.attention import View, kept
 from monoblock.block import Block
-from monoblock.cache import Cache, CrossSlot, Entry
+from monoblock.cache import Cache, CrossSlot
 from monoblock.config import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
 from monoblock.masks import Mask, Where, everything, statement
 from monoblock.norm import Norm
+from monoblock.places import Entry
 from monoblock.positions import alibi, bucket_bias, turn
 from monoblock.tap import Tap, tapped, under
 

@@ -91,13 +91,15 @@ def parse_json(raw: bytes, where: str, *, most: int = MOST_VALUES, deepest: int 
             raw.decode("utf-8-sig"), object_pairs_hook=_single, parse_constant=_no_constant, parse_float=_finite
         )
     except RecursionError:
-        raise FileError(f"{where} is nested too deep; is it the right file?") from None
+        raise FileError(f"{where} is not JSON we read: it is nested too deep") from None
     except UnicodeDecodeError as problem:
         raise FileError(f"{where} is not JSON: byte {problem.start} is not UTF-8") from None
     except ValueError as problem:
         raise FileError(f"{where} is not JSON: {' '.join(str(problem).split())[:SHOWN]}") from None
     if _deeper(found, deepest):
-        raise FileError(f"{where} is nested deeper than {deepest} levels; is it the right file?")
+        raise FileError(
+            f"{where} is not JSON we read: it is nested deeper than {deepest} levels; is it the right file?"
+        )
     return found
 
 

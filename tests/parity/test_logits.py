@@ -1,11 +1,14 @@
-"""The block against the reference library: with the same random weights the same logits, a row of ROWS a structure.
+"""Published classes against the block: a folder of theirs read by us gives the same logits, and written back the same
+folder.  One test over the rows of rows.py; nothing here knows a model by name.
 
 python tests/parity/test_logits.py        prints the greatest difference of every row
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,266 +16,22 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import weights as w  # noqa: E402
+from rows import ROWS, VOCAB, Row  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
-from monoblock.config import EmbeddingConfig, HeadConfig, ModelConfig, Scaling  # noqa: E402
-from monoblock.knobs import vary  # noqa: E402
+from monoblock.config import EmbeddingConfig  # noqa: E402
+from monoblock.interop.hf import export_hf  # noqa: E402
+from monoblock.interop.hf_table import FAMILIES  # noqa: E402
 from monoblock.model import Transformer  # noqa: E402
-from monoblock.presets import CONTEXT, HEAD_DIM, HIDDEN, VOCAB, WIDTH, WINDOW, tiny  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}  # fine enough to tell a norm's eps of 1e-12 from 1e-11
 TOKENS, TARGET = 23, 19  # longer than a window, and than the distances T5 tells apart exactly
 PADDING = (0, 4, 9)  # of each row of the batch
 PROMPT = 11  # read at once, the rest token by token; longer than the ring of a window has room for
 PAD_ID, FIRST_ID = 1, 3  # real tokens start after the special ones
-SPECIAL = {"bos_token_id": 0, "eos_token_id": 2}
-
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": PAD_ID}
 
 Answers = tuple[str, torch.Tensor, torch.Tensor]  # how it was run, ours, theirs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    preset: str  # whose structure is built, at toy size
-    model: str  # the published class
-    table: tuple[tuple[str, str, Callable[..., Any]], ...]
-    sizes: dict[str, Any]  # theirs; what is not given is the published class's own default
-    knobs: dict[str, Any] = field(default_factory=dict)  # ours
-    change: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what no knob reaches
-    places: bool = True  # the class takes position_ids; without, it counts as we do or only distances matter
-    padded: tuple[str, ...] = ("left", "right")
-    rounded: float = 0.0  # further from ours by a constant the class writes with so few digits
-
-
-# -- the sizes, in the words of the published configurations ------------------------------------------------------
-
-STANDARD = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "max_position_embeddings": CONTEXT,
-}
-GROUPED = STANDARD | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": HEAD_DIM}
-GROUPS = {"heads": 6, "kv_heads": 3, "head_dim": HEAD_DIM}
-GPT = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_inner": HIDDEN, "n_layer": 3, "n_head": 3, "n_positions": CONTEXT}
-ROBERTA = STANDARD | {"max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-DISTILBERT = {
-    "vocab_size": VOCAB,
-    "dim": WIDTH,
-    "hidden_dim": HIDDEN,
-    "n_layers": 2,
-    "n_heads": 3,
-    "max_position_embeddings": CONTEXT,
-}
-MODERNBERT = STANDARD | {
-    "num_hidden_layers": 4,
-    "local_attention": 2 * (WINDOW - 1),
-    "pad_token_id": PAD_ID,
-    "cls_token_id": 0,
-    "sep_token_id": 2,
-}
-T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": HEAD_DIM, "d_ff": HIDDEN, "num_layers": 2, "num_heads": 3}
-BART = {
-    "vocab_size": VOCAB,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 3,
-    "encoder_ffn_dim": HIDDEN,
-    "decoder_ffn_dim": HIDDEN,
-    "max_position_embeddings": CONTEXT,
-}
-BLOOM = {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": 3, "n_head": 6}
-MPT = {"vocab_size": VOCAB, "d_model": WIDTH, "n_layers": 3, "n_heads": 6, "max_seq_len": CONTEXT}
-FALCON = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 9,
-    "ffn_hidden_size": HIDDEN,
-}
-VIT = {
-    "hidden_size": WIDTH,
-    "intermediate_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "image_size": 12,
-    "patch_size": 4,
-    "num_labels": 7,
-}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def rotary(base: float, kind: str = "default", **scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **scaling}}
-
-
-def masked_lm(**choices: Any) -> Callable[[ModelConfig], ModelConfig]:
-    """The head the published encoder was trained with, in place of the preset's."""
-
-    def change(config: ModelConfig) -> ModelConfig:
-        assert isinstance(config.input, EmbeddingConfig)
-        usual = {"kind": "masked_lm", "transform": "gelu", "bias": "learned", "norm": config.input.norm}
-        return replace(config, head=HeadConfig(**(usual | choices)), tie="output")
-
-    return change
-
-
-ROWS: dict[str, Row] = {
-    "gpt2": Row(preset="gpt2", model="GPT2LMHeadModel", table=w.GPT2, sizes=GPT, knobs={"depth": 3}),
-    # The published poolers take the first column, which under left padding is no token.
-    "bert": Row(preset="bert-base", model="BertModel", table=w.bert(""), sizes=STANDARD, padded=("right",)),
-    "bert masked": Row(
-        preset="bert-base", model="BertForMaskedLM", table=w.bert("bert."), sizes=STANDARD, change=masked_lm()
-    ),
-    "roberta": Row(
-        preset="roberta-base",
-        model="RobertaModel",
-        table=w.bert(""),
-        sizes=ROBERTA,
-        places=False,
-        padded=("right",),
-    ),
-    "roberta masked": Row(
-        preset="roberta-base",
-        model="RobertaForMaskedLM",
-        table=w.bert("roberta."),
-        sizes=ROBERTA,
-        change=masked_lm(),
-        places=False,
-    ),
-    "distilbert": Row(preset="distilbert", model="DistilBertModel", table=w.distilbert(""), sizes=DISTILBERT),
-    "distilbert masked": Row(
-        preset="distilbert",
-        model="DistilBertForMaskedLM",
-        table=w.distilbert("distilbert."),
-        sizes=DISTILBERT,
-        change=masked_lm(),
-    ),
-    "modernbert": Row(preset="modernbert-base", model="ModernBertModel", table=w.modernbert(""), sizes=MODERNBERT),
-    "modernbert masked": Row(
-        preset="modernbert-base",
-        model="ModernBertForMaskedLM",
-        table=w.modernbert("model."),
-        sizes=MODERNBERT,
-        change=masked_lm(transform_bias=False),
-    ),
-    "t5": Row(
-        preset="t5-small",
-        model="T5ForConditionalGeneration",
-        table=w.T5,
-        sizes=T5,
-        knobs={"head_dim": HEAD_DIM},
-        places=False,
-    ),
-    # BART counts columns, padding too, and takes no places: only right padding leaves its real tokens where they were.
-    "bart": Row(
-        preset="bart-base",
-        model="BartForConditionalGeneration",
-        table=w.BART,
-        sizes=BART,
-        places=False,
-        padded=("right",),
-    ),
-    "llama": Row(
-        preset="llama-7b",
-        model="LlamaForCausalLM",
-        table=w.LLAMA,
-        sizes=STANDARD | {"head_dim": HEAD_DIM, "num_hidden_layers": 3},
-        knobs={"head_dim": HEAD_DIM, "depth": 3},
-    ),
-    "llama3 scaled": Row(
-        preset="llama3-8b",
-        model="LlamaForCausalLM",
-        table=w.LLAMA,
-        sizes=GROUPED
-        | {"rms_norm_eps": 1e-5}
-        | rotary(500_000.0, "llama3", original_max_position_embeddings=16, **LLAMA3),
-        knobs=GROUPS | {"scaling": Scaling(kind="llama3", original_context=16, **LLAMA3)},
-    ),
-    "mistral": Row(
-        preset="mistral-7b",
-        model="MistralForCausalLM",
-        table=w.LLAMA,
-        sizes=GROUPED | {"rms_norm_eps": 1e-5, "sliding_window": WINDOW},
-        knobs=GROUPS,
-    ),
-    "mixtral": Row(
-        preset="mixtral-8x7b",
-        model="MixtralForCausalLM",
-        table=w.MIXTRAL,
-        sizes=GROUPED | {"num_local_experts": 5},
-        knobs=GROUPS,
-    ),
-    "qwen3": Row(
-        preset="qwen3-0.6b",
-        model="Qwen3ForCausalLM",
-        table=w.LLAMA,
-        sizes=GROUPED | {"tie_word_embeddings": True} | rotary(1e6),
-        knobs=GROUPS,
-    ),
-    "gemma2": Row(
-        preset="gemma2-2b",
-        model="Gemma2ForCausalLM",
-        table=w.GEMMA2,
-        sizes=GROUPED | {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 7},
-        knobs=GROUPS | {"depth": 3, "scale": 7**-0.5},
-    ),
-    "gpt_neox": Row(
-        preset="pythia-160m",
-        model="GPTNeoXForCausalLM",
-        table=w.NEOX,
-        sizes=STANDARD | rotary(10_000.0, partial_rotary_factor=0.34),
-    ),
-    "gptj": Row(
-        preset="gptj-6b",
-        model="GPTJForCausalLM",
-        table=w.GPTJ,
-        sizes=GPT | {"rotary_dim": 4},
-        knobs={"depth": 3},
-    ),
-    # BLOOM's own GELU writes sqrt(2 / pi) as 0.79788456.
-    "bloom": Row(
-        preset="bloom-560m",
-        model="BloomForCausalLM",
-        table=w.big_science(w.by_head),
-        sizes=BLOOM,
-        knobs={"depth": 3, "heads": 6, "hidden": 4 * WIDTH},
-        places=False,
-        rounded=1e-9,
-    ),
-    "mpt": Row(
-        preset="mpt-7b",
-        model="MptForCausalLM",
-        table=w.MPT,
-        sizes=MPT,
-        knobs={"depth": 3, "heads": 6, "hidden": 4 * WIDTH},
-        places=False,
-    ),
-    "falcon": Row(
-        preset="falcon-7b",
-        model="FalconForCausalLM",
-        table=w.big_science(w.one_key_head),
-        sizes=FALCON,
-    ),
-    "phi": Row(
-        preset="phi-2",
-        model="PhiForCausalLM",
-        table=w.PHI,
-        sizes=STANDARD | rotary(10_000.0, partial_rotary_factor=0.34),
-    ),
-    "olmo2": Row(
-        preset="olmo2-7b",
-        model="Olmo2ForCausalLM",
-        table=w.OLMO2,
-        sizes=STANDARD | {"num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 1e-6} | rotary(500_000.0),
-        knobs={"heads": 6, "kv_heads": 3},
-    ),
-    "vit": Row(preset="vit-b16", model="ViTForImageClassification", table=w.VIT, sizes=VIT),
-}
 
 
 # -- the two models -----------------------------------------------------------------------------------------------
@@ -299,34 +58,33 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def published(cls: Any, sizes: dict[str, Any], draw: torch.Generator) -> torch.nn.Module:
+def imported(row: Row) -> Any:
+    """The published class; its module may warn when it is first read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(transformers, row.model)
+
+
+def published(row: Row, draw: torch.Generator) -> torch.nn.Module:
     """The published class with every weight drawn anew, so that no norm is the identity and no bias zero."""
-    config = cls.config_class(**(SPECIAL | sizes))
-    config._attn_implementation = config._experts_implementation = "eager"
+    cls = getattr(transformers, row.model)
+    config = cls.config_class(**(SPECIAL | row.sizes))
+    config._attn_implementation, config._experts_implementation = row.kernel, "eager"
     model = cls(config).eval()
+    if row.untie:  # what a class does when it finds an output of its own in a file
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
-        for weight in state(model).values():
+        for weight in stored(model):
             noise = torch.randn(weight.shape, generator=draw, dtype=torch.float64)
             weight.copy_(weight + 0.3 * noise if weight.dim() == 1 else noise * weight.shape[-1] ** -0.5)
     return model
 
 
-def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What is stored of a model; a tied weight once, by its first name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        found.setdefault(tensor.data_ptr(), (name, tensor))
-    return dict(found.values())
-
-
-def ours(row: Row, theirs: torch.nn.Module) -> Transformer:
-    config = row.change(vary(tiny(row.preset), **row.knobs))
-    model = Transformer(config).eval()
-    stack = config.decoder or config.encoder
-    assert stack is not None
-    heads = next(stack.layers()).attention.heads
-    model.load_state_dict(w.translate(row.table, state(theirs), heads), strict=True)
-    return model
+def stored(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What is stored of a model, a tied weight once."""
+    left_out = model._keys_to_ignore_on_save or ()
+    kept = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
+    return iter({tensor.data_ptr(): tensor for tensor in kept.values()}.values())
 
 
 # -- what they are given, and what they say -----------------------------------------------------------------------
@@ -339,13 +97,13 @@ def mask(length: int, side: str) -> torch.Tensor:
     return real[side].long()
 
 
-def tokens(real: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    ids = torch.randint(FIRST_ID, VOCAB, real.shape, generator=draw)
+def tokens(real: torch.Tensor, draw: torch.Generator, below: int = VOCAB) -> torch.Tensor:
+    ids = torch.randint(FIRST_ID, below, real.shape, generator=draw)
     return ids.masked_fill(real == 0, PAD_ID)
 
 
 def answer(output: Any) -> torch.Tensor:
-    names = ("logits", "pooler_output", "last_hidden_state")
+    names = ("logits", "text_embeds", "image_embeds", "pooler_output", "last_hidden_state")
     return next(output[name] for name in names if output.get(name) is not None)
 
 
@@ -362,7 +120,7 @@ def read(row: Row, mine: Transformer, theirs: torch.nn.Module, side: str, draw: 
     if mine.config.family == "encoder-decoder":
         source, known = ids, real
         real = mask(TARGET, side)
-        ids = tokens(real, draw)
+        ids = tokens(real, draw, mine.config.output_input.vocab)
         given |= {"decoder_input_ids": ids, "decoder_attention_mask": real}
 
         def say(new: torch.Tensor, here: torch.Tensor, cache: Any = None) -> torch.Tensor:
@@ -380,9 +138,11 @@ def read(row: Row, mine: Transformer, theirs: torch.nn.Module, side: str, draw: 
             return mine(new, attention_mask=here, segments=segments, cache=cache)
 
     wanted = answer(theirs(**given))
+    got = say(ids, real)
+    wanted = wanted.reshape(got.shape) if wanted.numel() == got.numel() else wanted  # a single class has no axis there
     chosen = real.bool() if wanted.dim() == 3 else ...
-    yield "plain", say(ids, real)[chosen], wanted[chosen]
-    if mine.config.decoder is not None:
+    yield "plain", got[chosen], wanted[chosen]
+    if mine.config.decoder is not None and wanted.dim() == 3:
         for way, prompt in (("stepped", 1), ("prompted", PROMPT)):
             yield way, decode(mine, ids, real, prompt, say)[chosen], wanted[chosen]
 
@@ -398,41 +158,85 @@ def decode(mine: Transformer, ids: torch.Tensor, real: torch.Tensor, prompt: int
     return torch.cat(parts, 1)
 
 
-def compare(row: Row, dtype: torch.dtype) -> list[Answers]:
-    """Every way to run the two models; a list, so that nothing stays patched once this returns."""
-    cls = getattr(transformers, row.model)  # imported before any patch
-    draw = torch.Generator().manual_seed(1)
-    found = []
+def compare(row: Row, mine: Transformer, theirs: torch.nn.Module) -> Iterator[Answers]:
+    """Every way to run the two models."""
+    draw = torch.Generator().manual_seed(2)
+    if mine.config.family == "vision":
+        yield from see(mine, theirs, draw)
+        return
+    for side in ("none", *row.padded):
+        for way, got, wanted in read(row, mine, theirs, side, draw):
+            yield way if side == "none" else f"{way} {side}", got, wanted
+
+
+def run(row: Row, dtype: torch.dtype, folder: Path) -> tuple[list[Answers], Transformer, torch.nn.Module]:
+    imported(row)  # before any patch
     with precision(dtype), torch.no_grad():
-        theirs = published(cls, row.sizes, draw)
-        mine = ours(row, theirs)
-        if mine.config.family == "vision":
-            return list(see(mine, theirs, draw))
-        for side in ("none", *row.padded):
-            for way, got, wanted in read(row, mine, theirs, side, draw):
-                found.append((way if side == "none" else f"{way} {side}", got, wanted))
-    return found
+        theirs = published(row, torch.Generator().manual_seed(1))
+    theirs.save_pretrained(folder)
+    mine = Transformer.from_pretrained(folder, dtype=dtype).eval()
+    with precision(dtype), torch.no_grad():
+        return list(compare(row, mine, theirs)), mine, theirs
+
+
+def reloaded(row: Row, folder: Path, theirs: torch.nn.Module) -> torch.nn.Module:
+    """What transformers makes of our folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(transformers, row.model).from_pretrained(
+            folder, attn_implementation=row.kernel, experts_implementation="eager"
+        )
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_the_block_computes_what_the_published_class_computes(name, dtype):
-    tolerance = max(TOLERANCE[dtype], ROWS[name].rounded)
-    for way, got, wanted in compare(ROWS[name], dtype):
+def test_a_published_model_comes_in_with_its_logits_and_goes_out_with_its_tensors(name, dtype, tmp_path):
+    row = ROWS[name]
+    answers, mine, theirs = run(row, dtype, tmp_path / "theirs")
+    for way, got, wanted in answers:
         assert got.dtype == wanted.dtype == dtype
         gap = float((got - wanted).abs().max())
-        assert gap <= tolerance, f"{way}: {gap:.1e} apart"
+        assert gap <= max(TOLERANCE[dtype], row.rounded), f"{way}: {gap:.1e} apart"
         assert torch.equal(got.argmax(-1), wanted.argmax(-1)), f"{way}: another token is the likeliest"
+    export_hf(mine, tmp_path / "ours", family=theirs.config.model_type, special=SPECIAL)
+    was, now = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    assert now.keys() == was.keys()
+    for key, tensor in was.items():
+        assert tensor.dtype == now[key].dtype
+        assert torch.equal(tensor, now[key]), key
+    if dtype == torch.float32:
+        with torch.no_grad():
+            for way, got, wanted in compare(row, mine, reloaded(row, tmp_path / "ours", theirs)):
+                gap = float((got - wanted).abs().max())
+                assert gap <= TOLERANCE[dtype], f"written and read by transformers, {way}: {gap:.1e} apart"
+
+
+def test_the_table_holds_what_the_rows_compare():
+    tried = {getattr(transformers, row.model).config_class.model_type for row in ROWS.values()}
+    assert tried == set(FAMILIES)
+    assert len(tried) >= 45
 
 
 def main() -> None:
-    print(f"{'':20}{'greatest':>9}{'fp32':>10}{'fp64':>10}   the way that differs most in fp32")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(f"{'':26}{'greatest':>9}{'fp32':>10}{'fp64':>10}   the way that differs most in fp32")
     for name, row in ROWS.items():
-        gaps = {d: {way: float((g - w).abs().max()) for way, g, w in compare(row, d)} for d in TOLERANCE}
+        gaps = {}
+        for dtype in TOLERANCE:
+            with tempfile.TemporaryDirectory() as folder:
+                answers, _, _ = run(row, dtype, Path(folder))
+            gaps[dtype] = {way: float((got - wanted).abs().max()) for way, got, wanted in answers}
         single, double = gaps.values()
-        size = max(float(w.abs().max()) for _, _, w in compare(row, torch.float64))
+        size = max(float(wanted.abs().max()) for _, _, wanted in answers)
         worst = max(single, key=single.__getitem__)
-        print(f"{name:20}{size:9.1f}{single[worst]:10.1e}{max(double.values()):10.1e}   {worst}")
+        print(f"{name:26}{size:9.1f}{single[worst]:10.1e}{max(double.values()):10.1e}   {worst}")
 
 
 if __name__ == "__main__":

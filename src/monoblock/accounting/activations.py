@@ -163,13 +163,16 @@ def _head(config: ModelConfig, size: Sizes) -> Held:
 
 
 def _pooled(config: ModelConfig, head: HeadConfig, size: Sizes) -> Held:
-    """All places where one of them is read, the tanh of the pooler where no matrix reads it, and lengths."""
+    """All places where one of them is read, what the pooler's activation keeps that no matrix reads, and lengths."""
     reads_it = head.kind == "classifier" or head.pooler != "none" or head.normalize
     if head.kind not in ("classifier", "pooled") or not reads_it:
         return Held()
     places = size.target if head.pooling != "mean" else 0
     alone = head.kind == "pooled" or head.dropout > 0
-    vectors = 1 if (head.pooler != "none" and alone) or (head.normalize and head.pooling == "mean") else 0
+    inside, result = INSIDE["identity" if head.pooler == "none" else head.pooler]
+    vectors = inside + (result and alone)
+    if head.normalize and head.pooling == "mean":
+        vectors = max(vectors, 1)
     return Held(size.batch * ((places + vectors) * config.width + (2 if head.normalize else 0)))
 
 

@@ -18,22 +18,20 @@ from monoblock.cli.drawing import Drawing
 
 
 @contextmanager
-def interruptible(*, among_others: bool = False) -> Iterator[Callable[[], bool]]:
+def interruptible(rank: int = 0, processes: int = 1) -> Iterator[Callable[[], bool]]:
     """The first Ctrl-C asks the run to stop after the step it is in and save; a second one ends it at once.
 
-    Among others it may come twice, from the terminal and from torchrun, which says how long it waits: it asks, only.
+    Of several processes each may be told twice, by the terminal and by torchrun, who alone is then told at once.
     """
     asked = False
 
     def ask(number: int, frame: Any) -> None:
         nonlocal asked
-        if among_others:
-            asked = True
-            return
-        if asked:
+        if asked and processes == 1:
             raise KeyboardInterrupt
+        if not asked and not rank:
+            click.echo("stopping after this step, then saving; press again to stop at once", err=True)
         asked = True
-        click.echo("stopping after this step, then saving; press again to stop at once", err=True)
 
     before = signal.signal(signal.SIGINT, ask)
     try:
@@ -116,7 +114,7 @@ def _train(recipe: Any, folder: Path, data: Path | None, world: Any, options: di
     """The run and its last event."""
     from monoblock.tasks.run import prepare
 
-    with interruptible(among_others=world.size > 1) as stop:
+    with interruptible(world.rank, world.size) as stop:
         run = prepare(recipe, folder, data=data, stop=stop, world=world, **options)
         return run, go(run, Drawing(recipe.train.steps, run.ground.unit), resume=options["resume"])
 

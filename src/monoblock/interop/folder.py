@@ -1,66 +1,64 @@
-"""A folder is a model: config.json beside model.safetensors.  No pickle, no code, nothing outside the folder."""
+"""A folder is a model: config.json beside model.safetensors (or its shards).  No pickle, no code, nothing outside it.
+
+A folder of ours says so in its config.json; one that names a model_type instead is a Hugging Face folder, hf.py's.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.reader import Reader
+from monoblock.interop.safely import open_weights
+from monoblock.interop.shards import LARGEST, save_weights, settle
 from monoblock.schema import from_dict, to_dict
+from monoblock.untrusted import inside, present, read_json
 
 if TYPE_CHECKING:
     from monoblock.model import Transformer
     from monoblock.recurrent import Recurrent
 
-CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", "monoblock"
-LARGEST_CONFIG = 16 * 2**20
+CONFIG, FORMAT = "config.json", "monoblock"
 T = TypeVar("T", "Transformer", "Recurrent")
 
 
-def save_model(model: Transformer | Recurrent, folder: str | Path) -> None:
-    """Write both files beside their old versions first, then put them in place."""
+def save_model(model: Transformer | Recurrent, folder: str | Path, *, largest: int = LARGEST) -> None:
+    """Write the files beside their old versions first, then put them in place; weights in files of `largest` bytes."""
     folder = Path(folder)
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
+    state = model.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kind = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
         data = {"format": FORMAT, kind: to_dict(model.config)}
-        tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-        save_file(tensors, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
+        makers = [{name: lambda tensor=tensor: tensor} for name, tensor in state.items()]
+        save_weights(folder, makers, {name: tensor.nbytes for name, tensor in state.items()}, largest)
         (folder / f"{CONFIG}.tmp").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, CONFIG):
-            _settle(folder / f"{name}.tmp", folder / name)
+        settle(folder / CONFIG)
     except OSError as problem:
         raise FileError(f"the model cannot be written to {folder}: {problem.strerror or problem}") from None
 
 
-def _settle(written: Path, place: Path) -> None:
-    """On disk for certain, then renamed: a crash leaves the old file or the new one, never half of one."""
-    with open(written, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(written, place)
+def _read(folder: str | Path) -> dict[str, Any]:
+    if not present(folder, CONFIG):
+        raise FileError(f"{folder} is no model folder: it has no {CONFIG}")
+    return read_json(inside(folder, CONFIG))
 
 
 def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
     """The configuration in a folder of ours."""
+    return _ours(folder, _read(folder))
+
+
+def _ours(folder: str | Path, data: dict[str, Any]) -> ModelConfig | RecurrentConfig:
     path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise FileError(f"{folder} is no model folder: it has no {CONFIG}")
-    if path.stat().st_size > LARGEST_CONFIG:
-        raise FileError(f"{path} is larger than any configuration; is it the right file?")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as problem:
-        raise FileError(f"{path} is not JSON: {problem}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if data.get("format") != FORMAT:
         raise FileError(f'{path} was not written by monoblock: it lacks "format": "{FORMAT}"')
     try:
         if "recurrent" in data:
@@ -76,15 +74,30 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
     dtype = _dtype(dtype)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
-    config = read_config(folder)
+    data = _read(folder)
+    if "model_type" in data and "format" not in data and cls.__name__ != "Recurrent":
+        return cast(T, _load_published(cast("type[Transformer]", cls), folder, data, dtype, device))
+    config = _ours(folder, data)
     if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
         what = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
         raise FileError(f"{folder} holds {what}, and {cls.__name__} was asked to load it")
     with torch.device("meta"):
         model = cls(config)  # type: ignore[arg-type]
-    stored = _tensors(folder / WEIGHTS, {n: t.shape for n, t in model.state_dict().items()}, dtype, device)
-    model.load_state_dict(stored, assign=True, strict=True)
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    model.load_state_dict(_tensors(folder, wanted, dtype, device), assign=True, strict=True)
     return model
+
+
+def _load_published(
+    cls: type[Transformer], folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str
+) -> Transformer:
+    from monoblock.interop.hf import load_hf
+
+    try:
+        return load_hf(cls, data, open_weights(folder), dtype, device)
+    except (ConfigError, FileError) as problem:
+        said = str(problem)
+        raise FileError(said if said.startswith(str(folder)) else f"{folder}: {said}") from None
 
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:
@@ -96,26 +109,22 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _tensors(path: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, device: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileError(f"{path.parent} has no {WEIGHTS}")
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            _compare(path, set(file.keys()), set(wanted))
-            tensors = {name: file.get_tensor(name) for name in wanted}
-    except SafetensorError as problem:
-        raise FileError(f"{path} cannot be read: {problem}") from None
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name]:
-            shapes = f"{tuple(tensor.shape)} where the configuration says {tuple(wanted[name])}"
-            raise FileError(f"{path}: {name} has shape {shapes}")
-        if not tensor.is_floating_point():
-            raise FileError(f"{path}: {name} holds {tensor.dtype} where weights are floating-point numbers")
-    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+def _tensors(folder: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+    stored = open_weights(folder)
+    _compare(folder, set(stored), set(wanted))
+    for name, shape in wanted.items():
+        place = stored.file_of[name]
+        if stored.shapes[name] != tuple(shape):
+            shapes = f"{stored.shapes[name]} where the configuration says {tuple(shape)}"
+            raise FileError(f"{place}: {name} has shape {shapes}")
+        if not stored.dtypes[name].is_floating_point:
+            raise FileError(f"{place}: {name} holds {stored.dtypes[name]} where weights are floating-point numbers")
+    reader = Reader(stored, dtype, device)
+    return {name: reader.take([name])[0] for name in wanted}
 
 
-def _compare(path: Path, stored: set[str], wanted: set[str]) -> None:
+def _compare(folder: Path, stored: set[str], wanted: set[str]) -> None:
     for left_over, what in ((stored - wanted, "holds a tensor the model has no place for"), (wanted - stored, "lacks")):
         if left_over:
             more = f" (and {len(left_over) - 1} more)" if len(left_over) > 1 else ""
-            raise FileError(f"{path} {what}: {min(left_over)}{more}")
+            raise FileError(f"{folder} {what}: {min(left_over)}{more}")

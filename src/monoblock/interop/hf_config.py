@@ -40,12 +40,13 @@ def unroll(config: ModelConfig) -> Tree:
     for name, stack in config.stacks.items():
         layers = [to_dict(block) for block in stack.layers()]
         tree[name] = {"layers": layers, "tied": any(run.tied for run in stack.pattern), "norm": tree[name]["norm"]}
+    tree["share"] = config.tie in ("source_target", "three_way")  # one table for source and target
     return tree
 
 
 def roll(tree: Tree) -> ModelConfig:
     """The configuration a tree says, its layers as the shortest pattern."""
-    tree = copy.deepcopy(tree)
+    tree = {name: copy.deepcopy(value) for name, value in tree.items() if name != "share"}
     for name in STACKS:
         stack = tree.get(name)
         if stack is not None:
@@ -64,7 +65,7 @@ def _pattern(blocks: Sequence[BlockConfig]) -> list[tuple[Sequence[BlockConfig],
     word = [kinds.index(block) for block in blocks]
     count, best = len(word), (len(word) + 1, 0, len(word))
     for first in range(min(count, 5)):
-        period = next(p for p in range(1, count) if word[first + p :] == word[first:-p]) if count - first > 1 else 1
+        period = next((p for p in range(1, count - first) if word[first + p :] == word[first:-p]), count - first)
         best = min(best, (first + period + (count - first) % period, first, period))
     _, first, period = best
     times = (count - first) // period
@@ -120,7 +121,7 @@ def get(tree: Tree, paths: str) -> Any:
             return len(tree[stack]["layers"])
         for node, key in _places(tree, path.split(".")):
             return node.get(key)
-    return None
+    return MISSING
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -146,7 +147,8 @@ class Field:
         put(tree, self.ours, self.read(given[self.theirs]))
 
     def give(self, tree: Tree) -> dict[str, Any]:
-        return {self.theirs: self.write(get(tree, self.ours))}
+        found = get(tree, self.ours)
+        return {self.theirs: self.default if found is MISSING else self.write(found)}
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,6 @@ def read_rows(rows: Sequence[Row], given: Mapping[str, Any], start: ModelConfig,
     """Our tree for a configuration of theirs, from a structure to start from and the head its class has."""
     tree = unroll(start)
     tree["head"], tree["tie"], tree["init"] = copy.deepcopy(head), "none", to_dict(InitConfig())
-    tree["share"] = start.tie in ("source_target", "three_way")  # one table for source and target
     for row in rows:
         try:
             row.take(given, tree)

@@ -93,6 +93,11 @@ def always_four_times(ours: str, width: str, **also: int) -> Several:
     return Several(names, read, write)
 
 
+def unheeded(theirs: str, default: Any) -> Several:
+    """A field the published class has and does not look at."""
+    return Several({theirs: default}, lambda given, tree: None, lambda tree: {})
+
+
 def labels() -> Several:
     """How many classes a classifier tells apart: as many as it has names for."""
 
@@ -157,7 +162,6 @@ def layer_types(
     **also: Any,
 ) -> Several:
     """Which layers look near, and how far: `layer_types` beside a window, or what a family takes where it is silent."""
-    place = f"{stack}.*.attention.window"
     more = {"use_sliding_window": False} if switch else {}
 
     def read(given: Mapping[str, Any], tree: Tree) -> None:
@@ -176,8 +180,20 @@ def layer_types(
         found[window] = default if near is None else to_theirs(near)
         return found | ({"use_sliding_window": near is not None} if switch else {})
 
-    assert place
     return Several({window: default, "layer_types": None, **more, **also}, read, write)
+
+
+def switched_window(ours: str, default: int) -> Several:
+    """One window for all layers, and a switch beside it."""
+
+    def read(given: Mapping[str, Any], tree: Tree) -> None:
+        put(tree, ours, given["sliding_window"] if given["use_sliding_window"] else None)
+
+    def write(tree: Tree) -> dict[str, Any]:
+        near = get(tree, ours)
+        return {"use_sliding_window": near is not None, "sliding_window": near}
+
+    return Several({"use_sliding_window": False, "sliding_window": default, "max_window_layers": 28}, read, write)
 
 
 # -- rotary -----------------------------------------------------------------------------------------------------------
@@ -242,17 +258,21 @@ def rotary(
     partial: float = 1.0,
     *,
     typed: tuple[float, float] | None = None,
-    **old: str,
+    original: int | None = None,
+    theta: str = "rope_theta",
+    fraction: str = "partial_rotary_factor",
+    far: str | None = None,
+    near: str | None = None,
 ) -> Several:
     """The angles: `rope_parameters`, or rope_theta, rope_scaling and a fraction in the words of older files.
 
-    `typed`: the bases of far and near layers of a family that has one set of parameters for each.
-    `old` says what older files call theta, partial, far and near.
+    `typed`: the bases of far and near layers of a family that has one set of parameters for each; `far` and `near` are
+    what older files call these bases.  `original`: the family keeps the context it was trained on beside the angles.
     """
-    theta, fraction = old.get("theta", "rope_theta"), old.get("partial", "partial_rotary_factor")
-    far, near = old.get("far", theta), old.get("near", theta)
+    far, near = far or theta, near or theta
     names = dict.fromkeys(("rope_parameters", "rope_scaling", theta, fraction, far, near))
-    names["original_max_position_embeddings"] = None
+    names |= dict.fromkeys(("rope_theta", "partial_rotary_factor"))
+    names["original_max_position_embeddings"] = original
 
     def one(given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
         rope = given["rope_parameters"] or {}
@@ -263,10 +283,11 @@ def rotary(
         strange = set(rope) - IN_ROPE
         if strange:
             raise ConfigError(f"the rotary parameter {shown(min(strange))} is not known here")
-        said = given[near if kind == SLIDING else far]
         usual = base if typed is None else typed[kind == SLIDING]
-        fixed = {"rope_theta": said if said is not None else usual}
-        fixed["partial_rotary_factor"] = given[fraction] if given[fraction] is not None else partial
+        bases = (given[near if kind == SLIDING else far], given["rope_theta"] if typed is None else None, usual)
+        parts = (given[fraction], given["partial_rotary_factor"], partial)
+        fixed = {"rope_theta": next(b for b in bases if b is not None)}
+        fixed["partial_rotary_factor"] = next(part for part in parts if part is not None)
         return fixed | {name: value for name, value in rope.items() if value is not None}
 
     def read(given: Mapping[str, Any], tree: Tree) -> None:
@@ -302,6 +323,8 @@ def rotary(
             return {"rope_parameters": usual | kinds}
         rope = kinds.get(FULL) or kinds[SLIDING]
         whole_head = {} if partial == 1.0 else {"partial_rotary_factor": 1.0}
-        return {"rope_parameters": whole_head | rope}
+        trained = rope.get("original_max_position_embeddings", original)
+        beside = {} if original is None else {"original_max_position_embeddings": trained}
+        return {"rope_parameters": whole_head | rope} | beside
 
     return Several(names, read, write)

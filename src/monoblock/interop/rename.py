@@ -157,16 +157,17 @@ def plan(table: Iterable[Rule], ours: Mapping[str, Sequence[int]], config: Model
     for name, shape in ours.items():
         if name in done:
             continue
-        fitting = (found for rule in rules if (found := _fit(rule, name)) for found in [(rule, *found)])
-        rule, group, theirs, layer = next(fitting, (None, (), "", ""))
-        if rule is None:
+        fitting = ((rule.step, found) for rule in rules if (found := _fit(rule, name)))
+        step, found = next(fitting, (None, None))
+        if found is None:
             raise FileError(f"no rule of this family says what {name} is called there")
+        group, theirs, layer = found
         strange = next((each for each in group if each not in ours or each in done), None)
         if strange is not None:
             raise FileError(f"{name} belongs with {strange}, which this model has no place for")
         done.update(group)
         names = [theirs.replace("#", str(n)) for n in range(shape[0])] if "#" in theirs else [theirs]
-        yield Move(group, tuple(names), rule.step, _heads(name, layer, config))
+        yield Move(group, tuple(names), step, _heads(name, layer, config))
 
 
 def _heads(name: str, layer: str, config: ModelConfig) -> Heads:

@@ -22,6 +22,8 @@
 #include <cstring>
 #include <vector>
 
+#define UNROLL _Pragma("GCC unroll 16")
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -35,6 +37,12 @@ constexpr int64_t GRAIN = 1 << 15;     // weights worth a thread
 
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Words = int32_t __attribute__((vector_size(4 * LANES)));
+
+#ifndef AHEAD
+#define AHEAD 4096
+#endif
+template <class Number>
+inline void prefetch(const Number* from) { __builtin_prefetch(reinterpret_cast<const char*>(from) + AHEAD); }
 
 template <class Vector, class Number>
 inline Vector load(const Number* from) {
@@ -91,68 +99,74 @@ inline float widened(uint16_t half) {
 }
 
 inline float sum(Floats v) {
-  float out = 0;
-  for (int i = 0; i < LANES; ++i) out += v[i];
-  return out;
+  float held[LANES];
+  std::memcpy(held, &v, sizeof v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) held[i] += held[i + half];
+  return held[0];
 }
 
-// -- formats: unpack(row, column) gives a chunk as floats, scale(row, group) what the group is multiplied by ----------
+// -- formats: unpack gives a chunk as floats; scale and least are those of a row, one a group ----------
 
 struct Single {
   const float* weight;
   int64_t columns;
-  static constexpr bool offset = false;
+  static constexpr bool scaled = false, offset = false;
   void unpack(int64_t row, int64_t column, Floats* out) const {
     const float* from = weight + row * columns + column;
-    for (int p = 0; p < PARTS; ++p) out[p] = load<Floats>(from + p * LANES);
+    prefetch(from);
+    UNROLL for (int p = 0; p < PARTS; ++p) out[p] = load<Floats>(from + p * LANES);
   }
-  float scale(int64_t, int64_t) const { return 1; }
-  float least(int64_t, int64_t) const { return 0; }
+  const uint16_t* scale(int64_t) const { return nullptr; }
+  const uint16_t* least(int64_t) const { return nullptr; }
 };
 
 struct Half {
   const uint16_t* weight;
   int64_t columns;
-  static constexpr bool offset = false;
+  static constexpr bool scaled = false, offset = false;
   void unpack(int64_t row, int64_t column, Floats* out) const {
     const uint16_t* from = weight + row * columns + column;
-    for (int p = 0; p < PARTS; ++p) {
+    prefetch(from);
+    UNROLL for (int p = 0; p < PARTS; ++p) {
       Words bits = words(from + p * LANES) << 16;
       std::memcpy(&out[p], &bits, sizeof bits);
     }
   }
-  float scale(int64_t, int64_t) const { return 1; }
-  float least(int64_t, int64_t) const { return 0; }
+  const uint16_t* scale(int64_t) const { return nullptr; }
+  const uint16_t* least(int64_t) const { return nullptr; }
 };
 
 struct Int8 {
   const int8_t* weight;
   const uint16_t* scales;
   int64_t columns, groups;
-  static constexpr bool offset = false;
+  static constexpr bool scaled = true, offset = false;
   void unpack(int64_t row, int64_t column, Floats* out) const {
     const int8_t* from = weight + row * columns + column;
-    for (int p = 0; p < PARTS; ++p) out[p] = floats(words(from + p * LANES));
+    prefetch(from);
+    UNROLL for (int p = 0; p < PARTS; ++p) out[p] = floats(words(from + p * LANES));
   }
-  float scale(int64_t row, int64_t group) const { return widened(scales[row * groups + group]); }
-  float least(int64_t, int64_t) const { return 0; }
+  const uint16_t* scale(int64_t row) const { return scales + row * groups; }
+  const uint16_t* least(int64_t) const { return nullptr; }
 };
 
 struct Int4 {
   const uint8_t* weight;
   const uint16_t *scales, *leasts;
   int64_t columns, groups;
-  static constexpr bool offset = true;
+  static constexpr bool scaled = true, offset = true;
   void unpack(int64_t row, int64_t column, Floats* out) const {
     const uint8_t* from = weight + (row * columns + column) / 2;
-    for (int p = 0; p < PARTS / 2; ++p) {
+    prefetch(from);
+    UNROLL for (int p = 0; p < PARTS / 2; ++p) {
       Words both = words(from + p * LANES);
       out[p] = floats(both & 15);
       out[p + PARTS / 2] = floats(both >> 4);
     }
   }
-  float scale(int64_t row, int64_t group) const { return widened(scales[row * groups + group]); }
-  float least(int64_t row, int64_t group) const { return widened(leasts[row * groups + group]); }
+  const uint16_t* scale(int64_t row) const { return scales + row * groups; }
+  const uint16_t* least(int64_t row) const { return leasts + row * groups; }
 };
 
 // -- the product -------------------------------------------------------------------------------------------------------
@@ -164,49 +178,65 @@ struct Input {
 };
 
 // R rows of the weight with B rows of x: what is unpacked once is used B times, and R sums run side by side.
+// `scales` (R, groups) are those of the rows, in fp32: a multiplication reads one of them for all its lanes.
 template <int R, int B, class Format>
-void tile(const Format& format, const Input& in, int64_t row, int64_t first, const float* bias, float* y, int64_t rows) {
-  Floats total[R][B] = {};
-  float extra[R][B] = {};
+inline void tile(const Format& format, const Input& in, const float* scales, int64_t row, int64_t first, Floats (&total)[R][B]) {
   for (int64_t g = 0; g < in.groups; ++g) {
     Floats part[R][B] = {};
     for (int64_t c = g * in.group; c < (g + 1) * in.group; c += CHUNK) {
-      for (int r = 0; r < R; ++r) {
+      UNROLL for (int r = 0; r < R; ++r) {
         Floats w[PARTS];
         format.unpack(row + r, c, w);
-        for (int p = 0; p < PARTS; ++p)
-          for (int b = 0; b < B; ++b) part[r][b] += w[p] * load<Floats>(in.x + (first + b) * in.columns + c + p * LANES);
+        UNROLL for (int p = 0; p < PARTS; ++p)
+          UNROLL for (int b = 0; b < B; ++b)
+            part[r][b] += w[p] * load<Floats>(in.x + (first + b) * in.columns + c + p * LANES);
       }
     }
-    for (int r = 0; r < R; ++r) {
-      float scale = format.scale(row + r, g);
-      for (int b = 0; b < B; ++b) {
-        total[r][b] += part[r][b] * scale;
-        if (Format::offset) extra[r][b] += format.least(row + r, g) * in.sums[(first + b) * in.groups + g];
-      }
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int b = 0; b < B; ++b) total[r][b] += Format::scaled ? part[r][b] * scales[r * in.groups + g] : part[r][b];
+  }
+}
+
+template <int R, int B, class Format>
+inline void piece(const Format& format, const Input& in, const float* scales, int64_t row, int64_t first, float* y, int64_t rows) {
+  Floats total[R][B] = {};
+  tile<R, B>(format, in, scales, row, first, total);
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) y[(first + b) * rows + row + r] += sum(total[r][b]);
+}
+
+// R rows of the weight with all rows of x.
+template <int R, class Format>
+void band(const Format& format, const Input& in, int64_t row, const float* bias, float* y, int64_t rows, float* scales) {
+  for (int r = 0; r < R; ++r) {
+    const uint16_t *scale = format.scale(row + r), *least = format.least(row + r);
+    if (Format::scaled)
+      for (int64_t g = 0; g < in.groups; ++g) scales[r * in.groups + g] = widened(scale[g]);
+    for (int64_t b = 0; b < in.batch; ++b) {
+      float start = bias ? bias[row + r] : 0;
+      if (Format::offset)
+        for (int64_t g = 0; g < in.groups; ++g) start += widened(least[g]) * in.sums[b * in.groups + g];
+      y[b * rows + row + r] = start;
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b)
-      y[(first + b) * rows + row + r] = sum(total[r][b]) + extra[r][b] + (bias ? bias[row + r] : 0);
-}
-
-template <int R, class Format>
-void band(const Format& format, const Input& in, int64_t row, const float* bias, float* y, int64_t rows) {
   int64_t b = 0;
-  for (; b + 4 <= in.batch; b += 4) tile<R, 4>(format, in, row, b, bias, y, rows);
-  for (; b + 2 <= in.batch; b += 2) tile<R, 2>(format, in, row, b, bias, y, rows);
-  for (; b < in.batch; ++b) tile<R, 1>(format, in, row, b, bias, y, rows);
+  for (; b + 4 <= in.batch; b += 4) piece<R, 4>(format, in, scales, row, b, y, rows);
+  for (; b + 2 <= in.batch; b += 2) piece<R, 2>(format, in, scales, row, b, y, rows);
+  for (; b < in.batch; ++b) piece<R, 1>(format, in, scales, row, b, y, rows);
 }
 
+#ifndef RR
+#define RR 4
+#endif
 template <class Format>
 void product(const Format& format, const Input& in, const float* bias, float* y, int64_t rows) {
-  constexpr int R = 4;
+  constexpr int R = RR;
   at::parallel_for(0, (rows + R - 1) / R, std::max<int64_t>(1, GRAIN / (R * in.columns)), [&](int64_t from, int64_t to) {
+    std::vector<float> scales(R * in.groups);
     for (int64_t n = from; n < to; ++n) {
       int64_t row = n * R;
-      if (row + R <= rows) band<R>(format, in, row, bias, y, rows);
-      else for (; row < rows; ++row) band<1>(format, in, row, bias, y, rows);
+      if (row + R <= rows) band<R>(format, in, row, bias, y, rows, scales.data());
+      else for (; row < rows; ++row) band<1>(format, in, row, bias, y, rows, scales.data());
     }
   });
 }

@@ -15,7 +15,6 @@ from torch import nn
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.data.batches import Batch, split
 from monoblock.data.loader import Loader
-from monoblock.decoding.sample import continued
 from monoblock.interop.folder import CONFIG, save_model
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
@@ -31,7 +30,7 @@ from monoblock.training.guard import Guard
 from monoblock.training.loop import Plan, Trainer
 from monoblock.training.metrics import Metrics
 from monoblock.training.objectives import Loss, Prepared
-from monoblock.training.parallel import World
+from monoblock.training.parallel import ALONE, World
 from monoblock.training.precision import choose
 from monoblock.training.schedule import learning_rate
 
@@ -101,12 +100,10 @@ class Run:
             return ""
         prompt = tokenizer.encode(part.prompt) or [tokenizer.eos_id or 0]
         ids = torch.tensor([prompt], device=self.trainer.choice.device)
-        model.eval()
         settings: dict[str, Any] = {"temperature": part.temperature, "top_k": part.top_k, "top_p": part.top_p}
-        tokens = continued(model, ids, max_new_tokens=part.max_new_tokens, seed=self.recipe.train.seed, **settings)
-        text = tokenizer.decode([*tokenizer.encode(part.prompt), *(int(token) for token in tokens)])
-        model.train()
-        return text
+        seed, count = self.recipe.train.seed, part.max_new_tokens
+        new = model.generate(ids, max_new_tokens=count, seed=seed, **settings)[0, len(prompt) :]
+        return tokenizer.decode([*tokenizer.encode(part.prompt), *new.tolist()])
 
 
 def prepare(
@@ -117,7 +114,7 @@ def prepare(
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
     tensorboard: bool = False,
-    world: World = World(),
+    world: World = ALONE,
 ) -> Run:
     """Lay the ground, build the model, write the folder's first files; among several processes the leader first."""
     with world.leader_first():

@@ -38,7 +38,8 @@ def assemble(
     wanted |= {SENTINEL.format(count - 1 - place): {"special": True} for place in range(count)}
     wanted |= _listed(named)
     added = []
-    for token, how in sorted(wanted.items(), key=lambda row: ids.get(row[0], row[1].get("id", len(ids)))):
+    order = {token: ids[token] if token in ids else int(how.get("id", len(ids))) for token, how in wanted.items()}
+    for token, how in sorted(wanted.items(), key=lambda row: order[row[0]]):
         number = ids.setdefault(token, len(ids))
         flags = {flag: how.get(flag) is True for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         added.append({"id": number, "content": token, **flags})
@@ -61,7 +62,9 @@ def _listed(named: Mapping[str, Any]) -> dict[str, Part]:
     found = {}
     for number, row in rows.items() if isinstance(rows, Mapping) else ():
         content = row.get("content") if isinstance(row, Mapping) else None
-        if not isinstance(content, str) or not 0 < len(content) <= LONGEST_TOKEN or not number.isdigit() or len(number) > 7:
+        if not isinstance(content, str) or not 0 < len(content) <= LONGEST_TOKEN:
+            raise FileError(f"tokenizer_config.json adds {shown(row)}, which is no token")
+        if not number.isdigit() or len(number) > 7:
             raise FileError(f"tokenizer_config.json adds {shown(row)}, which is no token")
         found[content] = {**row, "id": int(number)}
     return found

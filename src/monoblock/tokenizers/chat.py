@@ -17,7 +17,7 @@ from datetime import datetime
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
-from jinja2 import Environment, nodes
+from jinja2 import Environment, Undefined, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
@@ -35,14 +35,13 @@ WIDEST = 64  # spaces of an indent, digits of a power
 
 FILTERS = """abs bool capitalize count d default dictsort e escape first float indent int items join last length list
     lower map max min reject rejectattr replace reverse round safe select selectattr sort string sum title tojson trim
-    unique upper wordcount""".split()
+    unique upper wordcount"""
 METHODS = {
     str: """capitalize count endswith find index isalnum isalpha isdigit islower isspace istitle isupper join lower
-        lstrip removeprefix removesuffix replace rstrip split splitlines startswith strip swapcase title
-        upper""".split(),
-    list: ["count", "index"],
-    tuple: ["count", "index"],
-    dict: ["get", "items", "keys", "values"],
+        lstrip removeprefix removesuffix replace rstrip split splitlines startswith strip swapcase title upper""",
+    list: "count index",
+    tuple: "count index",
+    dict: "get items keys values",
 }
 GLOBALS = ("range", "dict", "namespace")
 
@@ -82,6 +81,15 @@ def render(
         raise FileError("the chat template cannot be used: it has no end") from None
     except Exception as problem:  # whatever Python makes of a stranger's program
         raise FileError(f"the chat template cannot be used: {type(problem).__name__}: {_line(problem)}") from None
+
+
+def template_of(named: Mapping[str, Any]) -> str | None:
+    """The chat template in a tokenizer_config.json; of several with names, the default one."""
+    said = named.get("chat_template")
+    if isinstance(said, list):
+        rows = [row for row in said if isinstance(row, Mapping) and row.get("name") == "default"]
+        said = rows[0].get("template") if rows else None
+    return said if isinstance(said, str) else None
 
 
 def _line(problem: BaseException) -> str:
@@ -190,9 +198,10 @@ class _Sums(NodeTransformer):
     """a ~ b becomes string(a) + string(b), because sums are measured."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
-        node = self.generic_visit(node)
-        joined, *others = (nodes.Filter(one, "string", [], [], None, None, lineno=node.lineno) for one in node.nodes)
-        for text in others:
+        self.generic_visit(node)
+        texts = [nodes.Filter(one, "string", [], [], None, None, lineno=node.lineno) for one in node.nodes]
+        joined: nodes.Expr = texts[0]
+        for text in texts[1:]:
             joined = nodes.Add(joined, text, lineno=node.lineno)
         return joined
 
@@ -216,7 +225,7 @@ class _Guarded(ImmutableSandboxedEnvironment):
         self.written = 0
         own: dict[str, Callable[..., Any]] = {"tojson": _tojson, "bool": bool}
         known = {**self.filters, **own}
-        self.filters = {name: _measured(known[name], name) for name in FILTERS if name in known}
+        self.filters = {name: _measured(known[name], name) for name in FILTERS.split() if name in known}
         self.globals = {name: self.globals[name] for name in GLOBALS}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -232,15 +241,22 @@ class _Guarded(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         for kind, names in METHODS.items():
             if isinstance(obj, kind):
-                return attr in names
+                return attr in names.split()
         return not attr.startswith("_") and super().is_safe_attribute(obj, attr, value)
 
-    def call(self, context: Any, obj: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        raise _Stopped(f"it reaches for {attribute!r:.40} of a {type(obj).__name__}")
+
+    def wrap_str_format(self, value: Any) -> None:
+        return None  # so that `format` is a method like others, and none of those allowed
+
+    def call(self, context: Any, obj: Any, *args: Any, **options: Any) -> Any:
         if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, (str, list, tuple, dict)):
             _size(obj.__self__)
             numbers = [value for value in args if isinstance(value, int)]
             own = [_size(obj.__self__), *(_size(value) for value in args)]
-            if obj.__name__ in ("replace", "join") and _product(own) > LARGEST or any(n > LARGEST for n in numbers):
+            grows = obj.__name__ in ("replace", "join") and _product(own) > LARGEST
+            if grows or any(number > LARGEST for number in numbers):
                 raise _Stopped(f"{obj.__name__} could make more than {LARGEST // 2**20} MB")
         return super().call(context, obj, *args, **options)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
-from monoblock.tokenizers import published
+from monoblock.tokenizers import gguf_vocab, published
 from monoblock.tokenizers.chat import LONGEST_TEMPLATE
 from monoblock.tokenizers.patterns import REPLACED, SPLITS
 from monoblock.untrusted import inside, present, read_bytes, read_json
@@ -60,11 +60,15 @@ def read(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         path = given / (older or FILE)
         if older is None and not present(given, FILE):
             raise FileError(f"{given} holds no tokenizer: it has no {FILE}")
-        data = published.read(given, older, named) if older else _read(inside(given, FILE))
+        data, roles = published.read(given, older, named) if older else (_read(inside(given, FILE)), {})
+        named = roles | named
     else:
         path = given
         if not path.is_file():
             raise FileError(f"{given} holds no tokenizer: there is no such folder or file")
+        if path.suffix == ".gguf":
+            data, named = gguf_vocab.read(path)
+            return checked(data, path), named
         data, named = _read(path), read_named(path.parent) if path.name == FILE else {}
     return checked(data, path), named
 

@@ -4,7 +4,7 @@ A vocabulary file says which pieces there are. How text is cut before, and what 
 model; here it is a row.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from monoblock.tokenizers.patterns import CLIP, LLAMA3, QWEN2
@@ -25,7 +25,7 @@ def sequence(key: str, *parts: Part) -> Part | None:
     return {"type": "Sequence", key: list(parts)} if len(parts) > 1 else (parts[0] if parts else None)
 
 
-# How byte-level BPE cuts text: the normalizers, then the pre-tokenizers. The names are those of GGUF's tokenizer.ggml.pre.
+# How byte-level BPE cuts text: normalizers, then pre-tokenizers. The names are those of GGUF's tokenizer.ggml.pre.
 CUTS: dict[str, tuple[tuple[Part, ...], tuple[Part, ...]]] = {
     "gpt-2": ((), (_bytes(words=True),)),
     "smollm": ((), ({"type": "Digits", "individual_digits": True}, _bytes(words=True))),
@@ -75,12 +75,12 @@ _ANGLES = {
 }
 _BRACKETS = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 _LLAMA = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
-_ROBERTA = {"single": "cls A sep", "pair": "cls A sep sep B sep", "tokens": _ANGLES, "strip_mask": True}
+_ROBERTA = Layout(single="cls A sep", pair="cls A sep sep B sep", tokens=_ANGLES, strip_mask=True)
 
 LAYOUTS = {
     "gpt2": Layout(tokens={"bos": _END, "eos": _END, "unk": _END}),
     "qwen2": Layout(cut="qwen2", tokens={"eos": _END, "pad": _END}),
-    "roberta": Layout(**_ROBERTA),
+    "roberta": _ROBERTA,
     "clip": Layout(
         cut="clip",
         single="bos A eos",
@@ -115,7 +115,7 @@ LAYOUTS = {
         strip_mask=True,
         lowercase=True,
     ),
-    "xlmroberta": Layout(**_ROBERTA, shifted=True),
+    "xlmroberta": replace(_ROBERTA, shifted=True),
     "plain": Layout(),
 }
 

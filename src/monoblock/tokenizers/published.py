@@ -1,9 +1,9 @@
 """Vocabularies as they were published before there was a tokenizer.json, each laid out as one.
 
-    vocab.json + merges.txt      byte-level BPE (GPT-2, RoBERTa, Qwen)
-    vocab.txt                    WordPiece (BERT)
-    tokenizer.model              SentencePiece, BPE or Unigram (Llama, T5, ALBERT, XLM-R); or tiktoken (Llama 3)
-    *.tiktoken                   byte-level BPE by ranks
+vocab.json + merges.txt      byte-level BPE (GPT-2, RoBERTa, Qwen)
+vocab.txt                    WordPiece (BERT)
+tokenizer.model              SentencePiece, BPE or Unigram (Llama, T5, ALBERT, XLM-R); or tiktoken (Llama 3)
+*.tiktoken                   byte-level BPE by ranks
 """
 
 from __future__ import annotations
@@ -39,23 +39,28 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def read(folder: Path, name: str, named: Mapping[str, Any]) -> Part:
-    """The content of a tokenizer.json for the vocabulary file `name` of a folder."""
+def read(folder: Path, name: str, named: Mapping[str, Any]) -> tuple[Part, dict[str, Any]]:
+    """The content of a tokenizer.json for the vocabulary file `name` of a folder, and its special tokens by role."""
     path = inside(folder, name)
     if name == "vocab.json":
         vocab = read_json(path, largest=LARGEST, most=MOST_VALUES)
         layout = _layout(folder, named, "gpt2")
         cut = byte_level(vocab, _merges(inside(folder, "merges.txt")), layout.cut, layout, named)
-        return assemble(cut, layout, named)
+        return assemble(cut, layout, named), _roles(layout)
     if name == "vocab.txt":
         layout = _layout(folder, named, "bert")
-        return assemble(_wordpiece(path, layout, named), layout, named)
+        return assemble(_wordpiece(path, layout, named), layout, named), _roles(layout)
     raw = read_bytes(path, LARGEST)
     if name.endswith(".tiktoken") or tiktoken.looks_like(raw):
         layout = _layout(folder, named, "gpt2")
         vocab, merges = tiktoken.read(raw, str(path))
-        return assemble(byte_level(vocab, merges, layout.cut, layout, named, ranks=True), layout, named)
-    return spm(sentencepiece.parse(raw, str(path)), _layout(folder, named, "plain"), named)
+        return assemble(byte_level(vocab, merges, layout.cut, layout, named, ranks=True), layout, named), _roles(layout)
+    layout = _layout(folder, named, "plain")
+    return spm(sentencepiece.parse(raw, str(path)), layout, named), _roles(layout)
+
+
+def _roles(layout: Layout) -> dict[str, Any]:
+    return {f"{word}_token": token for word, token in layout.tokens.items()}
 
 
 def _layout(folder: Path, named: Mapping[str, Any], default: str) -> Layout:

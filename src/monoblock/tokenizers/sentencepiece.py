@@ -16,7 +16,6 @@ from typing import Any
 from monoblock.errors import FileError
 from monoblock.tokenizers.patterns import ENDS
 
-
 MOST_PIECES = 2_000_000
 LONGEST_PIECE = 512  # bytes
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -91,6 +90,14 @@ def parse(raw: bytes, where: str) -> Pieces:
         return _checked(_parsed(raw))
     except (ValueError, IndexError, struct.error, TypeError, UnicodeDecodeError) as problem:
         raise FileError(f"{where} is no SentencePiece model: {' '.join(str(problem).split())[:100]}") from None
+
+
+def checked(model: Pieces, where: str) -> Pieces:
+    """A model that was told in other words, if it can be."""
+    try:
+        return _checked(model)
+    except ValueError as problem:
+        raise FileError(f"{where} has no SentencePiece model: {problem}") from None
 
 
 def _parsed(raw: bytes) -> Pieces:
@@ -191,7 +198,7 @@ def _bpe(model: Pieces) -> Part:
 
 
 def merges(model: Pieces) -> list[list[str]]:
-    """Every way to join two pieces into a third, the third with the best score first: that is how SentencePiece joins."""
+    """Every way to join two pieces into a third, that with the best score first: so does SentencePiece."""
     ids = {piece: place for place, piece in enumerate(model.pieces) if model.types[place] == NORMAL}
     found = []
     for piece, place in ids.items():
@@ -210,5 +217,3 @@ def _unigram(model: Pieces) -> Part:
     rows = zip(model.pieces, model.scores, model.types, strict=True)
     vocab = [[piece, score if kind in kept else least] for piece, score, kind in rows]
     return {"type": "Unigram", "unk_id": model.unknown, "vocab": vocab, "byte_fallback": model.byte_fallback}
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
+from itertools import pairwise
 
 from monoblock.errors import FileError
 from monoblock.tokenizers.training import byte_symbols
@@ -41,9 +42,9 @@ def read(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]]:
     symbols = byte_symbols()
     spelled = {token: "".join(symbols[byte] for byte in token) for token in ranks}
     merges = []
-    for token, rank in sorted(ranks.items(), key=lambda row: row[1]):
+    for token in sorted(ranks, key=ranks.__getitem__):
         if len(token) > 1:
-            parts = _parts(token, ranks, rank)
+            parts = _parts(token, ranks, ranks[token])
             if len(parts) == 2:  # otherwise no merge makes it; only a whole word can be it
                 merges.append([spelled[parts[0]], spelled[parts[1]]])
     return {spelled[token]: rank for token, rank in ranks.items()}, merges
@@ -52,7 +53,7 @@ def read(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]]:
 def _parts(token: bytes, ranks: Mapping[bytes, int], below: int) -> list[bytes]:
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 2:
-        joined = [ranks.get(a + b, below) for a, b in zip(parts, parts[1:], strict=False)]
+        joined = [ranks.get(a + b, below) for a, b in pairwise(parts)]
         best = min(joined)
         if best >= below:
             break

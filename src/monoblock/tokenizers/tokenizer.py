@@ -10,13 +10,14 @@ Text that spells a special token is text: only `allow_specials=True` reads "<mas
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.tokenizers import files, sampling, training
+from monoblock.tokenizers.chat import render, template_of
 from monoblock.tokenizers.identity import SHOWN, fingerprint_of, kind_of, unknown_of, uses_bytes
 from monoblock.tokenizers.inputs import check_text, id_list, text_list
 from monoblock.tokenizers.specials import UNKNOWN, roles_of, sentinels_of
@@ -49,6 +50,7 @@ class Tokenizer:
         unknown = unknown_of(model)
         self.roles = roles_of(self._specials, named or {}) | ({"unk": unknown} if unknown is not None else {})
         self.kind = kind_of(data)
+        self.chat_template = template_of(named or {})
         self.pad_id, self.unk_id = self._role("pad"), self._role("unk")
         self.bos_id, self.eos_id = self._role("bos"), self._role("eos")
         self.cls_id, self.sep_id, self.mask_id = self._role("cls"), self._role("sep"), self._role("mask")
@@ -77,8 +79,13 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
-        """From the tokenizer.json of a folder, ours or one in Hugging Face form."""
+        """From a folder, ours or a published one: its tokenizer.json, or the vocabulary files it has in its place."""
         data, named = files.read(folder)
+        return cls.from_parts(data, named, folder)
+
+    @classmethod
+    def from_parts(cls, data: dict[str, Any], named: dict[str, Any], source: str | Path) -> Tokenizer:
+        """From the checked content of a tokenizer.json and of a tokenizer_config.json; `source` is named in errors."""
 
         def build() -> Tokenizer:
             made = cls(data, named)
@@ -86,7 +93,7 @@ class Tokenizer:
             made.decode(made.encode("a b\U000f1e0f", add_specials=True))  # known and unknown: what fails, fails here
             return made
 
-        built: Tokenizer = files.guarded(folder, build)
+        built: Tokenizer = files.guarded(source, build)
         return built
 
     def _check_added(self, rows: list[dict[str, Any]]) -> None:
@@ -98,9 +105,18 @@ class Tokenizer:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write tokenizer.json, which the `tokenizers` library reads as it is, and tokenizer_config.json beside it."""
-        named = {f"{role}_token": token for role, token in self.roles.items()}
         described = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        files.write(folder, self._data, described | named)
+        files.write(folder, self._data, described | self._named)
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        """What this tokenizer would say in a tokenizer_config.json."""
+        template = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {f"{role}_token": token for role, token in self.roles.items()} | template
+
+    def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What its tokenizer.json and its tokenizer_config.json hold."""
+        return self._data, self._named
 
     @property
     def _data(self) -> dict[str, Any]:
@@ -114,7 +130,7 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The library does not take its switch for special tokens along to another process.
-        return Tokenizer, (self._data, {f"{role}_token": token for role, token in self.roles.items()})
+        return Tokenizer, (self._data, self._named)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.kind}, {self.vocab_size:,} tokens, {self.fingerprint[:SHOWN]})"
@@ -197,6 +213,13 @@ class Tokenizer:
         if splitter is None:
             return [text] if text else []
         return [word for word, _ in splitter.pre_tokenize_str(text)]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
+        """A conversation as text, by the model's own template; encode it with `allow_specials=True`."""
+        if self.chat_template is None:
+            raise InputError("this tokenizer has no chat template; give the messages as one text")
+        specials = {f"{role}_token": token for role, token in self.roles.items()}
+        return render(self.chat_template, messages, specials, add_generation_prompt=add_generation_prompt, **more)
 
     # -- ids to text
 

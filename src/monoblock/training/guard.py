@@ -56,6 +56,10 @@ class Guard:
         self.bad_in_a_row = 0
         return True
 
+    def went_back(self, before: int) -> None:
+        """Note that, after `before` times already; good updates count from here on."""
+        self.gone_back, self.good_in_a_row = before + 1, 0
+
     @property
     def lost(self) -> bool:
         return self.gone_back >= self.retreats

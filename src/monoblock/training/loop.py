@@ -20,7 +20,7 @@ from monoblock.training.events import Evaluated, Event, Finished, Sampled, Saved
 from monoblock.training.guard import Guard
 from monoblock.training.objectives import Loss, Prepared
 from monoblock.training.optimizer import Optimizers
-from monoblock.training.parallel import World
+from monoblock.training.parallel import ALONE, World
 from monoblock.training.precision import Choice
 from monoblock.training.state import (
     check_same,
@@ -68,7 +68,7 @@ class Trainer:
     sample: Callable[[nn.Module], str] | None = None
     guard: Guard = field(default_factory=Guard)
     stop: Callable[[], bool] = lambda: False
-    world: World = World()
+    world: World = ALONE
 
     def __post_init__(self) -> None:
         self.step, self.tokens, self.parts = 0, 0, self.plan.accumulate
@@ -142,7 +142,7 @@ class Trainer:
             yield from self._roll_back(skipped)
 
     def _overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Whether fp16 was too small for the scaled gradient: the scale has fallen, and the weights are not to blame."""
+        """Whether fp16 was too small for the scaled gradient: its scale fell, and the weights are not to blame."""
         scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         return scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
 
@@ -294,9 +294,10 @@ class Trainer:
                 f"the last good checkpoint is step-{back}: look at these samples, or lower train.lr"
             )
         step, tokens, parts, random = self.step, self.tokens, self.parts, random_tensors()
-        gone_back = self.guard.gone_back + 1
+        before = self.guard.gone_back
         yield from self._restore(checkpoint.load(self.folder / f"step-{back}"))
-        self.step, self.tokens, self.parts, self.guard.gone_back = step, tokens, parts, gone_back
+        self.step, self.tokens, self.parts = step, tokens, parts
+        self.guard.went_back(before)
         restore_random(random)
         yield Warned(f"{patience} bad updates in a row: back to the weights of step-{back}, on with new data")
 

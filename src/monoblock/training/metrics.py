@@ -15,7 +15,7 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends events to a run folder's metrics; lines after a resumed step are taken back first.  Mute, it does nothing."""
+    """Appends events to a run folder's metrics; lines after a resumed step are taken back first.  Mute, it is still."""
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, mute: bool = False) -> None:
         self.path, self.mute = folder / FILE, mute

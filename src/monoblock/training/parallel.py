@@ -102,11 +102,14 @@ class World:
             dist.destroy_process_group()
 
 
+ALONE = World()
+
+
 def join(environment: Mapping[str, str], device: str = "auto") -> World:
     """The world torchrun has put this process into; without torchrun, one of its own."""
     size = int(environment.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in environment else 1
     if size == 1:
-        return World()
+        return ALONE
     cuda = uses_cuda(device)
     if cuda:
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
@@ -146,7 +149,8 @@ def launch(words: Sequence[str], processes: int, device: str = "auto") -> int:
     # It would give each process one thread, and say so in ten lines; and would not wait for a save to end.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a process says itself why it ends
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # a process says itself why it ends
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "-m", "monoblock"]
     try:
         torchrun.run(torchrun.parse_args([*options, *words]))

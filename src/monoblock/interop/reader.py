@@ -1,0 +1,56 @@
+"""Reading weights in the wanted dtype without ever holding much more than them.
+
+What can stay as it is stored is a view of the mapped file, read when it is used.  What must be changed is read through
+a second mapping, which is let go again and again: its pages would count as memory held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from monoblock.errors import FileError
+from monoblock.interop.safely import Weights
+from monoblock.untrusted import shown
+
+PASSING = 2**26  # bytes read through a mapping before it is let go
+Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors
+
+
+class Reader:
+    def __init__(self, stored: Weights, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.kept, self.dtype, self.device = stored, dtype, torch.device(device)
+        self.files = list(dict.fromkeys(stored.file_of.values()))
+        self.passing, self.read = Weights(self.files), 0
+
+    def take(self, keys: Sequence[str], change: Change = same) -> Sequence[Tensor]:
+        """Stored tensors, changed, in the wanted dtype."""
+        for key in keys:
+            if not self.kept.dtypes[key].is_floating_point or self.kept.dtypes[key].itemsize < 2:
+                raise FileError(f"{shown(key)} holds {self.kept.dtypes[key]} where weights are floating-point numbers")
+        parts = self._changed(self.passing, keys, change)
+        if len(keys) == 1 and all(self._stays(part) for part in parts):
+            return self._changed(self.kept, keys, change)
+        made = [part.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format) for part in parts]
+        self.read += sum(part.nbytes for part in parts)
+        if self.read > PASSING:
+            self.passing, self.read = Weights(self.files), 0
+        return made
+
+    def _stays(self, part: Tensor) -> bool:
+        return part.dtype == self.dtype and self.device.type == "cpu" and part.is_contiguous()
+
+    @staticmethod
+    def _changed(source: Weights, keys: Sequence[str], change: Change) -> Sequence[Tensor]:
+        found = [source[key] for key in keys]
+        try:
+            return change(found)
+        except RuntimeError as problem:
+            said = " ".join(str(problem).split())[:100]
+            raise FileError(f"{shown(keys[0])} of shape {source.shapes[keys[0]]} does not fit: {said}") from None
