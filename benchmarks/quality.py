@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,25 +28,32 @@ from monoblock.tasks.ground import evaluate
 from monoblock.tasks.recipe import Recipe, read
 from monoblock.tasks.run import Run, prepare
 from monoblock.tasks.texts import held_out
-from monoblock.training.events import Evaluated, Stepped
+from monoblock.training.events import Evaluated, Skipped, Stepped
 from monoblock.training.objectives import Loss, Prepared
+from monoblock.training.schedule import learning_rate
 
 
-def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) -> dict[str, object]:
+def train(
+    recipe_name: str, overrides: list[str], seed: int, data: Path | None, seconds: float | None = None
+) -> dict[str, object]:
     recipe = read(recipe_name, [*overrides, f"train.seed={seed}"])
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         run = prepare(recipe, Path(folder) / "run", data=data)
         laid = time.perf_counter()
-        stepping, curve, losses = 0.0, [], []
+        if seconds is not None:
+            by_the_clock(run, begun + seconds)
+        stepping, curve, losses, skipped = 0.0, [], [], 0
         for event in run.events():
             if isinstance(event, Stepped):
                 stepping += event.seconds
                 losses.append(event.loss)
+            if isinstance(event, Skipped):
+                skipped += 1
             if isinstance(event, Evaluated):
                 curve.append([event.step, round(event.metrics["val_loss"], 4)])
-                told = f"{curve[-1]} (training {sum(losses) / max(1, len(losses)):.4f}) {stepping:.0f} s"
-                print(f"{recipe.name} {seed}: {told}", file=sys.stderr, flush=True)
+                told = f"{curve[-1]} (training {sum(losses) / max(1, len(losses)):.4f}, skipped {skipped})"
+                print(f"{recipe.name} {seed}: {told} {stepping:.0f} s", file=sys.stderr, flush=True)
                 losses = []
         ended = time.perf_counter()
         figures = run.measure()
@@ -53,10 +61,13 @@ def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) 
             "recipe": recipe.name,
             "overrides": overrides,
             "seed": seed,
+            "seconds": seconds,
             "parameters": account(run.model.config).parameters,
             "val_loss": figures["val_loss"],
             "best": min([loss for _, loss in curve], default=None),
+            "steps": run.trainer.step,
             "curve": curve,
+            "skipped": skipped,
             "tokens": run.trainer.tokens,
             "training_seconds": stepping,
             "wall_seconds": ended - laid,
@@ -69,8 +80,28 @@ def train(recipe_name: str, overrides: list[str], seed: int, data: Path | None) 
     return found
 
 
+def by_the_clock(run: Run, end: float) -> None:
+    """Let the rate fall with the time that passes and end with it: what a machine reaches in so many seconds."""
+    part, trainer = run.recipe.train, run.trainer
+    first: list[float] = []  # when the warm-up ended
+
+    def rate(step: int) -> float:
+        if step <= part.warmup:
+            first[:] = [time.perf_counter()]
+            return part.lr * (step + 1) / (part.warmup + 1)
+        passed = (time.perf_counter() - first[0]) / max(1e-9, end - first[0])
+        return learning_rate(part.schedule, round(1000 * min(1.0, passed)), peak=part.lr, steps=1000, floor=part.floor)
+
+    def stop() -> bool:
+        if time.perf_counter() >= end:  # this is the last step, and the run is whole
+            trainer.plan = replace(trainer.plan, steps=trainer.step + 1)
+        return False
+
+    trainer.rate, trainer.stop = rate, stop
+
+
 def test(run: Run, recipe: Recipe, data: Path | None) -> dict[str, float]:
-    """Perplexity on the test split: in blocks, in windows that move on by 32, and by an LSTM that reads it in one go."""
+    """Perplexity on the test split: in blocks, in windows that move on by 32, and of an LSTM reading it in one go."""
     out, choice, loss = {}, run.trainer.choice, run.trainer.loss.plain()
     assert run.ground.tokenizer is not None
     for name, stride in (("blocks", None), ("sliding", 32)):

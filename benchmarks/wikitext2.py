@@ -2,6 +2,7 @@
 
     python benchmarks/wikitext2.py --data DIR --out benchmarks/results/wikitext2.md
     python benchmarks/wikitext2.py --transformer train.steps=20000 --lstm train.steps=9000
+    python benchmarks/wikitext2.py --seconds 330 250     # as many steps as fit, the rate falling with the time
 
 Both are trained at once, each by a process of its own: on a shared GPU the seconds are not those of a model alone.
 Test perplexity is told in every way a model can be asked: in blocks of its context, in windows that move on by 32
@@ -28,8 +29,8 @@ from monoblock.tasks.recipe import model_config, read
 TYPES = 33_278  # the published vocabulary, as the tokenizer finds it
 ALIGNED = 8  # matrix units want sizes that 8 divides
 PUBLISHED = (("LSTM 650, tied", "86.7"), ("LSTM 1500, tied", "84.1"))
-SMALL = "train.steps=3 train.eval_every=3 train.warmup=1 model.context=32 train.batch=2".split()
-COLUMNS = ("test, blocks", "test, sliding", "test, carried", "parameters", "validation loss", "steps", "tokens", "seconds")
+SMALL = ["train.steps=3", "train.eval_every=3", "train.warmup=1", "model.context=32", "train.batch=2"]
+COLUMNS = ("blocks", "sliding", "carried", "parameters", "validation loss", "steps", "tokens", "seconds")
 
 
 def equal_width(overrides: list[str]) -> int:
@@ -42,7 +43,7 @@ def equal_width(overrides: list[str]) -> int:
 def row(name: str, found: dict) -> str:
     test = found["test"]
     ways = [f"{test[way]:.2f}" if way in test else "" for way in ("blocks", "sliding", "carried")]
-    steps, tokens = found["curve"][-1][0], found["tokens"]
+    steps, tokens = found["steps"], found["tokens"]
     rest = [f"{found['parameters']:,}", f"{found['val_loss']:.4f}", f"{steps:,}", f"{tokens:,}"]
     return f"| {' | '.join([name, *ways, *rest])} | {found['training_seconds']:.0f} |"
 
@@ -50,15 +51,24 @@ def row(name: str, found: dict) -> str:
 def table(found: dict[str, dict]) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
-        f"WikiText-2, {TYPES:,} types, trained at the same time on one {device}, torch {torch.__version__}: perplexity",
+        f"WikiText-2, {TYPES:,} types, trained at once on one {device}, torch {torch.__version__}: test perplexity",
         "",
         f"| model | {' | '.join(COLUMNS)} |",
         "|---" * (1 + len(COLUMNS)) + "|",
     ]
     lines += [row(name, found[name]) for name in sorted(found, reverse=True)]
     lines += [f"| published: {name} | | | {figure} |{' |' * (len(COLUMNS) - 3)}" for name, figure in PUBLISHED]
-    changed = [f"{name}: {' '.join(one['overrides'])}" for name, one in found.items() if one["overrides"]]
-    return "\n".join([*lines, "", *changed]).rstrip() + "\n"
+    lines += ["", *(f"{name}: {told(found[name])}" for name in sorted(found, reverse=True))]
+    return "\n".join(lines) + "\n"
+
+
+def told(found: dict) -> str:
+    """How the training went on: what was overridden, how long it was to take, the validation loss by step."""
+    allowed = [] if found["seconds"] is None else [f"as many steps as fit in {found['seconds']:.0f} s"]
+    curve = ", ".join(f"{loss:.3f} at {step:,}" for step, loss in found["curve"])
+    return "; ".join(
+        ["recipe " + " ".join([found["recipe"], *found["overrides"]]), *allowed, f"validation loss {curve}"]
+    )
 
 
 def made_up(folder: Path) -> Path:
@@ -74,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformer", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--lstm", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument("--seconds", type=float, nargs=2, default=[None, None], metavar=("TRANSFORMER", "LSTM"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
     parser.add_argument("--out", type=Path)
@@ -89,7 +100,10 @@ def main() -> None:
         jobs = {"Transformer": ("wikitext2", given.transformer), "LSTM": ("wikitext2-lstm", given.lstm)}
         found: dict[str, dict] = {}
         with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn")) as pool:
-            going = {pool.submit(train, *job, given.seed, given.data): name for name, job in jobs.items()}
+            going = {
+                pool.submit(train, *job, given.seed, given.data, seconds): name
+                for (name, job), seconds in zip(jobs.items(), given.seconds, strict=True)
+            }
             for done in as_completed(going):
                 found[going[done]] = done.result()
                 print(json.dumps(found[going[done]]), flush=True)

@@ -1,5 +1,6 @@
 """FLOPs in closed form: equal to torch's flop counter, forward and backward, and to counting pairs one by one."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from monoblock.accounting.flops import gpu_hours, pairs, rule_of_six
 from monoblock.accounting.report import account
-from monoblock.config import AttentionConfig, RecurrentConfig
+from monoblock.config import AttentionConfig, FramesConfig, RecurrentConfig
 from monoblock.errors import InputError
-from monoblock.families import bert, gpt, llama, t5
+from monoblock.families import bert, gpt, llama, t5, vaswani
 from monoblock.model import Transformer
 from monoblock.presets import PRESETS, preset, tiny
 from monoblock.recurrent import Recurrent
@@ -76,6 +77,15 @@ def test_a_toy_size_preset_takes_the_flops_that_torch_counts(name, tap):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_published_model_takes_the_flops_that_torch_counts(name):
     agree(preset(name), plain, batch=3, source=101, target=67)
+
+
+def test_frames_take_the_flops_that_torch_counts():
+    words = vaswani(vocab=53, target_vocab=59, width=30, depth=2, heads=3, hidden=17)
+    config = replace(words, input=FramesConfig(channels=11, context=17))
+    model, inputs = Transformer(config), (torch.randn(3, 11, 2 * 17), torch.randint(59, (3, 13)))
+    found = account(config).flops(3, 17, 13)
+    assert counted(lambda: model(*inputs, tap=plain)) == found.forward
+    assert counted(lambda: model(*inputs, tap=plain).sum().backward()) == found.training
 
 
 def test_a_window_shorter_than_the_text_is_still_counted_whole():

@@ -20,6 +20,7 @@ from monoblock.config import (
     Buckets,
     ExpertsConfig,
     FeedForwardConfig,
+    FramesConfig,
     NormConfig,
     RecurrentConfig,
 )
@@ -266,7 +267,8 @@ def measured(config):
     if config.family == "vision":
         inputs = [pixels(config, 2)]
     elif config.family == "encoder-decoder":
-        inputs = [tokens(2, 89), tokens(2, 101)]
+        sound = isinstance(config.input, FramesConfig)
+        inputs = [torch.randn(2, config.input.channels, 2 * 89) if sound else tokens(2, 89), tokens(2, 101)]
     kept, out = kept_bytes(lambda: model(*inputs), model)
     loss = 8 * out.numel() if config.head is not None and config.head.kind != "pooled" else 0
     return kept + loss
@@ -335,6 +337,21 @@ UNUSUAL = {
     "a vector of length one": edited(BERT, HeadConfig={"normalize": True}),
     "a mean of length one": edited(BERT, HeadConfig={"normalize": True, "pooler": "none", "pooling": "mean"}),
     "registers": edited(tiny("vit-b16"), PatchConfig={"registers": 3}),
+    "a teacher beside the classifier": edited(
+        tiny("vit-b16"), PatchConfig={"distillation_token": True}, HeadConfig={"teacher": True}
+    ),
+    "a projected vector": edited(BERT, HeadConfig={"project": 13}),
+    "the last vector projected": edited(BERT, HeadConfig={"project": 13, "pooler": "none", "pooling": "last"}),
+    **{
+        f"a pooler of {word}, {kind}": edited(
+            bert(vocab=61, width=30, depth=1, heads=3, context=128, head=kind), HeadConfig={"pooler": word}
+        )
+        for word, kind in (("relu", "classifier"), ("gelu", "classifier"), ("gelu", "pooled"))
+    },
+    "frames": replace(
+        vary(vaswani(vocab=61, target_vocab=61, width=30, depth=2, heads=3, hidden=17), dropout=0.0),
+        input=FramesConfig(channels=7, context=89),
+    ),
     **{f"{word}": vary(GPT, activation=word) for word in ACTIVATIONS},
     **{f"{word}, gated": vary(GPT, activation=word, gated=True) for word in ACTIVATIONS},
 }

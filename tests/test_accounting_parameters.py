@@ -17,6 +17,7 @@ from monoblock.config import (
     EmbeddingConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    FramesConfig,
     HeadConfig,
     Learned,
     ModelConfig,
@@ -24,6 +25,7 @@ from monoblock.config import (
     PatchConfig,
     RecurrentConfig,
     Repeat,
+    Sinusoid,
     StackConfig,
 )
 from monoblock.errors import ConfigError
@@ -81,6 +83,12 @@ def model(block=None, *, depth=2, tied=False, source=None, head=None, **others):
     return ModelConfig(input=source or EmbeddingConfig(vocab=53), encoder=stack, head=head, **others)
 
 
+def frames(source):
+    """A decoder of words beside an encoder of sound."""
+    config = vaswani(vocab=53, target_vocab=59, width=30, depth=2, heads=3, hidden=17)
+    return replace(config, input=source)
+
+
 FACTORISED = EmbeddingConfig(vocab=53, context=29, dim=7, positions=Learned(offset=2), segments=2, norm=NormConfig())
 MASKED = HeadConfig(kind="masked_lm", transform="gelu", norm=NormConfig(), bias="learned")
 UNUSUAL = {
@@ -98,6 +106,15 @@ UNUSUAL = {
         vit(image=12, patch=4, width=30, depth=2, heads=3, classes=7),
         input=PatchConfig(image=12, patch=4, registers=3, class_token=False, bias=False, norm=NormConfig()),
     ),
+    "a distillation token and a mask token": replace(
+        vit(image=12, patch=4, width=30, depth=2, heads=3, classes=7),
+        input=PatchConfig(image=12, patch=4, distillation_token=True, mask_token=True),
+        head=HeadConfig(kind="classifier", classes=7, bias="learned", teacher=True),
+    ),
+    "a projected vector": model(head=HeadConfig(kind="pooled", pooling="last", project=13)),
+    "a pooler of another kind": model(head=HeadConfig(kind="classifier", classes=7, pooler="gelu")),
+    "frames": frames(FramesConfig(channels=11, context=17)),
+    "frames with sinusoids": frames(FramesConfig(channels=11, context=17, positions=Sinusoid(), norm=NormConfig())),
     "three tables": replace(
         vaswani(vocab=53, target_vocab=59, width=30, depth=2, heads=3, hidden=17),
         tie="none",

@@ -253,7 +253,7 @@ def changed(**changes):
          "input has no field 'contxt'; did you mean 'context'"),
         (changed(input={"kind": "tokens"}), "input lacks the field 'vocab'"),
         (changed(input={"kind": "token", "vocab": 11}),
-         "input.kind='token' is none of 'tokens', 'patches'; did you mean 'tokens'"),
+         "input.kind='token' is none of 'tokens', 'patches', 'frames'; did you mean 'tokens'"),
         (changed(input=None), "input"),
         (changed(input=[1, 2]), "input"),
         (changed(decoder={"pattern": [{"blocks": [], "times": 1}]}), "at least one block"),

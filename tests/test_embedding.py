@@ -3,11 +3,14 @@
 import pytest
 import torch
 from support import close, stir
+from torch.nn.functional import cross_entropy
 
 from monoblock.config import EmbeddingConfig, Learned, NormConfig, PatchConfig, Sinusoid
 from monoblock.embedding import Embedding, Patches
 from monoblock.errors import InputError
+from monoblock.families import gpt
 from monoblock.masks import Where, run
+from monoblock.model import Transformer
 from monoblock.norm import layer_norm
 from monoblock.positions import grid_sinusoid, sinusoid
 
@@ -82,16 +85,40 @@ def test_dropout_acts_in_training_only():
     assert (layer.train()(IDS, run(T)) == 0).any()
 
 
-def test_word_dropout_zeroes_whole_words_and_scales_the_rest():
+def test_word_dropout_zeroes_whole_words_and_scales_the_rest_but_for_the_first():
     layer, rate, ids = build(word_dropout=0.25), 0.25, torch.randint(V, (101, 97))
     plain = layer.token.weight[ids]
     close(layer(ids, run(97)), plain)  # not in training: nothing is dropped
     torch.manual_seed(3)
     out = layer.train()(ids, run(97))
+    close(out[:, 0], plain[:, 0])
+    out, plain = out[:, 1:], plain[:, 1:]
     gone = (out == 0).all(-1)
     close(out, torch.where(gone[..., None], 0, plain / (1 - rate)))
     assert abs(gone.double().mean() - rate) < 5 * (rate * (1 - rate) / gone.numel()) ** 0.5
     assert not torch.equal(gone[0], gone[1])  # each row loses words of its own
+
+
+def test_word_dropout_leaves_the_first_word_of_every_document_in_a_row():
+    layer, at = build(word_dropout=0.9).train(), torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    torch.manual_seed(3)
+    for _ in range(20):
+        close(layer(IDS, Where(at))[at == 0], layer.token.weight[IDS[at == 0]])
+
+
+def test_word_dropout_leaves_gradients_of_a_deep_model_their_size():
+    """A text whose first word were zero would be zero in every block, each of whose norms multiplies the gradient."""
+    sizes = []
+    for rate in (0.0, 0.5):
+        torch.manual_seed(7)
+        model = Transformer(
+            gpt(vocab=V, width=21, depth=9, heads=3, context=N, positions="none", std=0.05, word_dropout=rate)
+        )
+        ids = torch.randint(V, (31, N + 1))
+        loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        sizes.append(torch.stack([weight.grad.norm() for weight in model.parameters()]).norm())
+    assert sizes[1] < 30 * sizes[0]
 
 
 @pytest.mark.parametrize("wrong", [-1, V, 999])

@@ -54,6 +54,16 @@ def test_a_tied_language_model_multiplies_with_the_table():
     close(layer(hidden, table=table), hidden @ table.T)
 
 
+def test_dropout_before_the_head_zeroes_features_in_training_and_scales_the_rest():
+    layer, _ = head(gpt(**SIZES, head_dropout=0.25))
+    hidden, table = draw(101, 97, D), torch.eye(D, dtype=torch.float64)  # the logits are the features themselves
+    close(layer(hidden, table=table), hidden)
+    torch.manual_seed(3)
+    out = layer.train()(hidden, table=table)
+    close(out, torch.where(out == 0, 0, hidden / 0.75))
+    assert abs((out == 0).double().mean() - 0.25) < 5 * (0.25 * 0.75 / out.numel()) ** 0.5
+
+
 def test_an_untied_language_model_has_a_matrix_of_its_own():
     layer, table = head(gpt(**SIZES, tie="none"), bias="learned")
     hidden = draw(B, T, D)

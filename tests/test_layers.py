@@ -14,7 +14,7 @@ import monoblock
 LAYERS = [
     "errors untrusted schema schemes parts config",
     "knobs families presets accounting",
-    "tap norm positions masks places cache",
+    "tap norm positions masks places cache kernels_triton kernels",
     "feedforward experts attention embedding heads",
     "block stack initialize reading model recurrent",
     "recipes tokenizers data quantize interop",
@@ -37,7 +37,7 @@ DOWNWARD = {
 }
 
 MOST_LINES = 320  # about 300: a file is not split for its last few lines
-TABLES_OF_DATA = {"presets.py"}
+TABLES_OF_DATA = {"presets.py", "interop/hf_decoders.py", "interop/hf_weights.py"}
 
 PACKAGE = Path(monoblock.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

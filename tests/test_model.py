@@ -23,6 +23,7 @@ def test_outputs_have_the_shape_the_head_promises(name):
         "language_model": (B, T, config.output_input.vocab) if config.family != "vision" else None,
         "pooled": (B, config.width),
         "classifier": (B, head.classes if head else None),
+        "tagger": (B, T, head.classes if head else None),
         None: (B, T, config.width),
     }
     assert model(*given(model)).shape == shapes[head.kind if head else None]

@@ -74,6 +74,18 @@ def test_matrices_decay_and_tables_norms_and_biases_do_not(kind):
     assert not any(name.endswith("bias") or "norm" in name for name in decayed)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_tables_decay_by_a_rate_of_their_own_where_one_is_given(kind):
+    model = small()
+    names = {weight: name for name, weight in model.named_parameters()}
+    each = optimizer.build(model, kind, weight_decay=0.3, table_decay=0.07).each
+    rates = {names[w]: group["weight_decay"] for one in each for group in one.param_groups for w in group["params"]}
+    assert set(rates) == set(names.values())
+    assert rates["input.token.weight"] == rates["input.position.weight"] == 0.07
+    assert rates["decoder.0.attention.query.weight"] == 0.3
+    assert rates["decoder.norm.weight"] == rates["decoder.0.feedforward.up.bias"] == 0.0
+
+
 def test_biases_of_experts_have_two_axes_and_are_biases_still():
     model = small(experts=5)
     decayed, kept = decaying(model)

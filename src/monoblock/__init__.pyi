@@ -10,12 +10,14 @@ from monoblock.config import (
     EmbeddingConfig as EmbeddingConfig,
     ExpertsConfig as ExpertsConfig,
     FeedForwardConfig as FeedForwardConfig,
+    FramesConfig as FramesConfig,
     HeadConfig as HeadConfig,
     InitConfig as InitConfig,
     Learned as Learned,
     ModelConfig as ModelConfig,
     NormConfig as NormConfig,
     PatchConfig as PatchConfig,
+    QuantizeConfig as QuantizeConfig,
     RecurrentConfig as RecurrentConfig,
     Repeat as Repeat,
     Rotary as Rotary,
@@ -39,11 +41,14 @@ from monoblock.families import (
     vit as vit,
 )
 from monoblock.inspection.trace import trace as trace
+from monoblock.interop.hf import export_hf as export_hf
 from monoblock.knobs import vary as vary
 from monoblock.masks import Where as Where, causal as causal, same_document as same_document, window as window
 from monoblock.model import Transformer as Transformer
 from monoblock.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
+from monoblock.quantize.convert import quantized as quantized
 from monoblock.recurrent import Recurrent as Recurrent
+from monoblock.tasks.pipeline import load as load
 from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer
 
 __version__: str

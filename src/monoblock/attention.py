@@ -125,6 +125,7 @@ class View:
         self.sight = sight
         self.bias = bias  # (B, H, T, S)
         self.turn = turn
+        self.lengths: Tensor | None = None  # one new token a row, after so many cached ones, all of them seen
         self._dense: Tensor | None = None
         self._opened: tuple[Tensor, Tensor] | None = None
         self._biased: tuple[Tensor, Tensor | None] | None = None
@@ -222,10 +223,12 @@ class Attention(nn.Module):
         tap: Tap | None = None,
     ) -> Tensor:
         """x (B, T, D) looks at itself, or at memory (B, S, D)."""
-        q = self._heads(self.query(x), self.config.heads, self.query_norm)
+        known = isinstance(slot, CrossSlot) and slot.keys is not None
+        queries, new_keys, new_values = self.projected(x, x if memory is None else memory, known)
+        q = self._heads(queries, self.config.heads, self.query_norm)
         if view.turn is not None:
             q = rotate(q, view.turn)
-        keys, values = self._keys_values(x, view, memory, slot, entry)
+        keys, values = self._keys_values(new_keys, new_values, view, slot, entry)
         q, keys, values = tapped(tap, "query", q), tapped(tap, "key", keys), tapped(tap, "value", values)
         rows, q = q.shape[0], beside(q, keys.shape[0])
         out = apart(self._attend(q, keys, values, view, tap), rows)  # (B, H, T, value size)
@@ -243,14 +246,24 @@ class Attention(nn.Module):
             x = norm(x)
         return x.transpose(1, 2)
 
+    def projected(self, x: Tensor, source: Tensor, known: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries of x, and keys and values of the source unless they are known already."""
+        return self.query(x), None if known else self.key(source), None if known else self.value(source)
+
     def _keys_values(
-        self, x: Tensor, view: View, memory: Tensor | None, slot: Slot | CrossSlot | None, entry: Entry | None
+        self,
+        new_keys: Tensor | None,
+        new_values: Tensor | None,
+        view: View,
+        slot: Slot | CrossSlot | None,
+        entry: Entry | None,
     ) -> KeyValues:
         if isinstance(slot, CrossSlot) and slot.keys is not None and slot.values is not None:
             return KeyValues(slot.keys, slot.values)
-        source = x if memory is None else memory
-        keys = self._heads(self.key(source), self.config.groups, self.key_norm)
-        values = self._heads(self.value(source), self.config.groups)
+        assert new_keys is not None
+        assert new_values is not None
+        keys = self._heads(new_keys, self.config.groups, self.key_norm)
+        values = self._heads(new_values, self.config.groups)
         if view.turn is not None:
             keys = rotate(keys, view.turn)
         if isinstance(slot, CrossSlot):

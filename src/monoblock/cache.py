@@ -105,6 +105,7 @@ class Cache:
         self.written = torch.zeros_like(self.lengths)  # the most tokens ever written to a row
         self.start: int | None = 0  # the common length, while the host knows that all rows have it
         self.longest = 0
+        self.fixed = False  # every pass has the same shapes and writes in place, so that it can be replayed
         self.copies = 1  # rows that look at one source: beams of one sentence
         self.slots: list[Slot] = []
         self.cross: list[CrossSlot | None] = []
@@ -139,8 +140,11 @@ class Cache:
                 f"given; make it with capacity={wanted} or more"
             )
         counts = new.length if new.real is None else new.real.sum(-1)
-        self.written = torch.maximum(self.written, self.lengths + counts)
-        entries = {size: places.enter(new, self.lengths, self.longest) for size, places in self.places.items()}
+        if not self.fixed:
+            self.written = torch.maximum(self.written, self.lengths + counts)
+        entries = {
+            size: places.enter(new, self.lengths, self.longest, self.fixed) for size, places in self.places.items()
+        }
         return [entries[slot.capacity] for slot in self.slots]
 
     def advance(self, counts: int | Tensor) -> None:
@@ -231,6 +235,35 @@ class Cache:
                 slot.change(change)
         if self.memory is not None:
             self.memory = self.memory.each(lambda t: change(t) if t.shape[0] > 1 else t)
+
+    def fix(self) -> None:
+        """From now on nothing depends on what the host knows of the lengths: all columns are handed out and masked."""
+        self.fixed, self.start, self.longest = True, None, self.capacity - 1
+
+    def loosen(self) -> None:
+        """The reverse: the host looks at the lengths again."""
+        self.fixed, self.longest = False, int(self.lengths.max())
+        self.written = torch.maximum(self.written, self.lengths)
+
+    def take(self, other: Cache) -> bool:
+        """Take over all that another cache of the same shapes holds, in place; False where shapes differ."""
+        mine, theirs = self._tensors(), other._tensors()
+        if (self.stack, self.copies) != (other.stack, other.copies) or mine.keys() != theirs.keys():
+            return False
+        if any(mine[name].shape != theirs[name].shape for name in mine) or self.memory is not None:
+            return False
+        for name, tensor in mine.items():
+            tensor.copy_(theirs[name])
+        return True
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that a decoder without sources holds, by name."""
+        held: dict[str, Tensor | None] = {"lengths": self.lengths}
+        for number, slot in enumerate(self.slots):
+            held |= {f"{number}.keys": slot.keys, f"{number}.values": slot.values}
+        for size, places in self.places.items():
+            held |= {f"{size}.{name}": getattr(places, name) for name in ("at", "index", "document", "flags")}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
     def fork(self, row: int) -> None:
         """Add a copy of one row at the end."""

@@ -20,6 +20,7 @@ from monoblock.parts import (
     EmbeddingConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    FramesConfig,
     HeadConfig,
     InitConfig,
     NormConfig,
@@ -38,12 +39,14 @@ __all__ = [
     "ExpertsConfig",
     "Family",
     "FeedForwardConfig",
+    "FramesConfig",
     "HeadConfig",
     "InitConfig",
     "Learned",
     "ModelConfig",
     "NormConfig",
     "PatchConfig",
+    "QuantizeConfig",
     "RecurrentConfig",
     "Repeat",
     "Rotary",
@@ -141,14 +144,41 @@ class StackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Matrices stored as small whole numbers, with a scale for each group of neighbours in a row.
+
+    Routers, positions, patches, norms and biases stay as they are.
+    """
+
+    bits: Literal[8, 4] = 8
+    group: int = 64  # weights that share a scale
+    table_bits: Literal[8, 4] = 8  # of the token table and of the output matrix, which every logit hangs on
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.group < 32 or self.group % 32:
+            raise ConfigError(f"group={self.group} cannot be: weights are packed by 32; write 32, 64 or 128")
+
+    def columns(self, inputs: int) -> int:
+        """The stored length of a row: whole groups."""
+        return -(-inputs // self.group) * self.group
+
+    def stored_bytes(self, inputs: int, outputs: int, *, table: bool = False) -> int:
+        """Bytes of a matrix: its numbers, a scale of 2 bytes a group, at 4 bits a least value of 2 bytes as well."""
+        bits, columns = self.table_bits if table else self.bits, self.columns(inputs)
+        return outputs * (columns * bits // 8 + columns // self.group * (2 if bits == 8 else 4))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    input: EmbeddingConfig | PatchConfig
+    input: EmbeddingConfig | PatchConfig | FramesConfig
     encoder: StackConfig | None = None
     decoder: StackConfig | None = None
     target: EmbeddingConfig | None = None  # the decoder's own input; None: it shares `input`
     tie: Literal["none", "output", "source_target", "three_way"] = "none"
     head: HeadConfig | None = None
     init: InitConfig = InitConfig()
+    quantize: QuantizeConfig | None = None  # how the matrices are stored; None: as they were trained
 
     def __post_init__(self) -> None:
         check(self)
@@ -171,6 +201,10 @@ class ModelConfig:
             raise ConfigError("decoder blocks have cross-attention exactly when there is an encoder to look at")
         if isinstance(self.input, PatchConfig) and self.decoder:
             raise ConfigError("image patches feed an encoder only; leave decoder=None")
+        if isinstance(self.input, FramesConfig) and (self.encoder is None or (self.decoder and self.target is None)):
+            raise ConfigError(
+                "frames feed an encoder, and a decoder beside it reads words; give encoder=… and target=…"
+            )
         if self.target is not None and not (self.encoder and self.decoder):
             raise ConfigError("target is the decoder's input beside an encoder's; with one stack write input alone")
 
@@ -191,13 +225,15 @@ class ModelConfig:
         kind = self.head.kind if self.head else None
         if kind == "language_model" and self.decoder is None:
             raise ConfigError("a language_model head needs a decoder, or it would see the answer; write 'masked_lm'")
-        if kind == "masked_lm" and self.family != "encoder-only":
+        if kind == "masked_lm" and (self.family != "encoder-only" or not isinstance(self.input, EmbeddingConfig)):
             raise ConfigError("a masked_lm head reads both sides: it needs an encoder alone")
         if kind in ("tagger", "spans", "pooled", "classifier") and self.family == "encoder-decoder":
             raise ConfigError(f"a {kind} head goes on one stack; drop the decoder, or write 'language_model'")
+        if self.head and self.head.teacher and not getattr(self.input, "distillation_token", False):
+            raise ConfigError("teacher=True reads a distillation token; write distillation_token=True in the input")
 
     @staticmethod
-    def _table(given: EmbeddingConfig | PatchConfig) -> tuple[int, int | None] | None:
+    def _table(given: EmbeddingConfig | PatchConfig | FramesConfig) -> tuple[int, int | None] | None:
         return (given.vocab, given.dim) if isinstance(given, EmbeddingConfig) else None
 
     @property
@@ -220,12 +256,12 @@ class ModelConfig:
         return {name: stack for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)) if stack}
 
     @property
-    def inputs(self) -> dict[str, EmbeddingConfig | PatchConfig]:
+    def inputs(self) -> dict[str, EmbeddingConfig | PatchConfig | FramesConfig]:
         """The inputs that own weights, by the name of those weights."""
         return {"input": self.input} if self.target is None else {"input": self.input, "target": self.target}
 
     @property
-    def output_input(self) -> EmbeddingConfig | PatchConfig:
+    def output_input(self) -> EmbeddingConfig | PatchConfig | FramesConfig:
         """The input whose vocabulary the head speaks."""
         return self.target if self.target is not None else self.input
 

@@ -8,12 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.config import EmbeddingConfig, Learned, PatchConfig, Sinusoid
+from monoblock.config import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
 from monoblock.errors import InputError
 from monoblock.masks import Where
 from monoblock.norm import Norm
 from monoblock.positions import grid_sinusoid, sinusoid
 from monoblock.tap import Tap, tapped
+
+
+def matrix_of(module: nn.Module) -> Tensor | nn.Module:
+    """The weight of a plain module; one that stores it otherwise is its own: it looks rows up and multiplies itself."""
+    return module.weight if isinstance(module, (nn.Embedding, nn.Linear)) else module
 
 
 class Embedding(nn.Module):
@@ -44,15 +49,15 @@ class Embedding(nn.Module):
         where: Where,
         *,
         segments: Tensor | None = None,
-        table: Tensor | None = None,
+        table: Tensor | nn.Module | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """ids (B, T) -> (B, T, D)."""
-        weight = self.token.weight if self.token is not None else table
+        weight = matrix_of(self.token) if self.token is not None else table
         assert weight is not None
-        x = F.embedding(ids, weight)
+        x = F.embedding(ids, weight) if isinstance(weight, Tensor) else weight(ids)
         if self.training and self.config.word_dropout:
-            x = x * F.dropout(torch.ones_like(x[..., :1]), self.config.word_dropout)
+            x = self._without_words(x, where)
         if self.scale != 1.0:
             x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded to the dtype first, as published weights expect
         x = tapped(tap, "token", x)
@@ -67,6 +72,12 @@ class Embedding(nn.Module):
         if self.projection is not None and self.config.projection == "last":
             x = self.projection(x)
         return tapped(tap, "output", x)
+
+    def _without_words(self, x: Tensor, where: Where) -> Tensor:
+        """Some words zeroed, the rest scaled.  The first of a text stays: alone it sees itself only, and a norm of
+        zeros in every block would multiply its gradient beyond all numbers."""
+        kept = F.dropout(torch.ones_like(x[..., :1]), self.config.word_dropout)
+        return x * torch.where(where.at[..., None] == 0, 1.0, kept)
 
     def _placed(self, x: Tensor, where: Where) -> Tensor:
         """Learned or sinusoidal places added."""
@@ -117,22 +128,30 @@ class Patches(nn.Module):
         self.config = config
         self.patch = nn.Conv2d(config.channels, width, config.patch, stride=config.patch, bias=config.bias)
         self.class_token = nn.Parameter(torch.zeros(width)) if config.class_token else None
+        self.distillation_token = nn.Parameter(torch.zeros(width)) if config.distillation_token else None
+        self.mask_token = nn.Parameter(torch.zeros(width)) if config.mask_token else None
         self.registers = nn.Parameter(torch.zeros(config.registers, width)) if config.registers else None
         self.position = nn.Embedding(config.places, width) if isinstance(config.positions, Learned) else None
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
-    def forward(self, pixels: Tensor, tap: Tap | None = None) -> Tensor:
-        """pixels (B, channels, height, width) -> (B, T, D): class token, registers, then the patches row by row."""
+    def forward(self, pixels: Tensor, flags: Tensor | None = None, tap: Tap | None = None) -> Tensor:
+        """pixels (B, channels, height, width) -> (B, T, D): class token, registers, then the patches row by row.
+
+        `flags` (B, patches) marks patches that the mask token stands for.
+        """
         x = tapped(tap, "patch", self.patch(pixels).flatten(2).mT)  # (B, N, D)
         B, _, D = x.shape
-        if self.class_token is not None:
-            x = torch.cat((self.class_token.expand(B, 1, D), x), dim=1)
+        if flags is not None and self.mask_token is not None:
+            x = torch.where(flags[..., None].bool(), self.mask_token, x)
+        in_front = [t.expand(B, 1, D) for t in (self.class_token, self.distillation_token) if t is not None]
+        if in_front:
+            x = torch.cat((*in_front, x), dim=1)
         if self.position is not None:
             x = x + self.position.weight
         elif isinstance(self.config.positions, Sinusoid):
-            x = x + F.pad(self._waves(x), (0, 0, int(self.config.class_token), 0))
+            x = x + F.pad(self._waves(x), (0, 0, self.config.first, 0))
         if self.registers is not None:  # after the class token, without positions
-            first = int(self.config.class_token)
+            first = self.config.first
             x = torch.cat((x[:, :first], self.registers.expand(B, -1, D), x[:, first:]), dim=1)
         if self.norm is not None:
             x = self.norm(x)
@@ -145,7 +164,9 @@ class Patches(nn.Module):
             return grid_sinusoid(side, x.shape[-1], positions, x.device).to(x.dtype)
         return sinusoid(torch.arange(side * side, device=x.device), x.shape[-1], positions).to(x.dtype)
 
-    def check(self, pixels: Tensor) -> None:
+    def check(self, pixels: Tensor, flags: Tensor | None = None) -> None:
+        if flags is not None and self.mask_token is None:
+            raise InputError("flags mark patches to hide, but this model has no mask token; drop them")
         wanted = (self.config.channels, self.config.image, self.config.image)
         if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
             raise InputError("pixels must be a tensor of floating-point numbers; write pixels.float() / 255")
@@ -153,4 +174,42 @@ class Patches(nn.Module):
             raise InputError(
                 f"pixels of shape {tuple(pixels.shape)} do not fit: this model takes (batch, "
                 f"{', '.join(map(str, wanted))}); resize the images or build it with image=…"
+            )
+        patches = (self.config.image // self.config.patch) ** 2
+        if flags is not None and flags.shape != (pixels.shape[0], patches):
+            raise InputError(f"flags of shape {tuple(flags.shape)} do not fit; give (batch, {patches})")
+
+
+class Frames(nn.Module):
+    """Sound as frames of features, read three at a time by two convolutions (Radford et al. 2022)."""
+
+    def __init__(self, width: int, config: FramesConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.first = nn.Conv1d(config.channels, width, kernel_size=3, padding=1)
+        self.second = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
+        self.position = nn.Embedding(config.context, width) if isinstance(config.positions, Learned) else None
+        self.norm = Norm(width, config.norm) if config.norm is not None else None
+
+    def forward(self, features: Tensor, tap: Tap | None = None) -> Tensor:
+        """features (B, channels, frames) -> (B, T, D), a place for every two frames."""
+        x = F.gelu(self.second(F.gelu(self.first(features)))).mT.contiguous()  # each projection would copy it
+        x = tapped(tap, "frames", x)
+        if self.position is not None:
+            x = x + self.position.weight[: x.shape[1]]
+        elif isinstance(self.config.positions, Sinusoid):
+            at = torch.arange(x.shape[1], device=x.device)
+            x = x + sinusoid(at, x.shape[-1], self.config.positions).to(x.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
+        return tapped(tap, "output", F.dropout(x, self.config.dropout, self.training))
+
+    def check(self, features: Tensor) -> None:
+        channels, longest = self.config.channels, 2 * self.config.context
+        if not isinstance(features, Tensor) or not features.is_floating_point():
+            raise InputError("features must be a tensor of floating-point numbers, one column a frame")
+        if features.dim() != 3 or features.shape[1] != channels or not 0 < features.shape[2] <= longest:
+            raise InputError(
+                f"features of shape {tuple(features.shape)} do not fit: this model takes (batch, {channels}, "
+                f"1 to {longest} frames)"
             )

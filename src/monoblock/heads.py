@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.config import EmbeddingConfig, HeadConfig, ModelConfig
+from monoblock.embedding import matrix_of
 from monoblock.feedforward import ACTIVATIONS
 from monoblock.norm import Norm
 from monoblock.tap import Tap, tapped
@@ -52,6 +53,7 @@ class Head(nn.Module):
         self.projection = nn.Linear(width, dim, bias=False) if needs_projection else None
         outputs = _outputs(config, model)
         self.output = nn.Linear(dim, outputs, bias=False) if outputs and not self.tied else None
+        self.teacher = nn.Linear(dim, outputs, bias=config.bias == "learned") if config.teacher else None
         self.bias = nn.Parameter(torch.zeros(outputs)) if outputs and config.bias == "learned" else None
         if outputs and config.bias == "fixed":
             self.register_buffer("fixed_bias", torch.zeros(outputs))
@@ -66,7 +68,12 @@ class Head(nn.Module):
         return given.dim if factorised and speaks else model.width  # type: ignore[return-value, union-attr]
 
     def forward(
-        self, hidden: Tensor, *, real: Tensor | None = None, table: Tensor | None = None, tap: Tap | None = None
+        self,
+        hidden: Tensor,
+        *,
+        real: Tensor | None = None,
+        table: Tensor | nn.Module | None = None,
+        tap: Tap | None = None,
     ) -> Tensor:
         """hidden (B, T, D) -> (B, T, V), (B, T, classes), (B, T, 2), (B, classes) or (B, D) by kind."""
         config = self.config
@@ -74,7 +81,7 @@ class Head(nn.Module):
         if config.kind in ("classifier", "pooled"):
             x = self._pooled(hidden, real)
         if config.kind == "pooled":
-            return tapped(tap, "pooled", x)
+            return tapped(tap, "pooled", x if self.output is None else self.output(x))
         if self.transform is not None:
             assert config.transform is not None
             x = ACTIVATIONS[config.transform](self.transform(x))
@@ -83,7 +90,10 @@ class Head(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         x = F.dropout(x, config.dropout, self.training)
-        return tapped(tap, "logits", self._logits(x, table))
+        logits = self._logits(x, table)
+        if self.teacher is not None:  # the second token was trained to say what a teacher says
+            logits = (logits + self.teacher(hidden[:, 1])) / 2
+        return tapped(tap, "logits", logits)
 
     def _pooled(self, hidden: Tensor, real: Tensor | None) -> Tensor:
         x = pool(hidden, real, self.config.pooling)
@@ -91,13 +101,19 @@ class Head(nn.Module):
             x = ACTIVATIONS[self.config.pooler](self.pooler(x))
         return F.normalize(x, dim=-1) if self.config.normalize else x
 
-    def _logits(self, x: Tensor, table: Tensor | None) -> Tensor:
-        weight = self.output.weight if self.output is not None else table
+    def _logits(self, x: Tensor, table: Tensor | nn.Module | None) -> Tensor:
+        weight = matrix_of(self.output) if self.output is not None else table
         assert weight is not None
         bias = self.bias if self.bias is not None else self.fixed_bias
-        logits = F.linear(x if self.scale == 1.0 else x * self.scale, weight, bias)
+        x = x if self.scale == 1.0 else x * self.scale
+        logits = self.product(x, weight, bias) if isinstance(weight, Tensor) else weight.product(x, bias)  # type: ignore[operator]
         cap = self.config.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x times the rows of the table; where steps are to be fast, something quicker takes its place."""
+        return F.linear(x, weight, bias)
 
 
 def _outputs(config: HeadConfig, model: ModelConfig) -> int:
@@ -105,4 +121,6 @@ def _outputs(config: HeadConfig, model: ModelConfig) -> int:
         given = model.output_input
         assert isinstance(given, EmbeddingConfig)
         return given.vocab
-    return {"classifier": config.classes or 0, "tagger": config.classes or 0, "spans": 2, "pooled": 0}[config.kind]
+    if config.kind == "pooled":
+        return config.project or 0
+    return {"classifier": config.classes or 0, "tagger": config.classes or 0, "spans": 2}[config.kind]

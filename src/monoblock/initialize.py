@@ -86,15 +86,17 @@ SCHEMES: dict[str, tuple[tuple[str, Draw], ...]] = {
         ("*.token.weight", by_width),
         ("*.position.weight", by_width),
         ("*position_bias.weight", normal),
-        ("input.class_token", normal),
+        ("input.*_token", normal),
         ("input.registers", normal),
         ("input.patch.weight", normal),
+        ("input.first.weight", normal),
+        ("input.second.weight", normal),
         ("*", xavier),
     ),
     "t5": (
         ("*.token.weight", unit),
         ("*position_bias.weight", by_width),
-        ("input.class_token", normal),
+        ("input.*_token", normal),
         ("*.query.weight", t5_query),
         ("*", by_fan_in),
     ),
@@ -107,5 +109,7 @@ def initialize(model: nn.Module, config: ModelConfig) -> None:
     """Draw every weight anew from torch's global generator."""
     table = ALWAYS + SCHEMES[config.init.kind]
     for name, weight in model.named_parameters():
+        if weight.is_meta:
+            continue  # nothing to draw, and on the meta device even that takes its time
         draw = next(draw for pattern, draw in table if fnmatchcase(name, pattern))
         draw(weight, config, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.cache import Cache
-from monoblock.config import ModelConfig, PatchConfig
-from monoblock.embedding import Embedding, Patches
+from monoblock.config import FramesConfig, ModelConfig, PatchConfig
+from monoblock.embedding import Embedding, Frames, Patches, matrix_of
 from monoblock.errors import ConfigError, InputError
 from monoblock.heads import Head
 from monoblock.initialize import initialize
@@ -33,10 +34,18 @@ class Transformer(nn.Module):
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise ConfigError(f"a Transformer is built from a ModelConfig, not from {config!r:.60}; write mb.preset(…)")
+        if config.quantize is not None:
+            raise ConfigError(
+                "weights are quantised once they are there: build with quantize=None, then mb.quantized(…)"
+            )
         self.config = config
         width = config.width
         given = config.input
-        self.input = Patches(width, given) if isinstance(given, PatchConfig) else Embedding(width, given)
+        self.input: Embedding | Patches | Frames
+        if isinstance(given, FramesConfig):
+            self.input = Frames(width, given)
+        else:
+            self.input = Patches(width, given) if isinstance(given, PatchConfig) else Embedding(width, given)
         shares = config.tie in ("source_target", "three_way")
         self.target = None if config.target is None else Embedding(width, config.target, owns_tokens=not shares)
         self.encoder = Stack(config.encoder) if config.encoder is not None else None
@@ -125,7 +134,7 @@ class Transformer(nn.Module):
         capacity = capacity if capacity is not None else self.config.context
         if capacity is None:
             raise InputError("this model sets no length; say how many tokens the cache must hold: capacity=…")
-        device = next(self.parameters()).device
+        device = next(itertools.chain(self.parameters(), self.buffers())).device
         return Cache(self.decoder.config, batch=batch, capacity=capacity, chunk=chunk, device=device)
 
     def recompute(self, mode: bool = True) -> Self:
@@ -154,10 +163,15 @@ class Transformer(nn.Module):
         assert stack is not None
         if cache is not None and name == "encoder":
             raise InputError("an encoder sees both sides at once and has nothing to cache; leave cache=None")
-        if isinstance(self.input, Patches):
-            self._refuse(attention_mask=mask, segments=segments, positions=positions, documents=documents, flags=flags)
-            self.input.check(source)
-            x = self.input(source, tap=under(tap, "input"))
+        if not isinstance(self.input, Embedding):
+            self._refuse(attention_mask=mask, segments=segments, positions=positions, documents=documents)
+            if isinstance(self.input, Patches):
+                self.input.check(source, flags)
+                x = self.input(source, flags, tap=under(tap, "input"))
+            else:
+                self._refuse(flags=flags)
+                self.input.check(source)
+                x = self.input(source, tap=under(tap, "input"))
             where = run(x.shape[1], device=x.device)
         else:
             where = where_stand(
@@ -196,12 +210,13 @@ class Transformer(nn.Module):
         )
 
     def _embed(self, ids: Tensor, where: Where, segments: Tensor | None, tap: Tap | None, *, side: str) -> Tensor:
-        assert isinstance(self.input, Embedding)
         module = self.target if side == "target" and self.target is not None else self.input
+        assert isinstance(module, Embedding)
         if not torch.compiler.is_compiling():
             check_shape("segments", segments, ids)
             module.check(ids, where, segments)
-        table = self.input.token.weight if self.input.token is not None else None
+        shared = self.input.token if isinstance(self.input, Embedding) else None
+        table = matrix_of(shared) if shared is not None else None
         return module(ids, where, segments=segments, table=table, tap=under(tap, side))
 
     def _refuse(self, **unheeded: Tensor | None) -> None:
@@ -229,7 +244,7 @@ class Transformer(nn.Module):
         if self.head is None:
             return hidden
         owner = self.target if self.target is not None and self.target.token is not None else self.input
-        table = owner.token.weight if isinstance(owner, Embedding) and owner.token is not None else None
+        table = matrix_of(owner.token) if isinstance(owner, Embedding) and owner.token is not None else None
         return self.head(hidden, real=where.real, table=table, tap=under(tap, "head"))
 
     # -- continuing a text ------------------------------------------------------------------------------------------
@@ -284,8 +299,8 @@ class Transformer(nn.Module):
 
         return cast(Self, load_model(cls, folder, **options))
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors."""
+    def save_pretrained(self, folder: str | Path, *, largest: int = 5 * 10**9) -> None:
+        """Write config.json and model.safetensors; what is larger than `largest` bytes in several files."""
         from monoblock.interop.folder import save_model
 
-        save_model(self, folder)
+        save_model(self, folder, largest=largest)

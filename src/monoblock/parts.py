@@ -185,7 +185,9 @@ class PatchConfig:
     patch: int
     channels: int = 3
     class_token: bool = True
+    distillation_token: bool = False  # a second token with a place of its own, which a teacher's head reads (DeiT)
     registers: int = 0  # further learned tokens in front
+    mask_token: bool = False  # a learned vector in the place of patches that are flagged (DINOv2)
     bias: bool = True
     positions: Learned | Sinusoid | None = Learned()
     norm: NormConfig | None = None
@@ -198,6 +200,8 @@ class PatchConfig:
         check_fraction(self, "dropout")
         if isinstance(self.positions, Learned) and self.positions.offset:
             raise ConfigError("patches are counted from 0; write positions=Learned() without an offset")
+        if self.distillation_token and not self.class_token:
+            raise ConfigError("a distillation token stands behind a class token; write class_token=True")
         if self.image % self.patch:
             fix = nearest_divisor(self.image, self.patch)
             raise ConfigError(f"patch={self.patch} does not divide image={self.image}; try patch={fix}")
@@ -205,16 +209,42 @@ class PatchConfig:
     @property
     def prefix(self) -> int:
         """Tokens in front of the patches."""
-        return int(self.class_token) + self.registers
+        return self.first + self.registers
 
     @property
     def places(self) -> int:
-        """Tokens that have a position: the class token and the patches; registers have none."""
-        return (self.image // self.patch) ** 2 + int(self.class_token)
+        """Tokens that have a position: class and distillation token and the patches; registers have none."""
+        return (self.image // self.patch) ** 2 + self.first
+
+    @property
+    def first(self) -> int:
+        """Tokens in front that have a position."""
+        return int(self.class_token) + int(self.distillation_token)
 
     @property
     def context(self) -> int:
         return self.places + self.registers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramesConfig:
+    """Sound as frames of features: two convolutions over three frames each, the second of which halves their number."""
+
+    kind: Literal["frames"] = "frames"
+    channels: int  # features of a frame
+    context: int  # places after the second convolution
+    positions: Learned | Sinusoid | None = Learned()
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_at_least(self, 1, "channels", "context")
+        check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.positions.offset:
+            raise ConfigError("frames are counted from 0; write positions=Learned() without an offset")
+        if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
+            raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for frames")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +255,8 @@ class HeadConfig:
     pooling: Literal["first", "last", "mean"] = "first"
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # a dense layer and this on the pooled vector (BERT)
     normalize: bool = False  # pooled vectors of length one
+    project: int | None = None  # pooled vectors turned into so many numbers, without a bias (CLIP)
+    teacher: bool = False  # classifier: a second one reads the distillation token, and both are averaged (DeiT)
     transform: Activation | None = None  # masked LM: dense, activation, norm before the output
     transform_bias: bool = True
     norm: NormConfig | None = None
@@ -234,7 +266,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        check_at_least(self, 1, "classes")
+        check_at_least(self, 1, "classes", "project")
         check_positive(self, "softcap")
         check_fraction(self, "dropout")
         pools = self.kind in ("classifier", "pooled")
@@ -242,6 +274,10 @@ class HeadConfig:
             raise ConfigError(f"a {self.kind} head answers for each token and pools nothing; drop pooling and pooler")
         if self.kind == "pooled" and (self.scale != 1.0 or self.softcap is not None or self.bias != "none"):
             raise ConfigError("a pooled head has no logits; drop scale, softcap and bias")
+        if self.project is not None and (self.kind != "pooled" or self.normalize):
+            raise ConfigError(f"project={self.project} is for a pooled head without normalize=True; drop one of them")
+        if self.teacher and (self.kind != "classifier" or self.pooling != "first" or self.pooler != "none"):
+            raise ConfigError("teacher=True goes with a classifier that reads the first token; drop it")
         if self.kind != "pooled" and self.normalize:
             raise ConfigError(f"normalize=True is for pooled vectors, not for a {self.kind} head; drop it")
         if (self.kind in ("classifier", "tagger")) != (self.classes is not None):

@@ -20,6 +20,7 @@ class Entry(NamedTuple):
     to: Tensor  # (B, T) the column each new token is written to; the spare last column takes what is not kept
     where: Where
     seen: int  # so many columns are handed out
+    lengths: Tensor | None  # (B,) where a fixed cache takes one token a row: all columns below are seen, and no other
     appended: bool  # the old columns and all new tokens are handed out: the chunk is longer than the ring has room for
 
 
@@ -33,7 +34,7 @@ class Places:
         self.document: Tensor | None = None
         self.flags: Tensor | None = None
 
-    def enter(self, new: Where, lengths: Tensor, longest: int) -> Entry:
+    def enter(self, new: Where, lengths: Tensor, longest: int, fixed: bool = False) -> Entry:
         """Note where the new tokens stand; say which columns they go to and what is then seen."""
         B, T = lengths.shape[0], new.length
         real = torch.ones(1, 1, dtype=torch.bool, device=lengths.device) if new.real is None else new.real
@@ -45,11 +46,12 @@ class Places:
         to = torch.where(kept, index % self.capacity, self.capacity)
         self._note(new, index, to)
         if before is not None:
-            return Entry(to, _join(before, new, B), self.capacity, True)
+            return Entry(to, _join(before, new, B), self.capacity, None, True)
         seen = self.capacity if self.window is not None else min(self.capacity, longest + T)
         if new.start is not None and self.window is None and self.document is None and self.flags is None:
-            return Entry(to, Where(self.at[:1, :seen], start=0), seen, False)
-        return Entry(to, self._where(limit, seen), seen, False)
+            return Entry(to, Where(self.at[:1, :seen], start=0), seen, None, False)
+        plain = fixed and T == 1 and new.real is None and self.window is None and self.document is None
+        return Entry(to, self._where(limit, seen), seen, lengths if plain and self.flags is None else None, False)
 
     def _note(self, new: Where, index: Tensor, to: Tensor) -> None:
         B, T = to.shape

@@ -7,6 +7,7 @@ Angles are made in fp32 at every dtype, as in the published models.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,8 +126,8 @@ def _yarn_factor(scaling: Scaling) -> float:
 def _longrope(plain: Tensor, scaling: Scaling, positions: Tensor | None) -> tuple[Tensor, float]:
     """A factor for each pair, one set within the original context and one beyond (Ding et al. 2024)."""
     assert scaling.original_context is not None
-    short, long = plain.new_tensor(scaling.short_factors), plain.new_tensor(scaling.long_factors)
-    beyond = torch.zeros(1, 1, dtype=torch.bool)
+    short, long = (on_device(factors, plain.device) for factors in (scaling.short_factors, scaling.long_factors))
+    beyond = torch.zeros(1, 1, dtype=torch.bool, device=plain.device)
     if positions is not None:  # each row by itself: (B, 1)
         beyond = positions.amax(-1, keepdim=True) + 1 > scaling.original_context
     factor = scaling.attention_factor
@@ -158,6 +159,20 @@ def rotate(x: Tensor, by: Turn) -> Tensor:
     return turned if rest is None else torch.cat((turned, rest), dim=-1)
 
 
+_SENT: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+
+
+def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers of the host on a device; to a GPU they are sent once, because sending stalls and cannot be recorded."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(numbers, device=device)
+    key = tuple(numbers), device
+    if key not in _SENT:
+        with torch.inference_mode(False):
+            _SENT[key] = torch.tensor(numbers, device=device)
+    return _SENT[key]
+
+
 # -- biases on the scores -----------------------------------------------------------------------------------------
 
 
@@ -171,7 +186,7 @@ def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
 
 def alibi(config: Alibi, heads: int, size: int, q_at: Tensor, k_at: Tensor) -> Tensor:
     """-slope * |distance|: (B, H, T, S).  Falcon rounds to bf16 and scales the bias as it scales the scores."""
-    slopes = torch.tensor(alibi_slopes(heads, config), device=q_at.device).view(1, heads, 1, 1)
+    slopes = on_device(alibi_slopes(heads, config), q_at.device).view(1, heads, 1, 1)
     distance = (q_at[:, None, :, None] - k_at[:, None, None, :]).abs()
     if config.form == "falcon":
         at = k_at[:, None, None, :].bfloat16()  # the published kernel adds slope * key position, rounded

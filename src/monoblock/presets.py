@@ -8,6 +8,7 @@ one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from monoblock.config import (
     Alibi,
@@ -23,11 +24,12 @@ from monoblock.config import (
     PatchConfig,
     Repeat,
     Rotary,
+    Sinusoid,
     StackConfig,
 )
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.families import bart, bert, gpt, llama, stack, t5, vaswani, vit
-from monoblock.knobs import Values, rebuild
+from monoblock.knobs import Values, rebuild, vary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,103 @@ HEAD_BIAS = HeadConfig(kind="language_model", bias="learned")
 def bloom() -> ModelConfig:
     config = decoder(BLOOM, vocab=250_880, context=2048, depth=24, norm=NormConfig())
     return replace(config, input=replace(config.input, norm=NormConfig()))
+
+
+def reading(config: ModelConfig, **fields: Any) -> ModelConfig:
+    """The same with some fields of its input changed."""
+    return replace(config, input=replace(config.input, **fields))
+
+
+def factorised(config: ModelConfig, *, dim: int, tied: bool = False) -> ModelConfig:
+    """An encoder on an embedding smaller than its width; `tied`: one block run again and again (ALBERT)."""
+    encoder = config.encoder
+    assert encoder is not None
+    pattern = tuple(replace(run, tied=tied) for run in encoder.pattern)
+    return replace(reading(config, dim=dim), encoder=replace(encoder, pattern=pattern))
+
+
+def attention_with(config: ModelConfig, **fields: object) -> ModelConfig:
+    """The same with some fields of every self-attention changed."""
+
+    def edit(part: object, values: Values) -> None:
+        if isinstance(part, BlockConfig):
+            values["attention"] = replace(values["attention"], **fields)
+
+    return rebuild(config, edit)
+
+
+def electra() -> ModelConfig:
+    """The discriminator: for each token whether it was replaced."""
+    config = bert(vocab=30_522, width=256, depth=12, heads=4, context=512, head="none")
+    head = HeadConfig(kind="tagger", classes=1, transform="gelu", bias="learned")
+    return replace(factorised(config, dim=128), head=head)
+
+
+def gpt_neo() -> ModelConfig:
+    """GPT-2's block with unscaled scores; every second one sees 256 places."""
+    config = gpt(vocab=50_257, width=2048, depth=24, heads=16, context=2048)
+    everywhere = attention_with(config, bias="o", scale=1.0)
+    assert everywhere.decoder is not None
+    far = next(everywhere.decoder.layers())
+    near = replace(far, attention=replace(far.attention, window=256))
+    return replace(everywhere, decoder=stack(24, far, near, norm=NormConfig()))
+
+
+def gemma3() -> ModelConfig:
+    """Gemma 2 with normed queries and keys in place of the softcap; five blocks in six see 512 places."""
+    config = vary(gemma2(), vocab=262_144, context=32_768, width=1152, hidden=6912, heads=4, kv_heads=1)
+    block = next(config.decoder.layers())  # type: ignore[union-attr]
+    near = replace(block.attention, softcap=None, window=512, qk_norm=GEMMA_RMS, positions=Rotary())
+    far = replace(near, window=None, positions=Rotary(base=1_000_000.0))
+    local, everywhere = replace(block, attention=near), replace(block, attention=far)
+    pattern = stack(26, *[local] * 5, everywhere, norm=GEMMA_RMS)
+    return replace(config, decoder=pattern, head=LANGUAGE_MODEL)
+
+
+def smollm3() -> ModelConfig:
+    """LLaMA, every fourth block of which turns nothing."""
+    config = llama(
+        vocab=128_256, width=2048, depth=1, heads=16, kv_heads=4, hidden=11_008, context=32_768, tie="output"
+    )
+    block = next(vary(config, rotary_base=2_000_000.0).decoder.layers())  # type: ignore[union-attr]
+    still = replace(block, attention=replace(block.attention, positions=None))
+    return replace(config, decoder=stack(36, block, block, block, still, norm=block.norm))
+
+
+def m2m100() -> ModelConfig:
+    """BART's block normed first, sinusoids that begin at 2."""
+    config = vary(
+        bart(vocab=128_112, width=1024, depth=12, heads=16, context=1024), norm_place="pre", activation="relu"
+    )
+    side = EmbeddingConfig(
+        vocab=128_112, context=1024, scale="sqrt_width", positions=Sinusoid(form="fairseq", offset=2)
+    )
+    return replace(config, input=side, target=side, head=LANGUAGE_MODEL)
+
+
+def deit() -> ModelConfig:
+    """ViT with a token that learned from a teacher, and a classifier on either."""
+    config = vit(image=224, patch=16, width=768, depth=12, heads=12, classes=1000)
+    assert config.head is not None
+    return replace(reading(config, distillation_token=True), head=replace(config.head, teacher=True))
+
+
+COMMAND_R = parallel(
+    8192,
+    AttentionConfig(heads=64, bias="", positions=Rotary(base=500_000.0, layout="interleaved")),
+    FeedForwardConfig(hidden=22_528, activation="silu", gated=True, bias=False),
+    shared=True,
+)
+STARCODER2 = BlockConfig(
+    width=3072,
+    attention=AttentionConfig(heads=24, kv_heads=2, positions=Rotary()),
+    feedforward=FeedForwardConfig(hidden=12_288, activation="gelu_tanh"),
+)
+
+
+def opt() -> ModelConfig:
+    config = gpt(vocab=50_272, width=768, depth=12, heads=12, context=2048, activation="relu")
+    return reading(config, positions=Learned(offset=2))
 
 
 PRESETS: dict[str, Preset] = {
@@ -415,6 +514,111 @@ PRESETS: dict[str, Preset] = {
         hub="allenai/OLMo-2-1124-7B",
         unverified="rotary base 500,000",
     ),
+    "albert-xxlarge": Preset(
+        config=factorised(
+            bert(vocab=30_000, width=4096, depth=12, heads=64, context=512, activation="gelu_tanh"), dim=128, tied=True
+        ),
+        parameters=222_595_584,
+        source="Lan et al. 2020, with pooler",
+        hub="albert/albert-xxlarge-v2",
+    ),
+    "electra-small": Preset(
+        config=electra(),
+        parameters=13_549_057,
+        source="Clark et al. 2020, discriminator",
+        hub="google/electra-small-discriminator",
+    ),
+    "mt5-small": Preset(
+        config=replace(
+            t5(
+                vocab=250_112, width=512, depth=8, heads=6, hidden=1024, head_dim=64, activation="gelu_tanh", gated=True
+            ),
+            head=LANGUAGE_MODEL,
+            tie="source_target",
+        ),
+        parameters=300_176_768,
+        source="Xue et al. 2021",
+        hub="google/mt5-small",
+    ),
+    "m2m100-418m": Preset(
+        config=m2m100(),
+        parameters=483_905_536,
+        source="Fan et al. 2020",
+        hub="facebook/m2m100_418M",
+    ),
+    "gpt-neo-1.3b": Preset(
+        config=gpt_neo(),
+        parameters=1_315_575_808,
+        source="Black et al. 2021",
+        hub="EleutherAI/gpt-neo-1.3B",
+    ),
+    "opt-125m": Preset(
+        config=opt(),
+        parameters=125_239_296,
+        source="Zhang et al. 2022",
+        hub="facebook/opt-125m",
+    ),
+    "qwen2-0.5b": Preset(
+        config=attention_with(
+            llama(
+                vocab=151_936,
+                width=896,
+                depth=24,
+                heads=14,
+                kv_heads=2,
+                hidden=4864,
+                context=131_072,
+                rotary_base=1e6,
+                tie="output",
+            ),
+            bias="qkv",
+        ),
+        parameters=494_032_768,
+        source="Yang et al. 2024",
+        hub="Qwen/Qwen2-0.5B",
+        unverified="all sizes",
+    ),
+    "smollm3-3b": Preset(
+        config=smollm3(),
+        parameters=3_075_098_624,
+        source="Bakouch et al. 2025",
+        hub="HuggingFaceTB/SmolLM3-3B",
+        unverified="rotary base 2,000,000",
+    ),
+    "starcoder2-3b": Preset(
+        config=decoder(STARCODER2, vocab=49_152, context=4096, depth=30, norm=NormConfig()),
+        parameters=3_030_371_328,
+        source="Lozhkov et al. 2024",
+        hub="bigcode/starcoder2-3b",
+        unverified="rotary base and window",
+    ),
+    "command-r": Preset(
+        config=decoder(
+            replace(COMMAND_R, norm=NO_SHIFT),
+            vocab=256_000,
+            context=8192,
+            depth=40,
+            norm=NO_SHIFT,
+            head=HeadConfig(kind="language_model", scale=0.0625),
+        ),
+        parameters=34_980_831_232,
+        source="Cohere 2024",
+        hub="CohereForAI/c4ai-command-r-v01",
+        unverified="rotary base and context",
+    ),
+    "gemma3-1b": Preset(
+        config=gemma3(),
+        parameters=999_885_952,
+        source="Gemma Team 2025",
+        hub="google/gemma-3-1b-pt",
+        unverified="all sizes",
+    ),
+    "deit-base": Preset(
+        config=deit(),
+        parameters=87_338_192,
+        source="Touvron et al. 2021, 1,000 classes",
+        hub="facebook/deit-base-distilled-patch16-224",
+    ),
     "vit-b16": Preset(
         config=vit(image=224, patch=16, width=768, depth=12, heads=12, classes=1000),
         parameters=86_567_656,
@@ -456,18 +660,18 @@ def _shrink(part: object, values: Values) -> None:
             values.update({key: size for key, size in sizes.items() if values[key] is not None})
     if isinstance(part, AttentionConfig):
         own = part.groups == part.heads  # each query head has keys of its own
-        values.update(heads=3 if own else 9, kv_heads=None if own else min(part.groups, 3))
+        values.update(heads=3 if own else 9, kv_heads=None if own else 1 if part.groups == 1 else 3)
         values["head_dim"] = HEAD_DIM if part.head_dim is not None else None
         values["scale"] = HEAD_DIM**-0.5 if part.scale not in (None, 1.0) else part.scale
     if isinstance(part, StackConfig):
         runs = (replace(run, times=min(run.times, 2 if len(run.blocks) == 1 else 1)) for run in values["pattern"])
         values["pattern"] = tuple(runs)
     if isinstance(part, HeadConfig) and part.classes is not None:
-        values["classes"] = 7
+        values["classes"] = min(part.classes, 7)
 
 
 _SMALL: dict[type, dict[str, int]] = {
-    EmbeddingConfig: {"vocab": VOCAB, "context": CONTEXT},
+    EmbeddingConfig: {"vocab": VOCAB, "context": CONTEXT, "dim": 14},
     PatchConfig: {"image": 12, "patch": 4},
     BlockConfig: {"width": WIDTH},
     AttentionConfig: {"window": WINDOW},

@@ -70,6 +70,7 @@ class Stack(nn.Module):
             kind, entry = self.kind_of[layer], entries[layer]
             view = views[kind] or self._view(kind, where, where if entry is None else entry.where, x)
             views[kind] = view
+            view.lengths = None if entry is None else entry.lengths
             x = self._run(
                 block,
                 x,

@@ -18,6 +18,7 @@ class Row:
     padded: tuple[str, ...] = ("left", "right")
     rounded: float = 0.0  # further from ours by a constant the class writes with so few digits
     untie: bool = False  # the output is stored, although the configuration calls it tied
+    end: int | None = None  # the id of the last token, which stands nowhere else
     kernel: str = "eager"  # which of its implementations the class is to run
 
 
@@ -162,9 +163,7 @@ ROWS: dict[str, Row] = {
     ),
     "qwen3": Row(model="Qwen3ForCausalLM", sizes=SIZED | {"tie_word_embeddings": True} | rope(1e6)),
     "phi3": Row(model="Phi3ForCausalLM", sizes=GROUPED | {"sliding_window": WINDOW}),
-    "phi3 longrope": Row(
-        model="Phi3ForCausalLM", sizes=GROUPED | {"original_max_position_embeddings": 31} | LONGROPE
-    ),
+    "phi3 longrope": Row(model="Phi3ForCausalLM", sizes=GROUPED | {"original_max_position_embeddings": 31} | LONGROPE),
     "granite": Row(
         model="GraniteForCausalLM",
         sizes=GROUPED
@@ -184,9 +183,7 @@ ROWS: dict[str, Row] = {
     "bert": Row(model="BertModel", sizes=NAMED, padded=("right",)),
     "bert masked": Row(model="BertForMaskedLM", sizes=NAMED),
     # The published poolers take the first column, which under left padding is no token.
-    "bert classifier": Row(
-        model="BertForSequenceClassification", sizes=NAMED | {"num_labels": 7}, padded=("right",)
-    ),
+    "bert classifier": Row(model="BertForSequenceClassification", sizes=NAMED | {"num_labels": 7}, padded=("right",)),
     "bert tagger": Row(model="BertForTokenClassification", sizes=NAMED | {"num_labels": 7}),
     "roberta": Row(model="RobertaModel", sizes=ROBERTA, places=False, padded=("right",)),
     "roberta masked": Row(model="RobertaForMaskedLM", sizes=ROBERTA, places=False),
@@ -198,7 +195,10 @@ ROWS: dict[str, Row] = {
     "distilbert": Row(model="DistilBertModel", sizes=DISTILBERT, places=False, padded=("right",)),
     "distilbert masked": Row(model="DistilBertForMaskedLM", sizes=DISTILBERT, places=False, padded=("right",)),
     "distilbert classifier": Row(
-        model="DistilBertForSequenceClassification", sizes=DISTILBERT | {"num_labels": 7}, places=False, padded=("right",)
+        model="DistilBertForSequenceClassification",
+        sizes=DISTILBERT | {"num_labels": 7},
+        places=False,
+        padded=("right",),
     ),
     "albert": Row(model="AlbertModel", sizes=SMALLER, padded=("right",)),
     "albert masked": Row(model="AlbertForMaskedLM", sizes=SMALLER),
@@ -284,9 +284,7 @@ ROWS: dict[str, Row] = {
         places=False,
     ),
     "falcon-7b": Row(model="FalconForCausalLM", sizes=FALCON),
-    "falcon-40b": Row(
-        model="FalconForCausalLM", sizes=FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}
-    ),
+    "falcon-40b": Row(model="FalconForCausalLM", sizes=FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}),
     "falcon-rw": Row(
         model="FalconForCausalLM",
         sizes=FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
@@ -316,12 +314,34 @@ ROWS: dict[str, Row] = {
     ),
     "gpt_oss": Row(
         model="GptOssForCausalLM",
-        sizes=SIZED | EXPERTS | {"sliding_window": WINDOW} | rope(150_000.0, "yarn", factor=4.0, truncate=False,
-                                                                  original_max_position_embeddings=9),
+        sizes=SIZED
+        | EXPERTS
+        | {"sliding_window": WINDOW}
+        | rope(150_000.0, "yarn", factor=4.0, truncate=False, original_max_position_embeddings=9),
     ),
     "olmo": Row(model="OlmoForCausalLM", sizes=GROUPED | {"clip_qkv": 0.7}),
     "nemotron": Row(model="NemotronForCausalLM", sizes=SIZED | rope(partial_rotary_factor=0.4)),
     "glm4": Row(model="Glm4ForCausalLM", sizes=SIZED | rope(partial_rotary_factor=0.4)),
     "modernbert": Row(model="ModernBertModel", sizes=MODERNBERT),
     "modernbert masked": Row(model="ModernBertForMaskedLM", sizes=MODERNBERT),
-}  # fmt: skip
+    "vit": Row(model="ViTForImageClassification", sizes=LABELLED),
+    "vit without biases": Row(model="ViTModel", sizes=IMAGE | {"qkv_bias": False}),
+    "deit": Row(model="DeiTForImageClassification", sizes=LABELLED),
+    "deit with teacher": Row(model="DeiTForImageClassificationWithTeacher", sizes=LABELLED),
+    "dinov2": Row(model="Dinov2Model", sizes=IMAGE | {"mlp_ratio": 3}),
+    "dinov2 giant": Row(model="Dinov2Model", sizes=IMAGE | {"use_swiglu_ffn": True}),
+    "clip text": Row(model="CLIPTextModel", sizes=NAMED | {"eos_token_id": VOCAB - 1}, end=VOCAB - 1),
+    "clip text projected": Row(
+        model="CLIPTextModelWithProjection",
+        sizes=NAMED | {"eos_token_id": VOCAB - 1, "projection_dim": 13},
+        end=VOCAB - 1,
+    ),
+    "clip vision": Row(model="CLIPVisionModel", sizes=IMAGE),
+    "clip vision projected": Row(model="CLIPVisionModelWithProjection", sizes=IMAGE | {"projection_dim": 13}),
+    "whisper": Row(
+        model="WhisperForConditionalGeneration",
+        sizes=BART | {"num_mel_bins": 11, "max_source_positions": 17, "max_target_positions": CONTEXT},
+        places=False,
+        padded=("right",),
+    ),
+}

@@ -39,7 +39,9 @@ from monoblock.accounting.held import Held, attention_held, join, norm_held, tim
 from monoblock.accounting.parameters import block_counts, head_linears, norm_count, patch_linear, projection_linear
 from monoblock.config import (
     BlockConfig,
+    EmbeddingConfig,
     FeedForwardConfig,
+    FramesConfig,
     HeadConfig,
     ModelConfig,
     PatchConfig,
@@ -133,10 +135,12 @@ def _inputs(config: ModelConfig, size: Sizes) -> Held:
         rows, wide = size.batch * length, config.width
         if isinstance(given, PatchConfig):
             found.append(Held(size.batch * (length - given.prefix) * patch_linear(given, wide).inputs))
+        elif isinstance(given, FramesConfig):  # two frames a place: what each convolution reads, and each activation
+            found.append(Held(rows * (2 * given.channels + 2 * wide + 2 * wide + wide)))
         elif projection := projection_linear(given, wide):
             found.append(Held(rows * projection.inputs))
             wide = projection.inputs if given.projection == "last" else wide
-        if not isinstance(given, PatchConfig) and given.scale != 1.0:
+        if isinstance(given, EmbeddingConfig) and given.scale != 1.0:
             found.append(Held(1))
         found.append(norm_held(given.norm, rows, wide))
         found.append(Held(bytes=rows * wide if given.dropout > 0 else 0))
@@ -151,9 +155,10 @@ def _head(config: ModelConfig, size: Sizes) -> Held:
     found = [_pooled(config, head, size)]
     for place, linear in enumerate(linears):
         rows = size.batch * (size.target if linear.rows == "tokens" else 1)
-        taken = place == 0 and head.pooling != "mean" and linear.rows == "sequences"  # counted with the places
+        first = place == 0 or linear.name == "teacher"
+        taken = first and head.pooling != "mean" and linear.rows == "sequences"  # counted with the places
         found.append(Held(0 if taken else rows * linear.inputs))
-        if linear.name == "output":
+        if linear.name == "output" and head.kind != "pooled":
             logits = rows * linear.outputs * (1 if head.softcap is None else 2)
             found += [norm_held(head.norm, rows, linear.inputs), Held(logits, singles=rows * linear.outputs)]
             found.append(Held(bytes=rows * linear.inputs if head.dropout > 0 else 0))
@@ -164,11 +169,11 @@ def _head(config: ModelConfig, size: Sizes) -> Held:
 
 def _pooled(config: ModelConfig, head: HeadConfig, size: Sizes) -> Held:
     """All places where one of them is read, what the pooler's activation keeps that no matrix reads, and lengths."""
-    reads_it = head.kind == "classifier" or head.pooler != "none" or head.normalize
+    reads_it = head.kind == "classifier" or head.pooler != "none" or head.normalize or head.project is not None
     if head.kind not in ("classifier", "pooled") or not reads_it:
         return Held()
     places = size.target if head.pooling != "mean" else 0
-    alone = head.kind == "pooled" or head.dropout > 0
+    alone = (head.kind == "pooled" and head.project is None) or head.dropout > 0
     inside, result = INSIDE["identity" if head.pooler == "none" else head.pooler]
     vectors = inside + (result and alone)
     if head.normalize and head.pooling == "mean":

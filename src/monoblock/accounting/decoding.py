@@ -25,6 +25,7 @@ from monoblock.accounting.flops import (
 )
 from monoblock.accounting.memory import slot, stored_bytes
 from monoblock.accounting.parameters import attention_linears, block_counts, head_linears, matrix_weights
+from monoblock.accounting.quantized import block_bytes, head_bytes
 from monoblock.config import BlockConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import InputError
 
@@ -123,6 +124,25 @@ def _moved(config: ModelConfig, plan: Plan, size: Sizes) -> int:
     return found
 
 
+def _saved(config: ModelConfig, plan: Plan, size: Sizes, dtype: str) -> int:
+    """Bytes that need not be moved because the matrices read are quantised."""
+    head = sum(linear.matrix for linear in head_linears(config))
+    saved = plan.new * (stored_bytes(head, dtype) - head_bytes(config, dtype))
+    later = size.batch * plan.beams * (1 if plan.cached else plan.prompt + 1)
+    readings = {
+        "decoder": ((1, size.batch * plan.prompt), (plan.new - 1, later)),
+        "encoder": ((1, size.batch * size.source),),
+    }
+    for name, stack in config.stacks.items():
+        for block, times in block_counts(stack).items():
+            for steps, rows in readings[name]:
+                experts = block.feedforward.experts
+                reached = min(experts.count, rows * experts.top_k) if experts else None
+                wide = stored_bytes(matrix_weights(block, reached), dtype)
+                saved += steps * times * (wide - block_bytes(config, block, dtype, reached))
+    return saved
+
+
 def decoding(
     config: ModelConfig | RecurrentConfig,
     *,
@@ -154,4 +174,5 @@ def decoding(
         work += sum(stack_flops(config.encoder, batch, size.source, 0).values())
         read = batch * size.source
         numbers += sum(times * _block_weights(block, read) for block, times in block_counts(config.encoder).items())
-    return Decoding(steps=new, positions=batch * plan.positions, flops=work, bytes_moved=stored_bytes(numbers, dtype))
+    moved = stored_bytes(numbers, dtype) - (_saved(config, plan, size, dtype) if config.quantize else 0)
+    return Decoding(steps=new, positions=batch * plan.positions, flops=work, bytes_moved=moved)

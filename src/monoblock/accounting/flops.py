@@ -24,6 +24,7 @@ from monoblock.accounting.parameters import (
     attention_linears,
     block_counts,
     feedforward_linears,
+    frame_linears,
     head_linears,
     patch_linear,
     projection_linear,
@@ -34,6 +35,7 @@ from monoblock.config import (
     AttentionConfig,
     BlockConfig,
     EmbeddingConfig,
+    FramesConfig,
     Learned,
     ModelConfig,
     PatchConfig,
@@ -43,7 +45,7 @@ from monoblock.config import (
 from monoblock.errors import InputError
 
 DEFAULT_LENGTH = 512  # where a model has no context of its own
-UNLEARNED = ("input.patch",)  # products of which one factor is data
+UNLEARNED = ("input.patch", "input.first")  # products of which one factor is data
 
 
 class Sizes(NamedTuple):
@@ -73,7 +75,7 @@ def sizes(
     return Sizes(batch, source, _fitting(config.output_input, target, "target_length"))
 
 
-def _fitting(given: EmbeddingConfig | PatchConfig, length: int | None, name: str) -> int:
+def _fitting(given: EmbeddingConfig | PatchConfig | FramesConfig, length: int | None, name: str) -> int:
     context = given.context
     if length is None:
         return context or DEFAULT_LENGTH
@@ -152,7 +154,7 @@ def head_flops(config: ModelConfig, batch: int, tokens: int) -> dict[str, int]:
     }
 
 
-def reads(config: ModelConfig, size: Sizes) -> Iterator[tuple[str, EmbeddingConfig | PatchConfig, int]]:
+def reads(config: ModelConfig, size: Sizes) -> Iterator[tuple[str, EmbeddingConfig | PatchConfig | FramesConfig, int]]:
     """Each reading of an input: its place, what reads it, how many tokens it gives."""
     yield "input", config.input, size.source
     if config.family == "encoder-decoder":
@@ -165,6 +167,10 @@ def _input_flops(config: ModelConfig, size: Sizes) -> Iterator[tuple[str, int]]:
         if isinstance(given, PatchConfig):
             rows = size.batch * (length - given.prefix)
             yield f"{place}.patch", matrix_flops((patch_linear(given, config.width),), rows)
+        elif isinstance(given, FramesConfig):
+            first, second = frame_linears(given, config.width)
+            yield f"{place}.first", matrix_flops((first,), size.batch * 2 * length)  # two frames a place
+            yield f"{place}.second", matrix_flops((second,), size.batch * length)
         elif projection := projection_linear(given, config.width):
             yield f"{place}.projection", matrix_flops((projection,), size.batch * length)
 

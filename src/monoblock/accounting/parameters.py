@@ -23,6 +23,7 @@ from monoblock.config import (
     Buckets,
     EmbeddingConfig,
     FeedForwardConfig,
+    FramesConfig,
     HeadConfig,
     Learned,
     ModelConfig,
@@ -89,9 +90,9 @@ def router_linear(feedforward: FeedForwardConfig, width: int) -> Linear | None:
     return None if experts is None else Linear("router", width, experts.count, experts.router_bias)
 
 
-def projection_linear(given: EmbeddingConfig | PatchConfig, width: int) -> Linear | None:
+def projection_linear(given: EmbeddingConfig | PatchConfig | FramesConfig, width: int) -> Linear | None:
     """From the size of a factorised embedding to the width."""
-    if isinstance(given, PatchConfig) or given.dim in (None, width):
+    if not isinstance(given, EmbeddingConfig) or given.dim in (None, width):
         return None
     assert given.dim is not None
     return Linear("projection", given.dim, width, given.projection_bias)
@@ -115,6 +116,8 @@ def head_linears(config: ModelConfig) -> tuple[Linear, ...]:
     if outputs:
         tied = config.tie in ("output", "three_way")
         found.append(Linear("output", size, outputs, head.bias == "learned", tied, rows))
+    if head.teacher:
+        found.append(Linear("teacher", size, outputs, head.bias == "learned", rows=rows))
     return tuple(found)
 
 
@@ -131,7 +134,7 @@ def _outputs(config: ModelConfig, head: HeadConfig) -> int:
     if head.kind in ("language_model", "masked_lm"):
         assert isinstance(config.output_input, EmbeddingConfig)
         return config.output_input.vocab
-    return {"spans": 2, "pooled": 0}.get(head.kind, head.classes or 0)
+    return {"spans": 2, "pooled": head.project or 0}.get(head.kind, head.classes or 0)
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
@@ -152,6 +155,8 @@ def _token_input(given: EmbeddingConfig, width: int, owns_tokens: bool) -> Itera
 def _patch_input(given: PatchConfig, width: int) -> Iterator[tuple[str, int]]:
     yield "patch", patch_linear(given, width).parameters
     yield "class_token", width if given.class_token else 0
+    yield "distillation_token", width if given.distillation_token else 0
+    yield "mask_token", width if given.mask_token else 0
     yield "registers", given.registers * width
     yield "position", given.places * width if isinstance(given.positions, Learned) else 0
     yield "norm", norm_parameters(given.norm, width)
@@ -160,6 +165,17 @@ def _patch_input(given: PatchConfig, width: int) -> Iterator[tuple[str, int]]:
 def patch_linear(given: PatchConfig, width: int) -> Linear:
     """The convolution over patches: each patch is read once, so it is a matrix on flattened patches."""
     return Linear("patch", given.channels * given.patch**2, width, given.bias)
+
+
+def frame_linears(given: FramesConfig, width: int) -> tuple[Linear, Linear]:
+    """The two convolutions, each a matrix on three columns beside each other; the first is read at every frame."""
+    return Linear("first", 3 * given.channels, width, bias=True), Linear("second", 3 * width, width, bias=True)
+
+
+def _frame_input(given: FramesConfig, width: int) -> Iterator[tuple[str, int]]:
+    yield from ((linear.name, linear.parameters) for linear in frame_linears(given, width))
+    yield "position", given.context * width if isinstance(given.positions, Learned) else 0
+    yield "norm", norm_parameters(given.norm, width)
 
 
 def _attention(name: str, attention: AttentionConfig, width: int) -> Iterator[tuple[str, int]]:
@@ -265,6 +281,8 @@ def parameters(config: ModelConfig, *, active: bool = False) -> Counts:
     for place, given in config.inputs.items():
         if isinstance(given, PatchConfig):
             rows = _patch_input(given, config.width)
+        elif isinstance(given, FramesConfig):
+            rows = _frame_input(given, config.width)
         else:
             owns = place == "input" or config.tie not in ("source_target", "three_way")
             rows = _token_input(given, config.width, owns)

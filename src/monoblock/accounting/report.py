@@ -11,6 +11,7 @@ from monoblock.accounting.decoding import Decoding, decoding
 from monoblock.accounting.flops import Flops, flops, gpu_hours, rule_of_six, sizes
 from monoblock.accounting.memory import TRAINED_IN, TrainingBytes, kv_cache, stored_bytes, training_bytes
 from monoblock.accounting.parameters import parameters
+from monoblock.accounting.quantized import weight_bytes
 from monoblock.accounting.recurrent import recurrent_parameters
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.presets import preset
@@ -67,7 +68,10 @@ class Account:
         )
 
     def weight_bytes(self, dtype: str = "bf16") -> int:
-        return stored_bytes(self.parameters, dtype)
+        """Of all weights; the matrices of a quantised model as they are packed, the rest in `dtype`."""
+        if isinstance(self.config, RecurrentConfig):
+            return stored_bytes(self.parameters, dtype)
+        return weight_bytes(self.config, dtype)
 
     def kv_cache_bytes(
         self, batch: int = 1, length: int | None = None, dtype: str = "bf16", target_length: int | None = None

@@ -108,7 +108,8 @@ def _measured(found: Account, options: dict[str, Any]) -> dict[str, Any]:
         if isinstance(config.input, PatchConfig):
             inputs = [torch.zeros(batch, config.input.channels, config.input.image, config.input.image)]
         else:
-            assert isinstance(config.input, EmbeddingConfig)
+            if not isinstance(config.input, EmbeddingConfig):
+                raise ConfigError("--measure times models that read words or images; leave it out")
             lengths = (sizes.source, sizes.target) if found.family == "encoder-decoder" else (sizes.source,)
             inputs = [torch.randint(config.input.vocab, (batch, length)) for length in lengths]
     return {"device": str(device), "parts": {name: asdict(part) for name, part in profile(model, *inputs).items()}}

@@ -19,6 +19,11 @@ VERBS = {
     "ls": ("monoblock.cli.ls", "List what there is to work with: recipes, presets, corpora, runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer; show how one cuts text."),
     "train": ("monoblock.cli.train", "Train a model by a recipe."),
+    "generate": ("monoblock.cli.generate", "Continue a text, shown as it comes."),
+    "chat": ("monoblock.cli.chat", "Talk with a model that has a chat template."),
+    "bench": ("monoblock.cli.bench", "Tokens per second and memory, beside the peers that are installed."),
+    "convert": ("monoblock.cli.convert", "Between our folder, Hugging Face and GGUF, with a parity certificate."),
+    "quantize": ("monoblock.cli.quantize", "Store a model's matrices in 8 or 4 bits, and say what that costs."),
     "account": ("monoblock.cli.account", "Parameters, FLOPs and memory of a model that need not be built."),
     "env": ("monoblock.cli.env", "Versions, devices, what would be chosen and why."),
 }

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding import beam
+from monoblock.decoding.captured import Captured, capturable
+from monoblock.decoding.choice import chance, chosen, each, live, past
 from monoblock.decoding.filters import Filters
 from monoblock.decoding.lanes import Event, Lane
-from monoblock.decoding.logits import Past
+from monoblock.decoding.prepare import prepared
 from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
-from monoblock.decoding.sample import choose
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import Proposer
+from monoblock.decoding.speculative import Proposer, speculate
 from monoblock.errors import InputError
 from monoblock.model import Transformer
-
 
 GREEDY = Settings()
 
@@ -46,10 +46,13 @@ class Engine:
         use_cache: bool = True,
         chunk: int | None = None,
         proposer: Proposer | None = None,
+        burst: int = 16,
+        fast: bool = True,
     ) -> None:
         if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
             raise InputError(f"a {model.config.family} model without a language-model head continues no text")
-        self.model, self.limit = model, rows
+        self.model, self.limit, self.burst = prepared(model).eval() if fast else model, rows, burst
+        self.captures = fast and proposer is None and capturable(model)
         limit = capacity if capacity is not None else model.config.context
         if limit is None:
             raise InputError("this model sets no length; say how many tokens a text may have: capacity=…")
@@ -114,22 +117,26 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Every running request one token on (or some, when proposals are accepted); newcomers their first."""
-        old, new = list(self.lanes), self._admit()
+        new = self._admit()  # which lets go of what is over, so that only then it is known what runs
+        old = list(self.lanes)
         if not old and not new:
             return []
+        count = 0 if new else self._burst(old)
+        if count > 1:
+            return self._advance_many(old, count)
         events: list[Event] = []
         if old and self.proposer is not None:
-            events += self._speculate(old)
+            events += speculate(self.rows, self.proposer, old, self.capacity)
             logits = None
         else:
             logits = self._advance(old) if old else None
         if new:
             begun = self._begin(new)
             logits = begun if logits is None else torch.cat((logits, begun))
-        chosen = old + new if self.proposer is None else new
-        if chosen:
+        asking = old + new if self.proposer is None else new
+        if asking:
             assert logits is not None
-            events += self._choose(chosen, logits.float())
+            events += self._choose(asking, logits.float())
         self._retire()
         return events
 
@@ -152,11 +159,7 @@ class Engine:
     def _begin(self, new: list[Lane]) -> Tensor:
         copies = new[0].settings.rows
         if self.rows is None or not self.lanes:
-            self.rows = (
-                Cached(self.model, self.capacity, copies, self.chunk)
-                if self.use_cache
-                else Recomputed(self.model, self.capacity, copies)
-            )
+            self.rows = self._fresh_rows(copies)
             if self.proposer is not None:
                 self.proposer.reset(self.capacity, copies)
         prompts = [lane.prompt for lane in new]
@@ -167,89 +170,65 @@ class Engine:
         self.filters = None
         return logits
 
+    def _fresh_rows(self, copies: int) -> Rows:
+        if not self.use_cache:
+            return Recomputed(self.model, self.capacity, copies)
+        if isinstance(self.rows, Captured) and self.rows.copies == copies:
+            return self.rows
+        kind = Captured if self.captures else Cached
+        return kind(self.model, self.capacity, copies, self.chunk)
+
     def _advance(self, lanes: list[Lane]) -> Tensor:
         assert self.rows is not None
-        tokens = [lane.newest(row) for lane, row in _each(lanes)]
-        return self.rows.step(torch.tensor(tokens, device=self.rows.device), self._live(lanes))
+        tokens = [lane.newest(row) for lane, row in each(lanes)]
+        return self.rows.step(torch.tensor(tokens, device=self.rows.device), live(lanes, self.rows.device))
 
-    def _live(self, lanes: list[Lane]) -> Tensor | None:
-        """Which rows go on, or None when all do."""
-        assert self.rows is not None
-        going = [not lane.over(row) for lane, row in _each(lanes)]
-        return None if all(going) else torch.tensor(going, device=self.rows.device)
+    def _burst(self, lanes: list[Lane]) -> int:
+        """How many steps may be taken before anybody looks; 0 where tokens must be chosen one by one."""
+        filters = self.filters
+        if not isinstance(self.rows, Captured) or self.proposer is not None or filters is None:
+            return 0
+        if lanes[0].beams is not None or not filters.by_itself:
+            return 0
+        return min(
+            self.burst, *(lane.room - len(lane.rows[row].new) for lane, row in each(lanes) if not lane.over(row))
+        )
+
+    def _advance_many(self, lanes: list[Lane], count: int) -> list[Event]:
+        """Several steps at once on the device; what a row says after its end is not heard."""
+        assert isinstance(self.rows, Captured)
+        assert self.filters is not None
+        pairs, device = each(lanes), self.rows.device
+        tokens = torch.tensor([lane.newest(row) for lane, row in pairs], device=device)
+        drawn = (
+            [[chance(lane, row, ahead) for ahead in range(count)] for lane, row in pairs] if self.filters.draws else []
+        )
+        chances = torch.tensor(drawn, dtype=torch.double, device=device) if drawn else None
+        said = self.rows.burst(tokens, count, chances, self.filters.choose, self.filters.key, live(lanes, device))
+        heard = [lane.say(row, tokens) for (lane, row), tokens in zip(pairs, said.tolist(), strict=True)]
+        self._retire()
+        return [event for event in heard if event is not None]
 
     def _choose(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
         if self.filters is None or len(self.filters.rows) != len(logits):
             self.filters = Filters([lane.settings for lane in lanes for _ in range(lane.settings.rows)], logits.device)
         if lanes[0].beams is not None:
             return self._search(lanes, logits)
-        tokens = self._tokens(lanes, logits, self.filters)
-        said = (lane.say(row, tokens[place]) for place, (lane, row) in enumerate(_each(lanes)))
+        tokens = chosen(lanes, logits, self.filters)
+        said = (lane.say(row, tokens[place : place + 1]) for place, (lane, row) in enumerate(each(lanes)))
         return [event for event in said if event is not None]
-
-    def _tokens(self, lanes: list[Lane], logits: Tensor, filters: Filters) -> list[int]:
-        """One token a row."""
-        logits = filters.rules(logits, self._past(lanes, filters), [len(l.rows[r].new) for l, r in _each(lanes)])
-        if not filters.draws:
-            return logits.argmax(-1).tolist()
-        chances = [_chance(lane, row) for lane, row in _each(lanes)]
-        drawn = choose(filters.chances(logits), torch.tensor(chances, device=logits.device, dtype=torch.double))
-        return torch.where(filters.drawn, drawn, logits.argmax(-1)).tolist()
-
-    def _past(self, lanes: list[Lane], filters: Filters) -> Past | None:
-        if not filters.looks_back:
-            return None
-        texts = [lane.text(row) for lane, row in _each(lanes)]
-        longest = max(len(text) for text in texts)
-        tokens = torch.tensor([text + [-1] * (longest - len(text)) for text in texts], device=filters.device)
-        return Past(tokens, torch.tensor([len(text) for text in texts], device=filters.device))
 
     def _search(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
         assert self.filters is not None
         assert self.rows is not None
-        new = [lane.count for lane, _ in _each(lanes)]
-        shares = self.filters.rules(logits.log_softmax(-1), self._past(lanes, self.filters), new)
+        new = [lane.count for lane, _ in each(lanes)]
+        shares = self.filters.rules(logits.log_softmax(-1), past(lanes, self.filters), new)
         searches = [lane.beams for lane in lanes if lane.beams is not None]
+        running = [lane for lane in lanes if not lane.done]
         origins = beam.advance(searches, shares)
         if origins != list(range(len(origins))):
             self.rows.select(torch.tensor(origins, device=logits.device))
-        return [event for lane in lanes if lane.done for event in lane.verdicts()]
-
-    # -- speculation ----------------------------------------------------------------------------------------------
-
-    def _speculate(self, lanes: list[Lane]) -> list[Event]:
-        """Several tokens at once: proposals are kept as long as they are what would have been chosen anyway."""
-        rows, proposer = self.rows, self.proposer
-        assert isinstance(rows, Cached)
-        assert proposer is not None
-        lanes_rows = _each(lanes)
-        texts = [lane.text(row) for lane, row in lanes_rows]
-        open_rows = {number for number, (lane, row) in enumerate(lanes_rows) if not lane.over(row)}
-        room = min(self.capacity - len(texts[number]) for number in open_rows)
-        live = self._live(lanes)
-        proposed = proposer.propose(texts, lanes, room, live)  # (rows, k)
-        newest = torch.tensor([text[-1:] for text in texts], device=rows.device)
-        logits = rows.ahead(torch.cat((newest, proposed.to(rows.device)), 1), live).float()
-        filters = Filters([lane.settings for lane, _ in lanes_rows], rows.device)
-        events: list[Event] = []
-        counts, guesses = [0] * len(lanes_rows), proposed.tolist()
-        for place in range(logits.shape[1]):
-            tokens = self._tokens(lanes, logits[:, place], filters)
-            for number in sorted(open_rows):
-                lane, row = lanes_rows[number]
-                event = lane.say(row, tokens[number])
-                counts[number] += 1
-                if event is not None:
-                    events.append(event)
-                guessed = place < len(guesses[number]) and guesses[number][place] == tokens[number]
-                if event is None or event.finished or not guessed:
-                    open_rows.discard(number)
-            if not open_rows:
-                break
-        kept = torch.tensor(counts, device=rows.device)
-        rows.keep(kept)
-        proposer.keep(kept)
-        return events
+        return [event for lane in running if lane.done for event in lane.verdicts()]
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
@@ -265,7 +244,9 @@ class Engine:
         kept = [number for number, lane in enumerate(self.lanes) if lane not in gone]
         size = self.lanes[0].settings.rows
         if not kept:
-            self.lanes, self.rows, self.filters = [], None, None
+            self.lanes, self.filters = [], None
+            if isinstance(self.rows, Captured):
+                self.rows.rest()
             return
         assert self.rows is not None
         rows = torch.tensor([number * size + row for number in kept for row in range(size)], device=self.rows.device)
@@ -275,12 +256,3 @@ class Engine:
             self.proposer.select(rows)
         self.lanes = [self.lanes[number] for number in kept]
         self.filters = None
-
-
-def _each(lanes: list[Lane]) -> list[tuple[Lane, int]]:
-    return [(lane, row) for lane in lanes for row in range(lane.settings.rows)]
-
-
-def _chance(lane: Lane, row: int) -> float:
-    noise = lane.rows[row].noise
-    return 0.0 if noise is None else noise[len(lane.rows[row].new)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from monoblock.decoding import logits as shape
 from monoblock.decoding.logits import Past
+from monoblock.decoding.sample import choose
 from monoblock.decoding.settings import Settings
 
 # name in Settings -> filter; a row whose value is the neutral one is left as it is.
@@ -51,9 +52,21 @@ class Filters:
         return bool(self.by_past) or any(row.bad_words_ids for row in self.rows)
 
     @property
-    def plain(self) -> bool:
-        """Nothing is filtered: the best token is the best token."""
-        return not (self.by_past or self.ruled or self.draws)
+    def by_itself(self) -> bool:
+        """Whether a token follows from the logits and a chance alone, whatever was said before."""
+        return not (self.by_past or self.ruled)
+
+    @property
+    def key(self) -> object:
+        """All that the choice of a token depends on."""
+        return tuple(tuple(getattr(row, name) for name in BY_CHANCE) for row in self.rows)
+
+    def choose(self, logits: Tensor, chances: Tensor) -> Tensor:
+        """A token a row (B,): the best, or the one its chance (B,) points at."""
+        best = logits.argmax(-1)
+        if not self.draws:
+            return best
+        return torch.where(self.drawn, choose(self.chances(logits), chances), best)
 
     def _chosen(self, table: dict[str, tuple[Callable[..., Tensor], float]]) -> list[tuple[Callable[..., Tensor], Any]]:
         found: list[tuple[Callable[..., Tensor], Any]] = []

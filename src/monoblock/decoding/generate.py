@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class Asked:
         longest = max(len(head) for head, _ in self.prompts)
         self.capacity = _capacity(model, longest, self.settings)
         rows = max(MANY, self.settings.rows)
-        self.engine = Engine(model, rows=rows, capacity=self.capacity, use_cache=use_cache, proposer=proposer)
+        self.engine = _engine(model, rows, self.capacity, use_cache, proposer)
         self.requests = [self.engine.add(head, self.settings, text) for head, text in self.prompts]
         self.each = self.settings.num_return_sequences
 
@@ -98,6 +99,22 @@ class Asked:
 
     def _heads(self) -> Tensor:
         return torch.tensor([head for head, _ in self.prompts], device=self.ids.device)
+
+
+# What was recorded on a GPU for a model, for the next call of the same shapes; it goes when the model goes.
+KEPT: WeakKeyDictionary[Transformer, tuple[tuple[int, ...], Engine]] = WeakKeyDictionary()
+
+
+def _engine(model: Transformer, rows: int, capacity: int, use_cache: bool, proposer: Proposer | None) -> Engine:
+    if not use_cache or proposer is not None or not next(model.parameters()).is_cuda:
+        return Engine(model, rows=rows, capacity=capacity, use_cache=use_cache, proposer=proposer)
+    where = tuple(weight.data_ptr() for weight in model.parameters())
+    kept = KEPT.get(model)
+    if kept is not None and kept[0] == where and not kept[1].busy and kept[1].capacity == capacity:
+        return kept[1]
+    engine = Engine(model, rows=rows, capacity=capacity)
+    KEPT[model] = tuple(weight.data_ptr() for weight in model.parameters()), engine  # joining has moved some
+    return engine
 
 
 def _proposer(model: Transformer, draft: Transformer | None, lookup: int) -> Proposer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,17 +64,19 @@ class Lane:
             return self.beams.tokens[row]
         return self.rows[row].new[-1] if self.rows[row].new else 0
 
-    def say(self, row: int, token: int) -> Event | None:
-        """A token chosen for a row; None where the row is over."""
+    def say(self, row: int, tokens: Sequence[int]) -> Event | None:
+        """Tokens chosen for a row, heard up to its end; None where the row was over before."""
         mine = self.rows[row]
         if mine.finished:
             return None
-        mine.new.append(token)
-        if token in self.settings.eos_token_id:
-            mine.finished = "stop"
-        elif len(mine.new) >= self.room:
+        heard = tokens[: self.room - len(mine.new)]
+        ends = [place for place, token in enumerate(heard) if token in self.settings.eos_token_id]
+        if ends:
+            heard, mine.finished = heard[: ends[0] + 1], "stop"
+        mine.new.extend(heard)
+        if not mine.finished and len(mine.new) >= self.room:
             mine.finished = "length"
-        return Event(self.id, row, (token,), mine.finished)
+        return Event(self.id, row, tuple(heard), mine.finished)
 
     def verdicts(self) -> list[Event]:
         """The best texts of a finished beam search."""

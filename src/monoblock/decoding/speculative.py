@@ -12,14 +12,15 @@ agrees as often as its distribution does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from monoblock.decoding.choice import chance, chosen, each, live
 from monoblock.decoding.filters import Filters
-from monoblock.decoding.rows import Cached, Prompt
-from monoblock.decoding.sample import choose
+from monoblock.decoding.lanes import Event, Lane
+from monoblock.decoding.rows import Cached, Prompt, Rows
 from monoblock.errors import InputError
 from monoblock.model import Transformer
 
@@ -27,11 +28,42 @@ from monoblock.model import Transformer
 class Proposer(Protocol):
     def reset(self, capacity: int, copies: int) -> None: ...
     def begin(self, prompts: Sequence[Prompt]) -> None: ...
-    def propose(
-        self, texts: Sequence[Sequence[int]], lanes: Sequence[Any], room: int, live: Tensor | None
-    ) -> Tensor: ...
+    def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor: ...
     def keep(self, counts: Tensor) -> None: ...
     def select(self, rows: Tensor) -> None: ...
+
+
+def speculate(rows: Rows | None, proposer: Proposer, lanes: list[Lane], capacity: int) -> list[Event]:
+    """Several tokens at once: proposals are kept as long as they are what would have been chosen anyway."""
+    assert isinstance(rows, Cached)
+    pairs = each(lanes)
+    texts = [lane.text(row) for lane, row in pairs]
+    going = {number for number, (lane, row) in enumerate(pairs) if not lane.over(row)}
+    room = min(capacity - len(texts[number]) for number in going)
+    alive = live(lanes, rows.device)
+    proposed = proposer.propose(texts, lanes, room, alive)  # (rows, k)
+    newest = torch.tensor([text[-1:] for text in texts], device=rows.device)
+    logits = rows.ahead(torch.cat((newest, proposed.to(rows.device)), 1), alive).float()
+    filters = Filters([lane.settings for lane, _ in pairs], rows.device)
+    events: list[Event] = []
+    counts, guesses = [0] * len(pairs), proposed.tolist()
+    for place in range(logits.shape[1]):
+        tokens = chosen(lanes, logits[:, place], filters)
+        for number in sorted(going):
+            lane, row = pairs[number]
+            event = lane.say(row, tokens[number : number + 1])
+            assert event is not None
+            counts[number] += 1
+            events.append(event)
+            guessed = place < len(guesses[number]) and guesses[number][place] == tokens[number]
+            if event.finished or not guessed:
+                going.discard(number)
+        if not going:
+            break
+    kept = torch.tensor(counts, device=rows.device)
+    rows.keep(kept)
+    proposer.keep(kept)
+    return events
 
 
 class LookUp:
@@ -52,7 +84,7 @@ class LookUp:
     def select(self, rows: Tensor) -> None:
         """Nothing to reorder."""
 
-    def propose(self, texts: Sequence[Sequence[int]], lanes: Sequence[Any], room: int, live: Tensor | None) -> Tensor:
+    def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor:
         count = min(self.count, room)
         found = [self._followed(list(text), count) for text in texts]
         return torch.tensor(found, dtype=torch.long).view(len(texts), count)
@@ -91,7 +123,7 @@ class Draft:
         assert self.rows is not None
         self.rows.select(rows)
 
-    def propose(self, texts: Sequence[Sequence[int]], lanes: Sequence[Any], room: int, live: Tensor | None) -> Tensor:
+    def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor:
         """The draft's own continuation; the last token is read too, so that it may stay when all are kept."""
         assert self.rows is not None
         assert self.rows.cache is not None
@@ -99,27 +131,20 @@ class Draft:
         self.before = self.rows.cache.lengths
         ran = max(0, min(self.count, room, left))
         tokens = torch.tensor([text[-1] for text in texts], device=self.rows.device)
-        each = [(lane, row) for lane in lanes for row in range(lane.settings.rows)]
-        filters = Filters([lane.settings for lane, _ in each], self.rows.device)
+        filters = Filters([lane.settings for lane, _ in each(lanes)], self.rows.device)
         proposed = []
         for step in range(ran + (left >= 0)):
             logits = self.rows.step(tokens, live).float()
             if step == ran:
                 break
-            tokens = self._chosen(logits, filters, each, step)
+            tokens = self._chosen(logits, filters, lanes, step)
             proposed.append(tokens)
         return torch.stack(proposed, 1) if proposed else tokens.new_zeros(len(texts), 0)
 
     @staticmethod
-    def _chosen(logits: Tensor, filters: Filters, each: list[tuple[Any, int]], step: int) -> Tensor:
-        best = logits.argmax(-1)
-        if not filters.draws:
-            return best
-        noises = [lane.rows[row].noise for lane, row in each]
-        steps = [len(lane.rows[row].new) + step for lane, row in each]
-        chances = [0.0 if noise is None else noise[at] for noise, at in zip(noises, steps, strict=True)]
-        drawn = choose(filters.chances(logits), torch.tensor(chances, device=logits.device, dtype=torch.double))
-        return torch.where(filters.drawn, drawn, best)
+    def _chosen(logits: Tensor, filters: Filters, lanes: list[Lane], step: int) -> Tensor:
+        chances = [chance(lane, row, step) for lane, row in each(lanes)]
+        return filters.choose(logits, torch.tensor(chances, device=logits.device, dtype=torch.double))
 
     def keep(self, counts: Tensor) -> None:
         """Of what was run ahead, so many tokens were right."""

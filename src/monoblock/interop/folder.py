@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.reader import Reader
-from monoblock.interop.safely import open_weights
+from monoblock.interop.safely import on_meta, open_weights
 from monoblock.interop.shards import LARGEST, save_weights, settle
+from monoblock.quantize.convert import build, stored_formats
 from monoblock.schema import from_dict, to_dict
 from monoblock.untrusted import inside, present, read_json
 
@@ -74,23 +75,40 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
     dtype = _dtype(dtype)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
+    if folder.suffix == ".gguf" and folder.is_file():
+        from monoblock.interop.gguf import load_gguf
+
+        read: Any = load_gguf
+        return read(cls, folder, dtype=dtype, device=device)
     data = _read(folder)
     if "model_type" in data and "format" not in data and cls.__name__ != "Recurrent":
-        return cast(T, _load_published(cast("type[Transformer]", cls), folder, data, dtype, device))
+        return _load_published(cls, folder, data, dtype, device)
     config = _ours(folder, data)
     if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
         what = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
         raise FileError(f"{folder} holds {what}, and {cls.__name__} was asked to load it")
-    with torch.device("meta"):
-        model = cls(config)  # type: ignore[arg-type]
+    small = isinstance(config, ModelConfig) and config.quantize is not None
+    make: Any = (lambda given: build(given, dtype)) if small else cls
+    model: T = on_meta(make, config, len(open_weights(folder)))
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    model.load_state_dict(_tensors(folder, wanted, dtype, device), assign=True, strict=True)
+    exact = stored_formats(model)
+    found = _exact(folder, exact, device) if exact else {}
+    found |= _tensors(folder, wanted, dtype, device, set(exact))
+    model.load_state_dict(found, assign=True, strict=True)
     return model
 
 
-def _load_published(
-    cls: type[Transformer], folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str
-) -> Transformer:
+def _exact(folder: Path, wanted: dict[str, torch.dtype], device: str) -> dict[str, torch.Tensor]:
+    """What a quantised matrix is stored as: in the very format it was written in."""
+    stored = open_weights(folder)
+    for name, dtype in wanted.items():
+        if name in stored and stored.dtypes[name] != dtype:
+            place = stored.file_of[name]
+            raise FileError(f"{place}: {name} holds {stored.dtypes[name]} where the configuration says {dtype}")
+    return {name: stored[name].to(device) for name in wanted if name in stored}
+
+
+def _load_published(cls: Any, folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
     from monoblock.interop.hf import load_hf
 
     try:
@@ -109,7 +127,10 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _tensors(folder: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+def _tensors(
+    folder: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, device: str, exact: set[str]
+) -> dict[str, torch.Tensor]:
+    """The stored tensors but those taken exactly as they are; shapes are compared for all."""
     stored = open_weights(folder)
     _compare(folder, set(stored), set(wanted))
     for name, shape in wanted.items():
@@ -117,10 +138,10 @@ def _tensors(folder: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, de
         if stored.shapes[name] != tuple(shape):
             shapes = f"{stored.shapes[name]} where the configuration says {tuple(shape)}"
             raise FileError(f"{place}: {name} has shape {shapes}")
-        if not stored.dtypes[name].is_floating_point:
+        if name not in exact and not stored.dtypes[name].is_floating_point:
             raise FileError(f"{place}: {name} holds {stored.dtypes[name]} where weights are floating-point numbers")
     reader = Reader(stored, dtype, device)
-    return {name: reader.take([name])[0] for name in wanted}
+    return {name: reader.take([name])[0] for name in wanted if name not in exact}
 
 
 def _compare(folder: Path, stored: set[str], wanted: set[str]) -> None:

@@ -20,6 +20,7 @@ from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
 from monoblock.interop.gguf_names import ARCHITECTURES, CLASS, FACTORS, VOCAB, by_factors
 from monoblock.interop.hf_family import Family
 from monoblock.interop.rename import plan
+from monoblock.interop.safely import on_meta
 from monoblock.tokenizers import gguf_vocab
 from monoblock.tokenizers.gguf_header import Described, Head, read_head
 from monoblock.untrusted import shown
@@ -109,10 +110,9 @@ def load_gguf(
     try:
         tree = family.tree(_given(family.kind, head, stored), CLASS, frozenset())
         config = family.config(tree, tied=_tied(stored))
+        model: Transformer = on_meta(cls, config, len(stored))
     except (ConfigError, FileError) as problem:
         raise FileError(f"{path}: {problem}") from None
-    with torch.device("meta"):
-        model = cls(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     left = set(stored) - {"rope_freqs.weight"} - ({"output.weight"} if config.tie == "output" else set())
     weights: dict[str, Tensor] = {}

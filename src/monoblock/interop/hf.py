@@ -20,11 +20,10 @@ from torch import Tensor
 from monoblock.config import ModelConfig
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
 from monoblock.interop.hf_family import SPEAKS, Family
-from monoblock.interop.hf_harmless import HARMLESS
 from monoblock.interop.hf_table import FAMILIES
 from monoblock.interop.reader import Reader
 from monoblock.interop.rename import Move, Rule, plan
-from monoblock.interop.safely import Weights
+from monoblock.interop.safely import Weights, on_meta
 from monoblock.interop.shards import LARGEST, save_weights, settle
 from monoblock.untrusted import shown
 
@@ -106,12 +105,16 @@ def _speaks(table: Sequence[Rule], name: str) -> bool:
 _PARTS = ("", ".weight", ".bias")
 
 
-def _is_tied(names: Names, stored: Weights, table: Sequence[Rule], tree: Mapping[str, Any], flag: bool) -> bool:
-    """Whether the output matrix is the embedding: it is when it is not stored, or is called tied and is the same."""
+def _output(table: Sequence[Rule]) -> str | None:
+    """What a table calls the output matrix."""
     rule = next((rule for rule in table if rule.ours in ("head.output", "head.output.weight")), None)
-    if rule is None:
-        return True
-    output = rule.theirs if rule.theirs.endswith(".weight") else f"{rule.theirs}.weight"
+    return None if rule is None else f"{rule.theirs.removesuffix('.weight')}.weight"
+
+
+def _is_tied(
+    output: str, names: Names, stored: Weights, table: Sequence[Rule], tree: Mapping[str, Any], flag: bool
+) -> bool:
+    """Whether the output matrix is the embedding: it is when it is not stored, or is called tied and is the same."""
     if output not in names.stored:
         return True
     side = "target.token" if tree["target"] is not None and not tree["share"] else "input.token"
@@ -127,39 +130,34 @@ def load_hf(
 ) -> Transformer:
     """A model from a configuration and tensors of theirs."""
     family, name = find_family(given)
-    tree = family.tree(given, name, HARMLESS)
+    tree = family.tree(given, name)
     flag = bool(given.get("tie_word_embeddings", family.tied))
-    rough = family.config(tree, tied=False)
-    table = family.table(rough, name)
+    table = family.table(family.config(tree, tied=False), name)
     names = Names(stored, family, table)
     speaks = tree["head"] is not None and tree["head"]["kind"] in SPEAKS
-    tied = speaks and _is_tied(names, stored, table, tree, flag)
+    output = _output(table) if speaks else None
+    tied = output is not None and _is_tied(output, names, stored, table, tree, flag)
     config = family.config(family.settle(tree, given, tied), tied=tied)
-    with torch.device("meta"):
-        model = cls(config)
+    model = on_meta(cls, config, len(stored))
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     moves = list(plan(table, shapes, config))
-    _compare(moves, names, stored)
-    reader = Reader(stored, dtype, device)
+    _compare(moves, names, stored, {output} if tied and output else set())
+    reader, found = Reader(stored, dtype, device), dict[str, Tensor]()
     for move in moves:
         parts = reader.take([names[key] for key in move.theirs], move.load)
         for key, part in zip(move.ours, parts, strict=True):
             if part.shape != shapes[key]:
                 said = f"{tuple(part.shape)} where the configuration says {tuple(shapes[key])}"
                 raise FileError(f"{shown(names[move.theirs[0]])} becomes {key} with shape {said}")
-        _assign(model, dict(zip(move.ours, parts, strict=True)))
+        found |= dict(zip(move.ours, parts, strict=True))
+    model.load_state_dict(found, assign=True, strict=True)
     return model
 
 
-def _assign(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors in the place of the weights of a model on the meta device, as they come."""
-    model.load_state_dict(tensors, assign=True, strict=False)
-
-
-def _compare(moves: Sequence[Move], names: Names, stored: Weights) -> None:
+def _compare(moves: Sequence[Move], names: Names, stored: Weights, also: set[str]) -> None:
     wanted = [key for move in moves for key in move.theirs]
     lacking = [key for key in wanted if key not in names]
-    left = names.left_over(set(wanted))
+    left = names.left_over({*wanted, *also})
     for found, what in ((lacking, "lacks"), (left, "holds a tensor this family has no place for")):
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -185,9 +183,9 @@ def choose(config: ModelConfig, kind: str | None = None) -> tuple[Family, str, d
                 return family, name, family.write(config, name)
             except ConfigError as problem:
                 refused = str(problem)
-    why = f": {refused}" if kind is not None and refused else "; give family=… to hear why one of them cannot"
-    whom = "no published family" if kind is None else f"the family {kind}"
-    raise ConfigError(f"{whom} can say this {config.family} model{why}")
+    if kind is not None:
+        raise ConfigError(f"this {config.family} model is none of {kind}: {refused or 'that family has no such head'}")
+    raise ConfigError(f"no published family can say this {config.family} model; family=… tells why one of them cannot")
 
 
 def export_hf(
@@ -206,11 +204,11 @@ def export_hf(
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     chosen, name, found = choose(model.config, family)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | (special or {})
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **(special or {})}
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     found = ids | found | {"dtype": dtype}
     bare = chosen.prefix if name in chosen.bare else ""
-    groups, sizes = [], {}
+    groups, sizes = [], dict[str, int]()
     for move in plan(chosen.table(model.config, name), {k: t.shape for k, t in state.items()}, model.config):
         made = _Made(move, [state[key] for key in move.ours])
         keys = [key.removeprefix(bare) for key in move.theirs]

@@ -13,6 +13,7 @@ nothing.  Whether ours can be said in theirs at all is found out by reading back
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from typing import Any
 
 from monoblock.config import BlockConfig, ModelConfig
 from monoblock.errors import ConfigError, FileError
+from monoblock.interop.hf_harmless import HARMLESS, NEUTRAL
 from monoblock.knobs import Values, rebuild
 from monoblock.parts import AttentionConfig, EmbeddingConfig, InitConfig
-from monoblock.schema import from_dict, to_dict
+from monoblock.schema import to_dict
 from monoblock.schemes import Learned, Rotary
 from monoblock.untrusted import shown
 
@@ -38,7 +40,8 @@ def unroll(config: ModelConfig) -> Tree:
     """Nested dicts; a stack is its layers one by one, and whether they are one block run again and again."""
     tree = to_dict(config)
     for name, stack in config.stacks.items():
-        layers = [to_dict(block) for block in stack.layers()]
+        written = {id(block): to_dict(block) for run in stack.pattern for block in run.blocks}
+        layers = [copy.deepcopy(written[id(block)]) for block in stack.layers()]
         tree[name] = {"layers": layers, "tied": any(run.tied for run in stack.pattern), "norm": tree[name]["norm"]}
     tree["share"] = config.tie in ("source_target", "three_way")  # one table for source and target
     return tree
@@ -50,19 +53,18 @@ def roll(tree: Tree) -> ModelConfig:
     for name in STACKS:
         stack = tree.get(name)
         if stack is not None:
-            blocks = [from_dict(BlockConfig, layer, f"{name}.{n}") for n, layer in enumerate(stack["layers"])]
-            runs = [(blocks[:1], len(blocks))] if stack["tied"] else _pattern(blocks)
+            layers = stack["layers"]
+            runs = [(layers[:1], len(layers))] if stack["tied"] else _pattern(layers)
             pattern = [{"blocks": run, "times": times, "tied": stack["tied"]} for run, times in runs]
-            tree[name] = {"pattern": to_dict(tuple(pattern)), "norm": stack["norm"]}
-            for run in tree[name]["pattern"]:
-                run["blocks"] = [to_dict(block) for block in run["blocks"]]
+            tree[name] = {"pattern": pattern, "norm": stack["norm"]}
     return ModelConfig.from_dict(tree)
 
 
-def _pattern(blocks: Sequence[BlockConfig]) -> list[tuple[Sequence[BlockConfig], int]]:
+def _pattern(blocks: Sequence[Tree]) -> list[tuple[Sequence[Tree], int]]:
     """A few first blocks, a run repeated, a rest: the shortest way to say a list of blocks."""
-    kinds = list(dict.fromkeys(blocks))
-    word = [kinds.index(block) for block in blocks]
+    said = [json.dumps(block, sort_keys=True, default=list) for block in blocks]
+    kinds = {text: number for number, text in enumerate(dict.fromkeys(said))}
+    word = [kinds[text] for text in said]
     count, best = len(word), (len(word) + 1, 0, len(word))
     for first in range(min(count, 5)):
         period = next((p for p in range(1, count - first) if word[first + p :] == word[first:-p]), count - first)
@@ -105,7 +107,7 @@ def put(tree: Tree, paths: str, value: Any) -> None:
         stack, _, rest = path.partition(".")
         if rest == "depth":
             layers = tree[stack]["layers"]
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 10_000:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 2_000:
                 raise ConfigError(f"{shown(value)} is no number of layers; it is a whole number from 1 on")
             tree[stack]["layers"] = [copy.deepcopy(layers[0]) for _ in range(value)]
             continue
@@ -202,11 +204,11 @@ class Several:
 Row = Field | Const | Fixed | Several
 
 
-def check_fields(rows: Sequence[Row], given: Mapping[str, Any], harmless: frozenset[str]) -> dict[str, Any]:
+def check_fields(rows: Sequence[Row], given: Mapping[str, Any], harmless: frozenset[str] = HARMLESS) -> dict[str, Any]:
     """What is given with the defaults filled in; a field nobody knows is refused by name."""
     known = {name: default for row in rows for name, default in row.names.items()}
     for name, value in given.items():
-        if name not in known and name not in harmless:
+        if name not in known and name not in harmless and value not in NEUTRAL.get(name, ()):
             raise FileError(
                 f"its field {shown(name)} ({shown(value)}) is not known here and may change what the model computes; "
                 f"remove it if it does not"
@@ -285,7 +287,8 @@ def sized(config: ModelConfig) -> ModelConfig:
 
 def difference(one: ModelConfig, other: ModelConfig) -> str | None:
     """The first place where two configurations do not compute the same, or None."""
-    return _apart(*(unroll(rebuild(sized(config), _plain)) for config in (one, other)), "")
+    first, second = (unroll(rebuild(sized(config), _plain)) for config in (one, other))
+    return _apart(first, second, "")
 
 
 def _apart(one: Any, other: Any, place: str) -> str | None:

@@ -28,6 +28,7 @@ from monoblock.interop.hf_layers import (
     unless_alibi,
     without_rope,
 )
+from monoblock.interop.hf_rotary import rotary
 from monoblock.interop.hf_words import (
     FULL,
     SLIDING,
@@ -40,7 +41,6 @@ from monoblock.interop.hf_words import (
     inverse,
     inverse_root,
     layer_types,
-    rotary,
     switched_window,
     unheeded,
 )
@@ -121,11 +121,11 @@ MISTRAL = over(without(LLAMA, "attention_bias", "mlp_bias"), replace(WINDOW, def
 GEMMA = (
     *over(without(LLAMA, "mlp_bias"), activation("hidden_act", f"{F}.activation", "gelu_pytorch_tanh")),
     Field("head_dim", f"{A}.head_dim", 256),
-    Fixed("use_bidirectional_attention", None, (False,)),
+    Fixed("hidden_activation", None, ("gelu_pytorch_tanh",)),
     Const("input.scale", "sqrt_width"),
 )
 GEMMA2 = over(
-    without(GEMMA, "hidden_act"),
+    without(GEMMA, "hidden_act", "hidden_activation"),
     activation("hidden_activation", f"{F}.activation", "gelu_pytorch_tanh"),
     inverse_root("query_pre_attn_scalar", f"{A}.scale", 256),
     Field("attn_logit_softcapping", f"{A}.softcap", 50.0),
@@ -173,7 +173,10 @@ FROM_LLAMA = (
     family(
         "phi3",
         "Phi3",
-        over(FREE, Field("rms_norm_eps", "**.eps", 1e-5), WINDOW, rotary(original=4096)),
+        (
+            *over(FREE, Field("rms_norm_eps", "**.eps", 1e-5), WINDOW, rotary(original=4096)),
+            Fixed("attention_bias", False),
+        ),
         w.PHI3,
         tied=False,
     ),
@@ -195,7 +198,7 @@ FROM_LLAMA = (
         "SmolLM3",
         over(
             without(LLAMA, "head_dim"),
-            layer_types("decoder", lambda given, depth: [FULL] * depth, switch=True),
+            layer_types("decoder", lambda given, depth: [FULL] * depth, switch=True, max_window_layers=28),
             rotary(base=2_000_000.0),
             without_rope(),
         ),
@@ -257,6 +260,8 @@ FROM_LLAMA = (
             Field("norm_epsilon", "**.eps", 1e-5),
             all_biases("use_bias"),
             WINDOW,
+            Fixed("norm_type", "layer_norm"),
+            Fixed("mlp_type", "default"),
             Const(f"{F}.gated", False),
         ),
         w.STARCODER2,
@@ -394,13 +399,11 @@ BLOOM = (
     always_four_times(f"{F}.hidden", f"{B}.width"),
     Fixed("n_inner", None),
     GPT_EPS,
-    Fixed("apply_residual_connection_post_layernorm", False),
     Const("input.context", None),
 )
 BIGCODE = (
     *over(GPT2, activation("activation_function", f"{F}.activation", "gelu_pytorch_tanh")),
     Fixed("scale_attn_weights", True),
-    Fixed("add_cross_attention", False),
     Several(
         {"multi_query": True, "num_key_value_heads": None},
         lambda given, tree: put(tree, f"{A}.kv_heads", 1 if given["multi_query"] else None),
@@ -425,7 +428,7 @@ FROM_GPT2 = (
     family(
         "gpt2",
         "GPT2",
-        (*GPT2, attention_scale(), Fixed("add_cross_attention", False)),
+        (*GPT2, attention_scale()),
         w.GPT2,
         start=GPT_LIKE,
         prefix="transformer.",
@@ -568,7 +571,6 @@ FROM_FAIRSEQ = (
             Field("ffn_dim", f"{F}.hidden"),
             activation("activation_function", f"{F}.activation", "gelu"),
             SCALED,
-            Fixed("add_cross_attention", False),
             Const("input.positions", to_dict(Sinusoid(form="fairseq", offset=2))),
         ),
         w.XGLM,

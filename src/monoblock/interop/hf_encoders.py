@@ -10,6 +10,7 @@ from monoblock.families import bert
 from monoblock.interop import hf_weights as w
 from monoblock.interop.hf_config import Const, Field, Fixed, Row, Several, Tree, get, put
 from monoblock.interop.hf_family import Family, head, over, without
+from monoblock.interop.hf_rotary import rotary
 from monoblock.interop.hf_words import (
     FULL,
     SLIDING,
@@ -20,7 +21,6 @@ from monoblock.interop.hf_words import (
     labels,
     layer_types,
     offset_positions,
-    rotary,
     to_activation,
     unheeded,
 )
@@ -62,10 +62,6 @@ BERT: tuple[Row, ...] = (
     Field("type_vocab_size", "input.segments", 2),
     activations("hidden_act", "gelu"),
     Field("layer_norm_eps", "**.eps", 1e-12),
-    Fixed("position_embedding_type", "absolute"),
-    Fixed("is_decoder", False),
-    Fixed("add_cross_attention", False),
-    Fixed("cross_attention_hidden_size", None),
     labels(),
 )
 ROBERTA = over(
@@ -163,7 +159,6 @@ MODERNBERT = (
     ),
     rotary("encoder", typed=(160_000.0, 10_000.0), far="global_rope_theta", near="local_rope_theta"),
     first_is_normed(),
-    unheeded("position_embedding_type", None),
     unheeded("layer_norm_eps", None),
 )
 MODERN_NORM = NormConfig(affine="scale")
@@ -190,7 +185,7 @@ ENCODERS = (
             "bert.pooler.dense.bias",
         ),
         alike={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-    ),  # fmt: skip
+    ),
     roberta("roberta", "Roberta"),
     roberta("xlm-roberta", "XLMRoberta"),
     roberta("camembert", "Camembert"),
@@ -253,7 +248,7 @@ ENCODERS = (
             "sop_classifier.classifier.bias",
         ),
         alike={"predictions.decoder.bias": "predictions.bias"},
-    ),  # fmt: skip
+    ),
     family(
         "electra",
         "Electra",

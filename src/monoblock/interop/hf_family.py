@@ -19,6 +19,7 @@ from monoblock.interop.hf_config import (
     sized,
     write_rows,
 )
+from monoblock.interop.hf_harmless import HARMLESS
 from monoblock.interop.rename import Rule
 from monoblock.schema import to_dict
 
@@ -74,7 +75,7 @@ class Family:
         chosen = next((table for holds, table in self.others if holds(config)), self.weights)
         return (*self.heads.get(name, ()), *chosen)
 
-    def tree(self, given: Mapping[str, Any], name: str, harmless: frozenset[str]) -> Tree:
+    def tree(self, given: Mapping[str, Any], name: str, harmless: frozenset[str] = HARMLESS) -> Tree:
         """Our tree for a configuration of theirs; whether the output is tied is left to the tensors."""
         if name not in self.classes:
             raise FileError(f"the class {name!r} is not known; of this family {', '.join(self.classes)} are")
@@ -97,7 +98,7 @@ class Family:
         found = {"architectures": [name], "model_type": self.kind, "tie_word_embeddings": tied}
         try:
             found |= write_rows(self.rows, sized(config))
-            again = self.config(self.settle(self.tree(found, name, WRITTEN), found, tied), tied=tied)
+            again = self.config(self.settle(self.tree(found, name), found, tied), tied=tied)
         except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, StopIteration) as problem:
             raise ConfigError(f"{self.kind} has another structure ({type(problem).__name__}: {problem})") from None
         except FileError as problem:
@@ -106,6 +107,3 @@ class Family:
         if apart is not None:
             raise ConfigError(f"{self.kind} cannot say {apart}")
         return found
-
-
-WRITTEN = frozenset({"architectures", "model_type", "tie_word_embeddings"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from monoblock.config import Alibi, NormConfig, Rotary
 from monoblock.interop.hf_config import Several, Tree, get, put
-from monoblock.interop.hf_words import rotary
+from monoblock.interop.hf_rotary import rotary
 from monoblock.schema import to_dict
 
 B, A, F = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"

@@ -96,7 +96,6 @@ def t5_rows(default: str) -> tuple[Row, ...]:
         Field("layer_norm_epsilon", "**.eps", 1e-6),
         Const("input.context", None),
         unheeded("n_positions", 512),
-        unheeded("is_decoder", False),
     )
 
 
@@ -140,7 +139,6 @@ def bart_rows(act: str, *, scaled: bool = False) -> tuple[Row, ...]:
         activation("activation_function", both("feedforward.activation"), act),
         flag("scale_embedding", "input.scale target.scale", scaled, "sqrt_width", 1.0),
         unheeded("num_hidden_layers", None),
-        unheeded("is_decoder", False),
     )
 
 

@@ -153,7 +153,7 @@ def _fit(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | None:
 
 def plan(table: Iterable[Rule], ours: Mapping[str, Sequence[int]], config: ModelConfig) -> Iterator[Move]:
     """What must move, by rules; `ours` are the names and shapes of a built model, each is moved exactly once."""
-    rules, done = tuple(table), set()
+    rules, done = tuple(table), set[str]()
     for name, shape in ours.items():
         if name in done:
             continue

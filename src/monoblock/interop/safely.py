@@ -11,7 +11,7 @@ shape that is not as many bytes, an unknown dtype, a shard outside the folder, a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from monoblock.config import ModelConfig
 from monoblock.errors import FileError
 from monoblock.untrusted import MB, inside, parse_json, present, read_json, shown
 
@@ -55,6 +56,20 @@ class Stored(NamedTuple):
     end: int
 
 
+def on_meta(make: Callable[[Any], Any], config: Any, tensors: int) -> Any:
+    """A model without weights, unless its configuration lies: a deep enough one takes long to build even so."""
+    stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
+    apart = [stack for stack in stacks if not any(run.tied for run in stack.pattern)]
+    depth = sum(run.times * len(run.blocks) for stack in apart for run in stack.pattern)
+    if depth > tensors:
+        raise FileError(f"its configuration says {depth:,} layers, and there are {tensors:,} tensors")
+    try:
+        with torch.device("meta"):
+            return make(config)
+    except (RuntimeError, TypeError, OverflowError):
+        raise FileError("its configuration says sizes that no model has") from None
+
+
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 
@@ -74,6 +89,8 @@ def read_header(path: str | Path) -> dict[str, Stored]:
         raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
     if not raw.startswith(b"{"):
         raise FileError(f"{path} is no safetensors file: its header is not JSON")
+    if raw.count(b'"dtype"') > MOST_TENSORS:
+        raise FileError(f"{path} claims more than {MOST_TENSORS:,} tensors")
     header = parse_json(raw, f"{path}: the header", most=16 * MOST_TENSORS, deepest=4)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -3,7 +3,7 @@
 // A weight is stored by rows, in groups along the row.  In one group, with its scale s and its least value m:
 //     dense   w           4 bytes, or the upper 2 of them (bfloat16)
 //     int8    s q         one byte each
-//     int4    m + s q     two in a byte: of 32 weights the first 16 are the lower halves of 16 bytes, the rest the upper
+//     int4    m + s q     two in a byte: of 32 weights the first 16 are the lower halves of 16 bytes
 // so that  y = sum over groups of s (sum of q x) + m (sum of x), and q is widened in registers and never written.
 // Vectors are those of the compiler (GCC, Clang): one source for AVX-512, AVX2 and NEON, chosen by its target flags.
 #include <ATen/Parallel.h>
@@ -27,22 +27,23 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16;
+constexpr int LANES = 16, ROWS = 8;  // numbers in a vector; sums that run side by side
 #else
-constexpr int LANES = 8;
+constexpr int LANES = 8, ROWS = 4;
 #endif
-constexpr int CHUNK = 32;              // weights unpacked at a time; groups are whole chunks
-constexpr int PARTS = CHUNK / LANES;   // vectors in a chunk
-constexpr int64_t GRAIN = 1 << 15;     // weights worth a thread
+constexpr int CHUNK = 32;           // weights unpacked at a time; groups are whole chunks
+constexpr int PARTS = CHUNK / LANES;  // vectors in a chunk
+constexpr int64_t GRAIN = 1 << 15;  // weights worth a thread
+constexpr int AHEAD = 8192;         // bytes fetched in advance
 
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Words = int32_t __attribute__((vector_size(4 * LANES)));
 
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
+// Rows are short and many, so the processor loses track of them: it is told what comes `ahead` bytes later.
 template <class Number>
-inline void prefetch(const Number* from) { __builtin_prefetch(reinterpret_cast<const char*>(from) + AHEAD); }
+inline void prefetch(const Number* from, int ahead = AHEAD) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead);
+}
 
 template <class Vector, class Number>
 inline Vector load(const Number* from) {
@@ -51,7 +52,7 @@ inline Vector load(const Number* from) {
   return out;
 }
 
-// -- LANES small integers as 32-bit words: the one thing compilers do not find by themselves -----------------------------
+// -- LANES small integers as 32-bit words: the one thing compilers do not find by themselves -------------------------
 
 #if defined(__AVX512F__)
 inline Words words(const int8_t* from) { return Words(_mm512_cvtepi8_epi32(load<__m128i>(from))); }
@@ -91,19 +92,41 @@ inline Words words(const Number* from) {
 
 inline Floats floats(Words given) { return __builtin_convertvector(given, Floats); }
 
-inline float widened(uint16_t half) {
-  uint32_t bits = uint32_t(half) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
+// The lowest four bits of each word.
+inline Floats lower(Words given) {
+#if defined(__AVX512F__)
+  const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return Floats(_mm512_permutexvar_ps(__m512i(given), __m512(numbers)));  // looks at no other bits
+#else
+  return floats(given & 15);
+#endif
+}
+
+// bfloat16 to fp32: the upper half of its bits.
+inline void widen(const uint16_t* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    prefetch(from + i, AHEAD / 4);
+    Words bits = words(from + i) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+  for (; i < count; ++i) {
+    uint32_t bits = uint32_t(from[i]) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
 }
 
 inline float sum(Floats v) {
-  float held[LANES];
-  std::memcpy(held, &v, sizeof v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) held[i] += held[i + half];
-  return held[0];
+  using Eight = float __attribute__((vector_size(32)));
+  using Four = float __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+  Eight e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  Eight e = v;
+#endif
+  Four f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
+  return (f[0] + f[1]) + (f[2] + f[3]);
 }
 
 // -- formats: unpack gives a chunk as floats; scale and least are those of a row, one a group ----------
@@ -161,26 +184,28 @@ struct Int4 {
     prefetch(from);
     UNROLL for (int p = 0; p < PARTS / 2; ++p) {
       Words both = words(from + p * LANES);
-      out[p] = floats(both & 15);
-      out[p + PARTS / 2] = floats(both >> 4);
+      out[p] = lower(both);
+      out[p + PARTS / 2] = lower(both >> 4);
     }
   }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t row) const { return leasts + row * groups; }
 };
 
-// -- the product -------------------------------------------------------------------------------------------------------
+// -- the product ---------------------------------------------------------------------------------------------------
 
 struct Input {
   const float* x;     // (batch, columns)
-  const float* sums;  // (batch, groups): the sum of each group, where the format has an offset
+  const float* sums;  // (batch, groups, LANES): a group added up lane by lane, for formats with an offset
   int64_t batch, columns, group, groups;
 };
 
-// R rows of the weight with B rows of x: what is unpacked once is used B times, and R sums run side by side.
-// `scales` (R, groups) are those of the rows, in fp32: a multiplication reads one of them for all its lanes.
+// R rows of the weight with B rows of x: what is unpacked once is used B times, and R * B sums run side by side.
+// Scales and least values (rows, groups) are in fp32 here: a multiplication reads one of them for all its lanes.
 template <int R, int B, class Format>
-inline void tile(const Format& format, const Input& in, const float* scales, int64_t row, int64_t first, Floats (&total)[R][B]) {
+inline void tile(const Format& format, const Input& in, const float* scales, const float* leasts, int64_t row,
+                 int64_t first, float* y, int64_t rows) {
+  Floats total[R][B] = {};
   for (int64_t g = 0; g < in.groups; ++g) {
     Floats part[R][B] = {};
     for (int64_t c = g * in.group; c < (g + 1) * in.group; c += CHUNK) {
@@ -193,55 +218,56 @@ inline void tile(const Format& format, const Input& in, const float* scales, int
       }
     }
     UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int b = 0; b < B; ++b) total[r][b] += Format::scaled ? part[r][b] * scales[r * in.groups + g] : part[r][b];
+      UNROLL for (int b = 0; b < B; ++b) {
+        total[r][b] += Format::scaled ? part[r][b] * scales[r * in.groups + g] : part[r][b];
+        if (Format::offset)
+          total[r][b] += leasts[r * in.groups + g] * load<Floats>(in.sums + ((first + b) * in.groups + g) * LANES);
+      }
   }
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int b = 0; b < B; ++b) y[(first + b) * rows + row + r] = sum(total[r][b]);
 }
 
-template <int R, int B, class Format>
-inline void piece(const Format& format, const Input& in, const float* scales, int64_t row, int64_t first, float* y, int64_t rows) {
-  Floats total[R][B] = {};
-  tile<R, B>(format, in, scales, row, first, total);
-  for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) y[(first + b) * rows + row + r] += sum(total[r][b]);
+// `count` rows of the weight with B rows of x, as many sums at a time as registers hold.
+template <int B, class Format>
+inline void tiles(const Format& format, const Input& in, const float* scales, const float* leasts, int64_t row,
+                  int count, int64_t first, float* y, int64_t rows) {
+  constexpr int R = ROWS / B;
+  int r = 0;
+  for (; r + R <= count; r += R)
+    tile<R, B>(format, in, scales + r * in.groups, leasts + r * in.groups, row + r, first, y, rows);
+  for (; r < count; ++r)
+    tile<1, B>(format, in, scales + r * in.groups, leasts + r * in.groups, row + r, first, y, rows);
 }
 
-// R rows of the weight with all rows of x.
-template <int R, class Format>
-void band(const Format& format, const Input& in, int64_t row, const float* bias, float* y, int64_t rows, float* scales) {
-  for (int r = 0; r < R; ++r) {
-    const uint16_t *scale = format.scale(row + r), *least = format.least(row + r);
-    if (Format::scaled)
-      for (int64_t g = 0; g < in.groups; ++g) scales[r * in.groups + g] = widened(scale[g]);
-    for (int64_t b = 0; b < in.batch; ++b) {
-      float start = bias ? bias[row + r] : 0;
-      if (Format::offset)
-        for (int64_t g = 0; g < in.groups; ++g) start += widened(least[g]) * in.sums[b * in.groups + g];
-      y[b * rows + row + r] = start;
-    }
-  }
+// A band of rows of the weight with all rows of x.
+template <class Format>
+void band(const Format& format, const Input& in, int64_t row, int count, const float* bias, float* y, int64_t rows,
+          float* scales, float* leasts) {
+  if (Format::scaled) widen(format.scale(row), count * in.groups, scales);
+  if (Format::offset) widen(format.least(row), count * in.groups, leasts);
   int64_t b = 0;
-  for (; b + 4 <= in.batch; b += 4) piece<R, 4>(format, in, scales, row, b, y, rows);
-  for (; b + 2 <= in.batch; b += 2) piece<R, 2>(format, in, scales, row, b, y, rows);
-  for (; b < in.batch; ++b) piece<R, 1>(format, in, scales, row, b, y, rows);
+  for (; b + 4 <= in.batch; b += 4) tiles<4>(format, in, scales, leasts, row, count, b, y, rows);
+  for (; b + 2 <= in.batch; b += 2) tiles<2>(format, in, scales, leasts, row, count, b, y, rows);
+  for (; b < in.batch; ++b) tiles<1>(format, in, scales, leasts, row, count, b, y, rows);
+  if (bias)
+    for (b = 0; b < in.batch; ++b)
+      for (int r = 0; r < count; ++r) y[b * rows + row + r] += bias[row + r];
 }
 
-#ifndef RR
-#define RR 4
-#endif
 template <class Format>
 void product(const Format& format, const Input& in, const float* bias, float* y, int64_t rows) {
-  constexpr int R = RR;
-  at::parallel_for(0, (rows + R - 1) / R, std::max<int64_t>(1, GRAIN / (R * in.columns)), [&](int64_t from, int64_t to) {
-    std::vector<float> scales(R * in.groups);
+  int64_t bands = (rows + ROWS - 1) / ROWS, grain = std::max<int64_t>(1, GRAIN / (ROWS * in.columns));
+  at::parallel_for(0, bands, grain, [&](int64_t from, int64_t to) {
+    std::vector<float> scales(ROWS * in.groups), leasts(ROWS * in.groups);
     for (int64_t n = from; n < to; ++n) {
-      int64_t row = n * R;
-      if (row + R <= rows) band<R>(format, in, row, bias, y, rows, scales.data());
-      else for (; row < rows; ++row) band<1>(format, in, row, bias, y, rows, scales.data());
+      int count = int(std::min<int64_t>(ROWS, rows - n * ROWS));
+      band(format, in, n * ROWS, count, bias, y, rows, scales.data(), leasts.data());
     }
   });
 }
 
-// -- the operators -----------------------------------------------------------------------------------------------------
+// -- the operators -------------------------------------------------------------------------------------------------
 
 // x (…, inputs) in fp32, widened with zeros to whole groups, and the sums of its groups.
 struct Prepared {
@@ -262,12 +288,9 @@ void prepare(Prepared& out, const at::Tensor& given, int64_t columns, int64_t gr
   }
   out.in = {x, nullptr, batch, columns, group, columns / group};
   if (!with_sums) return;
-  out.sums.resize(batch * out.in.groups);
-  for (size_t n = 0; n < out.sums.size(); ++n) {
-    float total = 0;
-    for (int64_t i = 0; i < group; ++i) total += x[n * group + i];
-    out.sums[n] = total;
-  }
+  out.sums.assign(batch * out.in.groups * LANES, 0.0f);
+  for (int64_t n = 0; n < batch * out.in.groups; ++n)
+    for (int64_t i = 0; i < group; ++i) out.sums[n * LANES + i % LANES] += x[n * group + i];
   out.in.sums = out.sums.data();
 }
 

@@ -14,6 +14,7 @@ from monoblock.config import EmbeddingConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.folder import CONFIG, FORMAT, read_config
 from monoblock.schema import to_dict
+from monoblock.tasks import defaults as generation
 from monoblock.tasks.recipe import Recipe
 from monoblock.tokenizers.identity import check_belongs
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -44,20 +45,9 @@ def begin(
         raise FileError(f"{folder} cannot be made: {problem.strerror}") from None
     write(folder / RECIPE, recipe.to_toml())
     write(folder / CONFIG, described(config, tokenizer))
-    part = recipe.generate
-    defaults: dict[str, Any] = {
-        "temperature": part.temperature,
-        "top_p": part.top_p,
-        "top_k": part.top_k,
-        "max_new_tokens": part.max_new_tokens,
-    }
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        defaults |= {
-            "eos_token_id": tokenizer.eos_id,
-            "pad_token_id": tokenizer.pad_id,
-            "bos_token_id": tokenizer.bos_id,
-        }
+    defaults = generation.described(recipe.generate, recipe.train.objective, tokenizer)
     write(folder / GENERATION, json.dumps(defaults, indent=2) + "\n")
     if labels:
         write(folder / LABELS, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")

@@ -90,7 +90,7 @@ class TrainPart:
     balance: float = 0.01  # experts: weight of the load-balancing loss
     mask_rate: float = 0.15
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: Literal["auto", "yes", "no"] = "auto"
+    compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # graphs: kernels replayed; for batches of one shape
     device: str = "auto"
     deterministic: bool = False
     checkpointing: bool = False  # activations recomputed in backward

@@ -103,7 +103,8 @@ class Run:
         settings: dict[str, Any] = {"temperature": part.temperature, "top_k": part.top_k, "top_p": part.top_p}
         seed, count = self.recipe.train.seed, part.max_new_tokens
         new = model.generate(ids, max_new_tokens=count, seed=seed, **settings)[0, len(prompt) :]
-        return tokenizer.decode([*tokenizer.encode(part.prompt), *new.tolist()])
+        known = [number for number in new.tolist() if number < tokenizer.vocab_size]  # model.vocab may be larger
+        return tokenizer.decode([*tokenizer.encode(part.prompt), *known])
 
 
 def prepare(

@@ -73,7 +73,7 @@ class _Cursor:
 
     def value(self, kind: int) -> Any:
         if kind in SCALARS:
-            return _shortest(self.number(SCALARS[kind]), kind)
+            return self.number(SCALARS[kind])
         if kind == TEXT:
             return self.text()
         if kind != ARRAY:
@@ -87,15 +87,6 @@ class _Cursor:
             raise _Bad("a list of lists is not read")
         form = f"<{count}{SCALARS[inner]}"
         return list(struct.unpack_from(form, self.raw, self.take(struct.calcsize(form))))
-
-
-def _shortest(value: Any, kind: int) -> Any:
-    """A number of 32 bits as the shortest decimal that is it: 1e-05, not 9.999999747378752e-06."""
-    return float(f"{value:.8g}") if kind == 6 and _same(float(f"{value:.8g}"), value) else value
-
-
-def _same(shorter: float, value: float) -> bool:
-    return bool(struct.pack("<f", shorter) == struct.pack("<f", value))
 
 
 def read_head(path: str | Path) -> Head:

@@ -76,7 +76,7 @@ class Trainer:
         self.sound: int | None = None  # the last checkpoint that was not saved amid bad updates
         self.average = Average(self.model, self.plan.ema) if self.plan.ema else None
         self.scaler = torch.amp.GradScaler(self.choice.device.type, enabled=self.choice.autocast == torch.float16)
-        self.compute = torch.compile(self._loss) if self.choice.compiled else self._loss
+        self.compute = torch.compile(self._loss, mode=self.choice.mode) if self.choice.compiled else self._loss
 
     def _loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         return self.loss(self.model, inputs, labels)
@@ -284,7 +284,8 @@ class Trainer:
 
     def _roll_back(self, last: Skipped) -> Iterator[Event]:
         """The weights of the last checkpoint, the data from here on: what was bad is not met again."""
-        patience, back = self.guard.patience, self.world.told(self._before_it_went_bad())
+        patience = self.guard.patience
+        back = self.world.told(self._before_it_went_bad() if self.world.leads else NOWHERE)
         if back == NOWHERE:
             raise FileError(f"{patience} bad updates in a row and no checkpoint to go back to; lower train.lr")
         if self.guard.lost:

@@ -23,8 +23,14 @@ def orthogonalize(matrix: Tensor, rounds: int = 5) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(rounds):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = _added(x, _added(gram, gram, gram, b, c), x, a, 1.0)  # a x + (b G + c G²) x, in few kernels
     return (x.mT if tall else x).to(matrix.dtype)
+
+
+def _added(to: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """beta to + alpha left @ right, of matrices (…, m, n)."""
+    flat = [t.reshape(-1, *t.shape[-2:]) for t in (to, left, right)]
+    return torch.baddbmm(*flat, beta=beta, alpha=alpha).view_as(to)
 
 
 class Muon(torch.optim.Optimizer):

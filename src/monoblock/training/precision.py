@@ -11,6 +11,8 @@ import torch
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.training.events import Chosen
 
+COMPILE = ("auto", "yes", "no", "graphs")
+GRAPHS = "reduce-overhead"  # torch's word for: kernels are recorded once and replayed, which spares the CPU
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -21,6 +23,7 @@ class Choice:
     compiled: bool
     deterministic: bool
     said: tuple[Chosen, ...]
+    mode: str | None = None  # of torch.compile
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -57,13 +60,14 @@ def choose(
             ("bf16", "the GPU computes in it") if place.type == "cuda" else ("fp32", "this CPU has no fast 16-bit")
         )
     said.append(Chosen(f"precision {name}", why))
-    if compile not in ("auto", "yes", "no"):
-        raise ConfigError(f"compile={compile!r} is none of auto, yes, no")
-    compiled, why = compile == "yes", "asked for"
-    if compile == "auto":
+    if compile not in COMPILE:
+        raise ConfigError(f"compile={compile!r} is none of {', '.join(COMPILE)}")
+    graphs = compile == "graphs" and place.type == "cuda"
+    compiled, why = compile == "yes" or graphs, "asked for"
+    if compile == "auto" or (compile == "graphs" and not graphs):
         compiled = place.type == "cuda" and steps >= 300
         why = "it pays on a GPU" if compiled else "it would take longer than it saves"
-    said.append(Chosen("compiled" if compiled else "not compiled", why))
+    said.append(Chosen(f"compiled{' to graphs' if graphs else ''}" if compiled else "not compiled", why))
     exact = deterministic or place.type == "cpu"
     said.append(
         Chosen(
@@ -75,4 +79,4 @@ def choose(
             else "faster; train.deterministic=true changes it",
         )
     )
-    return Choice(place, PRECISIONS[name], compiled, exact, tuple(said))
+    return Choice(place, PRECISIONS[name], compiled, exact, tuple(said), GRAPHS if graphs else None)

@@ -1,0 +1,143 @@
+"""Rotary angles in the words of published configurations: `rope_parameters`, and what older files say instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from monoblock.errors import ConfigError
+from monoblock.interop.hf_config import Several, Tree, get
+from monoblock.interop.hf_words import FULL, SLIDING
+from monoblock.untrusted import shown
+
+IN_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+           "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor",
+           "short_factor", "long_factor", "mscale", "mscale_all_dim", "finetuned"}  # fmt: skip
+PLAIN = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor")
+
+
+def _scaling(rope: Mapping[str, Any], context: int, original: int | None) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind == "default":
+        return None
+    if kind not in ("linear", "dynamic", "yarn", "longrope", "llama3"):
+        raise ConfigError(f"the rotary scaling {shown(kind)} is not known")
+    found: dict[str, Any] = {"kind": kind} | {name: rope[name] for name in PLAIN if rope.get(name) is not None}
+    if kind == "dynamic":
+        found["original_context"] = context
+    elif kind != "linear":
+        found["original_context"] = original or rope.get("original_max_position_embeddings") or context
+    if kind in ("longrope", "yarn"):
+        found.setdefault("factor", context / found["original_context"])
+    if kind == "longrope":
+        found |= {"short_factors": rope["short_factor"], "long_factors": rope["long_factor"]}
+    if kind == "yarn" and rope.get("mscale") and rope.get("mscale_all_dim") and "attention_factor" not in found:
+        one, other = (0.1 * rope[name] * math.log(found["factor"]) + 1.0 for name in ("mscale", "mscale_all_dim"))
+        found["attention_factor"] = one / other if found["factor"] > 1 else 1.0
+    return found
+
+
+def _from_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    kind = scaling["kind"]
+    needed = {
+        "linear": PLAIN[:1],
+        "dynamic": PLAIN[:1],
+        "llama3": PLAIN[:3],
+        "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        "longrope": ("factor", "attention_factor"),
+    }
+    if kind not in needed:
+        raise ConfigError(f"the rotary scaling {kind!r} has no name there")
+    found = {"rope_type": kind} | {name: scaling[name] for name in needed[kind] if scaling[name] is not None}
+    if kind not in ("linear", "dynamic"):
+        found["original_max_position_embeddings"] = scaling["original_context"]
+    if kind == "longrope":
+        found |= {"short_factor": list(scaling["short_factors"]), "long_factor": list(scaling["long_factors"])}
+    return found
+
+
+def _size(layer: Tree) -> int:
+    attention = layer["attention"]
+    return attention["head_dim"] or layer["width"] // attention["heads"]
+
+
+def rotary(
+    stack: str = "decoder",
+    base: float = 10_000.0,
+    partial: float = 1.0,
+    *,
+    typed: tuple[float, float] | None = None,
+    original: int | None = None,
+    theta: str = "rope_theta",
+    fraction: str = "partial_rotary_factor",
+    far: str | None = None,
+    near: str | None = None,
+) -> Several:
+    """The angles: `rope_parameters`, or rope_theta, rope_scaling and a fraction in the words of older files.
+
+    `typed`: the bases of far and near layers of a family that has one set of parameters for each; `far` and `near` are
+    what older files call these bases.  `original`: the family keeps the context it was trained on beside the angles.
+    """
+    far, near = far or theta, near or theta
+    names = dict.fromkeys(("rope_parameters", "rope_scaling", theta, fraction, far, near))
+    names |= dict.fromkeys(("rope_theta", "partial_rotary_factor"))
+    names["original_max_position_embeddings"] = original
+
+    def one(given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+        rope = given["rope_parameters"] or {}
+        if FULL in rope or SLIDING in rope:
+            rope = rope.get(kind) or {}
+        elif given["rope_scaling"] and not (typed and kind == SLIDING):
+            rope = given["rope_scaling"]
+        strange = set(rope) - IN_ROPE
+        if strange:
+            raise ConfigError(f"the rotary parameter {shown(min(strange))} is not known here")
+        usual = base if typed is None else typed[kind == SLIDING]
+        bases = (given[near if kind == SLIDING else far], given["rope_theta"] if typed is None else None, usual)
+        parts = (given[fraction], given["partial_rotary_factor"], partial)
+        fixed = {"rope_theta": next(b for b in bases if b is not None)}
+        fixed["partial_rotary_factor"] = next(part for part in parts if part is not None)
+        return fixed | {name: value for name, value in rope.items() if value is not None}
+
+    def read(given: Mapping[str, Any], tree: Tree) -> None:
+        context = get(tree, "input.context")
+        for layer in tree[stack]["layers"]:
+            attention, size = layer["attention"], _size(layer)
+            rope = one(given, FULL if attention["window"] is None else SLIDING)
+            dim = int(size * rope["partial_rotary_factor"])
+            attention["positions"] = {
+                "kind": "rotary",
+                "base": rope["rope_theta"],
+                "dim": None if dim == size else dim,
+                "layout": attention["positions"]["layout"],
+                "scaling": _scaling(rope, context, given["original_max_position_embeddings"]),
+            }
+
+    def said(layer: Tree) -> dict[str, Any]:
+        positions, size = layer["attention"]["positions"], _size(layer)
+        if positions is None or positions["kind"] != "rotary":
+            raise ConfigError("its positions are not rotary")
+        part = (positions["dim"] or size) / size
+        part = part if int(size * part) == positions["dim"] else math.nextafter(part, 2)
+        rope = {"rope_theta": positions["base"], **_from_scaling(positions["scaling"])}
+        return rope if positions["dim"] == size else rope | {"partial_rotary_factor": part}
+
+    def write(tree: Tree) -> dict[str, Any]:
+        layers = [layer for layer in tree[stack]["layers"] if layer["attention"]["positions"] is not None]
+        if not layers:
+            raise ConfigError("its positions are not rotary")
+        kinds = {FULL if layer["attention"]["window"] is None else SLIDING: said(layer) for layer in layers}
+        if typed is not None:
+            usual = dict(zip((FULL, SLIDING), ({"rope_type": "default", "rope_theta": b} for b in typed), strict=True))
+            return {"rope_parameters": usual | kinds}
+        rope = kinds.get(FULL) or kinds[SLIDING]
+        whole_head = {} if partial == 1.0 else {"partial_rotary_factor": 1.0}
+        trained = rope.get("original_max_position_embeddings", original)
+        beside = {} if original is None else {"original_max_position_embeddings": trained}
+        return {"rope_parameters": whole_head | rope} | beside
+
+    return Several(names, read, write)

@@ -1,0 +1,104 @@
+"""The C++ kernels beside this file, compiled by the machine's own compiler when they are first asked for.
+
+The library is kept in the user's cache folder under a name that tells source, torch, compiler and processor, so it is
+made once.  Where there is no compiler, `load` says why, and everything runs the plain way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
+PATIENCE = 300  # seconds for the compiler
+
+
+class Kernels(NamedTuple):
+    ready: bool
+    reason: str = ""  # why not
+
+
+@functools.cache
+def load() -> Kernels:
+    """Compile if need be (some ten seconds, once a machine) and register the operators torch.ops.monoblock.*."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        return Kernels(False, f"no C++ compiler here (looked for {', '.join(COMPILERS)}), so weights are widened first")
+    try:
+        torch.ops.load_library(str(_library(compiler)))
+    except (ImportError, OSError, subprocess.SubprocessError) as problem:
+        said = getattr(problem, "stderr", None) or str(problem)
+        line = next((line for line in str(said).splitlines() if "error" in line), str(said).strip().split("\n")[0])
+        return Kernels(False, f"{Path(compiler).name} could not build the kernels ({line.strip()[:120]})")
+    for name in ("dense", "int8", "int4"):
+        torch.library.register_fake(f"monoblock::{name}", _shape)
+    return Kernels(True)
+
+
+def _shape(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _library(compiler: str) -> Path:
+    """The compiled kernels, made now if nobody has made them yet."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    command = [compiler, *FLAGS, native]
+    place = cache_folder() / f"kernels-{_key(command)}.so"
+    if place.is_file():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    headers = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
+    with _alone(place.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=place.parent) as beside:
+        if place.is_file():  # another process was making it
+            return place
+        made = Path(beside) / place.name
+        line = [*command, *headers, str(SOURCE), *libraries, "-o", str(made)]
+        subprocess.run(line, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        os.replace(made, place)
+    return place
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time: two that compile the same file only hold each other up."""
+    import fcntl  # not on Windows, where no compiler of ours is found either
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "monoblock"
+
+
+def _key(command: list[str]) -> str:
+    """What the library depends on; code for this very processor must not be found by another one that shares a home."""
+    version = subprocess.run([command[0], "--version"], check=True, capture_output=True, text=True, timeout=PATIENCE)
+    parts = [SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, version.stdout, _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))}))

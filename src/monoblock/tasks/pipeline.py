@@ -1,0 +1,263 @@
+"""Model, tokenizer and generation defaults together: text in, text out.
+
+    pipe = mb.load("runs/demo")
+    pipe.generate("In the beginning")
+    for part in pipe.stream("In the beginning", temperature=0.8, stop="\n"): ...
+    pipe.chat([{"role": "user", "content": "Hello"}])
+    pipe.translate(["Guten Tag"], n_best=3)
+
+The options are those of `model.generate`, and `stop`: strings that end a text and are no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from monoblock.decoding.engine import Engine
+from monoblock.decoding.rows import Prompt
+from monoblock.decoding.settings import Settings
+from monoblock.decoding.text import Text
+from monoblock.errors import FileError, InputError
+from monoblock.interop.folder import CONFIG
+from monoblock.model import Transformer
+from monoblock.tasks.defaults import Defaults, read
+from monoblock.tasks.folder import tokenizer_in
+from monoblock.tokenizers.identity import check_belongs
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.untrusted import inside, present, read_json
+
+ROWS = 512  # sequences at once, beams counted
+LONGEST = 256  # new tokens where neither the model nor the call says
+
+
+class Part(NamedTuple):
+    """A bit of one of the texts: which prompt, which of its texts, and how it ended where it did."""
+
+    prompt: int
+    number: int
+    text: str
+    tokens: int
+    finished: str | None = None  # "stop": an end token or a stop string; "length": no more room
+    score: float | None = None  # beams: sum of log-probabilities over length to the length penalty
+
+
+@dataclass
+class Answer:
+    """One whole text."""
+
+    text: str = ""
+    tokens: int = 0
+    finished: str | None = None
+    score: float | None = None
+
+
+def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
+    """The model of a folder (a run, a Hugging Face folder, a GGUF file) with its tokenizer, ready to use."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise FileError(f"there is no {folder}; train a model first, or give the folder of one")
+    device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    model = Transformer.from_pretrained(folder, dtype=dtype, device=device).eval()
+    tokenizer = _tokenizer(folder, model)
+    return Pipeline(model, tokenizer, read(folder, tokenizer))
+
+
+def _tokenizer(folder: Path, model: Transformer) -> Tokenizer:
+    if folder.is_dir() and present(folder, CONFIG) and "format" in read_json(inside(folder, CONFIG)):
+        return tokenizer_in(folder)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    sizes = [part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab")]
+    try:
+        check_belongs(tokenizer, min(sizes, default=0))
+    except InputError as problem:
+        raise FileError(f"{folder}: {problem}") from None
+    return tokenizer
+
+
+@dataclass
+class Pipeline:
+    """Made by `mb.load`."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    defaults: Defaults = field(default_factory=Defaults)
+
+    # -- continuing a text ------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> list[str]: ...
+    def generate(self, prompt: str | Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> Any:
+        """What follows a prompt (or each of several); with num_return_sequences above 1, a list of texts for it."""
+        several = not isinstance(prompt, str)
+        found = [
+            [answer.text for answer in each] if len(each) > 1 else each[0].text
+            for each in self.answers([prompt] if isinstance(prompt, str) else prompt, stop=stop, **options)
+        ]
+        return found if several else found[0]
+
+    def stream(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
+        """What follows a prompt, bit by bit, in whole characters; put together it is what `generate` gives."""
+        chosen = self.settings(options, streamed=True)
+        return _texts(self._run([self.prompt(prompt)], chosen, stop))
+
+    def answers(self, prompts: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> list[list[Answer]]:
+        """For each prompt the texts asked for, with counts, reasons and scores."""
+        return self._collect([self.prompt(text) for text in prompts], self.settings(options), stop)
+
+    # -- talking ----------------------------------------------------------------------------------------------------
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any) -> str:
+        """The next thing the assistant says; messages are {"role": "user", "content": "…"}."""
+        return self._collect([self.turn(messages)], self.settings(options), stop, fresh=True)[0][0].text
+
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any
+    ) -> Iterator[str]:
+        """The same, bit by bit."""
+        run = self._run([self.turn(messages)], self.settings(options, streamed=True), stop, fresh=True)
+        return _texts(run)
+
+    def turn(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """A conversation as the model reads it."""
+        self._decoder("chat")
+        return Prompt(tuple(self.tokenizer.encode(self.tokenizer.chat(messages), allow_specials=True)))
+
+    # -- translating ------------------------------------------------------------------------------------------------
+
+    @overload
+    def translate(self, text: str, *, n_best: None = None, batch: int = 64, **options: Any) -> str: ...
+    @overload
+    def translate(self, text: str, *, n_best: int, batch: int = 64, **options: Any) -> list[Answer]: ...
+    @overload
+    def translate(self, text: Iterable[str], *, n_best: None = None, batch: int = 64, **options: Any) -> list[str]: ...
+    @overload
+    def translate(self, text: Iterable[str], *, n_best: int, batch: int = 64, **options: Any) -> list[list[Answer]]: ...
+    def translate(
+        self, text: str | Iterable[str], *, n_best: int | None = None, batch: int = 64, **options: Any
+    ) -> Any:
+        """The target of a source or of many; `n_best` asks for so many hypotheses with scores, best first.
+
+        Many are sorted by length and read `batch` at a time; the order they came in is kept.
+        """
+        if self.model.encoder is None:
+            raise InputError(f"a {self.model.config.family} model continues texts and translates none; call generate")
+        if n_best is not None:
+            beams = max(n_best, options.get("num_beams") or self.defaults.options.get("num_beams", 1))
+            options |= {"num_return_sequences": n_best, "num_beams": beams}
+        texts = [text] if isinstance(text, str) else list(text)
+        found = self._translated(texts, self.settings(options), max(1, batch))
+        plain = [each[0].text if n_best is None else each for each in found]
+        return plain[0] if isinstance(text, str) else plain
+
+    def _translated(self, texts: list[str], chosen: Settings, batch: int) -> list[list[Answer]]:
+        sources = [self.prompt(text) if text.strip() else None for text in texts]
+        order = [(number, source) for number, source in enumerate(sources) if source is not None]
+        order.sort(key=lambda item: -len(item[1].source or ()))
+        found = [[Answer("", 0, "stop", 0.0) for _ in range(chosen.num_return_sequences)] for _ in texts]
+        for first in range(0, len(order), batch):
+            some = order[first : first + batch]
+            for (number, _), each in zip(some, self._collect([source for _, source in some], chosen), strict=True):
+                found[number] = each
+        return found
+
+    # -- prompts and settings ---------------------------------------------------------------------------------------
+
+    def settings(self, options: Mapping[str, Any], *, streamed: bool = False) -> Settings:
+        """What the folder says, and instead of it what is asked for."""
+        chosen = self.defaults.merged(options)
+        if streamed and chosen.num_beams > 1 and "num_beams" not in options:
+            chosen = replace(chosen, num_beams=1)  # a default for whole texts; beams know theirs only at the end
+        if streamed and chosen.rows > 1:
+            raise InputError("a stream is one text, and beams know theirs only at the end; call generate instead")
+        if "max_new_tokens" not in {**self.defaults.options, **options}:
+            chosen = replace(chosen, max_new_tokens=LONGEST)
+        return chosen
+
+    def prompt(self, text: str) -> Prompt:
+        """A text as the model reads it: the prompt it goes on from, or the source beside the start of a target."""
+        here, tokenizer = self.defaults.here, self.tokenizer
+        if self.model.encoder is not None:
+            ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+            source = [*tokenizer.encode(text), *ends] if here else tokenizer.encode(text, add_specials=True)
+            start = self.defaults.start
+            return Prompt((start if start is not None else 0,), tuple(source))
+        ids = tokenizer.encode(text, add_specials=not here)
+        if ids and not here and ids[-1] == tokenizer.eos_id:
+            ids.pop()  # a text that goes on has not ended
+        return Prompt(tuple(ids or self._start()))
+
+    def _start(self) -> list[int]:
+        """What a text begins with that has no beginning: the start token, or the end of the text before."""
+        for token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
+            if token is not None:
+                return [token]
+        raise InputError("this tokenizer has no start token to begin with; give a prompt of at least one word")
+
+    def _decoder(self, what: str) -> None:
+        if self.model.encoder is not None:
+            raise InputError(f"{what} is for decoders; call translate on this {self.model.config.family} model")
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def _collect(
+        self, prompts: list[Prompt], chosen: Settings, stop: str | Sequence[str] = (), *, fresh: bool = False
+    ) -> list[list[Answer]]:
+        found = [[Answer() for _ in range(chosen.num_return_sequences)] for _ in prompts]
+        for part in self._run(prompts, chosen, stop, fresh=fresh):
+            answer = found[part.prompt][part.number]
+            answer.text += part.text
+            answer.tokens += part.tokens
+            answer.finished, answer.score = part.finished, part.score
+        return found
+
+    def _run(
+        self, prompts: list[Prompt], chosen: Settings, stop: str | Sequence[str] = (), *, fresh: bool = False
+    ) -> Iterator[Part]:
+        """Put the prompts to an engine, which refuses what cannot be now and not when the first part is asked for.
+
+        A fresh text begins anew after its prompt; others go on from it, with a space between where there is one.
+        """
+        longest = max(len(prompt.ids) for prompt in prompts)
+        limit, wanted = self.model.config.context, longest + chosen.max_new_tokens
+        capacity = wanted if limit is None else min(wanted, limit)
+        engine = Engine(self.model, rows=max(ROWS, chosen.rows), capacity=capacity)
+        order = {engine.add(prompt.ids, chosen, prompt.source): number for number, prompt in enumerate(prompts)}
+        fresh = fresh or self.model.encoder is not None
+        texts = {
+            (request, number): Text(self.tokenizer, stop, () if fresh else prompts[place].ids)
+            for request, place in order.items()
+            for number in range(chosen.num_return_sequences)
+        }
+        return _parts(engine, order, texts, chosen.eos_token_id)
+
+
+def _parts(
+    engine: Engine, order: dict[int, int], texts: dict[tuple[int, int], Text], ends: Sequence[int]
+) -> Iterator[Part]:
+    """What the engine says as text; a request all of whose texts are over is let go."""
+    running = set(texts)
+    while engine.busy:
+        for event in engine.step():
+            key = (event.id, event.number)
+            if key not in running:
+                continue
+            text, last = texts[key], event.tokens[-1] if event.tokens else None
+            shown = event.tokens[:-1] if event.finished == "stop" and last in ends else event.tokens
+            said = text.add(*shown) + (text.end() if event.finished else "")
+            finished = "stop" if text.stopped is not None else event.finished
+            yield Part(order[event.id], event.number, said, len(event.tokens), finished, event.score)
+            if finished:
+                running.discard(key)
+            if text.stopped is not None and not any(request == event.id for request, _ in running):
+                engine.cancel(event.id)
+
+
+def _texts(parts: Iterator[Part]) -> Iterator[str]:
+    return (part.text for part in parts if part.text)

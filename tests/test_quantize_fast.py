@@ -1,0 +1,167 @@
+"""The kernels say what the plain path says: every format, odd sizes, many rows, compiled, and without a compiler."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import build, close, given, is_decoder, presets, read, tokens, toy
+from torch import nn
+
+import monoblock as mb
+from monoblock.quantize import fast, kernels
+from monoblock.quantize.fast import Fast, joined, prepared
+from monoblock.quantize.modules import QuantizedLinear
+from monoblock.quantize.packing import pack, unpack
+
+FORMATS = [("dense", 0), ("half", 0), ("int8", 32), ("int8", 96), ("int4", 32), ("int4", 64)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    """Whoever tests has a compiler (torch.compile needs one as well); without one these tests would say nothing."""
+    found = kernels.load()
+    assert found.ready, found.reason
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(kind, group, rows, inputs):
+    weight = draw(rows, inputs)
+    if kind in ("dense", "half"):
+        return weight if kind == "dense" else weight.bfloat16()
+    return pack(weight, 8 if kind == "int8" else 4, group)
+
+
+def wide(held, inputs):
+    return held.double() if isinstance(held, torch.Tensor) else unpack(held, inputs, torch.float64)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 13])
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_the_kernel_agrees_with_fp64(kind, group, batch):
+    rows, inputs = 23, 96 if kind in ("dense", "half") else 83
+    held, x, bias = stored(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
+    parts = (held,) if isinstance(held, torch.Tensor) else tuple(part for part in held if part is not None)
+    found = getattr(torch.ops.monoblock, "dense" if kind == "half" else kind)(x, *parts, bias)
+    close(found, F.linear(x.double(), wide(held, inputs), bias.double()).float())
+
+
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_a_matrix_large_enough_for_every_thread(kind, group):
+    rows, inputs = 1009, 192
+    held, x = stored(kind, group, rows, inputs), draw(1, inputs, seed=1)
+    module = Fast(held, inputs)
+    expected = (x.double() @ wide(held, inputs).T).float()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), expected, atol=5e-5, rtol=5e-5)
+        torch.testing.assert_close(module(x.expand(3, 2, -1))[2, 1], expected[0], atol=5e-5, rtol=5e-5)
+
+
+def test_x_that_does_not_lie_in_a_row_is_read_right():
+    linear = nn.Linear(64, 17)
+    module, x = fast._fast(linear), draw(64, 5, seed=1).T
+    with torch.no_grad():
+        close(module(x), linear(x))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", presets(is_decoder))
+def test_a_prepared_model_gives_the_models_logits(name, bits):
+    model = toy(name) if bits is None else mb.quantized(toy(name), bits=bits)
+    ready = prepared(model)
+    with torch.no_grad():
+        for rows, length in ((1, 1), (2, 5), (11, 13)):
+            close(read(ready, tokens(rows, length)), read(model, tokens(rows, length)))
+        cache = ready.make_cache(2, 5)
+        close(read(ready, tokens(2, 5), cache=cache), read(model, tokens(2, 5)))
+
+
+def test_dense_matrices_of_whole_chunks_go_through_the_kernel_and_are_not_copied():
+    model = build(mb.gpt(vocab=61, width=64, depth=2, heads=4, context=37))
+    ready = prepared(model)
+    made = [module for module in ready.modules() if isinstance(module, Fast)]
+    assert len(made) == 2 * 6 + 1
+    assert ready.decoder.get_submodule("1.feedforward.up").parts[0].data_ptr() == (
+        model.decoder.get_submodule("1.feedforward.up").weight.data_ptr()
+    )
+    assert isinstance(model.decoder.get_submodule("1.feedforward.up"), nn.Linear), "the model given is left alone"
+    with torch.no_grad():
+        close(ready(tokens(3, 5)), model(tokens(3, 5)))
+
+
+def test_many_rows_other_dtypes_and_gradients_go_the_plain_way():
+    module = Fast(stored("int8", 32, 19, 64), 64)
+    for x in (draw(33, 64), draw(2, 64).double()):
+        close(module(x), F.linear(x, module.wide(x.dtype)))
+    x = draw(2, 64).requires_grad_()
+    module(x).sum().backward()
+    close(x.grad, module.wide(torch.float32).sum(0).expand(2, -1))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_joined_matrices_give_their_outputs_side_by_side(bits):
+    linears = [nn.Linear(64, size) for size in (17, 5, 11)]
+    parts = linears if bits is None else [QuantizedLinear.of_linear(one, bits, 32) for one in linears]
+    x = draw(2, 3, 64)
+    with torch.no_grad():
+        close(joined(parts)(x), torch.cat([part(x) for part in parts], -1))
+    assert joined([linears[0], nn.Linear(64, 5, bias=False)]) is None
+    assert joined([linears[0], QuantizedLinear.of_linear(linears[1], 8, 32)]) is None
+
+
+def test_the_operators_are_traced_in_one_graph():
+    model = prepared(mb.quantized(build(mb.gpt(vocab=61, width=64, depth=1, heads=4, context=37)), bits=4))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        traced = torch.compile(model, backend=backend, fullgraph=True)
+        close(traced(tokens(1, 1)), model(tokens(1, 1)))
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert {"monoblock.int4", "monoblock.int8"} <= names or {
+        "monoblock.int4.default",
+        "monoblock.int8.default",
+    } <= names
+
+
+def test_the_operators_pass_torchs_own_checks():
+    numbers, scale, least = pack(draw(7, 64), 4, 32)
+    torch.library.opcheck(torch.ops.monoblock.int4.default, (draw(2, 64), numbers, scale, least, None))
+    numbers, scale, _ = pack(draw(7, 64), 8, 32)
+    torch.library.opcheck(torch.ops.monoblock.int8.default, (draw(2, 64), numbers, scale, draw(7)))
+    torch.library.opcheck(torch.ops.monoblock.dense.default, (draw(2, 64), draw(7, 64), None))
+
+
+def test_without_a_compiler_the_model_itself_is_used_and_the_reason_is_one_line(monkeypatch):
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    found = kernels.load.__wrapped__()
+    assert not found.ready
+    assert "no C++ compiler" in found.reason
+    assert "\n" not in found.reason
+    monkeypatch.setattr(fast, "load", lambda: found)
+    assert prepared(toy("gpt2")) is toy("gpt2")
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "kernels.cpp:1: error: no such thing" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = kernels.load.__wrapped__()
+    assert not found.ready
+    assert "error: no such thing" in found.reason
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_given_is_read_by_every_family():
+    for name in ("bert-base", "t5-small", "vit-b16"):
+        model = mb.quantized(toy(name))
+        with torch.no_grad():
+            close(prepared(model)(*given(model, 2, 5)), model(*given(model, 2, 5)))
