@@ -1,6 +1,7 @@
 """Small whole numbers for weights: stored as meant, models run with them, folders hold them, bytes add up."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import monoblock as mb
 from monoblock.accounting.decoding import decoding
+from monoblock.cli.main import run
 from monoblock.config import ModelConfig, QuantizeConfig
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.quantize.convert import matrices, stored_formats
@@ -258,3 +260,37 @@ def test_loss_is_the_mean_over_every_token_but_the_first():
     assert found.tokens == len(ids) - 1
     assert found.nats == pytest.approx(total / found.tokens, rel=1e-5)
     assert tensor_bytes(model) == sum(4 * one.numel() for one in model.parameters())
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer = mb.Tokenizer.train("char", ["abcdefghij klmnop. " * 9])
+    model = build(mb.gpt(vocab=tokenizer.vocab_size, width=36, depth=2, heads=3, context=23))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a bcd ef. " * 31)
+    return tmp_path
+
+
+def test_the_command_writes_a_folder_and_says_what_it_costs(folder, capsys):
+    out = folder / "small"
+    words = ["quantize", str(folder / "model"), "--bits", "4", "--data", str(folder / "text.txt"), "--json"]
+    assert run([*words, "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, small = (mb.Transformer.from_pretrained(path).eval() for path in (folder / "model", out))
+    documents = [mb.Tokenizer.from_pretrained(out).encode("a bcd ef. " * 31)]
+    assert found["bytes"] == {"before": tensor_bytes(model), "after": tensor_bytes(small)}
+    expected = loss(small, documents).perplexity / loss(model, documents).perplexity - 1
+    assert found["perplexity_loss"] == pytest.approx(expected, rel=1e-6)
+    assert small.config.quantize == QuantizeConfig(bits=4, group=32)
+
+
+def test_the_command_refuses_in_one_line_and_touches_nothing(folder, capsys):
+    assert run(["quantize", str(folder / "model"), "--out", str(folder / "model")]) == 2
+    assert "there already" in capsys.readouterr().err
+    assert run(["quantize", str(folder / "nowhere"), "--out", str(folder / "new")]) == 1
+    assert run(["quantize", str(folder / "model"), "--out", str(folder / "new"), "--group", "31"]) == 2
+    assert not (folder / "new").exists()

@@ -243,6 +243,8 @@ class Cache:
     def loosen(self) -> None:
         """The reverse: the host looks at the lengths again."""
         self.fixed, self.longest = False, int(self.lengths.max())
+        for places in self.places.values():
+            places.settle(self.lengths)
         self.written = torch.maximum(self.written, self.lengths)
 
     def take(self, other: Cache) -> bool:

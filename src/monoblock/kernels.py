@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 ROTATES = {None: 0, "halves": 1, "interleaved": 2}
+LANES = 4096  # numbers a program of the attention kernel keeps: 32 a thread
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: fewer leave some idle
 
 
@@ -112,14 +113,15 @@ def attend_step(
     pairs = cos.shape[-1] if cos is not None else 1
     rows = cos.shape[0] if cos is not None else 1
     heads = H // G
+    padded = 1 << (heads - 1).bit_length()
     _compiled().attend_kernel[(B * G, splits)](
         q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out, parts,
         K**-0.5 if scale is None else scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         pairs if rows > 1 else 0, H, G, splits,
-        HEADS=heads, PADDED=max(1, 1 << (heads - 1).bit_length()), K=K, PAIRS=pairs, TURNED=turned,
-        BLOCK=64 if K <= 64 else 32, num_warps=4,
+        HEADS=heads, PADDED=padded, K=K, PAIRS=pairs, TURNED=turned,
+        BLOCK=max(8, LANES // (padded * K)), num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _compiled().combine_kernel[(B * H,)](parts, out, splits, 1 << (splits - 1).bit_length(), K, num_warps=1)

@@ -118,45 +118,53 @@ def attend_kernel(
     query = turned(q + row * q_row + heads, spread, cos, sin, PAIRS, TURNED, real[:, None] & (spread < K))
     query = query.to(kind).to(tl.float32) * scale  # (PADDED, K)
 
-    most = tl.full((PADDED,), -float("inf"), tl.float32)
-    total = tl.zeros((PADDED,), tl.float32)
-    mixed = tl.zeros((PADDED, K), tl.float32)
+    # Every lane of a block keeps a maximum, a sum and a mixture of its own; they are put together once, at the end.
+    most = tl.full((PADDED, BLOCK), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED, BLOCK), tl.float32)
+    mixed = tl.zeros((PADDED, BLOCK, K), tl.float32)
     keys += row.to(tl.int64) * keys_row + group * keys_head
     values += row.to(tl.int64) * values_row + group * values_head
-    if split == 0:
-        new_key = turned(k + row * k_row + group * k_head, at, cos, sin, PAIRS, TURNED, at < K).to(kind)
-        new_value = tl.load(v + row * v_row + group * v_head + at)
-        tl.store(keys + length * keys_place + at, new_key)
-        tl.store(values + length * values_place + at, new_value)
-        most = tl.sum(query * new_key.to(tl.float32)[None, :], 1)
-        total = tl.full((PADDED,), 1.0, tl.float32)
-        mixed = tl.zeros((PADDED, K), tl.float32) + new_value.to(tl.float32)[None, :]
-
     stretch = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     begin = split * stretch
     end = tl.minimum(begin + stretch, length)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         seen = place < end
-        tile = tl.load(keys + place[:, None] * keys_place + at[None, :], mask=seen[:, None], other=0.0)
-        score = tl.sum(query[:, None, :] * tile.to(tl.float32)[None, :, :], 2)  # (PADDED, BLOCK)
-        score = tl.where(seen[None, :], score, -float("inf"))
-        above = tl.maximum(most, tl.max(score, 1))
-        shrink = tl.exp(most - above)
-        share = tl.exp(score - above[:, None])
-        total = total * shrink + tl.sum(share, 1)
-        tile = tl.load(values + place[:, None] * values_place + at[None, :], mask=seen[:, None], other=0.0)
-        mixed = mixed * shrink[:, None] + tl.sum(share[:, :, None] * tile.to(tl.float32)[None, :, :], 1)
+        key = tl.load(keys + place[:, None] * keys_place + at[None, :], mask=seen[:, None], other=0.0)
+        value = tl.load(values + place[:, None] * values_place + at[None, :], mask=seen[:, None], other=0.0)
+        score = tl.sum(query[:, None, :] * key.to(tl.float32)[None, :, :], 2)  # (PADDED, BLOCK)
+        above = tl.maximum(most, tl.where(seen[None, :], score, -float("inf")))
+        shrink = tl.where(most == -float("inf"), 0.0, tl.exp(most - above))
+        share = tl.where(seen[None, :], tl.exp(score - above), 0.0)
+        total = total * shrink + share
+        mixed = mixed * shrink[:, :, None] + share[:, :, None] * value.to(tl.float32)[None, :, :]
         most = above
+
+    highest = tl.max(most, 1)  # (PADDED,)
+    newest = tl.full((PADDED,), -float("inf"), tl.float32)
+    new_value = tl.zeros((K,), tl.float32)
+    if split == 0:
+        new_key = turned(k + row * k_row + group * k_head, at, cos, sin, PAIRS, TURNED, at < K).to(kind)
+        value_in = tl.load(v + row * v_row + group * v_head + at)
+        tl.store(keys + length * keys_place + at, new_key)
+        tl.store(values + length * values_place + at, value_in)
+        newest = tl.sum(query * new_key.to(tl.float32)[None, :], 1)
+        new_value = value_in.to(tl.float32)
+    highest = tl.maximum(highest, newest)
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    weight = tl.exp(most - base[:, None])
+    weigh_new = tl.exp(newest - base)
+    summed = tl.sum(total * weight, 1) + weigh_new
+    blended = tl.sum(mixed * weight[:, :, None], 1) + weigh_new[:, None] * new_value[None, :]
 
     place = row * H + first_head + head
     if splits == 1:
-        tl.store(out + place[:, None] * K + at[None, :], (mixed / total[:, None]).to(kind), mask=real[:, None])
+        tl.store(out + place[:, None] * K + at[None, :], (blended / summed[:, None]).to(kind), mask=real[:, None])
     else:
         slot = parts + (place * splits + split) * (K + 2)
-        tl.store(slot[:, None] + at[None, :], mixed, mask=real[:, None])
-        tl.store(slot + K, most, mask=real)
-        tl.store(slot + K + 1, total, mask=real)
+        tl.store(slot[:, None] + at[None, :], blended, mask=real[:, None])
+        tl.store(slot + K, highest, mask=real)
+        tl.store(slot + K + 1, summed, mask=real)
 
 
 @triton.jit

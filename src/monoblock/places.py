@@ -36,6 +36,8 @@ class Places:
 
     def enter(self, new: Where, lengths: Tensor, longest: int, fixed: bool = False) -> Entry:
         """Note where the new tokens stand; say which columns they go to and what is then seen."""
+        if fixed and new.length == 1 and new.real is None and self.plain:
+            return self._one(lengths)
         B, T = lengths.shape[0], new.length
         real = torch.ones(1, 1, dtype=torch.bool, device=lengths.device) if new.real is None else new.real
         index = lengths[:, None] + real.expand(B, T).long().cumsum(-1) - 1  # (B, T) of the row's real tokens
@@ -50,8 +52,26 @@ class Places:
         seen = self.capacity if self.window is not None else min(self.capacity, longest + T)
         if new.start is not None and self.window is None and self.document is None and self.flags is None:
             return Entry(to, Where(self.at[:1, :seen], start=0), seen, None, False)
-        plain = fixed and T == 1 and new.real is None and self.window is None and self.document is None
-        return Entry(to, self._where(limit, seen), seen, lengths if plain and self.flags is None else None, False)
+        return Entry(to, self._where(limit, seen), seen, None, False)
+
+    @property
+    def plain(self) -> bool:
+        """Columns hold tokens in their order, and a token sees all before it."""
+        return self.window is None and self.document is None and self.flags is None
+
+    def _one(self, lengths: Tensor) -> Entry:
+        """One token a row behind all others, in as few operations as can be; `settle` notes them afterwards."""
+        column = torch.arange(self.capacity, device=lengths.device)[None]
+        where = Where(column, real=column <= lengths[:, None])
+        return Entry(lengths[:, None], where, self.capacity, lengths, False)
+
+    def settle(self, lengths: Tensor) -> None:
+        """Note the tokens that came one by one."""
+        if self.plain:
+            column = torch.arange(self.capacity + 1, device=lengths.device)[None]
+            known = self.index >= 0
+            self.at = torch.where(known, self.at, column)
+            self.index = torch.where(column < lengths[:, None], column, self.index)
 
     def _note(self, new: Where, index: Tensor, to: Tensor) -> None:
         B, T = to.shape

@@ -68,9 +68,8 @@ class Stack(nn.Module):
         memory_view = None if memory_where is None else View(everything.between(where, memory_where)).prepare(x)
         for layer, block in enumerate(self.blocks):
             kind, entry = self.kind_of[layer], entries[layer]
-            view = views[kind] or self._view(kind, where, where if entry is None else entry.where, x)
+            view = views[kind] or self._view(kind, where, entry, x)
             views[kind] = view
-            view.lengths = None if entry is None else entry.lengths
             x = self._run(
                 block,
                 x,
@@ -93,10 +92,12 @@ class Stack(nn.Module):
     def _cross_slot(cache: Cache | None, layer: int) -> CrossSlot | None:
         return None if cache is None else cache.cross[layer]
 
-    def _view(self, kind: int, q: Where, k: Where, x: Tensor) -> View:
+    def _view(self, kind: int, q: Where, entry: Entry | None, x: Tensor) -> View:
         config: AttentionConfig = self.kinds[kind]
+        k = q if entry is None else entry.where
         size, positions = config.key_size(x.shape[-1]), config.positions
         view = View(self.masks[kind].between(q, k))
+        view.lengths = None if entry is None else entry.lengths
         if isinstance(positions, Rotary):
             view.turn = turn(positions, size, q.at, x.dtype)
         elif isinstance(positions, Alibi):
@@ -105,8 +106,8 @@ class Stack(nn.Module):
             assert self.position_bias is not None
             table = self.position_bias.weight
             view.bias = kept(bucket_bias(positions, table, q.at, k.at, both_sides=config.mask == "full"), config)
-        plain = config.softcap is not None or config.sinks
-        return view if plain else view.prepare(x)
+        later = config.softcap is not None or config.sinks or view.lengths is not None  # perhaps nobody asks
+        return view if later else view.prepare(x)
 
 
 def _order(config: StackConfig) -> list[int]:

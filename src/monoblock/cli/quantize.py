@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,7 @@ def measured(before: Any, after: Any, given: list[list[int]], most: int) -> dict
     total = min(most, sum(map(len, given)))
     found = {}
     for name, model in (("before", before), ("after", after)):
-        watch = _progress(f"reading the text, {name}")
-        found[name] = loss(model, given, most=most, watch=lambda done, watch=watch: watch(done, total))
+        found[name] = loss(model, given, most=most, watch=partial(_progress(f"reading the text, {name}"), of=total))
     old, new = found["before"], found["after"]
     return {
         "tokens": old.tokens,

@@ -84,8 +84,8 @@ def _side_by_side(parts: list[nn.Parameter]) -> Tensor:
         for part, piece in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
             part.data = piece
         return whole
-    with torch.inference_mode(first.is_inference()):
-        return first.detach().as_strided((size, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.empty(0, dtype=first.dtype, device=first.device)
+    return whole.set_(storage, first.storage_offset(), (size, *first.shape[1:]), first.stride())
 
 
 def alone(x: Tensor, weight: Tensor) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monoblock.config import BlockConfig, ModelConfig
-from monoblock.errors import ConfigError, FileError
+from monoblock.errors import ConfigError, FileError, MonoblockError
 from monoblock.interop.hf_harmless import HARMLESS, NEUTRAL
 from monoblock.knobs import Values, rebuild
 from monoblock.parts import AttentionConfig, EmbeddingConfig, InitConfig
@@ -226,7 +226,9 @@ def read_rows(rows: Sequence[Row], given: Mapping[str, Any], start: ModelConfig,
     for row in rows:
         try:
             row.take(given, tree)
-        except (TypeError, AttributeError, KeyError, IndexError, ZeroDivisionError, OverflowError) as problem:
+        except MonoblockError:
+            raise
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as problem:
             names = ", ".join(f"{name}={shown(given[name])}" for name in row.names)
             raise ConfigError(f"{names} cannot be: {' '.join(str(problem).split())[:80]}") from None
     return tree

@@ -312,7 +312,7 @@ FROM_LLAMA = (
         (
             *over(without(LLAMA, "mlp_bias", "attention_bias"), Field("rms_norm_eps", "**.eps", 1.5625e-07)),
             Field("head_dim", f"{A}.head_dim", 128),
-            flag("attention_bias", f"{A}.bias", False, "qkv", ""),
+            flag("attention_bias", f"{A}.bias", True, "qkv", ""),
             rotary(partial=0.5),
             Const(f"{B}.norm_place", "sandwich"),
             Const(f"{A}.positions.layout", "interleaved"),

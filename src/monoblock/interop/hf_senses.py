@@ -147,8 +147,17 @@ SENSES = (
         kind="dinov2",
         start=VIT_LIKE,
         rows=(
-            *without(VIT, "intermediate_size", "pooler_act", "pooler_output_size", "layer_norm_eps", "image_size"),
+            *without(
+                VIT,
+                "intermediate_size",
+                "pooler_act",
+                "pooler_output_size",
+                "layer_norm_eps",
+                "image_size",
+                "patch_size",
+            ),
             Field("image_size", "input.image", 224),
+            Field("patch_size", "input.patch", 14),
             Field("layer_norm_eps", "**.eps", 1e-6),
             swiglu(),
             Field("layerscale_value", f"{B}.layer_scale", 1.0),

@@ -15,7 +15,8 @@ from monoblock.errors import FileError
 from monoblock.interop.safely import Weights
 from monoblock.untrusted import shown
 
-PASSING = 2**26  # bytes read through a mapping before it is let go
+PASSING = 2**26  # bytes read through a mapping before it is let go, or a part of the file where that is more
+PARTS = 16
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -28,6 +29,7 @@ class Reader:
         self.kept, self.dtype, self.device = stored, dtype, torch.device(device)
         self.files = list(dict.fromkeys(stored.file_of.values()))
         self.passing, self.read = Weights(self.files), 0
+        self.most = max(PASSING, stored.nbytes // PARTS)
 
     def take(self, keys: Sequence[str], change: Change = same) -> Sequence[Tensor]:
         """Stored tensors, changed, in the wanted dtype."""
@@ -37,9 +39,10 @@ class Reader:
         parts = self._changed(self.passing, keys, change)
         if len(keys) == 1 and all(self._stays(part) for part in parts):
             return self._changed(self.kept, keys, change)
-        made = [part.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format) for part in parts]
+        mapped = len(keys) == 1  # several have been joined already, in memory of their own
+        made = [part.to(self.device, self.dtype, copy=mapped, memory_format=torch.contiguous_format) for part in parts]
         self.read += sum(part.nbytes for part in parts)
-        if self.read > PASSING:
+        if self.read > self.most:
             self.passing, self.read = Weights(self.files), 0
         return made
 
