@@ -32,6 +32,7 @@ def taken(model: mb.Transformer, ids: torch.Tensor, new: int, use_cache: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", help="a published shape, such as gpt2, instead of the lecture's")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--prompt", type=int, default=50)
@@ -43,8 +44,8 @@ def main() -> None:
     given = parser.parse_args()
     width, depth, rounds = (24, 2, 1) if given.smoke else (given.width, given.depth, given.rounds)
     torch.manual_seed(0)
-    context = given.prompt + given.new
-    model = mb.Transformer(mb.gpt(vocab=65, width=width, depth=depth, heads=6, context=context)).to(given.device).eval()
+    lecture = mb.gpt(vocab=65, width=width, depth=depth, heads=6, context=given.prompt + given.new)
+    model = mb.Transformer(mb.preset(given.preset) if given.preset else lecture).to(given.device).eval()
     ids = torch.randint(65, (1, given.prompt), device=given.device)
     found: dict[str, Any] = {}
     for name, use_cache in (("with the cache", True), ("without", False)):
@@ -57,7 +58,9 @@ def main() -> None:
     if given.json:
         print(json.dumps(found))
         return
-    print(f"{width} × {depth}, prompt {given.prompt}, {given.new} new, {given.device}, torch {torch.__version__}")
+    print(
+        f"{given.preset or f'{width} × {depth}'}, prompt {given.prompt}, {given.new} new, {given.device}, torch {torch.__version__}"
+    )
     for name in ("with the cache", "without"):
         row = found[name]
         print(f"  {name:<15} {row['positions']:6,} positions  {row['seconds']:8.3f} s")

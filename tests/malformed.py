@@ -88,7 +88,19 @@ def weights():
 
 def indices(secret):
     """(name, the value of weight_map or a text)"""
-    places = ["../secret.safetensors", "/etc/passwd", str(secret), "a/../../x", "..", ".", "", "x\\y", "c:x", "a\0b", "no"]
+    places = [
+        "../secret.safetensors",
+        "/etc/passwd",
+        str(secret),
+        "a/../../x",
+        "..",
+        ".",
+        "",
+        "x\\y",
+        "c:x",
+        "a\0b",
+        "no",
+    ]
     places += ["link.safetensors", "folder.safetensors", "pipe.safetensors", "missing.safetensors", "one.bin", "~/x"]
     places += ["./one.safetensors", "one.safetensors/", "ONE.SAFETENSORS", "%2e%2e/x.safetensors", "file:///etc/passwd"]
     for n, place in enumerate(places):
@@ -108,7 +120,10 @@ def indices(secret):
     yield "text: list", "[1, 2, 3]"
     yield "text: deep", '{"weight_map": ' + '{"a":' * 5000 + "1" + "}" * 5001
     for n in range(12):
-        yield f"many {n}", {f"t{k}": f"{k}-{n}.safetensors" for k in range(2_001)} if n == 0 else {"a": f"x{n}/one.safetensors"}
+        yield (
+            f"many {n}",
+            {f"t{k}": f"{k}-{n}.safetensors" for k in range(2_001)} if n == 0 else {"a": f"x{n}/one.safetensors"},
+        )
 
 
 CONFIGS = {
@@ -158,7 +173,9 @@ def tokenizers(good):
         return json.dumps(data)
 
     bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa" * 40}
-    for n, pattern in enumerate(["(a+)+$", "(.*)*x", "(?:a|aa)+b", "(\\w+\\s?)*!", "(x+x+)+y", "((a*)*)*b", "\\p{L}+?"]):
+    for n, pattern in enumerate(
+        ["(a+)+$", "(.*)*x", "(?:a|aa)+b", "(\\w+\\s?)*!", "(x+x+)+y", "((a*)*)*b", "\\p{L}+?"]
+    ):
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         yield f"regex {n}", changed(["pre_tokenizer"], split)
         yield f"nested regex {n}", changed(["pre_tokenizer"], {"type": "Sequence", "pretokenizers": [split]})
@@ -171,7 +188,9 @@ def tokenizers(good):
     for n, value in enumerate([2**62, -1, 1.5, "1", None, True, 2_000_000, 10**30]):
         yield f"id {n}", changed(["model", "vocab", "a"], value)
         yield f"added id {n}", changed(["added_tokens", 0, "id"], value)
-    for n, value in enumerate([None, [], "BPE", 3, {"type": "Evil"}, {"type": "BPE"}, {"type": "Unigram", "vocab": {}}]):
+    for n, value in enumerate(
+        [None, [], "BPE", 3, {"type": "Evil"}, {"type": "BPE"}, {"type": "Unigram", "vocab": {}}]
+    ):
         yield f"model {n}", changed(["model"], value)
     for n, value in enumerate(["a", [["a"]], [["a", "b", "c"]], [["q", "☃"]], [[1, 2]], {"a": "b"}]):
         yield f"merges {n}", changed(["model", "merges"], value)
@@ -195,7 +214,10 @@ def vocabularies():
     yield "vocab twice", {"vocab.json": b'{"a": 0, "a": 1}', "merges.txt": b""}
     yield "vocab same id", {"vocab.json": b'{"a": 0, "b": 0}', "merges.txt": b""}
     yield "vocab huge id", {"vocab.json": b'{"a": 99999999999}', "merges.txt": b""}
-    yield "strange class", {"vocab.json": vocab, "merges.txt": b"a b", "tokenizer_config.json": b'{"tokenizer_class": "Evil"}'}
+    yield (
+        "strange class",
+        {"vocab.json": vocab, "merges.txt": b"a b", "tokenizer_config.json": b'{"tokenizer_class": "Evil"}'},
+    )
     yield "vocab.txt twice", {"vocab.txt": b"[UNK]\na\na\n"}
     yield "vocab.txt no unknown", {"vocab.txt": b"a\nb\n", "tokenizer_config.json": b'{"unk_token": 3}'}
     yield "vocab.txt no text", {"vocab.txt": b"\xc3\x28\n"}
@@ -240,7 +262,9 @@ def ggufs():
     good = gguf([name], [tensor()], bytes(128))
     for n in range(24):
         yield f"cut {n}", good[: len(good) * n // 24]
-    for n, counts in enumerate([(2**63, 1), (1, 2**63), (2**40, 2**40), (10**6, 1), (1, 10**6), (2, 1), (1, 2), (2**32, 0)]):
+    for n, counts in enumerate(
+        [(2**63, 1), (1, 2**63), (2**40, 2**40), (10**6, 1), (1, 10**6), (2, 1), (1, 2), (2**32, 0)]
+    ):
         yield f"counts {n}", gguf([name], [tensor()], bytes(128), counts=counts)
     yield "magic", gguf([name], [tensor()], bytes(128), magic=b"GGML")
     for version in (0, 1, 4, 2**31, 0x03000000):
@@ -260,7 +284,9 @@ def ggufs():
     yield "alignment 3", gguf([name, field("general.alignment", 4, struct.pack("<I", 3))], [tensor()], bytes(128))
     for n, shape in enumerate([(), (1,) * 5, (2**62, 4), (2**32, 2**32), (0,), (8, 400), (2**47,)]):
         yield f"shape {n}", gguf([name], [tensor(shape=shape)], bytes(128))
-    for n, (kind, shape) in enumerate([(999, (8, 4)), (2, (8, 4)), (8, (33, 4)), (4, (32, 1)), (5, (32, 1)), (30, (9999, 9))]):
+    for n, (kind, shape) in enumerate(
+        [(999, (8, 4)), (2, (8, 4)), (8, (33, 4)), (4, (32, 1)), (5, (32, 1)), (30, (9999, 9))]
+    ):
         yield f"kind {n}", gguf([name], [tensor(kind=kind, shape=shape)], bytes(128))
     for n, offset in enumerate([1, 96, 2**40, 2**63]):
         yield f"offset {n}", gguf([name], [tensor(offset=offset)], bytes(128))
@@ -274,7 +300,7 @@ def ggufs():
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 
-TEMPLATES = """{{ ''.__class__.__mro__[1].__subclasses__() }}
+PROGRAMS = """{{ ''.__class__.__mro__[1].__subclasses__() }}
 {{ cycler.__init__.__globals__.os.system('touch CANARY') }}
 {{ self.__init__.__globals__.__builtins__.__import__('os').system('touch CANARY') }}
 {{ namespace.__init__.__globals__['os'].popen('touch CANARY').read() }}
@@ -321,7 +347,7 @@ TEMPLATES = """{{ ''.__class__.__mro__[1].__subclasses__() }}
 {% for %}{% endfor %}
 {{ messages|nothing }}
 {{ messages is nothing }}
-{{ 'x'|map('attr', '__class__')|list }}{{ nothing() }}""".split("\n")
+{{ 'x'|map('attr', '__class__')|list }}{{ nothing() }}"""
 
 
 class Payload:
@@ -362,7 +388,9 @@ class Trial:
     def audit(self, event, args):
         if not self.watching:
             return
-        if event.startswith(("os.system", "subprocess.", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "socket.")):
+        if event.startswith(
+            ("os.system", "subprocess.", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "socket.")
+        ):
             self.events.append(event)
         if event == "open" and isinstance(args[0], (str, bytes)):
             path = os.path.realpath(os.fsdecode(args[0]))
@@ -423,7 +451,11 @@ def main(root):
     one, two = to_bytes({"a": torch.ones(3)}), to_bytes({"b": torch.ones(3)})
     for name, value in indices(secret):
         index = value if isinstance(value, str) and name.startswith("text") else json.dumps({"weight_map": value})
-        files = {"one.safetensors": one, "two.safetensors": two, "again.safetensors": to_bytes({"a": torch.ones(3), "b": torch.ones(1)})}
+        files = {
+            "one.safetensors": one,
+            "two.safetensors": two,
+            "again.safetensors": to_bytes({"a": torch.ones(3), "b": torch.ones(1)}),
+        }
         folder = place(files | {"model.safetensors.index.json": index, "one.bin": one})
         (folder / "link.safetensors").symlink_to(secret)
         (folder / "folder.safetensors").mkdir()
@@ -450,7 +482,7 @@ def main(root):
     for name, raw in ggufs():
         folder = place({"model.gguf": raw})
         trial.run("gguf", name, lambda f=folder: Transformer.from_pretrained(f / "model.gguf"), inside=folder)
-    for n, template in enumerate(TEMPLATES):
+    for n, template in enumerate(PROGRAMS.splitlines()):
         whole = template.replace("CANARY", str(root / "CANARY")).replace("LONG", "x" * 60_000)
         trial.run("template", f"{n} {template[:40]}", lambda t=whole: render(t, MESSAGES), inside=root / "none")
     inner = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

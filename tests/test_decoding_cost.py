@@ -50,3 +50,37 @@ def test_a_draft_that_is_always_right_saves_passes(proposed):
         engine.step()
     hook.remove()
     assert counted == [3, *[proposed + 1] * 5]
+
+
+@torch.no_grad()
+def simulated(net, other, prompt, new, proposed):
+    """How many tokens each pass brings, by whole passes: as many proposals as are right, and one more."""
+    greedy = lambda model, text: int(model(torch.tensor([text]))[0, -1].argmax())
+    text, brought = [*prompt, greedy(net, prompt)], [1]
+    while len(text) - len(prompt) < new:
+        ahead, right = list(text), 0
+        for _ in range(proposed):
+            ahead.append(greedy(other, ahead))
+        while right < proposed and ahead[len(text) + right] == greedy(net, ahead[: len(text) + right]):
+            right += 1
+        said = [*ahead[len(text) : len(text) + right], greedy(net, ahead[: len(text) + right])]
+        said = said[: new - (len(text) - len(prompt))]
+        brought.append(len(said))
+        text += said
+    return brought
+
+
+def test_a_draft_that_is_sometimes_right_saves_as_many_passes_as_it_is_right():
+    """What it ran ahead in vain is taken back, or its next proposals would follow from words never said."""
+    net, other, proposed = model(), model(), 3
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(0.35 * weight.std() * torch.randn(weight.shape, generator=draw))
+    engine = Engine(net, proposer=Draft(other, proposed))
+    engine.add([1, 2, 3], Settings(max_new_tokens=60))
+    brought = []
+    while engine.busy:
+        brought.append(len(engine.step()))
+    assert brought == simulated(net, other, [1, 2, 3], 60, proposed)
+    assert {1, proposed + 1} <= set(brought[1:]), "never wrong or never right: nothing was tried"

@@ -101,6 +101,12 @@ def test_a_uniform_number_becomes_the_token_where_the_sum_of_shares_passes_it():
         assert choose(logits, torch.tensor([chance], dtype=torch.double)).tolist() == [token]
 
 
+def test_a_token_that_is_ruled_out_is_not_drawn_even_by_a_chance_of_nothing():
+    logits = torch.tensor([[-torch.inf, -torch.inf, 0.3, -torch.inf, 0.7, -torch.inf]])
+    drawn = [choose(logits, torch.tensor([chance], dtype=torch.double)).item() for chance in (0.0, 0.999999999999)]
+    assert drawn == [2, 4]
+
+
 def test_noise_depends_on_seed_number_and_step_alone():
     one, again, other, second = Noise(7), Noise(7), Noise(8), Noise(7, 1)
     assert one[100] == again[100]

@@ -88,6 +88,16 @@ def test_so_they_are_for_tokens_that_no_text_would_become(kind, marker):
 
 
 @pytest.mark.parametrize(("kind", "marker"), KINDS)
+def test_neither_long_silence_nor_long_space_loses_what_was_before(kind, marker):
+    """Special tokens are not shown, and spaces decide about spaces: a word long ago still counts."""
+    tokenizer = tokenizer_of(kind, marker)
+    word, space = tokenizer.encode("the"), tokenizer.encode("a     ")[-1]
+    for between in (min(tokenizer.special_ids - {tokenizer.unk_id}), space):
+        ids = word + [between] * 150 + word
+        assert "".join(shown(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(("kind", "marker"), KINDS)
 def test_no_part_ends_within_a_character(kind, marker):
     tokenizer = tokenizer_of(kind, marker)
     for text in odd_strings(60):
@@ -98,13 +108,15 @@ def test_no_part_ends_within_a_character(kind, marker):
 
 @pytest.mark.parametrize(("kind", "marker"), KINDS)
 def test_a_continuation_begins_where_its_prompt_ended(kind, marker):
-    """With the space between them where there is one."""
+    """With the space between them where there is one, and in the middle of a run of bytes."""
     tokenizer = tokenizer_of(kind, marker)
-    ids = tokenizer.encode("In the beginning God created the heaven and the earth. " * 9)
-    for cut in (1, 2, 5, len(ids) - 1):
-        before, after = ids[:cut], ids[cut:]
-        got = "".join(shown(tokenizer, after, after=before))
-        assert tokenizer.decode(before) + got == tokenizer.decode(ids)
+    for text in ("In the beginning God created the heaven and the earth. " * 9, "the 你好你好你好你好你好你好 then"):
+        ids = tokenizer.encode(text)
+        for cut in (1, 2, 5, *range(10, 40), len(ids) - 1):
+            before, after = ids[:cut], ids[cut:]
+            if tokenizer.decode(ids).startswith(tokenizer.decode(before)):  # else it ends within a character
+                got = "".join(shown(tokenizer, after, after=before))
+                assert tokenizer.decode(before) + got == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(("kind", "marker"), KINDS)

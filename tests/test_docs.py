@@ -22,6 +22,7 @@ from monoblock.config import (
     EmbeddingConfig,
     ExpertsConfig,
     FeedForwardConfig,
+    FramesConfig,
     HeadConfig,
     Learned,
     ModelConfig,
@@ -102,6 +103,14 @@ EXTRA = {
         mb.vit(image=12, patch=4, width=12, depth=1, heads=3, classes=7),
         input=PatchConfig(image=12, patch=4, registers=3, norm=NORM),
     ),
+    "a teacher": replace(
+        mb.vit(image=12, patch=4, width=12, depth=1, heads=3, classes=7),
+        input=PatchConfig(image=12, patch=4, distillation_token=True, mask_token=True),
+        head=HeadConfig(kind="classifier", classes=7, bias="learned", teacher=True),
+    ),
+    "sound": replace(
+        mb.vaswani(vocab=61, target_vocab=61, width=12, depth=1, heads=3), input=FramesConfig(channels=7, context=13)
+    ),
     "tags": mb.bert(vocab=61, width=12, depth=1, heads=3, context=37, head="tagger", classes=7),
 }
 CONFIGS = {name: mb.tiny(name) for name in PRESETS} | EXTRA
@@ -122,7 +131,8 @@ def activations(name):
         return tensor
 
     ids = tokens(2, 13)
-    inputs = {"vision": (pixels(config, 2),) if config.family == "vision" else (), "encoder-decoder": (ids, ids)}
+    source = torch.zeros(2, config.input.channels, 2 * 13) if isinstance(config.input, FramesConfig) else ids
+    inputs = {"vision": (pixels(config, 2),) if config.family == "vision" else (), "encoder-decoder": (source, ids)}
     with torch.no_grad():
         mb.Transformer(config)(*inputs.get(config.family, (ids,)), tap=tap)
     return seen

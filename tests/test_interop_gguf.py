@@ -29,7 +29,13 @@ SIZES = {"vocab": 320, "width": 96, "depth": 2, "context": 64}
 
 def from_names(kind, **more):
     """A configuration by the words of GGUF itself."""
-    words = {"vocab_size": 320, "block_count": 2, "embedding_length": 96, "attention.head_count": 6, "context_length": 64}
+    words = {
+        "vocab_size": 320,
+        "block_count": 2,
+        "embedding_length": 96,
+        "attention.head_count": 6,
+        "context_length": 64,
+    }
     words |= {"feed_forward_length": 160, "attention.layer_norm_rms_epsilon": 1e-6, "attention.head_count_kv": 3}
     family = ARCHITECTURES[kind]
     return family.config(family.tree(words | more, CLASS), tied=True)
@@ -116,7 +122,9 @@ def test_what_is_written_in_fewer_bits_is_as_near_as_they_allow(kind, tmp_path):
             torch.testing.assert_close(again[name], weight, rtol=0, atol=float(weight.abs().max()) / 200)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"]
+)
 def test_blocks_are_worth_what_the_package_says(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("monoblock.interop.gguf.PASSING", 3)  # several passes, the last one short
     number = gguf.GGMLQuantizationType[kind]
@@ -157,7 +165,9 @@ def spm_tokenizer():
     pieces += letters + pairs
     types += [1] * (len(letters) + len(pairs))
     scores = [0.0] * 259 + [-100.0] * len(letters) + [-float(n) for n in range(len(pairs))]
-    model = sentencepiece.Pieces(pieces=pieces, scores=scores, types=types, model_type=2, byte_fallback=True, collapse=False)
+    model = sentencepiece.Pieces(
+        pieces=pieces, scores=scores, types=types, model_type=2, byte_fallback=True, collapse=False
+    )
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return spm(sentencepiece.checked(model, "hand"), LAYOUTS["llama"], named), named, "hand"
 

@@ -1,4 +1,4 @@
-"""Five hundred files that lie (tests/malformed.py): each one line of one of our errors, nothing run, nothing else read."""
+"""Five hundred files that lie (malformed.py): each one line of one of our errors, nothing run, nothing else read."""
 
 import json
 import subprocess

@@ -15,7 +15,7 @@ LAYERS = [
     "errors untrusted schema schemes parts config",
     "knobs families presets accounting",
     "tap norm positions masks places cache kernels_triton kernels",
-    "feedforward experts attention embedding heads",
+    "linear feedforward experts attention embedding heads",
     "block stack initialize reading model recurrent",
     "recipes tokenizers data quantize interop",
     "training decoding inspection",

@@ -166,6 +166,23 @@ def test_a_conversation_follows_the_template(place):
     assert "".join(pipe.chat_stream(messages, max_new_tokens=9)) == pipe.chat(messages, max_new_tokens=9)
 
 
+def test_a_gguf_file_says_what_its_folder_says(tmp_path):
+    pytest.importorskip("gguf")
+    from monoblock.interop.gguf import save_gguf
+
+    data, named = mb.Tokenizer.train("bpe", [folders.BOOK], 290).content()
+    data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = mb.Tokenizer.from_parts(data, named, "made here")  # cut as GPT-2's, which GGUF has a name for
+    torch.manual_seed(2)
+    config = mb.llama(vocab=tokenizer.vocab_size, width=24, depth=2, heads=2, context=64, hidden=32)
+    model = mb.Transformer(config).eval()
+    save_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer, kind="f32")
+    pipe = mb.load(tmp_path / "model.gguf")
+    ids = pipe.prompt(PROMPT).ids
+    new = model.generate(torch.tensor([ids]), max_new_tokens=9, eos_token_id=tokenizer.eos_id)[0].tolist()
+    assert PROMPT + pipe.generate(PROMPT, max_new_tokens=9) == tokenizer.decode(new)
+
+
 # -- generation_config.json -------------------------------------------------------------------------------------------
 
 

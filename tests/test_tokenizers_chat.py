@@ -12,10 +12,11 @@ transformers = pytest.importorskip("transformers")
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
 TEMPLATES = {
-    "chatml": """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'
-        + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
-    "llama 2": """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0]['content'] %}
-{% else %}{% set rest = messages %}{% set system = false %}{% endif %}{% for m in rest %}
+    "chatml": """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}
+        {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "llama 2": """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}
+{% set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% set system = false %}{% endif %}
+{% for m in rest %}
 {% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
 {% if loop.index0 == 0 and system != false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m['content'] %}
 {% else %}{% set content = m['content'] %}{% endif %}{% if m['role'] == 'user' %}
@@ -38,8 +39,8 @@ TEMPLATES = {
     "words": """{% macro show(x, k=2) %}[{{ x|upper|replace('A', 'b') }}:{{ k }}]{% endmacro %}
 {%- for k, v in messages[0].items() %}{{ show(v) }}{{ k.split('o')|join('+') }}{% endfor %}
 {{ messages|map(attribute='role')|join(',') }}{{ messages|selectattr('role', 'equalto', 'user')|list|length }}
-{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{{ 'x' * 3 }} {{ messages[-1].content[:3] }}
-{{ nothing is defined }} {{ none }} {{ 1.5 }} {{ {'a': [1, 'é']}|tojson }}""",
+{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{{ 'x' * 3 }}
+{{ messages[-1].content[:3] }} {{ nothing is defined }} {{ none }} {{ 1.5 }} {{ {'a': [1, 'é']}|tojson }}""",
 }
 TALK = [
     {"role": "system", "content": "Be kind é."},

@@ -57,9 +57,12 @@ def test_byte_level_bpe_gives_the_ids_of_transformers(name, trained, tmp_path):
     files = {"vocab": str(tmp_path / "vocab.json"), "merges": str(tmp_path / "merges.txt")}
     theirs = getattr(transformers, name)(**files, **mask)
     assert not apart(
-        lambda text: ours.encode(text, add_specials=True), lambda text: theirs(text, split_special_tokens=True).input_ids
+        lambda text: ours.encode(text, add_specials=True),
+        lambda text: theirs(text, split_special_tokens=True).input_ids,
     )
-    assert not apart(lambda text: ours.encode(text, allow_specials=True), lambda text: theirs.encode(text, add_special_tokens=False))
+    assert not apart(
+        lambda text: ours.encode(text, allow_specials=True), lambda text: theirs.encode(text, add_special_tokens=False)
+    )
 
 
 def test_gpt2s_own_vocabulary_gives_the_ids_of_tiktoken(tmp_path):
@@ -88,7 +91,8 @@ def test_wordpiece_gives_the_ids_of_transformers(lowercase, tmp_path):
     ours = mb.Tokenizer.from_pretrained(tmp_path)
     theirs = transformers.BertTokenizer(vocab=str(tmp_path / "vocab.txt"), do_lower_case=lowercase)
     assert not apart(
-        lambda text: ours.encode(text, add_specials=True), lambda text: theirs(text, split_special_tokens=True).input_ids
+        lambda text: ours.encode(text, add_specials=True),
+        lambda text: theirs(text, split_special_tokens=True).input_ids,
     )
     assert ours.decode(ours.encode("the other time")) == "the other time"
 
@@ -101,7 +105,8 @@ def test_berts_own_vocabulary_gives_the_ids_of_transformers(tmp_path):
     whole = mb.Tokenizer.from_pretrained(path.parent)  # its tokenizer.json
     assert ours.vocab_size == 30_522
     assert not apart(
-        lambda text: ours.encode(text, add_specials=True), lambda text: theirs(text, split_special_tokens=True).input_ids
+        lambda text: ours.encode(text, add_specials=True),
+        lambda text: theirs(text, split_special_tokens=True).input_ids,
     )
     assert not apart(ours.encode, whole.encode)
 
@@ -109,12 +114,17 @@ def test_berts_own_vocabulary_gives_the_ids_of_transformers(tmp_path):
 # -- SentencePiece -----------------------------------------------------------------------------------------------------
 
 SPM = {
-    "llama": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "llama": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },
     "bpe": {"model_type": "bpe"},
     "bpe without a space before": {"model_type": "bpe", "add_dummy_prefix": False},
     "unigram": {"model_type": "unigram"},
     "unigram with bytes": {"model_type": "unigram", "byte_fallback": True},
-}  # fmt: skip
+}
 
 
 def spm(**options):
@@ -141,7 +151,9 @@ def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(kind, tmp_path):
 def test_the_roles_around_a_text_are_those_of_the_class(tmp_path):
     raw, theirs = spm(**SPM["llama"])
     config = {"tokenizer_class": "LlamaTokenizer"}
-    ours = mb.Tokenizer.from_pretrained(folder(tmp_path, tokenizer__model=raw, tokenizer_config__json=json.dumps(config)))
+    ours = mb.Tokenizer.from_pretrained(
+        folder(tmp_path, tokenizer__model=raw, tokenizer_config__json=json.dumps(config))
+    )
     assert ours.encode("the other", add_specials=True) == [theirs.bos_id(), *theirs.encode("the other")]
     config |= {"add_bos_token": False, "add_eos_token": True}
     ours = mb.Tokenizer.from_pretrained(folder(tmp_path, tokenizer_config__json=json.dumps(config)))
@@ -161,7 +173,9 @@ def test_t5_ends_a_text_and_has_its_sentinels_last(tmp_path):
 def test_fairseqs_ids_are_one_further(tmp_path):
     raw, theirs = spm(model_type="unigram", unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
     config = {"tokenizer_class": "XLMRobertaTokenizer"}
-    ours = mb.Tokenizer.from_pretrained(folder(tmp_path, tokenizer__model=raw, tokenizer_config__json=json.dumps(config)))
+    ours = mb.Tokenizer.from_pretrained(
+        folder(tmp_path, tokenizer__model=raw, tokenizer_config__json=json.dumps(config))
+    )
     assert ours.encode("the other time", add_specials=True) == [0, *(n + 1 for n in theirs.encode("the other time")), 2]
     assert ours.mask_id == theirs.get_piece_size() + 1
 
@@ -196,4 +210,6 @@ def test_a_tokenizer_from_old_files_is_saved_as_a_tokenizer_json(tmp_path):
     again = mb.Tokenizer.from_pretrained(tmp_path / "new")
     assert again.fingerprint == ours.fingerprint
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "new" / "tokenizer.json"))
-    assert not apart(again.encode, lambda text: theirs.encode(text, add_special_tokens=False, split_special_tokens=True))
+    assert not apart(
+        again.encode, lambda text: theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+    )

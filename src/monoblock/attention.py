@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from monoblock.cache import CrossSlot, KeyValues, Slot
 from monoblock.config import AttentionConfig, Buckets
+from monoblock.linear import joined, worth_joining
 from monoblock.masks import Sight
 from monoblock.norm import HALF, Norm
 from monoblock.places import Entry
@@ -66,21 +67,6 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
-
-
-JOIN_FROM = 512  # tokens: from there one wide product is faster than several, though the weights are first put together
-
-
-def plain_linear(*layers: nn.Module) -> bool:
-    """Whether these are ordinary linear layers, all with a bias or none."""
-    return all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1
-
-
-def joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """What several layers make of one input, by one product."""
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 FLEX_FROM = 128  # queries: below, building a block mask costs more than it saves
@@ -263,8 +249,8 @@ class Attention(nn.Module):
 
     def projected(self, x: Tensor, source: Tensor, known: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries of x, and keys and values of the source unless they are known already."""
-        if source is x and x.shape[0] * x.shape[1] >= JOIN_FROM and plain_linear(self.query, self.key, self.value):
-            q, k, v = joined(x, self.query, self.key, self.value)
+        if source is x and worth_joining(x, three := (self.query, self.key, self.value)):
+            q, k, v = joined(x, three)
             return q, k, v
         return self.query(x), None if known else self.key(source), None if known else self.value(source)
 

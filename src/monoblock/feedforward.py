@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.config import FeedForwardConfig
+from monoblock.linear import joined, worth_joining
 from monoblock.tap import Tap, tapped
 
 
@@ -62,7 +63,14 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        gate = None if self.gate is None else self.gate(x)
-        hidden = inner(self.activation, self.up(x), gate, self.config.clamp)  # (B, T, F)
+        hidden = inner(self.activation, *self._up_and_gate(x), self.config.clamp)  # (B, T, F)
         hidden = F.dropout(tapped(tap, "hidden", hidden), self.config.dropout, self.training)
         return self.down(hidden)
+
+    def _up_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.gate is None:
+            return self.up(x), None
+        if worth_joining(x, pair := (self.up, self.gate)):
+            up, gate = joined(x, pair)
+            return up, gate
+        return self.up(x), self.gate(x)

@@ -110,8 +110,7 @@ class Head(nn.Module):
         cap = self.config.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    @staticmethod
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x times the rows of the table; where steps are to be fast, something quicker takes its place."""
         return F.linear(x, weight, bias)
 

@@ -134,8 +134,12 @@ class Transformer(nn.Module):
         capacity = capacity if capacity is not None else self.config.context
         if capacity is None:
             raise InputError("this model sets no length; say how many tokens the cache must hold: capacity=…")
-        device = next(itertools.chain(self.parameters(), self.buffers())).device
-        return Cache(self.decoder.config, batch=batch, capacity=capacity, chunk=chunk, device=device)
+        return Cache(self.decoder.config, batch=batch, capacity=capacity, chunk=chunk, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are; a quantised model may hold nothing but buffers."""
+        return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def recompute(self, mode: bool = True) -> Self:
         """Activation checkpointing: in training, what is inside blocks is made again in backward instead of kept."""

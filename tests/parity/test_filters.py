@@ -155,7 +155,9 @@ def test_rows_of_different_lengths_look_back_over_their_own(length):
     texts[0, length:] = -1
     lengths = torch.full((B,), PROMPT)
     lengths[0] = length
-    asked = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[16], [17, 18], [15, 16, 17]]}
+    first = int(texts[0, 0])  # said once, so nothing that begins with it twice has begun
+    words = [[16], [17, 18], [15, 16, 17], [first, first, 21]]
+    asked = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": words}
     filters = Filters([Settings(**asked)] * B, CPU)
     got = filters.rules(logits, Past(texts, lengths), [1] * B)[:1]
     processors = [

@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,7 +91,7 @@ def exported(model: Transformer, folder: Path) -> str | None:
     words = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}
     empty = dict.fromkeys(("normalizer", "post_processor", "decoder", "truncation", "padding"))
     split = {"type": "WhitespaceSplit"}
-    data = {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": words, **empty}
+    data: dict[str, Any] = {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": words, **empty}
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t0", "unk_token": "t0"}
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
@@ -120,7 +121,8 @@ def of_transformers(given: Bench, cache: str | None = None) -> Runner:
         import transformers
 
         kind = transformers.AutoModelForSeq2SeqLM if given.both else transformers.AutoModelForCausalLM
-        model = kind.from_pretrained(given.folder, dtype=given.dtype).to(given.device).eval()
+        model: Any = kind.from_pretrained(given.folder, dtype=given.dtype)
+        model = model.to(given.device).eval()
     model.generation_config.eos_token_id = None
     more = {} if cache is None else {"cache_implementation": cache}
 
@@ -148,8 +150,7 @@ def of_ctranslate2(given: Bench, kind: str) -> Runner:
     if given.dtype != torch.float32:
         raise Absent("compared in fp32 only")
     with quiet():
-        import ctranslate2
-
+        ctranslate2: Any = import_module("ctranslate2")
         target = given.folder / f"ctranslate2-{kind}"
         try:
             ctranslate2.converters.TransformersConverter(str(given.folder)).convert(str(target), quantization=kind)
@@ -170,11 +171,11 @@ def of_llama_cpp(given: Bench, kind: str) -> Runner:
     _installed("llama_cpp")
     if given.both:
         raise Absent("compared for decoders only")
-    import llama_cpp
     import numpy as np
 
     from monoblock.interop.gguf import save_gguf
 
+    llama_cpp: Any = import_module("llama_cpp")
     path = given.folder / f"model-{kind}.gguf"
     try:
         save_gguf(given.model, path, kind=kind)

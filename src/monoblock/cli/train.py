@@ -126,7 +126,9 @@ def _report(run: Any, as_json: bool) -> None:
     else:
         shown = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
         click.echo(f"Saved {run.folder}" + (f": {', '.join(shown)}" if shown else ""))
-    next_verb(f"account {run.folder}")
+    speaks = run.recipe.train.objective == "causal" and run.recipe.model.get("family") != "lstm"
+    prompt = shlex.quote(run.recipe.generate.prompt or "The")
+    next_verb(f"generate {run.folder} {prompt}" if speaks else f"account {run.folder}")
 
 
 def say_how_to_go_on(folder: Path, step: int, words: list[str], processes: int = 1) -> None:

@@ -20,7 +20,7 @@ Choose = Callable[[Tensor, Tensor], Tensor]  # logits (rows, V), chances (rows,)
 def capturable(model: Transformer) -> bool:
     """Whether steps can be recorded: on a GPU, and nothing in them depends on which expert a token goes to."""
     blocks = [] if model.decoder is None else model.decoder.config.layers()
-    return next(model.parameters()).is_cuda and all(block.feedforward.experts is None for block in blocks)
+    return model.device.type == "cuda" and all(block.feedforward.experts is None for block in blocks)
 
 
 class Captured(Cached):

@@ -51,7 +51,7 @@ class Engine:
     ) -> None:
         if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
             raise InputError(f"a {model.config.family} model without a language-model head continues no text")
-        self.model, self.limit, self.burst = prepared(model).eval() if fast else model, rows, burst
+        self.model, self.limit, self.burst = prepared(model) if fast else model, rows, burst
         self.captures = fast and proposer is None and capturable(model)
         limit = capacity if capacity is not None else model.config.context
         if limit is None:

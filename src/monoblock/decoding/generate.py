@@ -11,6 +11,7 @@ from torch import Tensor
 
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.lanes import Event
+from monoblock.decoding.prepare import places
 from monoblock.decoding.settings import Settings, settings
 from monoblock.decoding.speculative import Draft, LookUp, Proposer
 from monoblock.errors import InputError
@@ -106,14 +107,13 @@ KEPT: WeakKeyDictionary[Transformer, tuple[tuple[int, ...], Engine]] = WeakKeyDi
 
 
 def _engine(model: Transformer, rows: int, capacity: int, use_cache: bool, proposer: Proposer | None) -> Engine:
-    if not use_cache or proposer is not None or not next(model.parameters()).is_cuda:
+    if not use_cache or proposer is not None or model.device.type != "cuda":
         return Engine(model, rows=rows, capacity=capacity, use_cache=use_cache, proposer=proposer)
-    where = tuple(weight.data_ptr() for weight in model.parameters())
     kept = KEPT.get(model)
-    if kept is not None and kept[0] == where and not kept[1].busy and kept[1].capacity == capacity:
+    if kept is not None and kept[0] == places(model) and not kept[1].busy and kept[1].capacity == capacity:
         return kept[1]
     engine = Engine(model, rows=rows, capacity=capacity)
-    KEPT[model] = tuple(weight.data_ptr() for weight in model.parameters()), engine  # joining has moved some
+    KEPT[model] = places(model), engine
     return engine
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,50 @@ from monoblock.heads import Head
 from monoblock.model import Transformer
 from monoblock.norm import HALF, Norm
 from monoblock.places import Entry
+from monoblock.quantize.fast import CHUNK, FEW, Fast, joined, prepared as with_kernels
+from monoblock.quantize.kernels import load
 from monoblock.tap import Tap
 
 M = TypeVar("M", bound=nn.Module)
 
 
+LARGE = 5_000_000  # weights from which kernels for the CPU are worth compiling
+
+
+# The twin of a model, for the next call; it goes when the model goes, and another is made when a weight has moved.
+TWINS_MADE: WeakKeyDictionary[Transformer, tuple[tuple[int, ...], Transformer]] = WeakKeyDictionary()
+
+
 def prepared(model: Transformer) -> Transformer:
     """A twin of the model for fast steps."""
-    with torch.inference_mode(False), torch.no_grad():
-        return _twin(model)
+    made = TWINS_MADE.get(model)
+    if made is None or made[0] != places(model):
+        with torch.inference_mode(False), torch.no_grad():
+            twin = _made(model).eval()
+        made = TWINS_MADE[model] = places(model), twin  # joining has moved some
+    return made[1]
+
+
+def places(model: Transformer) -> tuple[int, ...]:
+    """Where the weights lie: a recording or a twin is good as long as they do."""
+    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _made(model: Transformer) -> Transformer:
+    if model.config.quantize is not None:
+        return _twin(with_kernels(model))
+    twin = _twin(model)
+    if _on_cpu(model) and sum(weight.numel() for weight in model.parameters()) >= LARGE and load().ready:
+        for module in twin.modules():
+            for part in (module, getattr(module, "joined", None)):
+                if isinstance(part, (StepLinear, StepHead, Joined)):
+                    part.few = FEW["dense"]
+    return twin
+
+
+def _on_cpu(model: Transformer) -> bool:
+    weight = next(model.parameters())
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def _twin(module: M) -> M:
@@ -51,8 +87,28 @@ def _twin(module: M) -> M:
     return twin
 
 
+def together(layers: list[Any]) -> Joined | JoinedFast | None:
+    """Projections of one input as one, where they are of one kind."""
+    if all(type(layer) is Fast for layer in layers):
+        fast = joined(layers)
+        return None if fast is None else JoinedFast(fast, [layer.parts[0].shape[0] for layer in layers])
+    return Joined(layers) if Joined.fits(layers) else None
+
+
+class JoinedFast:
+    """The same of weights that CPU kernels read, which are copied: they are small."""
+
+    def __init__(self, run: Fast, sizes: list[int]) -> None:
+        self.run, self.sizes = run, sizes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
 class Joined:
     """Several projections of one input as one: the weights (ΣN, K) and the biases, side by side."""
+
+    few = range(0)
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -67,7 +123,7 @@ class Joined:
         return plain and len({linear.bias is None for linear in linears}) == 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias, self.few)
 
 
 def _side_by_side(parts: list[nn.Parameter]) -> Tensor:
@@ -94,18 +150,23 @@ def alone(x: Tensor, weight: Tensor) -> bool:
     return one and weight.is_contiguous() and kernels.available()
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times the rows of the weight; one vector on a GPU goes through the kernel for that."""
-    return kernels.matvec(x, weight, bias) if alone(x, weight) else F.linear(x, weight, bias)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, few: range = range(0)) -> Tensor:
+    """x times the rows of the weight; one vector on a GPU or a few rows on a CPU go through kernels for that."""
+    if alone(x, weight):
+        return kernels.matvec(x, weight, bias)
+    if few and x.numel() // x.shape[-1] in few and x.shape[-1] % CHUNK == 0 and weight.is_contiguous():
+        return torch.ops.monoblock.dense(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 class StepLinear(nn.Linear):
     beside: Tensor | None = None  # what the next product is added to, said by the block just before
+    few = range(0)  # so many rows at once have a kernel of their own
 
     def forward(self, x: Tensor) -> Tensor:
         beside, self.beside = self.beside, None
         if beside is None:
-            return product(x, self.weight, self.bias)
+            return product(x, self.weight, self.bias, self.few)
         return kernels.matvec(x, self.weight, self.bias, beside)
 
 
@@ -129,9 +190,10 @@ class StepBlock(Block):
 
 
 class StepHead(Head):
-    @staticmethod
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return product(x, weight, bias)
+    few = range(0)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return product(x, weight, bias, self.few)
 
 
 class StepNorm(Norm):
@@ -144,12 +206,11 @@ class StepNorm(Norm):
 
 
 class StepFeedForward(FeedForward):
-    joined: Joined | None
+    joined: Joined | JoinedFast | None
 
     def join(self) -> None:
-        pair = [self.gate, self.up]
-        fits = self.gate is not None and self.config.clamp is None and Joined.fits(pair)
-        self.joined = Joined(pair) if fits else None  # type: ignore[arg-type]
+        can = self.gate is not None and self.config.clamp is None
+        self.joined = together([self.gate, self.up]) if can else None
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
         if self.joined is None or tap is not None:
@@ -162,11 +223,10 @@ class StepFeedForward(FeedForward):
 
 
 class StepAttention(Attention):
-    joined: Joined | None
+    joined: Joined | JoinedFast | None
 
     def join(self) -> None:
-        three = [self.query, self.key, self.value]
-        self.joined = Joined(three) if Joined.fits(three) else None
+        self.joined = together([self.query, self.key, self.value])
 
     def projected(self, x: Tensor, source: Tensor, known: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.joined is None or source is not x or known:

@@ -47,7 +47,7 @@ class Cached:
     def __init__(self, model: Transformer, capacity: int, copies: int = 1, chunk: int | None = None) -> None:
         self.model, self.capacity, self.copies = model, capacity, copies
         self.chunk = chunk  # prompts are read so many tokens at a time; None: at once
-        self.device = next(model.parameters()).device
+        self.device = model.device
         self.cache: Cache | None = None
 
     def begin(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -115,7 +115,7 @@ class Recomputed:
 
     def __init__(self, model: Transformer, capacity: int, copies: int = 1) -> None:
         self.model, self.capacity, self.copies = model, capacity, copies
-        self.device = next(model.parameters()).device
+        self.device = model.device
         self.rows: list[Prompt] = []
 
     def begin(self, prompts: Sequence[Prompt]) -> Tensor:

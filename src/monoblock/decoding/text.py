@@ -63,17 +63,15 @@ class Text:
     def _within_bytes(self) -> bool:
         """Whether the last token is a byte that stands for itself: such a run is read as a whole or not at all."""
         last = next((token for token in reversed(self.ids) if token not in self.unseen), None)
-        return last is not None and self._is_byte(last)
-
-    def _is_byte(self, token: int) -> bool:
-        found = self.tokenizer.bytes_of(token)
-        return found is not None and len(found) == 1 and self.tokenizer.token(token).startswith("<0x")
+        if last is None:
+            return False
+        found = self.tokenizer.bytes_of(last)
+        return found is not None and len(found) == 1 and self.tokenizer.token(last).startswith("<0x")
 
     def _cut(self) -> None:
-        """Forget tokens whose text is out; a few stay, with letters among them, since a first space is dropped."""
+        """Forget tokens whose text is out; a few stay, with letters among them, since a first space is dropped and
+        bytes that are cut off from the first of their run are no letters."""
         for size in range(KEPT, len(self.ids)):
-            if self._is_byte(self.ids[-size]):  # perhaps not the first of its run
-                continue
             part = self.tokenizer.decode(self.ids[-size:])
             if part.strip(f" {PARTIAL}"):
                 self.ids, self.said = self.ids[-size:], len(part)

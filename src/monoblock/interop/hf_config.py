@@ -102,6 +102,11 @@ def _everywhere(node: Any, key: str) -> Iterator[tuple[Any, str]]:
             yield from _everywhere(one, key)
 
 
+def _own(value: Any) -> Any:
+    """A copy, where several places would else share one dict."""
+    return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+
+
 def put(tree: Tree, paths: str, value: Any) -> None:
     for path in paths.split():
         stack, _, rest = path.partition(".")
@@ -112,7 +117,7 @@ def put(tree: Tree, paths: str, value: Any) -> None:
             tree[stack]["layers"] = [copy.deepcopy(layers[0]) for _ in range(value)]
             continue
         for node, key in _places(tree, path.split(".")):
-            node[key] = copy.deepcopy(value)
+            node[key] = _own(value)
 
 
 def get(tree: Tree, paths: str) -> Any:

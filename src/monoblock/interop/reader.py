@@ -6,6 +6,7 @@ a second mapping, which is let go again and again: its pages would count as memo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,18 +25,25 @@ def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
+def _again(stored: Weights) -> Weights:
+    """The same files, whose headers are known, to be mapped anew."""
+    other = copy.copy(stored)
+    other._open = {}
+    return other
+
+
 class Reader:
     def __init__(self, stored: Weights, dtype: torch.dtype, device: str = "cpu") -> None:
         self.kept, self.dtype, self.device = stored, dtype, torch.device(device)
-        self.files = list(dict.fromkeys(stored.file_of.values()))
-        self.passing, self.read = Weights(self.files), 0
+        self.passing, self.read = _again(stored), 0
         self.most = max(PASSING, stored.nbytes // PARTS)
 
     def take(self, keys: Sequence[str], change: Change = same) -> Sequence[Tensor]:
         """Stored tensors, changed, in the wanted dtype."""
         for key in keys:
-            if not self.kept.dtypes[key].is_floating_point or self.kept.dtypes[key].itemsize < 2:
-                raise FileError(f"{shown(key)} holds {self.kept.dtypes[key]} where weights are floating-point numbers")
+            dtype = self.kept.stored[key].dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise FileError(f"{shown(key)} holds {dtype} where weights are floating-point numbers")
         parts = self._changed(self.passing, keys, change)
         if len(keys) == 1 and all(self._stays(part) for part in parts):
             return self._changed(self.kept, keys, change)
@@ -43,7 +51,7 @@ class Reader:
         made = [part.to(self.device, self.dtype, copy=mapped, memory_format=torch.contiguous_format) for part in parts]
         self.read += sum(part.nbytes for part in parts)
         if self.read > self.most:
-            self.passing, self.read = Weights(self.files), 0
+            self.passing, self.read = _again(self.kept), 0
         return made
 
     def _stays(self, part: Tensor) -> bool:

@@ -19,8 +19,9 @@ from monoblock.quantize.modules import Quantized, QuantizedEmbedding, QuantizedL
 from monoblock.quantize.packing import Packed, unpack
 
 CHUNK = 32  # a dense row must be so many numbers, or a multiple
-# Rows of x that the kernel is given, by how the weight is stored; beyond them a matrix product is the faster way.
-FEW = {"dense": range(2, 33), "half": range(1, 33), "int8": range(1, 33), "int4": range(1, 33)}
+# Rows of x that the kernel is given, by how the weight is stored (benchmarks/matvec.py --rows N).  One or two rows of
+# fp32 are as fast by F.linear; of what is stored small, many rows are worth widening the weight first.
+FEW = {"dense": range(3, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
 
 
 class Fast(nn.Module):
