@@ -58,9 +58,8 @@ def main() -> None:
     if given.json:
         print(json.dumps(found))
         return
-    print(
-        f"{given.preset or f'{width} × {depth}'}, prompt {given.prompt}, {given.new} new, {given.device}, torch {torch.__version__}"
-    )
+    shape = given.preset or f"{width} × {depth}"
+    print(f"{shape}, prompt {given.prompt}, {given.new} new, {given.device}, torch {torch.__version__}")
     for name in ("with the cache", "without"):
         row = found[name]
         print(f"  {name:<15} {row['positions']:6,} positions  {row['seconds']:8.3f} s")

@@ -19,6 +19,11 @@ SIZES = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 6, "i
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 3, "head_dim": 14}),
     "bert": (transformers.BertConfig, transformers.BertForMaskedLM, {}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_key_value_heads": 3, "head_dim": 14, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
     "t5": (
         transformers.T5Config,
         transformers.T5ForConditionalGeneration,
@@ -74,6 +79,18 @@ def test_the_certificate_sees_a_wrong_weight(tmp_path):
         assert max(compare(ours, theirs).values()) < 1e-4
         ours.get_parameter("decoder.1.attention.key.weight").mul_(1.1)
         assert min(compare(ours, theirs).values()) > 1e-4
+
+
+def test_a_reference_that_fails_is_said_and_nothing_is_claimed(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("two\nlines")
+
+    published("llama", tmp_path / "theirs")
+    monkeypatch.setattr("monoblock.interop.certificate.reference", fail)
+    assert run(["convert", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["max_logit_difference"] is None
+    assert "no answer (RuntimeError: two lines)" in err
 
 
 def test_ours_to_theirs_and_on_to_gguf(tmp_path, capsys):

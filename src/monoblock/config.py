@@ -308,3 +308,12 @@ class RecurrentConfig:
         check(self)
         check_at_least(self, 1, "vocab", "width", "depth", "target_vocab")
         check_fraction(self, "dropout")
+
+    @property
+    def family(self) -> Family:
+        """What a Transformer of the same task would be."""
+        return "decoder-only" if self.kind == "language_model" else "encoder-decoder"
+
+    @property
+    def context(self) -> None:
+        """An LSTM reads texts of any length."""

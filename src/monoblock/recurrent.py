@@ -92,6 +92,7 @@ class Recurrent(nn.Module):
         # Tied weights are one weight under one name: nothing to merge when saved, nothing to forget when loaded.
         self.output = None if config.tie else nn.Linear(D, V, bias=False)
         self.bias = nn.Parameter(torch.empty(V))
+        self.encoder: nn.LSTM | None = None
         if config.kind == "language_model":
             self.decoder: nn.Module = nn.LSTM(D, D, L, batch_first=True, dropout=self.between)
         else:
@@ -144,6 +145,7 @@ class Recurrent(nn.Module):
         self._need("encoder_decoder", "encode")
         _check_ids("source", source, self.config.vocab, "BS")
         lengths = _lengths("source_mask", source_mask, source)
+        assert self.encoder is not None
         values, _ = _run(self.encoder, self.dropout(self.input(source)), lengths, None)
         return Memory(values, self.attention["key"](values), None if source_mask is None else source_mask.bool())
 
@@ -205,6 +207,10 @@ class Recurrent(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         weight = self._table.weight if self.output is None else self.output.weight
         return F.linear(self.dropout(x), weight, self.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bias.device
 
     @property
     def _table(self) -> nn.Embedding:  # of the tokens the model writes

@@ -230,14 +230,12 @@ ROWS: dict[str, Row] = {
         sizes=BART | {"activation_function": "swish", "scale_embedding": True},
         places=False,
         padded=("right",),
-        rounded=1e-6,
     ),
     "marian, two vocabularies": Row(
         model="MarianMTModel",
         sizes=BART | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 53},
         places=False,
         padded=("right",),
-        rounded=1e-6,
     ),
     "pegasus": Row(
         model="PegasusForConditionalGeneration",
@@ -245,7 +243,7 @@ ROWS: dict[str, Row] = {
         places=False,
         padded=("right",),
     ),
-    "m2m100": Row(model="M2M100ForConditionalGeneration", sizes=BART, places=False, rounded=1e-6),
+    "m2m100": Row(model="M2M100ForConditionalGeneration", sizes=BART, places=False),
     "gpt_neox": Row(model="GPTNeoXForCausalLM", sizes=NAMED | rope(partial_rotary_factor=0.34)),
     "gpt_neox in sequence": Row(
         model="GPTNeoXForCausalLM",
@@ -295,7 +293,7 @@ ROWS: dict[str, Row] = {
     "opt-350m": Row(
         model="OPTForCausalLM", sizes=OPT | {"word_embed_proj_dim": EMBEDDED, "do_layer_norm_before": False}
     ),
-    "xglm": Row(model="XGLMForCausalLM", sizes=XGLM, rounded=1e-6),
+    "xglm": Row(model="XGLMForCausalLM", sizes=XGLM),
     "biogpt": Row(model="BioGptForCausalLM", sizes=NAMED),
     "gpt_bigcode": Row(model="GPTBigCodeForCausalLM", sizes=GPT),
     "gpt_bigcode, all heads": Row(model="GPTBigCodeForCausalLM", sizes=GPT | {"multi_query": False}),

@@ -49,6 +49,7 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
             patch.setattr(torch, "float32", dtype)
             patch.setattr(torch, "float", dtype)
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            patch.setattr(torch, "FloatTensor", torch.DoubleTensor)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(1)  # sums this short lose more by waiting for a second thread than it gives
         try:

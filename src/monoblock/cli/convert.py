@@ -33,7 +33,7 @@ def command(source: str, target: str, form: str | None, kind: str, family: str |
     with opened(source) as found:
         click.echo(f"Read {source}: {found.model.config.family}", err=True)
         write(found, target, form, kind=kind, family=family)
-        certificate = certify(found, target, form)
+        certificate = certify(found, target, form, lambda line: click.echo(line, err=True))
     if form == "monoblock":
         next_verb(f"account {target}")
     click.echo(json.dumps(certificate._asdict()))

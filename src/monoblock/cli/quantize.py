@@ -14,7 +14,7 @@ from monoblock.cli.train import data_folder
 from monoblock.errors import ConfigError, FileError
 
 CORPUS = "kjv"  # the text that is always here
-BESIDE = ("tokenizer.json", "generation_config.json", "recipe.toml", "labels.json")  # what makes a model usable
+BESIDE = ("generation_config.json", "recipe.toml", "labels.json")  # what makes a model usable
 MOST = 50_000
 
 
@@ -31,12 +31,20 @@ def _progress(what: str) -> Any:
     return watch
 
 
-def documents(model: Path, text: str, data: Path | None) -> list[list[int]]:
-    """A text as the ids of the model's own tokenizer: a file, or the validation part of a corpus."""
-    from monoblock.data import corpora
+def tokenizer_of(model: Path) -> Any:
+    """The tokenizer beside a model or in its GGUF file, None where there is none."""
     from monoblock.tokenizers.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_pretrained(model)
+    try:
+        return Tokenizer.from_pretrained(model)
+    except FileError:
+        return None
+
+
+def documents(tokenizer: Any, text: str, data: Path | None) -> list[list[int]]:
+    """A text as the ids of the model's own tokenizer: a file, or the validation part of a corpus."""
+    from monoblock.data import corpora
+
     split = "all" if Path(text).is_file() else "valid"
     return tokenizer.encode_batch(list(corpora.load(text, split, folder=data).texts()))  # type: ignore[arg-type]
 
@@ -91,13 +99,14 @@ def command(
 
     before = Transformer.from_pretrained(model).eval()
     speaks = before.config.family == "decoder-only" and before.config.head is not None
-    given = documents(model, text, data_folder(data)) if speaks and (model / "tokenizer.json").is_file() else None
+    tokenizer = tokenizer_of(model)
+    given = documents(tokenizer, text, data_folder(data)) if speaks and tokenizer is not None else None
     options: dict[str, Any] = {"bits": int(bits), "group": group, "table_bits": int(table_bits)}
     after = quantized(before, **options, watch=_progress("quantising"))
     found: dict[str, Any] = {"folder": str(out), **options, "group": after.config.quantize.group}  # type: ignore[union-attr]
     found["bytes"] = {"before": tensor_bytes(before), "after": tensor_bytes(after)}
     found |= {"text": text, **measured(before, after, given, tokens)} if given is not None else {}
-    save(after, model, out)
+    save(after, tokenizer, model, out)
     if as_json:
         print_json(found)
     else:
@@ -105,8 +114,10 @@ def command(
     next_verb(f'generate {out} "In the beginning"' if speaks else f"account {out}")
 
 
-def save(made: Any, model: Path, out: Path) -> None:
+def save(made: Any, tokenizer: Any, model: Path, out: Path) -> None:
     made.save_pretrained(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
     for name in BESIDE:
         if (model / name).is_file():
             try:

@@ -128,7 +128,10 @@ def _report(run: Any, as_json: bool) -> None:
         click.echo(f"Saved {run.folder}" + (f": {', '.join(shown)}" if shown else ""))
     speaks = run.recipe.train.objective == "causal" and run.recipe.model.get("family") != "lstm"
     prompt = shlex.quote(run.recipe.generate.prompt or "The")
-    next_verb(f"generate {run.folder} {prompt}" if speaks else f"account {run.folder}")
+    if run.recipe.train.objective == "pairs":
+        next_verb(f"translate {run.folder} {shlex.quote(run.ground.held[0].source if run.ground.held else 'TEXT')}")
+    else:
+        next_verb(f"generate {run.folder} {prompt}" if speaks else f"account {run.folder}")
 
 
 def say_how_to_go_on(folder: Path, step: int, words: list[str], processes: int = 1) -> None:

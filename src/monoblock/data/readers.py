@@ -118,7 +118,10 @@ def _separated(path: str | Path) -> Iterator[str]:
 
 
 def read_pairs(path: str | Path) -> Iterator[Pair]:
-    """`source<TAB>target`, or with a third column that counts: how often the pair was seen."""
+    """`source<TAB>target`, or with a third column that counts: how often the pair was seen; or .jsonl objects."""
+    if Path(path).suffix in (".jsonl", ".json"):
+        yield from _pairs_of_objects(path)
+        return
     found = False
     for number, line in lines(path):
         if not line.strip():
@@ -134,6 +137,20 @@ def read_pairs(path: str | Path) -> Iterator[Pair]:
         yield Pair(cells[0].strip(), cells[1].strip(), int(cells[2]) if len(cells) == 3 else 1)
     if not found:
         raise _empty(path)
+
+
+# The keys a .jsonl file of pairs may have: ours, and those of Aksharantar (Madhani et al. 2023).
+PAIR_KEYS = (("source", "target"), ("english word", "native word"))
+
+
+def _pairs_of_objects(path: str | Path) -> Iterator[Pair]:
+    """{"source": …, "target": …} a line."""
+    for number, row in read_objects(path):
+        names = next((names for names in PAIR_KEYS if names[0] in row), PAIR_KEYS[0])
+        source, target = (_field(path, number, row, name).strip() for name in names)
+        if not (source and target):
+            raise FileError(f"{path}, line {number}: one side of the pair is empty; fill it or leave the line out")
+        yield Pair(source, target)
 
 
 def read_aligned(source: str | Path, target: str | Path) -> Iterator[Pair]:

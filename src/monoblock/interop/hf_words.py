@@ -58,7 +58,13 @@ def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
 
 def inverse_root(theirs: str, ours: str, default: float) -> Field:
     """A number of theirs whose root divides the scores."""
-    return Field(theirs, ours, default, lambda n: n**-0.5, lambda scale: whole(scale**-2))
+
+    def read(number: float) -> float:
+        if not number > 0:
+            raise ConfigError(f"{theirs}={shown(number)} has no root to divide by; it is above zero")
+        return number**-0.5
+
+    return Field(theirs, ours, default, read, lambda scale: whole(scale**-2))
 
 
 def inverse(theirs: str, ours: str, default: float) -> Field:

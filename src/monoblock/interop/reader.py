@@ -16,7 +16,7 @@ from monoblock.errors import FileError
 from monoblock.interop.safely import Weights
 from monoblock.untrusted import shown
 
-PASSING = 2**26  # bytes read through a mapping before it is let go, or a part of the file where that is more
+PASSING = 2**23  # bytes read through a mapping before it is let go, or a part of the file where that is more
 PARTS = 16
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -47,12 +47,29 @@ class Reader:
         parts = self._changed(self.passing, keys, change)
         if len(keys) == 1 and all(self._stays(part) for part in parts):
             return self._changed(self.kept, keys, change)
-        mapped = len(keys) == 1  # several have been joined already, in memory of their own
-        made = [part.to(self.device, self.dtype, copy=mapped, memory_format=torch.contiguous_format) for part in parts]
-        self.read += sum(part.nbytes for part in parts)
+        if len(keys) > 1:  # joined already, in memory of their own
+            made = [part.to(self.device, self.dtype, memory_format=torch.contiguous_format) for part in parts]
+            self._let_go(sum(part.nbytes for part in parts))
+            return made
+        shapes = [part.shape for part in parts]
+        del parts
+        return [self._copied(keys, change, number, shape) for number, shape in enumerate(shapes)]
+
+    def _copied(self, keys: Sequence[str], change: Change, number: int, shape: torch.Size) -> Tensor:
+        """One of the tensors that a stored one becomes, some rows at a time."""
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        size = self.kept.stored[keys[0]].dtype.itemsize * shape.numel()
+        rows = max(1, self.most * shape[0] // size) if shape.numel() else 1
+        for start in range(0, shape[0], rows):
+            part = self._changed(self.passing, keys, change)[number][start : start + rows]
+            made[start : start + rows].copy_(part)
+            self._let_go(part.nbytes)
+        return made
+
+    def _let_go(self, read: int) -> None:
+        self.read += read
         if self.read > self.most:
             self.passing, self.read = _again(self.kept), 0
-        return made
 
     def _stays(self, part: Tensor) -> bool:
         return part.dtype == self.dtype and self.device.type == "cpu" and part.is_contiguous()

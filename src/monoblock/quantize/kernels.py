@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = sorted(FOLDER.glob("*.cpp"))
+HEADERS = sorted(FOLDER.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 PATIENCE = 300  # seconds for the compiler
@@ -69,7 +71,7 @@ def _library(compiler: str) -> Path:
         if place.is_file():  # another process was making it
             return place
         made = Path(beside) / place.name
-        line = [*command, *headers, str(SOURCE), *libraries, "-o", str(made)]
+        line = [*command, *headers, *map(str, SOURCES), *libraries, "-o", str(made)]
         subprocess.run(line, check=True, capture_output=True, text=True, timeout=PATIENCE)
         os.replace(made, place)
     return place
@@ -92,7 +94,8 @@ def cache_folder() -> Path:
 def _key(command: list[str]) -> str:
     """What the library depends on; code for this very processor must not be found by another one that shares a home."""
     version = subprocess.run([command[0], "--version"], check=True, capture_output=True, text=True, timeout=PATIENCE)
-    parts = [SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, version.stdout, _processor()]
+    sources = [file.read_text(encoding="utf-8") for file in SOURCES + HEADERS]
+    parts = [*sources, torch.__version__, *command, version.stdout, _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

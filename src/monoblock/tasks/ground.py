@@ -16,6 +16,7 @@ from monoblock.data.corpora import Corpus
 from monoblock.errors import FileError
 from monoblock.tasks.folder import tokenizer_in
 from monoblock.tasks.recipe import Recipe
+from monoblock.tasks.tags import script_tags
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.corruption import IGNORE
 from monoblock.training.objectives import Prepared, Special
@@ -35,6 +36,7 @@ class Ground:
     said: str = ""  # how much there is, for the user
     bytes_per_token: float | None = None  # of the validation text
     baselines: dict[str, float] = field(default_factory=dict)  # what a model that knows little would lose
+    held: list[Any] = field(default_factory=list)  # pairs: the rows of the validation split
     unit: str = "tokens"  # what is counted when speed is told
     content: dict[str, str] = field(default_factory=dict)  # split: SHA-256 of what was read
 
@@ -86,11 +88,18 @@ def _specials(recipe: Recipe, train: Corpus) -> list[str]:
     needs = {
         "masked": ["pad", "cls", "sep", "mask"],
         "spans": ["pad", "eos", "sentinels=100"],
-        "pairs": ["pad", "bos", "eos"],
+        "pairs": ["pad", "bos", "eos", *_tags(recipe, train)],
         "classify": ["pad", "cls", "sep"],
         "label": ["pad", "cls", "sep"],
     }
     return needs[objective]
+
+
+def _tags(recipe: Recipe, train: Corpus) -> list[str]:
+    """The tags a recipe names, and the scripts it asks for."""
+    if recipe.data.tag == "none":
+        return [*recipe.tokenizer.tags]
+    return [*recipe.tokenizer.tags, *script_tags(row.target for row in train.rows)]
 
 
 def special_of(tokenizer: Tokenizer) -> Special:

@@ -12,7 +12,7 @@ from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
 from monoblock.data.fingerprint import fingerprint
 from monoblock.errors import ConfigError, FileError
-from monoblock.tasks import samples, texts
+from monoblock.tasks import pairing, samples, texts
 from monoblock.tasks.ground import Ground, find_tokenizer
 from monoblock.tasks.recipe import Recipe, is_vision
 
@@ -34,7 +34,8 @@ def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder
     train = whole = load("train")
     labels = train.labels()  # of all there is: a limit must not lose one
     if recipe.data.limit is not None:
-        train = Corpus(train.name, train.kind, train.split, train.rows[: recipe.data.limit])
+        train = replace(train, rows=train.rows[: recipe.data.limit])
+    train = pairing.arranged(train, recipe.data)
     if train.kind not in KINDS[asked]:
         raise ConfigError(
             f"train.objective={asked!r} needs {' or '.join(KINDS[asked])}, but the corpus {train.name} is {train.kind}"
@@ -44,6 +45,11 @@ def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder
     except FileError:
         valid = None
     content = {corpus.split: fingerprint(corpus) for corpus in (whole, valid) if corpus is not None}
+    made = pairing.synthetic(recipe.data, data)
+    if made is not None:
+        content["synthetic"] = fingerprint(made)
+        train = replace(train, rows=pairing.mixed(train.rows, made.rows, recipe.data.ratio))
+    valid = None if valid is None else pairing.arranged(valid, recipe.data)
     if (train.kind == "images") != is_vision(recipe):
         reads = "looks at images" if is_vision(recipe) else "reads text; write model.family='vit'"
         raise ConfigError(f"the corpus {train.name} is {train.kind}, and this model {reads}")

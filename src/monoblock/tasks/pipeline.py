@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -23,10 +24,15 @@ from monoblock.decoding.rows import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.text import Text
 from monoblock.errors import FileError, InputError
-from monoblock.interop.folder import CONFIG
+from monoblock.interop.folder import CONFIG, load_model
 from monoblock.model import Transformer
+from monoblock.recurrent import Recurrent
+from monoblock.tasks import recipe
 from monoblock.tasks.defaults import Defaults, read
-from monoblock.tasks.folder import tokenizer_in
+from monoblock.tasks.folder import RECIPE, tokenizer_in
+from monoblock.tasks.pairing import NORMALIZE
+from monoblock.tasks.tags import Reader
+from monoblock.tasks.translating import Answer, translated
 from monoblock.tokenizers.identity import check_belongs
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted import inside, present, read_json
@@ -46,30 +52,24 @@ class Part(NamedTuple):
     score: float | None = None  # beams: sum of log-probabilities over length to the length penalty
 
 
-@dataclass
-class Answer:
-    """One whole text."""
-
-    text: str = ""
-    tokens: int = 0
-    finished: str | None = None
-    score: float | None = None
-
-
 def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
     """The model of a folder (a run, a Hugging Face folder, a GGUF file) with its tokenizer, ready to use."""
     folder = Path(folder)
     if not folder.exists():
         raise FileError(f"there is no {folder}; train a model first, or give the folder of one")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    model = Transformer.from_pretrained(folder, dtype=dtype, device=device).eval()
-    tokenizer = _tokenizer(folder, model)
-    return Pipeline(model, tokenizer, read(folder, tokenizer))
+    data = read_json(inside(folder, CONFIG)) if folder.is_dir() and present(folder, CONFIG) else {}
+    if "format" in data and "recurrent" in data:
+        model: Transformer | Recurrent = load_model(Recurrent, folder, dtype=dtype, device=device)
+    else:
+        model = Transformer.from_pretrained(folder, dtype=dtype, device=device)
+    tokenizer = tokenizer_in(folder) if "format" in data else _tokenizer(folder, model)
+    defaults = read(folder, tokenizer)
+    made = recipe.read(str(folder / RECIPE)) if defaults.here else None
+    return Pipeline(model.eval(), tokenizer, defaults, *((made.data, made.train.objective) if made else ()))
 
 
-def _tokenizer(folder: Path, model: Transformer) -> Tokenizer:
-    if folder.is_dir() and present(folder, CONFIG) and "format" in read_json(inside(folder, CONFIG)):
-        return tokenizer_in(folder)
+def _tokenizer(folder: Path, model: Any) -> Tokenizer:
     tokenizer = Tokenizer.from_pretrained(folder)
     sizes = [part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab")]
     try:
@@ -83,9 +83,11 @@ def _tokenizer(folder: Path, model: Transformer) -> Tokenizer:
 class Pipeline:
     """Made by `mb.load`."""
 
-    model: Transformer
+    model: Transformer | Recurrent
     tokenizer: Tokenizer
     defaults: Defaults = field(default_factory=Defaults)
+    part: recipe.DataPart | None = None  # how texts were read in training, where a recipe says it
+    objective: str | None = None
 
     # -- continuing a text ------------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Pipeline:
     def stream(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
         """What follows a prompt, bit by bit, in whole characters; put together it is what `generate` gives."""
         chosen = self.settings(options, streamed=True)
-        return _texts(self._run([self.prompt(prompt)], chosen, stop))
+        return _texts(self._run([self.prompt(prompt)], [chosen], stop))
 
     def answers(self, prompts: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> list[list[Answer]]:
         """For each prompt the texts asked for, with counts, reasons and scores."""
@@ -121,7 +123,7 @@ class Pipeline:
         self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any
     ) -> Iterator[str]:
         """The same, bit by bit."""
-        run = self._run([self.turn(messages)], self.settings(options, streamed=True), stop, fresh=True)
+        run = self._run([self.turn(messages)], [self.settings(options, streamed=True)], stop, fresh=True)
         return _texts(run)
 
     def turn(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
@@ -132,19 +134,30 @@ class Pipeline:
     # -- translating ------------------------------------------------------------------------------------------------
 
     @overload
-    def translate(self, text: str, *, n_best: None = None, batch: int = 64, **options: Any) -> str: ...
+    def translate(self, text: str, *, n_best: None = None, **more: Any) -> str: ...
     @overload
-    def translate(self, text: str, *, n_best: int, batch: int = 64, **options: Any) -> list[Answer]: ...
+    def translate(self, text: str, *, n_best: int, **more: Any) -> list[Answer]: ...
     @overload
-    def translate(self, text: Iterable[str], *, n_best: None = None, batch: int = 64, **options: Any) -> list[str]: ...
+    def translate(self, text: Iterable[str], *, n_best: None = None, **more: Any) -> list[str]: ...
     @overload
-    def translate(self, text: Iterable[str], *, n_best: int, batch: int = 64, **options: Any) -> list[list[Answer]]: ...
+    def translate(self, text: Iterable[str], *, n_best: int, **more: Any) -> list[list[Answer]]: ...
     def translate(
-        self, text: str | Iterable[str], *, n_best: int | None = None, batch: int = 64, **options: Any
+        self,
+        text: str | Iterable[str],
+        *,
+        n_best: int | None = None,
+        batch: int = 64,
+        to: str | None = None,
+        long: str = "refuse",
+        first: int = 0,
+        **options: Any,
     ) -> Any:
         """The target of a source or of many; `n_best` asks for so many hypotheses with scores, best first.
 
-        Many are sorted by length and read `batch` at a time; the order they came in is kept.
+        Many are sorted by length and read `batch` at a time; the order they came in is kept, and an empty text gives an
+        empty one.  `to` asks a model of several scripts for one of them.  A text beyond the context is refused, or
+        with long="split" cut at sentences and translated part by part.  With a seed, text n is drawn by seed + n, counted
+        from `first`.
         """
         if self.model.encoder is None:
             raise InputError(f"a {self.model.config.family} model continues texts and translates none; call generate")
@@ -152,20 +165,9 @@ class Pipeline:
             beams = max(n_best, options.get("num_beams") or self.defaults.options.get("num_beams", 1))
             options |= {"num_return_sequences": n_best, "num_beams": beams}
         texts = [text] if isinstance(text, str) else list(text)
-        found = self._translated(texts, self.settings(options), max(1, batch))
+        found = translated(self, texts, self.settings(options), max(1, batch), to, long, first)
         plain = [each[0].text if n_best is None else each for each in found]
         return plain[0] if isinstance(text, str) else plain
-
-    def _translated(self, texts: list[str], chosen: Settings, batch: int) -> list[list[Answer]]:
-        sources = [self.prompt(text) if text.strip() else None for text in texts]
-        order = [(number, source) for number, source in enumerate(sources) if source is not None]
-        order.sort(key=lambda item: -len(item[1].source or ()))
-        found = [[Answer("", 0, "stop", 0.0) for _ in range(chosen.num_return_sequences)] for _ in texts]
-        for first in range(0, len(order), batch):
-            some = order[first : first + batch]
-            for (number, _), each in zip(some, self._collect([source for _, source in some], chosen), strict=True):
-                found[number] = each
-        return found
 
     # -- prompts and settings ---------------------------------------------------------------------------------------
 
@@ -180,12 +182,24 @@ class Pipeline:
             chosen = replace(chosen, max_new_tokens=LONGEST)
         return chosen
 
+    def plain(self, text: str) -> tuple[str, int]:
+        """A source as it is cut into tokens: normalised and without the tags at its head, and how many those are."""
+        if not self.defaults.here:
+            return text, 0
+        clean = text if self.part is None else NORMALIZE[self.part.normalize](text)
+        return self.read.without_tags(clean)
+
+    @cached_property
+    def read(self) -> Reader:
+        return Reader(self.tokenizer)
+
     def prompt(self, text: str) -> Prompt:
         """A text as the model reads it: the prompt it goes on from, or the source beside the start of a target."""
         here, tokenizer = self.defaults.here, self.tokenizer
         if self.model.encoder is not None:
             ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-            source = [*tokenizer.encode(text), *ends] if here else tokenizer.encode(text, add_specials=True)
+            clean = text if self.part is None else NORMALIZE[self.part.normalize](text)
+            source = [*self.read(clean), *ends] if here else tokenizer.encode(text, add_specials=True)
             start = self.defaults.start
             return Prompt((start if start is not None else 0,), tuple(source))
         ids = tokenizer.encode(text, add_specials=not here)
@@ -209,8 +223,14 @@ class Pipeline:
     def _collect(
         self, prompts: list[Prompt], chosen: Settings, stop: str | Sequence[str] = (), *, fresh: bool = False
     ) -> list[list[Answer]]:
-        found = [[Answer() for _ in range(chosen.num_return_sequences)] for _ in prompts]
-        for part in self._run(prompts, chosen, stop, fresh=fresh):
+        return self.collect(prompts, [chosen] * len(prompts), stop, fresh=fresh)
+
+    def collect(
+        self, prompts: list[Prompt], each: list[Settings], stop: str | Sequence[str] = (), *, fresh: bool = False
+    ) -> list[list[Answer]]:
+        """The texts of prompts that may each have settings of their own."""
+        found = [[Answer() for _ in range(chosen.num_return_sequences)] for chosen in each]
+        for part in self._run(prompts, each, stop, fresh=fresh):
             answer = found[part.prompt][part.number]
             answer.text += part.text
             answer.tokens += part.tokens
@@ -218,24 +238,25 @@ class Pipeline:
         return found
 
     def _run(
-        self, prompts: list[Prompt], chosen: Settings, stop: str | Sequence[str] = (), *, fresh: bool = False
+        self, prompts: list[Prompt], each: list[Settings], stop: str | Sequence[str] = (), *, fresh: bool = False
     ) -> Iterator[Part]:
         """Put the prompts to an engine, which refuses what cannot be now and not when the first part is asked for.
 
         A fresh text begins anew after its prompt; others go on from it, with a space between where there is one.
         """
-        longest = max(len(prompt.ids) for prompt in prompts)
-        limit, wanted = self.model.config.context, longest + chosen.max_new_tokens
+        limit = self.model.config.context
+        wanted = max(len(prompt.ids) + chosen.max_new_tokens for prompt, chosen in zip(prompts, each, strict=True))
         capacity = wanted if limit is None else min(wanted, limit)
-        engine = Engine(self.model, rows=max(ROWS, chosen.rows), capacity=capacity)
-        order = {engine.add(prompt.ids, chosen, prompt.source): number for number, prompt in enumerate(prompts)}
+        engine = Engine(self.model, rows=max(ROWS, *(chosen.rows for chosen in each)), capacity=capacity)
+        both = zip(prompts, each, strict=True)
+        order = {engine.add(prompt.ids, chosen, prompt.source): n for n, (prompt, chosen) in enumerate(both)}
         fresh = fresh or self.model.encoder is not None
         texts = {
             (request, number): Text(self.tokenizer, stop, () if fresh else prompts[place].ids)
             for request, place in order.items()
-            for number in range(chosen.num_return_sequences)
+            for number in range(each[place].num_return_sequences)
         }
-        return _parts(engine, order, texts, chosen.eos_token_id)
+        return _parts(engine, order, texts, each[0].eos_token_id)
 
 
 def _parts(

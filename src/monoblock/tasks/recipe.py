@@ -17,7 +17,7 @@ from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.families import bart, bert, gpt, llama, t5, vaswani, vit
 from monoblock.knobs import vary
 from monoblock.presets import preset
-from monoblock.schema import FieldError, check, check_at_least, check_fraction, from_dict, to_dict
+from monoblock.schema import FieldError, check, check_at_least, check_fraction, check_positive, from_dict, to_dict
 
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "gpt": gpt,
@@ -46,10 +46,16 @@ class DataPart:
     corpus: str  # a named corpus or a path
     packing: Literal["stream", "documents"] = "stream"  # one endless text, or documents that do not see each other
     limit: int | None = None  # at most so many training samples
+    direction: Literal["forward", "backward", "both"] = "forward"  # pairs: which side is the source
+    normalize: Literal["none", "indic"] = "none"  # pairs: one spelling for what looks the same
+    tag: Literal["none", "script"] = "none"  # pairs: the source begins with the target's script, as in <2tamil>
+    synthetic: str | None = None  # pairs: a file of made ones, such as `monoblock backtranslate` writes
+    ratio: float = 1.0  # made pairs for each real one
 
     def __post_init__(self) -> None:
         check(self)
         check_at_least(self, 1, "limit")
+        check_positive(self, "ratio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class TokenizerPart:
     marker: str | None = None  # character-level BPE: "@@" or "▁"
     lowercase: bool = False
     dropout: float = 0.0  # of merges, in training only (BPE-dropout)
+    tags: tuple[str, ...] = ()  # further special tokens, read where a text has them: "<bt>"
     folder: str | None = None  # reuse one instead
 
     def __post_init__(self) -> None:
@@ -134,9 +141,14 @@ class GeneratePart:
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 0.95
+    num_beams: int = 4  # pairs: how targets are searched for
+    length_penalty: float = 1.0
+    measure: int = 200  # pairs: so many validation sources are translated for the model card; 0: none
 
     def __post_init__(self) -> None:
         check(self)
+        check_at_least(self, 1, "num_beams", "max_new_tokens")
+        check_at_least(self, 0, "measure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +224,10 @@ def _override(data: dict[str, Any], word: str) -> None:
         raise ConfigError(f"{word!r} is no override; write section.key=value, as in train.lr=3e-4")
     if section not in SECTIONS:
         raise ConfigError(f"{word!r}: a recipe has no section {section!r}{did_you_mean(section, SECTIONS)}")
-    data.setdefault(section, {})[name] = _value(text)
+    data.setdefault(section, {})[name] = value(text)
 
 
-def _value(text: str) -> Any:
+def value(text: str) -> Any:
     """A TOML value, or the text itself: `model.family=gpt` needs no quotes."""
     try:
         return tomllib.loads(f"v = {text}")["v"]

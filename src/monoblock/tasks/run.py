@@ -19,10 +19,13 @@ from monoblock.interop.folder import CONFIG, save_model
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.schema import to_dict
+from monoblock.tasks import defaults as generation
 from monoblock.tasks.card import card
+from monoblock.tasks.evaluation import held_out_scores
 from monoblock.tasks.folder import CHECKPOINTS, begin, check_folder, described, write
 from monoblock.tasks.ground import Ground, evaluate
 from monoblock.tasks.lay import lay
+from monoblock.tasks.pipeline import Pipeline
 from monoblock.tasks.recipe import Recipe, is_vision, model_config
 from monoblock.training import averaging, checkpoint, optimizer
 from monoblock.training.events import Chosen, Event, Finished, Warned
@@ -85,6 +88,7 @@ class Run:
         save_model(model, self.folder)
         write(self.folder / CONFIG, described(model.config, self.ground.tokenizer))
         self.figures = self.measure() if self.ground.evaluation is not None else {}
+        self.figures |= self.translations()
         write(self.folder / "README.md", card(self.recipe, model.config, self.figures, self.ground))
 
     def measure(self) -> dict[str, float]:
@@ -92,6 +96,14 @@ class Run:
         choice = self.trainer.choice
         with choice.computing():
             return evaluate(self.model, self.ground, self.trainer.loss.plain(), choice.device)
+
+    def translations(self) -> dict[str, float]:
+        """Scores of some validation sources, translated as the folder's defaults say."""
+        tokenizer, count = self.ground.tokenizer, self.recipe.generate.measure
+        if self.recipe.train.objective != "pairs" or tokenizer is None or not (count and self.ground.held):
+            return {}
+        defaults = generation.read(self.folder, tokenizer)
+        return held_out_scores(Pipeline(self.model, tokenizer, defaults, self.recipe.data), self.ground.held, count)
 
     def sample(self, model: nn.Module) -> str:
         """A text from the model as the recipe says."""

@@ -15,6 +15,7 @@ from monoblock.data.order import permutation
 from monoblock.data.pairs import Samples, encode_labelled, encode_pairs, encode_tagged
 from monoblock.tasks.ground import EVALUATION_SEED, Ground, fixed_plan, per_update, special_of
 from monoblock.tasks.recipe import Recipe
+from monoblock.tasks.tags import Reader
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import objectives
 from monoblock.training.objectives import Prepared, Special
@@ -24,7 +25,8 @@ def pairs(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corp
     part, special = recipe.train, special_of(tokenizer)
     assert special.bos is not None
     longest = None if context is None else context - 1
-    samples = encode_pairs(train.rows, tokenizer.encode, tokenizer.encode, longest=longest)
+    read = Reader(tokenizer)
+    samples = encode_pairs(train.rows, read, read, longest=longest)
     start, dropout = special.bos, recipe.tokenizer.dropout
 
     def row(sample: int, epoch: int) -> dict[str, Any]:
@@ -32,8 +34,11 @@ def pairs(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corp
             return dict(samples[sample])
         number = int(samples.numbers[sample])
         keys: dict[str, Any] = {"seed": part.seed, "epoch": epoch, "dropout": dropout}
-        source, target = train.rows[number].source, train.rows[number].target
-        cut = [tokenizer.sample(text, index=2 * number + side, **keys) for side, text in enumerate((source, target))]
+        texts = (train.rows[number].source, train.rows[number].target)
+        cut = [
+            read.cut(text, partial(tokenizer.sample, index=2 * number + side, **keys))
+            for side, text in enumerate(texts)
+        ]
         return {"source": np.array(cut[0][:longest], np.int64), "target": np.array(cut[1][:longest], np.int64)}
 
     def make(batch: Batch) -> Prepared:
@@ -43,10 +48,11 @@ def pairs(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corp
     plan = BucketPlan(
         samples.lengths, seed=part.seed, max_tokens=part.tokens, batch=None if part.tokens else per_update(recipe)
     )
-    held = None if valid is None else encode_pairs(valid.rows, tokenizer.encode, tokenizer.encode, longest=longest)
+    held = None if valid is None else encode_pairs(valid.rows, read, read, longest=longest)
     prepare = partial(objectives.pairs, special=special, start=start)
     evaluation = None if held is None else partial(_in_order, held, part.batch, prepare)
-    return Ground(tokenizer, special, plan, make, evaluation, said=f"{len(samples):,} pairs to train on")
+    said, rows = f"{len(samples):,} pairs to train on", [] if valid is None else valid.rows
+    return Ground(tokenizer, special, plan, make, evaluation, said=said, held=rows)
 
 
 def _in_order(

@@ -25,7 +25,7 @@ from monoblock.training.corruption import IGNORE
 from monoblock.training.objectives import Prepared
 
 
-def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
+def tokens_of(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
     ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     documents = (ids + ends for ids in tokenizer.encode_batch(list(corpus.texts())))
     return Tokens.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
@@ -33,7 +33,7 @@ def _tokens(corpus: Corpus, tokenizer: Tokenizer) -> Tokens:
 
 def causal(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
     context = _length(context)
-    tokens, special = _tokens(train, tokenizer), special_of(tokenizer)
+    tokens, special = tokens_of(train, tokenizer), special_of(tokenizer)
     blocks = Blocks(tokens, context, packing=recipe.data.packing)
     seed = recipe.train.seed
 
@@ -43,9 +43,9 @@ def causal(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Cor
 
     held, ratio = None, None
     if valid is not None:
-        held = _tokens(valid, tokenizer)
+        held = tokens_of(valid, tokenizer)
         ratio = sum(len(text.encode()) for text in valid.texts()) / len(held)
-    evaluation = None if held is None else partial(_windows, held, context, recipe.train.batch)
+    evaluation = None if held is None else partial(windows, held, context, recipe.train.batch)
     said = f"{len(tokens):,} tokens to train on, {0 if held is None else len(held):,} to validate"
     plan = fixed_plan(recipe, len(blocks))
     baselines = {} if held is None else _baselines(tokens, held)
@@ -69,17 +69,17 @@ def held_out(
     recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
 ) -> Ground:
     """The test split to be evaluated, in blocks or in windows that move on by `stride`."""
-    tokens = _tokens(corpora.load(recipe.data.corpus, "test", folder=data), tokenizer)
+    tokens = tokens_of(corpora.load(recipe.data.corpus, "test", folder=data), tokenizer)
     context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
-    windows = partial(_windows, tokens, _length(context), recipe.train.batch, stride)
-    return Ground(tokenizer, special_of(tokenizer), FixedPlan(1, 1, 0), _nothing, windows)
+    evaluation = partial(windows, tokens, _length(context), recipe.train.batch, stride)
+    return Ground(tokenizer, special_of(tokenizer), FixedPlan(1, 1, 0), _nothing, evaluation)
 
 
 def _nothing(batch: Batch) -> Prepared:
     raise AssertionError("a test split is not trained on")
 
 
-def _windows(tokens: Tokens, context: int, batch: int, stride: int | None = None) -> Iterator[Prepared]:
+def windows(tokens: Tokens, context: int, batch: int, stride: int | None = None) -> Iterator[Prepared]:
     """The whole split, every token asked once."""
     waiting: list[Window] = []
     for window in evaluation_blocks(tokens, context, stride):
@@ -112,10 +112,10 @@ def hidden(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Cor
             made = objectives.spans(rows, special, seed=seed, epoch=epoch, start=start, rate=part.mask_rate)
         return Prepared(*made, epoch, list(samples))
 
-    blocks = Blocks(_tokens(train, tokenizer), context)
+    blocks = Blocks(tokens_of(train, tokenizer), context)
     held = None
     if valid is not None:
-        tokens = _tokens(valid, tokenizer)
+        tokens = tokens_of(valid, tokenizer)
         held = Blocks(tokens, min(context, max(1, len(tokens) - 1)))  # a short validation text is one shorter block
 
     def evaluation() -> Iterator[Prepared]:

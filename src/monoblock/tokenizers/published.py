@@ -22,7 +22,7 @@ from monoblock.untrusted import MB, inside, present, read_bytes, read_json, show
 
 LARGEST = 64 * MB
 MOST_TOKENS = 2_000_000
-MOST_VALUES = 4 * MOST_TOKENS
+MOST_VALUES = 5_000_000
 SPM_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 
 

@@ -1,0 +1,220 @@
+"""How good a model is on a corpus, by its task: TASKS says what is measured for which objective.
+
+Figures go by the words of the command line: loss, perplexity, bits_per_byte, bleu, bleu_tokenized, chrf, cer, accuracy,
+top_k; `signature` says which BLEU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monoblock.data import corpora
+from monoblock.data.corpora import Corpus
+from monoblock.data.readers import Pair
+from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.tasks import scores
+from monoblock.tasks.pairing import arranged, references
+from monoblock.tasks.pipeline import Pipeline
+from monoblock.tasks.recipe import DataPart
+from monoblock.tasks.rescoring import Frequencies, tune
+from monoblock.tasks.texts import tokens_of, windows
+from monoblock.tasks.translating import Answer, readable
+from monoblock.training.objectives import IGNORE, Loss
+
+FAMILIES = {"decoder-only": "causal", "encoder-decoder": "pairs"}  # of a folder that no recipe made
+SMALLER = {"loss", "perplexity", "bits_per_byte", "cer"}  # is better
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be measured, and how."""
+
+    data: str
+    split: str | None = None  # None: test where there is one, else valid
+    folder: Path | None = None
+    samples: int = 0
+    limit: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of decoding
+    batch: int = 64
+    n_best: int = 5  # words: top_k is measured with this k
+    lowercase: bool = False
+    language: str = "en"  # for the Moses tokenizer
+    stride: int | None = None
+    context: int | None = None
+    rescore: bool = False
+
+
+@dataclass
+class Measured:
+    figures: dict[str, Any]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what a reader must know about the figures
+    words: Frequencies | None = None
+
+
+def evaluate(pipe: Pipeline, asked: Asked) -> Measured:
+    """The figures of a model on a corpus, by what it was trained for."""
+    objective = pipe.objective or FAMILIES.get(pipe.model.config.family, "")
+    if objective not in TASKS:
+        raise InputError(f"evaluate knows no measure for {objective or pipe.model.config.family} models yet")
+    return TASKS[objective](pipe, asked)
+
+
+def read(asked: Asked, kind: Any, split: str | None = None) -> Corpus:
+    """The rows that are measured on."""
+    wanted = [split or asked.split] if split or asked.split else ["test", "valid"]
+    known = None if asked.data in corpora.CORPORA else kind
+    for place, name in enumerate(wanted):
+        try:
+            found = corpora.load(asked.data, name, folder=asked.folder, kind=known)  # type: ignore[arg-type]
+        except FileError:
+            if place + 1 == len(wanted):
+                raise
+            continue
+        if found.kind != kind:
+            raise ConfigError(f"this model is measured on {kind}, and {asked.data} is {found.kind}; give other data")
+        limit = None if split is not None else asked.limit
+        return Corpus(found.name, found.kind, found.split, found.rows[:limit])
+    raise AssertionError("one split at least is tried")
+
+
+# -- language models ------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def language_model(pipe: Pipeline, asked: Asked) -> Measured:
+    """Loss over every token but the first, perplexity, bits per byte; in blocks of the context, or by `stride`."""
+    corpus = read(asked, "text")
+    context = asked.context or pipe.model.config.context or 256
+    tokens, device = tokens_of(corpus, pipe.tokenizer), pipe.model.device
+    loss, total, count = Loss(), 0.0, 0
+    for batch in windows(tokens, context, max(1, asked.batch // 8), asked.stride):
+        part = batch.to(device)
+        total += float(loss.of(pipe.model(**part.inputs), part.labels))
+        count += int((part.labels != IGNORE).sum())
+    mean, size = total / max(1, count), sum(len(text.encode()) for text in corpus.texts())
+    figures = {
+        "loss": mean,
+        "perplexity": scores.perplexity(mean),
+        "bits_per_byte": scores.bits_per_byte(mean, len(tokens), size),
+        "tokens": count,
+        "split": corpus.split,
+    }
+    return Measured(figures)
+
+
+# -- pairs ----------------------------------------------------------------------------------------------------------
+
+
+def pairs(pipe: Pipeline, asked: Asked) -> Measured:
+    """Translations measured by BLEU and chrF; single words by accuracy and character errors."""
+    part = pipe.part if pipe.part is not None else DataPart(corpus=asked.data)
+    corpus = arranged(read(asked, "pairs"), part)
+    measured = (transliteration if is_words(corpus.rows) else translation)(pipe, asked, corpus.rows)
+    measured.figures["split"] = corpus.split
+    return measured
+
+
+def is_words(rows: Sequence[Pair]) -> bool:
+    """Whether all targets are single words."""
+    return not any(" " in row.target for row in rows)
+
+
+def translation(pipe: Pipeline, asked: Asked, rows: Sequence[Pair]) -> Measured:
+    """BLEU and chrF of the best hypotheses, a row a source; accuracy counts those that are right to the letter."""
+    texts: list[str] = pipe.translate([row.source for row in rows], batch=asked.batch, **asked.options)
+    accepted = [[row.target] for row in rows]
+    figures = scored(texts, accepted, lowercase=asked.lowercase, language=asked.language)
+    return Measured(figures, _samples(rows, [[text] for text in texts], asked.samples))
+
+
+def scored(
+    texts: list[str], accepted: scores.References, *, lowercase: bool = False, language: str = "en"
+) -> dict[str, Any]:
+    """What is told of translations."""
+    bleu = scores.bleu(texts, accepted, lowercase=lowercase)
+    chrf, tokenized = scores.chrf(texts, accepted), scores.bleu_tokenized(texts, accepted, language)
+    return {
+        "bleu": bleu.value,
+        "bleu_lowercased": scores.bleu(texts, accepted, lowercase=True).value,
+        "bleu_tokenized": tokenized.value,
+        "chrf": chrf.value,
+        "accuracy": scores.accuracy([[text] for text in texts], accepted),
+        "signature": bleu.signature,
+        "signatures": {"bleu": bleu.signature, "bleu_tokenized": tokenized.signature, "chrf": chrf.signature},
+        "sources": len(texts),
+    }
+
+
+def transliteration(pipe: Pipeline, asked: Asked, rows: Sequence[Pair]) -> Measured:
+    """Each source once; any target attested for it is right."""
+    accepted = references(rows)
+    found = hypotheses(pipe, asked, list(accepted))
+    wanted = list(accepted.values())
+    measured = Measured(_word_figures(found, wanted, asked.n_best))
+    measured.notes.append("each source counts once, and any target attested for it is right")
+    if asked.rescore:
+        measured.words = _tuned(pipe, asked)
+        again = [measured.words.order(answers) for answers in found]
+        better = _word_figures(again, wanted, asked.n_best)
+        gain = better["accuracy"] - measured.figures["accuracy"]
+        measured.figures["rescored"] = better | {"gain": gain, "weight": measured.words.weight}
+        found = again
+    once = [Pair(source, " | ".join(targets)) for source, targets in accepted.items()]
+    measured.samples = _samples(once, [[answer.text for answer in row] for row in found], asked.samples)
+    return measured
+
+
+def hypotheses(pipe: Pipeline, asked: Asked, sources: list[str]) -> list[list[Answer]]:
+    found: list[list[Answer]] = pipe.translate(sources, n_best=asked.n_best, batch=asked.batch, **asked.options)
+    return found
+
+
+def _word_figures(found: list[list[Answer]], accepted: list[list[str]], k: int) -> dict[str, Any]:
+    texts = [[answer.text for answer in row] for row in found]
+    return {
+        "accuracy": scores.accuracy(texts, accepted),
+        "top_k": scores.accuracy(texts, accepted, k),
+        "k": k,
+        "cer": scores.cer([row[0] for row in texts], accepted),
+        "sources": len(texts),
+    }
+
+
+def _tuned(pipe: Pipeline, asked: Asked) -> Frequencies:
+    """A list of words from the training targets, its weight tuned on the validation split."""
+    part = pipe.part if pipe.part is not None else DataPart(corpus=asked.data)
+    words = Frequencies.of(arranged(read(asked, "pairs", "train"), part).rows)
+    held = references(arranged(read(asked, "pairs", "valid"), part).rows)
+    return tune(words, hypotheses(pipe, asked, list(held)), list(held.values()))
+
+
+def _samples(rows: Sequence[Pair], found: list[list[str]], count: int) -> list[dict[str, Any]]:
+    shown = zip(rows[:count], found, strict=False)
+    return [{"source": row.source, "reference": row.target, "hypothesis": texts[0]} for row, texts in shown]
+
+
+def held_out_scores(pipe: Pipeline, rows: Sequence[Pair], count: int) -> dict[str, float]:
+    """For a model card: what the first sources within the context become.  Without sacreBLEU, exact matches alone."""
+    some = [row for row in rows[: 2 * count] if readable(pipe, row.source)][:count]
+    if not some:
+        return {}
+    texts = pipe.translate([row.source for row in some])
+    accepted = references(rows)
+    right = scores.accuracy([[text] for text in texts], [accepted[row.source] for row in some])
+    if is_words(some):
+        return {"val_word_accuracy": right, "val_cer": scores.cer(texts, [accepted[row.source] for row in some])}
+    try:
+        figures = scored(texts, [[row.target] for row in some])
+    except ConfigError:  # the package is not here
+        figures = {}
+    return {f"val_{name}": figures[name] for name in ("bleu", "chrf") if name in figures} | {"val_exact": right}
+
+
+# Objective -> what is measured.  A task is one function and one row.
+TASKS: dict[str, Callable[[Pipeline, Asked], Measured]] = {"causal": language_model, "pairs": pairs}

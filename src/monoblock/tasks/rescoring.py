@@ -1,0 +1,77 @@
+"""Hypotheses ordered anew by how frequent a word is: log-linear, a list built from the training targets.
+
+    words = Frequencies.of(train.rows)
+    weight = tune(words, valid_answers, valid_references)
+    best = words.order(answers, weight)
+
+A hypothesis has score + weight · log((count + 1) / (total + kinds)); weight 0 leaves the order as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from monoblock.data.readers import Pair
+from monoblock.errors import FileError
+from monoblock.tasks.scores import References, accuracy
+from monoblock.tasks.translating import Answer
+
+WEIGHTS = tuple(round(0.01 * step, 2) for step in (*range(11), 12, 15, 20, 25, 30, 40, 50))
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """How often each word was seen as a target, and the weight this is given."""
+
+    counts: Counter[str]
+    weight: float = 0.0
+
+    @classmethod
+    def of(cls, rows: Iterable[Pair]) -> Frequencies:
+        counts: Counter[str] = Counter()
+        for row in rows:
+            counts[row.target] += row.seen
+        return cls(counts)
+
+    def log(self, word: str) -> float:
+        """The log-probability of a word, one added to every count."""
+        total = self.counts.total() + len(self.counts) + 1
+        return math.log((self.counts[word] + 1) / total)
+
+    def order(self, answers: Sequence[Answer], weight: float | None = None) -> list[Answer]:
+        """The hypotheses of one source, the best first; of equals, the one that was before."""
+        strength = self.weight if weight is None else weight
+        return sorted(answers, key=lambda answer: -((answer.score or 0.0) + strength * self.log(answer.text)))
+
+    def write(self, path: Path) -> None:
+        data = {"weight": self.weight, "counts": dict(sorted(self.counts.items()))}
+        path.write_text(json.dumps(data, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Frequencies:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            counts = {str(word): int(count) for word, count in data["counts"].items()}
+            return cls(Counter(counts), float(data["weight"]))
+        except OSError as problem:
+            raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            wanted = '{"weight": 0.1, "counts": {"word": 3}}'
+            raise FileError(f"{path} is no list of words; `evaluate --save-words` writes one: {wanted}") from None
+
+
+def tune(
+    words: Frequencies, found: Sequence[Sequence[Answer]], references: References, weights: Sequence[float] = WEIGHTS
+) -> Frequencies:
+    """The weight with the best top-1 accuracy on held-out sources; of equals, the smallest."""
+
+    def reached(weight: float) -> float:
+        return accuracy([[words.order(answers, weight)[0].text] for answers in found], references)
+
+    best = max(weights, key=lambda weight: (reached(weight), -weight))
+    return Frequencies(words.counts, best)
