@@ -35,7 +35,9 @@ def _each(place: int) -> str:
     return "".join(chr(FIRST + SIZE * block + place) for block in range(len(SCRIPTS)))
 
 
-NUKTAS, VIRAMAS = _each(0x3C), _each(0x4D)
+# Malayalam has a kind of virama where the others have the nukta.
+NUKTAS = "".join(sign for sign in _each(0x3C) if "NUKTA" in unicodedata.name(sign, ""))
+VIRAMAS = _each(0x4D)
 SIGNS = "".join(_each(place) for place in (*range(0x00, 0x04), *range(0x3E, 0x4D)))  # vowel signs, anusvara …
 
 # Vowel letter + sign -> the letter they look like (Unicode, tables of vowel letters not to be spelled out).
@@ -86,6 +88,13 @@ def normalize(text: str, *, joiners: Literal["keep", "drop"] = "keep") -> str:
     text = unicodedata.normalize("NFC", text)
     if not _touched(text):
         return text
+    while (better := _better(text, joiners)) != text:  # what one rule leaves may be a case of another
+        text = better
+    return text
+
+
+def _better(text: str, joiners: str) -> str:
+    """Every rule once."""
     text = _MISPLACED.sub(r"\2\1", text)
     text = _DOUBLED.sub(r"\1", text)
     text = _SPELLED.sub(lambda match: SPELLED_OUT[match[0]], text)

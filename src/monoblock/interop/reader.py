@@ -16,8 +16,8 @@ from monoblock.errors import FileError
 from monoblock.interop.safely import Weights
 from monoblock.untrusted import shown
 
-PASSING = 2**23  # bytes read through a mapping before it is let go, or a part of the file where that is more
-PARTS = 16
+PASSING = 2**22  # bytes read through a mapping before it is let go, or a part of the file where that is more
+PARTS = 32
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 

@@ -11,13 +11,16 @@ shape that is not as many bytes, an unknown dtype, a shard outside the folder, a
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.config import ModelConfig
 from monoblock.errors import FileError
@@ -30,6 +33,7 @@ MOST_SHARDS = 2_000
 MOST_AXES = 8
 MOST_ELEMENTS = 2**48
 LONGEST_NAME = 512
+_DRAWING = threading.Lock()
 
 DTYPES = {
     "F64": torch.float64,
@@ -64,10 +68,28 @@ def on_meta(make: Callable[[Any], Any], config: Any, tensors: int) -> Any:
     if depth > tensors:
         raise FileError(f"its configuration says {depth:,} layers, and there are {tensors:,} tensors")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _undrawn():
             return make(config)
     except (RuntimeError, TypeError, OverflowError):
         raise FileError("its configuration says sizes that no model has") from None
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """torch's layers draw first weights of their own; where there is no memory to draw into, that only costs time."""
+    with _DRAWING:
+        kept = {name: getattr(nn.init, name) for name in ("kaiming_uniform_", "uniform_", "normal_")}
+        try:
+            for name, function in kept.items():
+                setattr(nn.init, name, partial(_drawn, function))
+            yield
+        finally:
+            for name, function in kept.items():
+                setattr(nn.init, name, function)
+
+
+def _drawn(function: Callable[..., Tensor], tensor: Tensor, *given: Any, **named: Any) -> Tensor:
+    return tensor if tensor.is_meta else function(tensor, *given, **named)
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------

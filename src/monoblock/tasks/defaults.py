@@ -89,7 +89,8 @@ def described(part: Any, objective: str, tokenizer: Tokenizer | None) -> dict[st
         sampled = {"temperature": part.temperature, "top_p": part.top_p, "top_k": part.top_k}
         chosen = {"do_sample": part.temperature > 0, **sampled, **chosen}
     elif objective == "pairs":
-        chosen = {"num_beams": part.num_beams, "length_penalty": part.length_penalty, **chosen}
+        search = {"num_beams": part.num_beams, "length_penalty": part.length_penalty}
+        chosen = {"do_sample": False, **search, **chosen}
     if tokenizer is None:
         return chosen
     roles = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": tokenizer.bos_id}

@@ -1,0 +1,159 @@
+"""Pairs as a recipe asks for them: turned round, tagged, mixed; tags in a text; words by their frequency."""
+
+from collections import Counter
+
+import pytest
+
+from monoblock.data.corpora import Corpus
+from monoblock.data.readers import Pair, read_pairs
+from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.tasks.alignment import hard, pharaoh, words_of
+from monoblock.tasks.backtranslation import Method
+from monoblock.tasks.lines import cut, decoded
+from monoblock.tasks.pairing import arranged, mixed, references
+from monoblock.tasks.recipe import DataPart
+from monoblock.tasks.rescoring import Frequencies, tune
+from monoblock.tasks.tags import Reader
+from monoblock.tasks.translating import Answer
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+PAIRS = [Pair("delhi", "दिल्ली", 3), Pair("chennai", "சென்னை")]
+
+
+def rows(kind="pairs", **part):
+    return arranged(Corpus("some", kind, "train", PAIRS), DataPart(corpus="some", **part)).rows
+
+
+def test_directions_and_tags():
+    assert rows() == PAIRS
+    assert rows(direction="backward") == [Pair("दिल्ली", "delhi", 3), Pair("சென்னை", "chennai")]
+    both = rows(direction="both", tag="script")
+    assert [row.source for row in both] == ["<2devanagari> delhi", "<2latin> दिल्ली", "<2tamil> chennai", "<2latin> சென்னை"]
+    with pytest.raises(ConfigError, match="about pairs"):
+        rows(kind="text", tag="script")
+
+
+def test_text_is_normalised_on_both_sides():
+    typed = [Pair("\u0915\u093f\u093c", "a\u0301")]
+    made = arranged(Corpus("some", "pairs", "train", typed), DataPart(corpus="some", normalize="indic")).rows
+    assert made == [Pair("\u0915\u093c\u093f", "\u00e1")]
+
+
+@pytest.mark.parametrize(("ratio", "wanted"), [(1.0, (12, 12)), (2.0, (6, 12)), (4.0, (5, 20)), (12 / 5, (5, 12))])
+def test_mixing_repeats_the_fewer_until_the_ratio_is_met(ratio, wanted):
+    real, made = [Pair(f"r{n}", "x") for n in range(5)], [Pair(f"m{n}", "y") for n in range(12)]
+    got = Counter(pair.target for pair in mixed(real, made, ratio))
+    assert (got["x"], got["y"]) == wanted
+    assert {pair for pair in mixed(real, made, ratio)} == {*real, *made}, "none is lost"
+
+
+def test_references_are_all_that_is_attested():
+    assert references([Pair("a", "x"), Pair("b", "y"), Pair("a", "z"), Pair("a", "x")]) == {"a": ["x", "z"], "b": ["y"]}
+
+
+# -- tags ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "marker"), [("bpe", None), ("bpe", "▁"), ("char", None)])
+def test_tags_are_tokens_and_other_specials_are_text(kind, marker):
+    texts = ["Ein Mann mit Hut < und > </s> <s>"]
+    tokenizer = Tokenizer.train(kind, texts, 400, marker=marker, specials=["pad", "bos", "eos", "<bt>", "<blank>"])
+    read, plain = Reader(tokenizer), tokenizer.encode
+    assert read("Ein Mann") == plain("Ein Mann")
+    assert read("<bt> Ein Mann") == [tokenizer.id("<bt>"), *plain("Ein Mann")]
+    assert read("Ein <blank> mit") == [*plain("Ein"), tokenizer.id("<blank>"), *plain(" mit")]
+    assert read("<bt> <blank> Hut") == [tokenizer.id("<bt>"), tokenizer.id("<blank>"), *plain("Hut")]
+    assert tokenizer.eos_id not in read("<bt> </s>")
+    assert read.without_tags("<bt> <blank> Hut") == ("Hut", 2)
+
+
+def test_a_script_is_asked_for_by_name():
+    specials = ["pad", "bos", "eos", "<2tamil>", "<2latin>"]
+    read = Reader(Tokenizer.train("char", ["abc"], 20, specials=specials))
+    assert read.script("Tamil") == "<2tamil>"
+    with pytest.raises(InputError, match="say which: latin, tamil"):
+        read.script(None)
+    with pytest.raises(InputError, match="did you mean 'tamil'"):
+        read.script("tamill")
+    alone = Reader(Tokenizer.train("char", ["abc"], 20, specials=["bos", "eos"]))
+    assert alone.script(None) == ""
+    with pytest.raises(InputError, match="leave it out"):
+        alone.script("tamil")
+
+
+# -- lines --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_byte_that_is_not_utf8_is_told_with_its_line():
+    lines = decoded([b"\xef\xbb\xbfgut\r\n", b"\n", b"sch\xffn\n"], "in")
+    assert [next(lines), next(lines)] == ["gut", ""]
+    with pytest.raises(FileError, match="in, line 3, byte 4: not UTF-8 \\(0xff\\)"):
+        next(lines)
+
+
+def test_long_lines_are_cut_at_sentences_then_at_words():
+    fits = lambda text: len(text) <= 20
+    assert cut("short", fits) == ["short"]
+    assert cut("One two. Three four! Five six seven. Eight?", fits) == ["One two. Three four!", "Five six seven.", "Eight?"]
+    assert cut("one two three four five six seven", fits) == ["one two three four", "five six seven"]
+    with pytest.raises(InputError, match="no space to be split at"):
+        cut("a " + "b" * 21, fits)
+
+
+def test_pairs_come_from_objects_too(tmp_path):
+    path = tmp_path / "hin_train.json"
+    path.write_text('{"english word": "delhi", "native word": "दिल्ली", "score": null}\n{"source": "a", "target": "b"}\n')
+    assert list(read_pairs(path)) == [Pair("delhi", "दिल्ली"), Pair("a", "b")]
+    path.write_text('{"english word": "delhi"}\n')
+    with pytest.raises(FileError, match='line 1: "native word" is missing'):
+        list(read_pairs(path))
+
+
+# -- words --------------------------------------------------------------------------------------------------------------
+
+
+def answers(*pairs):
+    return [Answer(text, score=score) for text, score in pairs]
+
+
+def test_words_are_ordered_by_score_and_frequency(tmp_path):
+    words = Frequencies.of([Pair("x", "often", 98), Pair("y", "once")])
+    found = answers(("never", -0.5), ("often", -0.6), ("once", -0.55))
+    assert [answer.text for answer in words.order(found, 0.0)] == ["never", "once", "often"]
+    assert [answer.text for answer in words.order(found, 1.0)] == ["often", "once", "never"]
+    # log 99/102 against log 1/102: a difference of 0.1 in score is made up from weight 0.1 / log 99 on
+    assert words.order(found, 0.0217)[0].text == "never"
+    assert words.order(found, 0.0219)[0].text == "often"
+    tuned = tune(words, [found, answers(("often", -0.1), ("never", -0.2))], [["often"], ["often"]])
+    assert 0.0218 < tuned.weight <= 0.03, "the smallest weight that is right everywhere"
+    tuned.write(tmp_path / "words.json")
+    assert Frequencies.read(tmp_path / "words.json") == tuned
+    (tmp_path / "words.json").write_text("[]")
+    with pytest.raises(FileError, match="no list of words"):
+        Frequencies.read(tmp_path / "words.json")
+
+
+def test_a_method_of_back_translation_is_checked_and_dresses_sources():
+    assert Method("noised").noise == ("drop", "blank", "permutation")
+    assert Method("beam", tag=True).dress("ein Mann", seed=1, number=0) == "<bt> ein Mann"
+    assert Method("noised", ("permutation",)).noise == ("permutation",)
+    with pytest.raises(ConfigError, match="did you mean 'beam'"):
+        Method("beem")
+    with pytest.raises(ConfigError, match="noise is for"):
+        Method("beam", ("drop",))
+
+
+# -- alignment ----------------------------------------------------------------------------------------------------------
+
+
+def test_words_take_the_source_word_their_tokens_look_at_most():
+    import torch
+
+    tokenizer = Tokenizer.train("char", ["ab cd"], 20)
+    left, right = (words_of(text, tokenizer.pieces(text)) for text in ("ab c", "d ba"))
+    assert left == [0, 0, -1, 1]
+    assert right == [0, -1, 1, 1]
+    weights = torch.tensor([[0.3, 0.3, 0.0, 0.4], [0.0, 0.0, 0.0, 1.0], [0.1, 0.2, 0.6, 0.1], [0.1, 0.1, 0.1, 0.5]])
+    # word 0 of the target looks at word 0 with 0.6; word 1 at word 0 with 0.5 and at word 1 with 0.6
+    assert hard(weights, left, right) == [(0, 0), (1, 1)]
+    assert pharaoh([(0, 0), (2, 1)]) == "0-0 2-1"
