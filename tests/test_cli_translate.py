@@ -36,6 +36,14 @@ def both(place):
 
 
 @pytest.fixture(scope="module")
+def fluent(place):
+    """Enough steps to say something about every line."""
+    longer = folders.BOTH.replace("steps = 3\n", "steps = 60\nlr = 5e-3\nwarmup = 5\n")
+    assert longer != folders.BOTH
+    return folders.trained(place, "fluent", longer, folders.PAIRS)
+
+
+@pytest.fixture(scope="module")
 def speller(place):
     return folders.trained(place, "speller", SPELL, WORDS)
 
@@ -191,16 +199,16 @@ def test_the_model_card_tells_what_was_measured(both, place, ask):
 # -- back-translation ---------------------------------------------------------------------------------------------------
 
 
-def test_back_translation_writes_pairs_and_leaves_out_what_cannot_be_read(both, place, ask):
+def test_back_translation_writes_pairs_and_leaves_out_what_cannot_be_read(fluent, place, ask):
     mono = place / "mono.txt"
     mono.write_text("the 3 sons\n\n" + "the sons " * 60 + "\nthe 4 sons\n")
-    words = ["backtranslate", both, mono, "--out"]
+    words = ["backtranslate", fluent, mono, "--out"]
     code, out, _ = ask([*words, place / "beam.tsv", "--json"])
     assert code == 0
     assert json.loads(out) | {"file": ""} == {"file": "", "pairs": 2, "left_out": 2, "method": "beam", "noise": []}
     made = [line.split("\t") for line in (place / "beam.tsv").read_text().splitlines()]
     assert [target for _, target in made] == ["the 3 sons", "the 4 sons"]
-    pipe = mb.load(both)
+    pipe = mb.load(fluent)
     assert [source for source, _ in made] == [" ".join(pipe.translate(t, num_beams=5).split()) for _, t in made]
     assert ask([*words, place / "tagged.tsv", "--tag"])[0] == 0
     assert (place / "tagged.tsv").read_text() == "".join(f"<bt> {s}\t{t}\n" for s, t in made)
@@ -212,11 +220,11 @@ def test_back_translation_writes_pairs_and_leaves_out_what_cannot_be_read(both, 
     assert ask([*words, place / "x.tsv", "--method", "sample", "--num-beams", 3])[0] == 2
 
 
-def test_lines_are_drawn_each_by_its_own_seed_whatever_the_batch(both, place, ask):
+def test_lines_are_drawn_each_by_its_own_seed_whatever_the_batch(fluent, place, ask):
     mono = place / "same.txt"
     mono.write_text("the 3 sons\n" * 5)
     for size in (1, 3, 64):
-        words = ["backtranslate", both, mono, "--out", place / f"drawn-{size}.tsv", "--method", "restricted"]
+        words = ["backtranslate", fluent, mono, "--out", place / f"drawn-{size}.tsv", "--method", "restricted"]
         assert ask([*words, "--batch-size", size, "--seed", 4])[0] == 0
     one, three, many = ((place / f"drawn-{size}.tsv").read_text() for size in (1, 3, 64))
     assert one == three == many
@@ -230,13 +238,13 @@ def test_the_arms_of_a_comparison_share_budget_tokenizer_and_pairs(place, ask):
     recipe = place / "arms.toml"
     recipe.write_text(folders.BOTH.format(corpus) + "[generate]\nmax_new_tokens = 8\nmeasure = 2\n", encoding="utf-8")
     words = ["compare", "backtranslation", f"recipe={recipe}", "pairs=30", "monolingual=20", "seeds=1,2", "limit=3"]
-    words += ["arms=none,beam,tagged-noised", "tokenizer.vocab=280", "train.steps=2", "--out", place / "arms"]
+    words += ["arms=none,beam,tagged-noised", "tokenizer.vocab=280", "train.steps=40", "train.lr=5e-3", "train.warmup=5", "--out", place / "arms"]
     code, out, _ = ask([*words, "--json"])
     assert code == 0
     told = json.loads(out)
     assert [row["arm"] for row in told["rows"]] == ["none", "beam", "tagged-noised"]
     assert all(len(row["values"]) == 2 for row in told["rows"])
-    assert (told["about"]["pairs"], told["about"]["target_sentences"], told["about"]["steps"]) == (30, 20, 2)
+    assert (told["about"]["pairs"], told["about"]["target_sentences"], told["about"]["steps"]) == (30, 20, 40)
     assert {path.name for path in (place / "arms").iterdir()} >= {"result.json", "seed-1", "seed-2", "tokenizer"}
     seed = place / "arms" / "seed-1"
     beam, dressed = ((seed / f"{arm}.tsv").read_text().splitlines() for arm in ("beam", "tagged-noised"))
