@@ -319,6 +319,7 @@ ROWS: dict[str, Row] = {
     ),
     "olmo": Row(model="OlmoForCausalLM", sizes=GROUPED | {"clip_qkv": 0.7}),
     "nemotron": Row(model="NemotronForCausalLM", sizes=SIZED | rope(partial_rotary_factor=0.4)),
+    "persimmon": Row(model="PersimmonForCausalLM", sizes=NAMED | rope(partial_rotary_factor=0.34)),
     "glm4": Row(model="Glm4ForCausalLM", sizes=SIZED | rope(partial_rotary_factor=0.4)),
     "modernbert": Row(model="ModernBertModel", sizes=MODERNBERT),
     "modernbert masked": Row(model="ModernBertForMaskedLM", sizes=MODERNBERT),

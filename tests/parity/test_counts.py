@@ -196,6 +196,7 @@ REFERENCES = {
             sliding_window=512,
         ),
     ),
+    "persimmon-8b": lambda: causal("Persimmon"),
     "deit-base": lambda: default("DeiT", "ForImageClassificationWithTeacher", num_labels=1000),
     "vit-b16": lambda: (transformers.ViTForImageClassification, transformers.ViTConfig(num_labels=1000)),
 }

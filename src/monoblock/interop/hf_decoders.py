@@ -294,6 +294,22 @@ FROM_LLAMA = (
         tied=False,
     ),
     family(
+        "persimmon",
+        "Persimmon",
+        (
+            *over(
+                without(LAYERED, "num_key_value_heads"),
+                activation("hidden_act", f"{F}.activation", "relu2"),
+                rotary(partial=0.5),
+            ),
+            EPS,
+            replace(qk_norm("qk_layernorm", "head", NormConfig()), names={"qk_layernorm": True}),
+        ),
+        w.PERSIMMON,
+        start=preset("persimmon-8b"),
+        tied=False,
+    ),
+    family(
         "nemotron",
         "Nemotron",
         (

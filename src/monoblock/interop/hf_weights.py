@@ -159,6 +159,12 @@ PHI: Table = (
     Rule("head.bias", "lm_head.bias"),
     *LLAMA,
 )
+PERSIMMON: Table = (
+    Rule(fused("decoder.*.attention"), "model.layers.*.self_attn.query_key_value", GROUPED),
+    Rule("decoder.*.feedforward.up", "model.layers.*.mlp.dense_h_to_4h"),
+    Rule("decoder.*.feedforward.down", "model.layers.*.mlp.dense_4h_to_h"),
+    *PHI,
+)
 STABLELM: Table = (
     Rule("decoder.*.attention.query_norm.weight", "model.layers.*.self_attn.q_layernorm.norms.#.weight", STACKED),
     Rule("decoder.*.attention.key_norm.weight", "model.layers.*.self_attn.k_layernorm.norms.#.weight", STACKED),
