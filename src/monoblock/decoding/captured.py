@@ -34,16 +34,16 @@ class Captured(Cached):
         self.idle = False
 
     def begin(self, prompts: Sequence[Prompt]) -> Tensor:
-        if self.idle and self.graph is not None and self.cache is not None:  # the same shapes again: keep the recording
-            recorded, self.cache = self.cache, None
-            logits = super().begin(prompts)
-            if recorded.take(self.cache):
-                self.cache = recorded
-            else:
-                self.graph = None
+        recorded = self.cache if self.idle and self.graph is not None else None
+        if self.idle:
+            self.cache = None  # of rows that are over
         else:
             self._release()
-            logits = super().begin(prompts)
+        logits = super().begin(prompts)
+        if recorded is not None and self.cache is not None and recorded.take(self.cache):
+            self.cache = recorded  # the same shapes again: what was recorded serves
+        elif recorded is not None:
+            self.graph = None
         self.idle = False
         return logits
 
@@ -95,26 +95,31 @@ class Captured(Cached):
         super().select(rows, sources)
 
     def _ready(self, choose: Choose | None, key: object) -> None:
+        """See that what is recorded is what is wanted."""
         if self.graph is not None and self.key == key:
             return
         assert self.cache is not None
-        cache, rows = self.cache, self.cache.batch
-        cache.fix()
+        rows = self.cache.batch
+        self.cache.fix()
         self.choice, self.key = choose, key
         self.tokens = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.live = torch.ones(rows, dtype=torch.long, device=self.device)
         self.chances = torch.zeros(rows, dtype=torch.double, device=self.device)
-        before = cache.lengths.clone()
+        before = self.cache.lengths.clone()
+        self.graph = self._recorded()
+        self.cache.lengths.copy_(before)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):  # kernels are compiled and chosen before anything is recorded
                 self._once()
         torch.cuda.current_stream().wait_stream(side)
-        cache.lengths.copy_(before)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._once()
+        return graph
 
     def _once(self) -> None:
         """What is recorded: a pass, the lengths moved on, perhaps the next token."""

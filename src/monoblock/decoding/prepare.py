@@ -22,6 +22,7 @@ from monoblock import kernels
 from monoblock.attention import Attention, View
 from monoblock.block import Block
 from monoblock.cache import CrossSlot, Slot
+from monoblock.decoding.step_cpu import StepStack, whole
 from monoblock.experts import Experts
 from monoblock.feedforward import FeedForward
 from monoblock.heads import Head
@@ -30,6 +31,7 @@ from monoblock.norm import HALF, Norm
 from monoblock.places import Entry
 from monoblock.quantize.fast import CHUNK, FEW, Fast, joined, prepared as with_kernels
 from monoblock.quantize.kernels import load
+from monoblock.stack import Stack
 from monoblock.tap import Tap
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,13 +61,21 @@ def places(model: Transformer) -> tuple[int, ...]:
 
 def _made(model: Transformer) -> Transformer:
     if model.config.quantize is not None:
-        return _twin(with_kernels(model))
+        return _at_once(_twin(with_kernels(model)))
     twin = _twin(model)
     if _on_cpu(model) and sum(weight.numel() for weight in model.parameters()) >= LARGE and load().ready:
         for module in twin.modules():
             for part in (module, getattr(module, "joined", None)):
                 if isinstance(part, (StepLinear, StepHead, Joined)):
                     part.few = FEW["dense"]
+        _at_once(twin)
+    return twin
+
+
+def _at_once(twin: Transformer) -> Transformer:
+    """Steps of the decoder by one operator, where there is a compiler and the operator says all that its blocks do."""
+    if isinstance(twin.decoder, StepStack) and _on_cpu(twin) and load().ready:
+        twin.decoder.whole = whole(twin.decoder)
     return twin
 
 
@@ -290,4 +300,5 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
     FeedForward: StepFeedForward,
     Norm: StepNorm,
     Head: StepHead,
+    Stack: StepStack,
 }
