@@ -1,15 +1,20 @@
-"""Decoding a 124M GPT-2 shape on the CPU, one text: this package beside transformers and CTranslate2, in one run.
+"""Decoding on the CPU, one text: this package beside transformers and CTranslate2, each in a process of its own.
 
-Random weights, a prompt of 32 tokens and 64 new ones, greedy, no end token; the runners take turns, medians are shown.
-The same as `monoblock bench gpt2`, with the ratios that matter.  --smoke runs a toy size once.
+Random weights, a prompt of 32 tokens and 64 new ones, greedy, no end token; medians are shown.  In one process the
+threads of one runner would spin while another works.  The figures are those of `monoblock bench`, with the ratios that
+matter.  --smoke runs a toy size once; --write keeps the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +22,8 @@ import monoblock as mb
 from monoblock.cli.bench import measured, report
 from monoblock.cli.peers import PLAIN
 
+RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"
+SHARED = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")
 RATIOS = (
     ("monoblock", "transformers"),
     ("monoblock", "CTranslate2, fp32"),
@@ -27,33 +34,92 @@ RATIOS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", default="gpt2")
+    parser.add_argument("--preset", action="append", help="gpt2 when not given; may be given several times")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", help="run these alone")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into results/{RESULTS.name}")
+    parser.add_argument("--here", action="store_true", help="all in this process")
     given = parser.parse_args()
+    for name in given.preset or ["gpt2"]:
+        found = in_turn(name, given) if given.here or given.smoke else apart(name, given)
+        found["ratios"] = ratios(found)
+        if given.json:
+            print(json.dumps(found))
+            continue
+        report(found)
+        for pair, ratio in found["ratios"].items():
+            print(f"  {pair}: {ratio:.2f} ×")
+        if given.write:
+            kept(found)
+
+
+def in_turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """The runners in this process, round after round."""
     torch.manual_seed(0)
     toy = mb.gpt(vocab=97, width=64, depth=2, heads=4, context=64, activation="gelu_tanh")
-    model = mb.Transformer(toy if given.smoke else mb.preset(given.preset)).eval()
+    model = mb.Transformer(toy if given.smoke else mb.preset(name)).eval()
     prompt, new, rounds = (5, 8, 1) if given.smoke else (given.prompt, given.new, given.rounds)
     with tempfile.TemporaryDirectory() as folder:
         found = measured(model, Path(folder), given.only or PLAIN, prompt, new, 1, rounds)
-    found = {"model": "a toy" if given.smoke else given.preset} | found
+    return {"model": "a toy" if given.smoke else name} | found
+
+
+def apart(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Every runner in a process of its own, one after the other."""
+    found: dict[str, Any] = {"model": name, "runners": {}, "absent": {}}
+    sizes = ["--prompt", str(given.prompt), "--new", str(given.new), "--rounds", str(given.rounds)]
+    for runner in given.only or PLAIN:
+        command = [sys.executable, __file__, "--here", "--json", "--preset", name, "--only", runner, *sizes]
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        one = json.loads(said.splitlines()[-1])
+        for part in ("runners", "absent"):
+            found[part] |= one[part]
+        found |= {key: one[key] for key in SHARED}
+    return found
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
     speeds = {name: row["decode_tokens_per_second"] for name, row in found["runners"].items()}
-    found["ratios"] = {
-        f"{one} / {other}": speeds[one] / speeds[other]
-        for one, other in RATIOS
-        if speeds.get(one) and speeds.get(other)
-    }
-    if given.json:
-        print(json.dumps(found))
-        return
-    report(found)
-    for pair, ratio in found["ratios"].items():
-        print(f"  {pair}: {ratio:.2f} ×")
+    pairs = [pair for pair in RATIOS if all(speeds.get(name) for name in pair)]
+    return {f"{one} / {other}": speeds[one] / speeds[other] for one, other in pairs}
+
+
+def kept(found: dict[str, Any]) -> None:
+    """Put this model's table into the file of results, in the place of an older one."""
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.is_file() else "# Decoding on the CPU, one text\n"
+    head, *tables = text.split("\n## ")
+    tables = [table.strip() for table in tables if table.split("\n")[0] != found["model"]]
+    tables.append(_table(found).strip())
+    RESULTS.write_text("\n\n## ".join([head.strip(), *sorted(tables)]) + "\n", encoding="utf-8")
+
+
+def _table(found: dict[str, Any]) -> str:
+    lines = [
+        found["model"],
+        "",
+        f"`python benchmarks/decode_cpu.py --preset {found['model']} --write`, {date.today()}: {_processor()}, "
+        f"{found['threads']} threads, torch {found['torch']}; random weights, {found['prompt']} tokens read, "
+        f"{found['new']} made, median of {found['rounds']}, each runner in a process of its own.",
+        "",
+        "| runner | prefill tok/s | decode tok/s | ms a token |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found["runners"].items():
+        speed = row["decode_tokens_per_second"]
+        decode = "| | |" if speed is None else f"| {speed:.1f} | {1000 / speed:.2f} |"
+        lines.append(f"| {name} | {row['prefill_tokens_per_second']:.1f} {decode}")
+    lines += ["", *(f"- {pair}: {ratio:.2f} ×" for pair, ratio in found["ratios"].items())]
+    lines += [f"- {name}: {why}" for name, why in found["absent"].items()]
+    return "\n".join(lines)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "this processor")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import monoblock as mb
 from monoblock.cli.main import run
 
 LSTM = folders.BOTH.replace('family = "vaswani"', 'family = "lstm"').replace("heads = 2\n", "")
-WORDS = "".join(f"{w}\t{w[::-1]}\t{n % 3 + 1}\n" for n, w in enumerate(f"{a}{b}{c}" for a in "abcd" for b in "efg" for c in "hijk"))
+WORDS = "".join(
+    f"{w}\t{w[::-1]}\t{n % 3 + 1}\n" for n, w in enumerate(f"{a}{b}{c}" for a in "abcd" for b in "efg" for c in "hijk")
+)
 SPELL = folders.BOTH.replace('kind = "bpe"\nvocab = 270', 'kind = "char"\nvocab = 40')
 
 
@@ -77,7 +79,9 @@ def test_lines_keep_their_order_whatever_the_batch(model, ask):
 
 
 def test_json_holds_the_source_and_scored_hypotheses(model, ask):
-    code, out, _ = ask(["translate", model, "--n-best", 2, "--json", "--alignment", *FEW], b"the 3 sons\n\nthe 4 sons\n")
+    code, out, _ = ask(
+        ["translate", model, "--n-best", 2, "--json", "--alignment", *FEW], b"the 3 sons\n\nthe 4 sons\n"
+    )
     assert code == 0
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["source"] for row in rows] == ["the 3 sons", "", "the 4 sons"]
@@ -89,6 +93,27 @@ def test_json_holds_the_source_and_scored_hypotheses(model, ask):
         pairs = [tuple(map(int, pair.split("-"))) for pair in first["alignment"].split()]
         assert [target for _, target in pairs] == list(range(len(first["text"].split())))
         assert all(0 <= source < 3 for source, _ in pairs)
+
+
+def test_a_greedy_text_has_the_score_a_search_would_give_it(model):
+    pipe = mb.load(model)
+    lines = ["the 3 sons", "the 44 sons and more"]
+    greedy = pipe.translate(lines, n_best=1, num_beams=1, max_new_tokens=9, length_penalty=0.7)
+    for line, (answer,) in zip(lines, greedy, strict=True):
+        prompt = pipe.prompt(line)
+        fed = torch.tensor([[*prompt.ids, *answer.ids[:-1]]])
+        with torch.no_grad():
+            shares = pipe.model(torch.tensor([prompt.source]), fed).log_softmax(-1)[0]
+        wanted = sum(shares[place, token].item() for place, token in enumerate(answer.ids)) / len(answer.ids) ** 0.7
+        assert answer.score == pytest.approx(wanted, abs=1e-4)
+    for line, answers in zip(lines, pipe.translate(lines, n_best=3, max_new_tokens=9), strict=True):
+        prompt = pipe.prompt(line)
+        for answer in answers:
+            fed = torch.tensor([[*prompt.ids, *answer.ids[:-1]]])
+            with torch.no_grad():
+                shares = pipe.model(torch.tensor([prompt.source]), fed).log_softmax(-1)[0]
+            total = sum(shares[place, token].item() for place, token in enumerate(answer.ids))
+            assert answer.score == pytest.approx(total / len(answer.ids), abs=1e-4)
 
 
 def test_a_text_on_the_command_line_is_what_translate_gives(both, ask):
@@ -119,7 +144,7 @@ def test_what_makes_no_sense_is_refused(place, both, ask):
     assert ask(["translate", place / "nothing", "x"])[0] == 1
 
 
-# -- evaluate -----------------------------------------------------------------------------------------------------------
+# -- evaluate --------------------------------------------------------------------------------------------------------
 
 
 def test_a_language_models_figures_are_those_of_one_plain_pass(place, ask):
@@ -196,7 +221,7 @@ def test_the_model_card_tells_what_was_measured(both, place, ask):
     assert "nrefs:1|case:mixed" in card
 
 
-# -- back-translation ---------------------------------------------------------------------------------------------------
+# -- back-translation ------------------------------------------------------------------------------------------------
 
 
 def test_back_translation_writes_pairs_and_leaves_out_what_cannot_be_read(fluent, place, ask):
@@ -238,7 +263,15 @@ def test_the_arms_of_a_comparison_share_budget_tokenizer_and_pairs(place, ask):
     recipe = place / "arms.toml"
     recipe.write_text(folders.BOTH.format(corpus) + "[generate]\nmax_new_tokens = 8\nmeasure = 2\n", encoding="utf-8")
     words = ["compare", "backtranslation", f"recipe={recipe}", "pairs=30", "monolingual=20", "seeds=1,2", "limit=3"]
-    words += ["arms=none,beam,tagged-noised", "tokenizer.vocab=280", "train.steps=40", "train.lr=5e-3", "train.warmup=5", "--out", place / "arms"]
+    words += [
+        "arms=none,beam,tagged-noised",
+        "tokenizer.vocab=280",
+        "train.steps=40",
+        "train.lr=5e-3",
+        "train.warmup=5",
+        "--out",
+        place / "arms",
+    ]
     code, out, _ = ask([*words, "--json"])
     assert code == 0
     told = json.loads(out)
@@ -271,3 +304,16 @@ def test_the_recurrent_arm_has_about_as_many_weights(place, ask):
     assert code == 0
     sizes = [row["parameters"] for row in json.loads(out)["rows"]]
     assert 0.9 < sizes[1] / sizes[0] < 1.1
+
+
+def test_an_lstm_that_speaks_goes_on_like_any_other(place, ask):
+    recipe = folders.CAUSAL.replace('family = "gpt"', 'family = "lstm"').replace("heads = 2\n", "")
+    pipe = mb.load(folders.trained(place, "speaking", recipe, folders.BOOK))
+    ids = torch.tensor([pipe.tokenizer.encode("And the")])
+    with torch.no_grad():
+        for _ in range(7):
+            ids = torch.cat((ids, pipe.model(ids)[:, -1:].argmax(-1)), 1)
+    said = pipe.generate("And the", max_new_tokens=7, temperature=0)
+    assert "And the" + said == pipe.tokenizer.decode(ids[0].tolist())
+    assert "".join(pipe.stream("And the", max_new_tokens=7, temperature=0)) == said
+    assert ask(["generate", place / "speaking", "And the", "--max-new-tokens", 3])[0] == 0

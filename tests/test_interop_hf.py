@@ -34,6 +34,7 @@ from monoblock.interop.rename import (
     plan,
 )
 from monoblock.interop.safely import INDEX, WEIGHTS
+from monoblock.knobs import vary
 from monoblock.model import Transformer
 from monoblock.presets import PRESETS, preset
 
@@ -146,6 +147,30 @@ def test_every_published_preset_can_be_said_in_a_published_family(name):
     tied = preset(name).tie in ("output", "three_way")
     again = family.config(family.settle(family.tree(found, cls), found, tied), tied=tied)
     assert difference(again, preset(name)) is None
+
+
+def test_heads_turned_in_part_are_written_only_where_the_class_heeds_it(tmp_path):
+    """LLaMA's class reads no partial_rotary_factor: such a folder would load there and compute something else."""
+    transformers = pytest.importorskip("transformers")
+    from monoblock.families import llama
+
+    config = vary(llama(vocab=61, width=36, depth=2, heads=3, kv_heads=3, context=37), rotary_dim=4)
+    with pytest.raises(ConfigError, match="partial_rotary_factor.* turns whole heads"):
+        choose(config, "llama")
+    torch.manual_seed(1)
+    model = Transformer(config).eval()
+    export_hf(model, tmp_path)
+    ids = torch.randint(61, (2, 11))
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(model(ids), theirs(input_ids=ids).logits, rtol=0, atol=1e-4)
+
+
+def test_an_encoder_without_segments_is_not_written_as_one_whose_class_looks_them_up():
+    config = preset("distilbert-base")
+    assert choose(config)[0].kind == "distilbert"
+    with pytest.raises(ConfigError, match="type_vocab_size=0"):
+        choose(config, "bert")
 
 
 def test_what_no_family_can_say_is_refused_with_the_reason(tmp_path):

@@ -54,7 +54,7 @@ def test_install_takes_the_pinned_torch_by_itself_first(project):
     pin = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin
     assert first.endswith(f"install {pin[0]}")
-    assert second.endswith("install -c constraints.txt -e .[dev,plot,data]")
+    assert second.endswith("install -c constraints.txt -e .[dev,plot,data,eval]")
 
 
 def test_install_does_nothing_until_a_requirement_changes(project):

@@ -9,6 +9,7 @@ from monoblock.data.readers import Pair, read_pairs
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tasks.alignment import hard, pharaoh, words_of
 from monoblock.tasks.backtranslation import Method
+from monoblock.tasks.evaluation import target_language
 from monoblock.tasks.lines import cut, decoded
 from monoblock.tasks.pairing import arranged, mixed, references
 from monoblock.tasks.recipe import DataPart
@@ -28,7 +29,12 @@ def test_directions_and_tags():
     assert rows() == PAIRS
     assert rows(direction="backward") == [Pair("दिल्ली", "delhi", 3), Pair("சென்னை", "chennai")]
     both = rows(direction="both", tag="script")
-    assert [row.source for row in both] == ["<2devanagari> delhi", "<2latin> दिल्ली", "<2tamil> chennai", "<2latin> சென்னை"]
+    assert [row.source for row in both] == [
+        "<2devanagari> delhi",
+        "<2latin> दिल्ली",
+        "<2tamil> chennai",
+        "<2latin> சென்னை",
+    ]
     with pytest.raises(ConfigError, match="about pairs"):
         rows(kind="text", tag="script")
 
@@ -44,14 +50,20 @@ def test_mixing_repeats_the_fewer_until_the_ratio_is_met(ratio, wanted):
     real, made = [Pair(f"r{n}", "x") for n in range(5)], [Pair(f"m{n}", "y") for n in range(12)]
     got = Counter(pair.target for pair in mixed(real, made, ratio))
     assert (got["x"], got["y"]) == wanted
-    assert {pair for pair in mixed(real, made, ratio)} == {*real, *made}, "none is lost"
+    assert set(mixed(real, made, ratio)) == {*real, *made}, "none is lost"
 
 
 def test_references_are_all_that_is_attested():
     assert references([Pair("a", "x"), Pair("b", "y"), Pair("a", "z"), Pair("a", "x")]) == {"a": ["x", "z"], "b": ["y"]}
 
 
-# -- tags ---------------------------------------------------------------------------------------------------------------
+def test_the_language_of_the_targets_is_told_by_the_files():
+    known = {"multi30k": "en", "multi30k-en-de": "de", "mine/{split}.fr-it": "it", "mine.tsv": "en", "kjv-web": "en"}
+    assert {data: target_language(data, "forward") for data in known} == known
+    assert target_language("multi30k", "backward") == "de"
+
+
+# -- tags ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "marker"), [("bpe", None), ("bpe", "▁"), ("char", None)])
@@ -81,7 +93,7 @@ def test_a_script_is_asked_for_by_name():
         alone.script("tamil")
 
 
-# -- lines --------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_byte_that_is_not_utf8_is_told_with_its_line():
@@ -94,7 +106,11 @@ def test_a_byte_that_is_not_utf8_is_told_with_its_line():
 def test_long_lines_are_cut_at_sentences_then_at_words():
     fits = lambda text: len(text) <= 20
     assert cut("short", fits) == ["short"]
-    assert cut("One two. Three four! Five six seven. Eight?", fits) == ["One two. Three four!", "Five six seven.", "Eight?"]
+    assert cut("One two. Three four! Five six seven. Eight?", fits) == [
+        "One two. Three four!",
+        "Five six seven.",
+        "Eight?",
+    ]
     assert cut("one two three four five six seven", fits) == ["one two three four", "five six seven"]
     with pytest.raises(InputError, match="no space to be split at"):
         cut("a " + "b" * 21, fits)
@@ -102,14 +118,16 @@ def test_long_lines_are_cut_at_sentences_then_at_words():
 
 def test_pairs_come_from_objects_too(tmp_path):
     path = tmp_path / "hin_train.json"
-    path.write_text('{"english word": "delhi", "native word": "दिल्ली", "score": null}\n{"source": "a", "target": "b"}\n')
+    path.write_text(
+        '{"english word": "delhi", "native word": "दिल्ली", "score": null}\n{"source": "a", "target": "b"}\n'
+    )
     assert list(read_pairs(path)) == [Pair("delhi", "दिल्ली"), Pair("a", "b")]
     path.write_text('{"english word": "delhi"}\n')
     with pytest.raises(FileError, match='line 1: "native word" is missing'):
         list(read_pairs(path))
 
 
-# -- words --------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------------------------
 
 
 def answers(*pairs):
@@ -143,7 +161,7 @@ def test_a_method_of_back_translation_is_checked_and_dresses_sources():
         Method("beam", ("drop",))
 
 
-# -- alignment ----------------------------------------------------------------------------------------------------------
+# -- alignment -------------------------------------------------------------------------------------------------------
 
 
 def test_words_take_the_source_word_their_tokens_look_at_most():

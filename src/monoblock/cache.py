@@ -274,6 +274,11 @@ class Cache:
         rows = torch.arange(self.batch, device=self.lengths.device)
         self.select(torch.cat((rows, rows[row].view(1))))
 
+    @property
+    def documents(self) -> bool:
+        """Whether what it holds is told apart by document."""
+        return next(iter(self.places.values())).document is not None
+
     def last(self) -> tuple[Tensor, Tensor | None]:
         """Where the last token of each row stands, and its document."""
         return next(iter(self.places.values())).last(self.lengths)

@@ -33,7 +33,7 @@ def where_stand(
         raise InputError("flags mark a prefix or global tokens, but no block of this model heeds them; drop them")
     real = _real(mask, ids)
     start = 0 if cache is None else cache.start
-    if cache is not None and (documents is not None or cache.last()[1] is not None):
+    if cache is not None and (documents is not None or cache.documents):
         return _among_documents(ids, real, positions, documents, flags, cache)
     if real is None and positions is None and documents is None and start is not None:
         return Where(run(ids.shape[1], start, ids.device).at, flags=flags, start=start if flags is None else None)

@@ -45,16 +45,32 @@ def find(what: str) -> ModelConfig | RecurrentConfig:
         if path.name != what or path.suffix == ".json":  # meant as a path
             raise FileError(f"there is no file or folder {what}; give a preset, a config.json or a folder with one")
         return account(what).config  # no such preset: the error says which comes close
+    if file.suffix == ".gguf":
+        from monoblock.interop.gguf import gguf_config
+
+        return gguf_config(file)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise FileError(f"{file} is not JSON: {problem}") from None
     if isinstance(data, dict) and "format" in data:  # a model folder's file says who wrote it
         data = data.get("model") if data["format"] == "monoblock" else None
-    if not isinstance(data, dict) or "model_type" in data:
+    if isinstance(data, dict) and "model_type" in data:
+        return _published(file)
+    if not isinstance(data, dict):
         raise FileError(f"{file} describes no model of ours; give a configuration that monoblock wrote")
     recurrent = "vocab" in data  # a Transformer's vocabulary is its input's
     return from_dict(RecurrentConfig, data) if recurrent else ModelConfig.from_dict(data)
+
+
+def _published(file: Path) -> ModelConfig:
+    from monoblock.interop.hf import said_config
+    from monoblock.untrusted import read_json
+
+    try:
+        return said_config(read_json(file))
+    except (ConfigError, FileError) as problem:
+        raise FileError(f"{file}: {problem}") from None
 
 
 def changed(config: ModelConfig | RecurrentConfig, words: tuple[str, ...]) -> ModelConfig | RecurrentConfig:

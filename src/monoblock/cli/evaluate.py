@@ -24,10 +24,12 @@ FAILED = 3  # exit code of a check that failed
 @choosing(SEARCH)
 @click.option("--split", type=click.Choice(["train", "valid", "test", "all"]), help="[test, or valid without one]")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many rows.")
-@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show so many sources with what was made of them.")
+@click.option(
+    "--samples", type=click.IntRange(min=0), default=0, help="Show so many sources with what was made of them."
+)
 @click.option("--n-best", type=click.IntRange(min=1), default=5, show_default=True, help="Words: the k of top-k.")
 @click.option("--lowercase", is_flag=True, help="BLEU of lower-cased texts.")
-@click.option("--language", default="en", show_default=True, help="Of the targets, for Moses' tokenizer.")
+@click.option("--language", help="Of the targets, for Moses' tokenizer.  [by the files' endings, or en]")
 @click.option("--rescore", is_flag=True, help="Words: order hypotheses by a list of the training targets, too.")
 @click.option("--save-words", type=click.Path(path_type=Path), help="Keep that list for `translate --words`.")
 @click.option("--stride", type=click.IntRange(min=1), help="Language models: windows that move on by so many tokens.")
@@ -50,7 +52,7 @@ def command(
     samples: int,
     n_best: int,
     lowercase: bool,
-    language: str,
+    language: str | None,
     rescore: bool,
     save_words: Path | None,
     stride: int | None,
@@ -114,7 +116,8 @@ def _report(measured: Any, seconds: float, as_json: bool) -> None:
         print_json(measured.figures | {"samples": measured.samples})
         return
     figures = dict(measured.figures)
-    rescored, _ = figures.pop("rescored", None), figures.pop("signatures", None)
+    rescored, signatures = figures.pop("rescored", None), figures.pop("signatures", {})
+    figures.pop("signature", None)
     rows: list[list[object]] = [[name, value] for name, value in figures.items()]
     if rescored is not None:
         table(["figure", "value", "rescored"], [[*row, rescored.get(str(row[0]))] for row in rows])
@@ -122,12 +125,14 @@ def _report(measured: Any, seconds: float, as_json: bool) -> None:
         click.echo(told)
     else:
         table(["figure", "value"], rows)
+    for name, signature in signatures.items():
+        click.echo(f"{name}: {signature}")
     for one in measured.samples:
         click.echo(f"\n  source     {one['source']}\n  reference  {one['reference']}\n  hypothesis {one['hypothesis']}")
 
 
 def _bound(word: str) -> tuple[str, float]:
-    name, equals, text = word.partition("=")
+    name, _, text = word.partition("=")
     try:
         return name, float(text)
     except ValueError:

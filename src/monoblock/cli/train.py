@@ -126,7 +126,7 @@ def _report(run: Any, as_json: bool) -> None:
     else:
         shown = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
         click.echo(f"Saved {run.folder}" + (f": {', '.join(shown)}" if shown else ""))
-    speaks = run.recipe.train.objective == "causal" and run.recipe.model.get("family") != "lstm"
+    speaks = run.recipe.train.objective == "causal"
     prompt = shlex.quote(run.recipe.generate.prompt or "The")
     if run.recipe.train.objective == "pairs":
         next_verb(f"translate {run.folder} {shlex.quote(run.ground.held[0].source if run.ground.held else 'TEXT')}")

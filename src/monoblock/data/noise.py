@@ -1,7 +1,7 @@
 """Noise for back-translated sources (Edunov et al. 2018): words dropped, words blanked, words a little out of order.
 
-Each is a pure function of the words and of a number generator; `noised` keys one by (seed, number of the line, kind), so
-that a kind of noise does the same to a line whether it comes alone or together with others.
+Each is a pure function of the words and of a number generator; `noised` keys one by (seed, number of the line, kind),
+so that a kind of noise does the same to a line whether it comes alone or together with others.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monoblock.config import EmbeddingConfig, PatchConfig
+from monoblock.config import EmbeddingConfig, FramesConfig, PatchConfig
 from monoblock.interop.convert import Source
 from monoblock.interop.folder import CONFIG, load_model
 from monoblock.interop.safely import INDEX, open_weights
@@ -41,35 +41,43 @@ class Certificate(NamedTuple):
 
 
 def certify(source: Source, written: str | Path, form: str, say: Callable[[str], None]) -> Certificate:
-    """Compare with what transformers makes of the source or, where only what was written is in its form, of that.
+    """Compare with what transformers makes of the source and of what was written, where they are in its form.
 
     What keeps it from answering is said, and no difference claimed: the conversion itself is done.
     """
     model = source.model
-    kind = _family(source)
-    folder = source.folder if source.kind in ("hf", "gguf") else Path(written) if form == "hf" else None
+    kind = _family(source, Path(written) if form == "hf" else None)
+    folders = [source.folder] if source.kind in ("hf", "gguf") else []
+    folders += [Path(written)] if form == "hf" else []
     count = sum(weight.numel() for weight in model.parameters())
     found = None
-    if folder is None or not _installed(gguf=source.kind == "gguf"):
+    if not folders or not _installed(gguf=source.kind == "gguf"):
         say("no reference library reads this form here, so no difference of logits is claimed")
     elif count > LARGEST:
         say(f"{count:,} parameters are too many to compare twice, so no difference of logits is claimed")
     else:
         try:
-            found = differences(folder)
+            found = _largest([differences(source.folder, folder) for folder in folders])
         except Exception as problem:  # a stranger's library, which knows other versions and other limits
             said = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
             say(f"transformers gives no answer ({said}), so no difference of logits is claimed")
     return Certificate(kind, count, len(model.state_dict()), found)
 
 
-def _family(source: Source) -> str:
+def _largest(found: list[dict[str, float]]) -> dict[str, float]:
+    return {way: max(one[way] for one in found) for way in found[0]}
+
+
+def _family(source: Source, written: Path | None) -> str:
+    """The published family of the source or, where that is ours, of what was written."""
     if source.kind == "gguf":
         from monoblock.tokenizers.gguf_header import read_head
 
         return str(read_head(source.folder).fields["general.architecture"])
     if source.kind == "hf":
         return str(read_json(inside(source.folder, CONFIG))["model_type"])
+    if written is not None:
+        return str(read_json(inside(written, CONFIG))["model_type"])
     return source.model.config.family
 
 
@@ -78,19 +86,20 @@ def _installed(*, gguf: bool) -> bool:
     return all(find_spec(name) for name in (*(("accelerate",) if gguf else ()), "transformers"))
 
 
-def differences(folder: Path) -> dict[str, float]:
-    """The largest differences over the three ways to read, for each number format."""
+def differences(source: Path, folder: Path) -> dict[str, float]:
+    """The largest differences between our model of `source` and theirs of `folder`, by way of reading and format."""
     from monoblock.model import Transformer
 
     found: dict[str, float] = {}
     theirs = reference(folder)
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
-        ours = load_model(Transformer, folder, dtype=dtype).eval()
+        ours = load_model(Transformer, source, dtype=dtype).eval()
         with torch.no_grad(), quiet(), precision(dtype):
             if dtype == torch.float64:  # built anew, so that its angles are of that precision too
-                weights = theirs.state_dict()
+                weights, theirs.config.dtype = theirs.state_dict(), dtype
                 theirs = type(theirs)(theirs.config).eval()
-                theirs.load_state_dict(weights)
+                made = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
+                theirs.load_state_dict({key: weights[key] for key in weights if key not in made}, strict=not made)
             found |= {f"{name}_{way}": value for way, value in compare(ours, theirs).items()}
         del ours
     return found
@@ -130,15 +139,16 @@ def _plain_copy(folder: Path, given: dict[str, Any], copy: str) -> Path:
 @contextmanager
 def precision(dtype: torch.dtype) -> Iterator[None]:
     """In fp64, both sides do in fp64 what they do in fp32 whatever their weights are: norms, softmax, angles."""
-    before = torch.get_default_dtype(), torch.float32, torch.float, torch.Tensor.float
+    before = torch.get_default_dtype(), torch.float32, torch.float, torch.Tensor.float, torch.FloatTensor
     try:
         torch.set_default_dtype(dtype)
         if dtype == torch.float64:
             torch.float32 = torch.float = dtype
             torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+            torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc, assignment]
         yield
     finally:
-        torch.float32, torch.float, torch.Tensor.float = before[1:]  # type: ignore[method-assign]
+        torch.float32, torch.float, torch.Tensor.float, torch.FloatTensor = before[1:]  # type: ignore
         torch.set_default_dtype(before[0])
 
 
@@ -168,13 +178,16 @@ def compare(ours: Transformer, theirs: Any) -> dict[str, float]:
     """Way of reading -> largest difference, over the places that hold real tokens."""
     given = ours.config.input
     if isinstance(given, PatchConfig):
-        weight = next(ours.parameters())
-        size = (ROWS, given.channels, given.image, given.image)
-        pixels = torch.rand(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(weight.dtype)
+        pixels = _drawn(ours, given.channels, given.image, given.image)
         return {"plain": _apart(ours(pixels), theirs(pixel_values=pixels))}
+    if isinstance(given, FramesConfig):
+        return _heard(ours, theirs, _drawn(ours, given.channels, 2 * given.context))
     assert isinstance(given, EmbeddingConfig)
     length = min(PLACES, given.context or PLACES)
     ids = torch.randint(given.vocab, (ROWS, length), generator=torch.Generator().manual_seed(1))
+    end = getattr(theirs.config, "eos_token_id", None)
+    if isinstance(end, int) and ours(ids).dim() == 2:
+        ids = _ended(ids, end)
     mask = torch.ones_like(ids)
     # On the left where text is continued; an encoder's library counts places from the first, be it padding.
     padded = slice(0, PADDED) if ours.config.family == "decoder-only" else slice(length - PADDED, length)
@@ -185,7 +198,7 @@ def compare(ours: Transformer, theirs: Any) -> dict[str, float]:
         "plain": _apart(ours(ids), theirs(input_ids=ids)),
         "padded": _apart(ours(ids, mask), theirs(input_ids=ids, attention_mask=mask, **_places(theirs, mask)), mask),
     }
-    if ours.config.family == "decoder-only":
+    if ours.config.family == "decoder-only" and ours(ids).dim() == 3:
         cache = ours.make_cache(ROWS, length)
         parts = []
         for part in (*ids[:, :CHUNK].split(CHUNK, 1), *ids[:, CHUNK:].split(1, 1)):
@@ -195,20 +208,44 @@ def compare(ours: Transformer, theirs: Any) -> dict[str, float]:
     return found
 
 
+def _ended(ids: Tensor, end: int) -> Tensor:
+    """With the id that ends a text at the end and nowhere else: where it stands, some classes take their answer."""
+    ids = ids.masked_fill(ids == end, 0 if end else 1)
+    ids[:, -1] = end
+    return ids
+
+
 def _both(ours: Transformer, theirs: Any, ids: Tensor, mask: Tensor) -> dict[str, float]:
     target = ids.flip(1)[:, :-2]
     found = {
         "plain": _apart(ours(ids, target), theirs(input_ids=ids, decoder_input_ids=target)),
         "padded": _apart(ours(ids, target, mask), theirs(input_ids=ids, attention_mask=mask, decoder_input_ids=target)),
     }
-    memory = ours.encode(ids)
-    cache = ours.make_cache(ROWS, target.shape[1])
+    found["cached"] = _apart(_stepped(ours, ids, target), theirs(input_ids=ids, decoder_input_ids=target))
+    return found
+
+
+def _heard(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
+    """Features have no padding: the whole is heard."""
+    target = torch.randint(ours.config.output_input.vocab, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
+    answer = theirs(input_features=frames, decoder_input_ids=target)
+    return {"plain": _apart(ours(frames, target), answer), "cached": _apart(_stepped(ours, frames, target), answer)}
+
+
+def _stepped(ours: Transformer, source: Tensor, target: Tensor) -> Tensor:
+    """The target one token at a time, through the cache."""
+    memory, cache = ours.encode(source), ours.make_cache(ROWS, target.shape[1])
     parts = []
     for place, part in enumerate(target.split(1, 1)):
         parts.append(ours.decode(part, memory if place == 0 else None, cache=cache))
         cache.advance(torch.ones(ROWS, dtype=torch.long))
-    found["cached"] = _apart(torch.cat(parts, 1), theirs(input_ids=ids, decoder_input_ids=target))
-    return found
+    return torch.cat(parts, 1)
+
+
+def _drawn(ours: Transformer, *shape: int) -> Tensor:
+    """Numbers that stand for a picture or for sound, the same in every format."""
+    drawn = torch.rand(ROWS, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return drawn.to(next(ours.parameters()).dtype)
 
 
 def _places(theirs: Any, mask: Tensor) -> dict[str, Tensor]:
@@ -220,10 +257,11 @@ def _places(theirs: Any, mask: Tensor) -> dict[str, Tensor]:
 
 
 def _apart(ours: Tensor, theirs: Any, mask: Tensor | None = None) -> float:
-    """The largest difference; a model with a pooler answers with one vector a row."""
-    names = ("logits", "pooler_output") if ours.dim() == 2 else ("logits", "last_hidden_state")
-    other = next(found for name in names if (found := getattr(theirs, name, None)) is not None)
-    apart = (ours - other).abs()
+    """The largest difference from the first of their answers that is of our size; one class has no axis of its own."""
+    names = ("logits", "text_embeds", "image_embeds", "pooler_output", "last_hidden_state")
+    answers = [found for name in names if (found := getattr(theirs, name, None)) is not None]
+    other = next(found for found in answers if found.numel() == ours.numel())
+    apart = (ours - other.reshape(ours.shape)).abs()
     if mask is not None and apart.dim() == 3:
         apart = apart[mask.bool()]
     return float(apart.max())

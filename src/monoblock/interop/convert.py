@@ -169,6 +169,8 @@ def write(source: Source, target: str | Path, form: str, *, kind: str = "f16", f
     if form not in FORMATS:
         raise ConfigError(f"format={form!r} is none of {', '.join(FORMATS)}{did_you_mean(form, FORMATS)}")
     target = Path(target)
+    if target.resolve() == source.folder.resolve():
+        raise ConfigError(f"{target} is what is converted; name another place for what is written")
     if form == "gguf":
         from monoblock.interop.gguf import save_gguf
 
@@ -177,6 +179,7 @@ def write(source: Source, target: str | Path, form: str, *, kind: str = "f16", f
     if form == "hf":
         from monoblock.interop.hf import export_hf
 
+        family = family or _own(source)
         export_hf(source.model, target, family=family, special=_special(source.tokenizer))
     else:
         save_model(source.model, target)
@@ -184,6 +187,11 @@ def write(source: Source, target: str | Path, form: str, *, kind: str = "f16", f
         source.tokenizer.save_pretrained(target)
     if source.folder.is_dir() and present(source.folder, GENERATION):
         shutil.copyfile(inside(source.folder, GENERATION), target / GENERATION)
+
+
+def _own(source: Source) -> str | None:
+    """The family a Hugging Face folder is of already, which it stays."""
+    return str(read_json(inside(source.folder, CONFIG))["model_type"]) if source.kind == "hf" else None
 
 
 def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -100,16 +100,29 @@ class GgufWeights(Mapping[str, Tensor]):
         return len(self.head.tensors)
 
 
-def load_gguf(
-    cls: type[Transformer], path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Transformer:
-    """The model in a GGUF file."""
+def _opened(path: str | Path) -> tuple[Family, GgufWeights, ModelConfig]:
+    """What a file says of its model, before its matrices are read."""
     head = read_head(path)
     family = _family(head.fields.get("general.architecture"), path)
     stored = GgufWeights(path, head)
     try:
         tree = family.tree(_given(family.kind, head, stored), CLASS, frozenset())
-        config = family.config(tree, tied=_tied(stored))
+        return family, stored, family.config(tree, tied=_tied(stored))
+    except (ConfigError, FileError) as problem:
+        raise FileError(f"{path}: {problem}") from None
+
+
+def gguf_config(path: str | Path) -> ModelConfig:
+    """The configuration of the model in a GGUF file."""
+    return _opened(path)[2]
+
+
+def load_gguf(
+    cls: type[Transformer], path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Transformer:
+    """The model in a GGUF file."""
+    family, stored, config = _opened(path)
+    try:
         model: Transformer = on_meta(cls, config, len(stored))
     except (ConfigError, FileError) as problem:
         raise FileError(f"{path}: {problem}") from None

@@ -50,6 +50,13 @@ def find_family(given: Mapping[str, Any]) -> tuple[Family, str]:
     return family, classes[0]
 
 
+def said_config(given: Mapping[str, Any]) -> ModelConfig:
+    """Our configuration for a config.json of theirs by itself: whether the output is tied is as it says."""
+    family, name = find_family(given)
+    tied = bool(given.get("tie_word_embeddings", family.tied))
+    return family.config(family.settle(family.tree(given, name), given, tied), tied=tied)
+
+
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 

@@ -174,7 +174,7 @@ FROM_LLAMA = (
         "phi3",
         "Phi3",
         (
-            *over(FREE, Field("rms_norm_eps", "**.eps", 1e-5), WINDOW, rotary(original=4096)),
+            *over(FREE, Field("rms_norm_eps", "**.eps", 1e-5), WINDOW, rotary(partial=1.0, original=4096)),
             Fixed("attention_bias", False),
         ),
         w.PHI3,
@@ -241,7 +241,7 @@ FROM_LLAMA = (
         "StableLm",
         (
             norms(LAYER),
-            *LAYERED,
+            *without(LAYERED, "rope_parameters"),
             EPS,
             flag("use_qkv_bias", f"{A}.bias", False, "qkv", ""),
             flag("use_parallel_residual", f"{B}.residual", False, "parallel_shared", "sequential"),
@@ -314,9 +314,12 @@ FROM_LLAMA = (
         "Nemotron",
         (
             norms(LAYER | {"unit_offset": True}),
-            *over(without(LLAMA, "rms_norm_eps"), activation("hidden_act", f"{F}.activation", "relu2")),
+            *over(
+                without(LLAMA, "rms_norm_eps"),
+                activation("hidden_act", f"{F}.activation", "relu2"),
+                rotary(partial=0.5, fraction="rope_percent"),
+            ),
             Field("norm_eps", "**.eps", 1e-5),
-            rotary(partial=0.5, fraction="rope_percent"),
             Const(f"{F}.gated", False),
         ),
         w.LLAMA,
@@ -326,7 +329,10 @@ FROM_LLAMA = (
         "glm4",
         "Glm4",
         (
-            *over(without(LLAMA, "mlp_bias", "attention_bias"), Field("rms_norm_eps", "**.eps", 1.5625e-07)),
+            *over(
+                without(LLAMA, "mlp_bias", "attention_bias", "rope_parameters"),
+                Field("rms_norm_eps", "**.eps", 1.5625e-07),
+            ),
             Field("head_dim", f"{A}.head_dim", 128),
             flag("attention_bias", f"{A}.bias", True, "qkv", ""),
             rotary(partial=0.5),

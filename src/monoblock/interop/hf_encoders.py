@@ -52,6 +52,13 @@ def activations(theirs: str, default: str) -> Several:
     )
 
 
+def _some(segments: int) -> int:
+    """The published classes look a segment up for every token, so there is one at least."""
+    if segments == 0:
+        raise ConfigError("type_vocab_size=0 leaves no table of segments, which this family's class looks up")
+    return segments
+
+
 BERT: tuple[Row, ...] = (
     Field("vocab_size", "input.vocab"),
     Field("num_hidden_layers", "encoder.depth"),
@@ -59,7 +66,7 @@ BERT: tuple[Row, ...] = (
     Field("num_attention_heads", f"{A}.heads"),
     Field("intermediate_size", f"{F}.hidden"),
     Field("max_position_embeddings", "input.context", 512),
-    Field("type_vocab_size", "input.segments", 2),
+    Field("type_vocab_size", "input.segments", 2, _some, _some),
     activations("hidden_act", "gelu"),
     Field("layer_norm_eps", "**.eps", 1e-12),
     labels(),

@@ -68,7 +68,7 @@ def _size(layer: Tree) -> int:
 def rotary(
     stack: str = "decoder",
     base: float = 10_000.0,
-    partial: float = 1.0,
+    partial: float | None = None,
     *,
     typed: tuple[float, float] | None = None,
     original: int | None = None,
@@ -79,8 +79,10 @@ def rotary(
 ) -> Several:
     """The angles: `rope_parameters`, or rope_theta, rope_scaling and a fraction in the words of older files.
 
-    `typed`: the bases of far and near layers of a family that has one set of parameters for each; `far` and `near` are
-    what older files call these bases.  `original`: the family keeps the context it was trained on beside the angles.
+    `partial`: the part of a head that is turned unless a file says another, None where the class turns whole heads
+    whatever a file says.  `typed`: the bases of far and near layers of a family that has one set of parameters for
+    each; `far` and `near` are what older files call these bases.  `original`: the family keeps the context it was
+    trained on beside the angles.
     """
     far, near = far or theta, near or theta
     names = dict.fromkeys(("rope_parameters", "rope_scaling", theta, fraction, far, near))
@@ -98,10 +100,16 @@ def rotary(
             raise ConfigError(f"the rotary parameter {shown(min(strange))} is not known here")
         usual = base if typed is None else typed[kind == SLIDING]
         bases = (given[near if kind == SLIDING else far], given["rope_theta"] if typed is None else None, usual)
-        parts = (given[fraction], given["partial_rotary_factor"], partial)
+        parts = (given[fraction], given["partial_rotary_factor"], partial, 1.0)
         fixed = {"rope_theta": next(b for b in bases if b is not None)}
         fixed["partial_rotary_factor"] = next(part for part in parts if part is not None)
-        return fixed | {name: value for name, value in rope.items() if value is not None}
+        found = fixed | {name: value for name, value in rope.items() if value is not None}
+        if partial is None and found["partial_rotary_factor"] != 1.0:
+            part = shown(found["partial_rotary_factor"])
+            raise ConfigError(
+                f"partial_rotary_factor={part} is nothing this family's class heeds: it turns whole heads"
+            )
+        return found
 
     def read(given: Mapping[str, Any], tree: Tree) -> None:
         context = get(tree, "input.context")
@@ -135,7 +143,7 @@ def rotary(
             usual = dict(zip((FULL, SLIDING), ({"rope_type": "default", "rope_theta": b} for b in typed), strict=True))
             return {"rope_parameters": usual | kinds}
         rope = kinds.get(FULL) or kinds[SLIDING]
-        whole_head = {} if partial == 1.0 else {"partial_rotary_factor": 1.0}
+        whole_head = {} if partial in (None, 1.0) else {"partial_rotary_factor": 1.0}
         trained = rope.get("original_max_position_embeddings", original)
         beside = {} if original is None else {"original_max_position_embeddings": trained}
         return {"rope_parameters": whole_head | rope} | beside

@@ -143,7 +143,7 @@ inline void turned(float* x, const float* cos, const float* sin, int64_t pairs, 
   }
 }
 
-// -- one head -----------------------------------------------------------------------------------------------------------
+// -- one head ---------------------------------------------------------------------------------------------------------
 
 // What one head looks at: the tokens first … first + count - 1, token i in column i % ring; then perhaps itself.
 struct Sight {

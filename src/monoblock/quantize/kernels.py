@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def load() -> Kernels:
-    """Compile if need be (some ten seconds, once a machine) and register the operators torch.ops.monoblock.*."""
+    """Compile if need be (some twenty seconds, once a machine); there are torch.ops.monoblock.* and a Plan then."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         return Kernels(False, f"no C++ compiler here (looked for {', '.join(COMPILERS)}), so weights are widened first")
@@ -71,8 +71,9 @@ def _library(compiler: str) -> Path:
         if place.is_file():  # another process was making it
             return place
         made = Path(beside) / place.name
-        line = [*command, *headers, *map(str, SOURCES), *libraries, "-o", str(made)]
-        subprocess.run(line, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        line = [*command, *headers, "-x", "c++", "-", *libraries, "-o", str(made)]
+        whole = "".join(f'#include "{source}"\n' for source in SOURCES)  # as one, which is sooner than one by one
+        subprocess.run(line, input=whole, check=True, capture_output=True, text=True, timeout=PATIENCE)
         os.replace(made, place)
     return place
 

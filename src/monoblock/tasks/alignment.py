@@ -37,7 +37,9 @@ def align(pipe: Pipeline, source: str, target: str, to: str | None = None) -> Al
     left, right = pipe.tokenizer.pieces(plain), pipe.tokenizer.pieces(target)
     ids = torch.tensor([[*prompt.ids, *(piece.id for piece in right)]], device=pipe.model.device)
     weights = attention(pipe, torch.tensor([prompt.source], device=pipe.model.device), ids)
-    weights = weights[: len(right), lead : lead + len(left)]  # place t asks for token t; the end of the source is no word
+    weights = weights[
+        : len(right), lead : lead + len(left)
+    ]  # place t asks for token t; the end of the source is no word
     return hard(weights, words_of(plain, left), words_of(target, right))
 
 

@@ -75,8 +75,8 @@ def raw(
     chosen = {**METHODS[method], **options}
     lines, first = iter(texts), 0
     while some := list(islice(lines, CHUNK)):
-        readable = [text if readable(pipe, text) else "" for text in some]
-        made = pipe.translate(readable, batch=batch, seed=seed, first=first, **chosen)
+        fitting = [text if readable(pipe, text) else "" for text in some]
+        made = pipe.translate(fitting, batch=batch, seed=seed, first=first, **chosen)
         for source, text in zip(made, some, strict=True):
             yield " ".join(source.split()), " ".join(text.split())
         first += len(some)

@@ -15,6 +15,7 @@ import torch
 
 from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
+from monoblock.data.paths import ALIGNED
 from monoblock.data.readers import Pair
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.tasks import scores
@@ -43,7 +44,7 @@ class Asked:
     batch: int = 64
     n_best: int = 5  # words: top_k is measured with this k
     lowercase: bool = False
-    language: str = "en"  # for the Moses tokenizer
+    language: str | None = None  # of the targets, for the Moses tokenizer; None: by the files' endings, else English
     stride: int | None = None
     context: int | None = None
     rescore: bool = False
@@ -129,8 +130,16 @@ def translation(pipe: Pipeline, asked: Asked, rows: Sequence[Pair]) -> Measured:
     """BLEU and chrF of the best hypotheses, a row a source; accuracy counts those that are right to the letter."""
     texts: list[str] = pipe.translate([row.source for row in rows], batch=asked.batch, **asked.options)
     accepted = [[row.target] for row in rows]
-    figures = scored(texts, accepted, lowercase=asked.lowercase, language=asked.language)
+    language = asked.language or target_language(asked.data, pipe.part.direction if pipe.part else "forward")
+    figures = scored(texts, accepted, lowercase=asked.lowercase, language=language)
     return Measured(figures, _samples(rows, [[text] for text in texts], asked.samples))
+
+
+def target_language(data: str, direction: str) -> str:
+    """The language of the targets of aligned files such as {split}.de-en."""
+    known = corpora.CORPORA.get(data)
+    languages = ALIGNED.search(str(known.path) if known is not None else data)
+    return "en" if languages is None else languages[1 if direction == "backward" else 2]
 
 
 def scored(
@@ -138,15 +147,17 @@ def scored(
 ) -> dict[str, Any]:
     """What is told of translations."""
     bleu = scores.bleu(texts, accepted, lowercase=lowercase)
+    lower = scores.bleu(texts, accepted, lowercase=True)
     chrf, tokenized = scores.chrf(texts, accepted), scores.bleu_tokenized(texts, accepted, language)
+    found = {"bleu": bleu, "bleu_lowercased": lower, "bleu_tokenized": tokenized, "chrf": chrf}
     return {
         "bleu": bleu.value,
-        "bleu_lowercased": scores.bleu(texts, accepted, lowercase=True).value,
+        "bleu_lowercased": lower.value,
         "bleu_tokenized": tokenized.value,
         "chrf": chrf.value,
         "accuracy": scores.accuracy([[text] for text in texts], accepted),
         "signature": bleu.signature,
-        "signatures": {"bleu": bleu.signature, "bleu_tokenized": tokenized.signature, "chrf": chrf.signature},
+        "signatures": {name: score.signature for name, score in found.items()},
         "sources": len(texts),
     }
 

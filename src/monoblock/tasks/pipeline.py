@@ -50,6 +50,7 @@ class Part(NamedTuple):
     tokens: int
     finished: str | None = None  # "stop": an end token or a stop string; "length": no more room
     score: float | None = None  # beams: sum of log-probabilities over length to the length penalty
+    ids: tuple[int, ...] = ()
 
 
 def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
@@ -156,8 +157,8 @@ class Pipeline:
 
         Many are sorted by length and read `batch` at a time; the order they came in is kept, and an empty text gives an
         empty one.  `to` asks a model of several scripts for one of them.  A text beyond the context is refused, or
-        with long="split" cut at sentences and translated part by part.  With a seed, text n is drawn by seed + n, counted
-        from `first`.
+        with long="split" cut at sentences and translated part by part.  With a seed, text n is drawn by seed + n,
+        counted from `first`.
         """
         if self.model.encoder is None:
             raise InputError(f"a {self.model.config.family} model continues texts and translates none; call generate")
@@ -165,7 +166,8 @@ class Pipeline:
             beams = max(n_best, options.get("num_beams") or self.defaults.options.get("num_beams", 1))
             options |= {"num_return_sequences": n_best, "num_beams": beams}
         texts = [text] if isinstance(text, str) else list(text)
-        found = translated(self, texts, self.settings(options), max(1, batch), to, long, first)
+        chosen = self.settings(options)
+        found = translated(self, texts, chosen, max(1, batch), to, long, first, scores=n_best is not None)
         plain = [each[0].text if n_best is None else each for each in found]
         return plain[0] if isinstance(text, str) else plain
 
@@ -234,6 +236,7 @@ class Pipeline:
             answer = found[part.prompt][part.number]
             answer.text += part.text
             answer.tokens += part.tokens
+            answer.ids += part.ids
             answer.finished, answer.score = part.finished, part.score
         return found
 
@@ -273,7 +276,7 @@ def _parts(
             shown = event.tokens[:-1] if event.finished == "stop" and last in ends else event.tokens
             said = text.add(*shown) + (text.end() if event.finished else "")
             finished = "stop" if text.stopped is not None else event.finished
-            yield Part(order[event.id], event.number, said, len(event.tokens), finished, event.score)
+            yield Part(order[event.id], event.number, said, len(event.tokens), finished, event.score, event.tokens)
             if finished:
                 running.discard(key)
             if text.stopped is not None and not any(request == event.id for request, _ in running):

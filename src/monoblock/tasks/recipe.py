@@ -143,7 +143,7 @@ class GeneratePart:
     top_p: float = 0.95
     num_beams: int = 4  # pairs: how targets are searched for
     length_penalty: float = 1.0
-    measure: int = 200  # pairs: so many validation sources are translated for the model card; 0: none
+    measure: int = 100  # pairs: so many validation sources are translated for the model card; 0: none
 
     def __post_init__(self) -> None:
         check(self)

@@ -35,7 +35,7 @@ def _streams(texts: Sequence[str], references: References) -> list[list[str | No
     """References as sacreBLEU takes them: the first of every text, then the second, with None where there is none."""
     if len(texts) != len(references) or not texts or not all(references):
         raise InputError(
-            f"{len(texts)} texts and {len(references)} rows of references; give one or more a text, for one text or more"
+            f"{len(texts)} texts and {len(references)} rows of references; give one or more a text, one text or more"
         )
     most = max(map(len, references))
     return [[row[place] if place < len(row) else None for row in references] for place in range(most)]

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monoblock.decoding.rows import Prompt
+import torch
+
+from monoblock.decoding.rows import Prompt, padded
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError, did_you_mean
 from monoblock.tasks.lines import cut
@@ -24,7 +26,8 @@ class Answer:
     text: str = ""
     tokens: int = 0
     finished: str | None = None  # "stop": an end token or a stop string; "length": no more room
-    score: float | None = None  # beams: sum of log-probabilities over length to the length penalty
+    score: float | None = None  # sum of log-probabilities over length to the length penalty
+    ids: tuple[int, ...] = ()  # the tokens, an end token last where there is one
 
 
 class Piece(NamedTuple):
@@ -41,8 +44,12 @@ def translated(
     to: str | None = None,
     long: str = "refuse",
     first: int = 0,
+    scores: bool = False,
 ) -> list[list[Answer]]:
-    """For each text its hypotheses, best first; an empty text has empty ones.  `first` is the number of the first."""
+    """For each text its hypotheses, best first; an empty text has empty ones.  `first` is the number of the first.
+
+    A search scores what it finds; with `scores` other texts are read once more for it.
+    """
     if long not in LONG:
         raise InputError(f"long={long!r} is none of {', '.join(LONG)}{did_you_mean(long, LONG)}")
     lines = list(enumerate(texts, first))
@@ -52,12 +59,28 @@ def translated(
     for start in range(0, len(order), batch):
         some = order[start : start + batch]
         answers = pipe.collect([pieces[n].prompt for n in some], [pieces[n].settings for n in some])
+        if scores and chosen.num_beams == 1:
+            _score(pipe, [pieces[n].prompt for n in some], [answer[0] for answer in answers], chosen.length_penalty)
         for number, answer in zip(some, answers, strict=True):
             found[number] = answer
     parts: list[list[list[Answer]]] = [[] for _ in texts]
     for piece, answer in zip(pieces, found, strict=True):
         parts[piece.line - first].append(answer)
     return [_joined(some, chosen.num_return_sequences) for some in parts]
+
+
+@torch.inference_mode()
+def _score(pipe: Pipeline, prompts: list[Prompt], answers: list[Answer], penalty: float) -> None:
+    """Give each answer the score a beam search would have given it."""
+    device = pipe.model.device
+    source, mask = padded([prompt.source or () for prompt in prompts], device)
+    said = [(*prompt.ids, *answer.ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    target, _ = padded([ids[:-1] for ids in said], device)  # filled up on the right, which no earlier place sees
+    shares = pipe.model(source, target, mask).float().log_softmax(-1)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        places = torch.arange(len(prompt.ids) - 1, len(said[row]) - 1, device=device)
+        total = shares[row, places, torch.tensor(answer.ids, device=device)].sum().item()
+        answer.score = total / max(1, len(answer.ids)) ** penalty
 
 
 def _pieces(pipe: Pipeline, line: int, text: str, chosen: Settings, to: str | None, long: str) -> list[Piece]:
@@ -76,7 +99,8 @@ def _pieces(pipe: Pipeline, line: int, text: str, chosen: Settings, to: str | No
     if long == "refuse" and not fits(text):
         length = len(prompt(text).source or ())
         raise InputError(
-            f"line {line + 1} has {length} tokens, and the model reads {limit}; shorten it, or split it with long='split'"
+            f"line {line + 1} has {length} tokens, and the model reads {limit}; "
+            f"shorten it, or split it with long='split'"
         )
     own = chosen if chosen.seed is None else replace(chosen, seed=chosen.seed + line)
     return [Piece(line, prompt(part), own) for part in cut(text, fits)]

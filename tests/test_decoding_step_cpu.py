@@ -1,0 +1,224 @@
+"""A step of a whole stack by one operator says what the plain path says, and leaves the cache as it would."""
+
+import pytest
+import torch
+from support import build, close, has_both, is_decoder, presets, source, tokens, toy
+
+import monoblock as mb
+from monoblock.decoding import prepare, step_cpu
+from monoblock.decoding.engine import Engine
+from monoblock.decoding.settings import Settings
+from monoblock.feedforward import ACTIVATIONS
+from monoblock.quantize import kernels
+
+ROWS, LONGEST = 3, 23
+LENGTHS = torch.tensor([7, 4, 5])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    found = kernels.load()
+    assert found.ready, found.reason
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    """Whether each step was taken by the operator; toys are given to it too."""
+    taken = []
+    run = step_cpu.Whole.__call__
+
+    def counted(self, *given):
+        found = run(self, *given)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(step_cpu.Whole, "__call__", counted)
+    monkeypatch.setattr(prepare, "LARGE", 0)
+    return taken
+
+
+def twin_of(model):
+    return prepare._made(model).eval()
+
+
+def quantised(name, bits):
+    return toy(name) if bits is None else mb.quantized(toy(name), bits=bits)
+
+
+class Reading:
+    """A model with a cache that has read rows of different lengths."""
+
+    def __init__(self, model, rows=ROWS, lengths=LENGTHS):
+        self.model, self.both = model, has_both(model.config)
+        self.cache = model.make_cache(rows, LONGEST, chunk=int(lengths.max()))
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        memory = (
+            model.encode(source(rows), torch.arange(17) < torch.tensor([17, 11, 13])[:rows, None])
+            if self.both
+            else None
+        )
+        self.seen = torch.arange(17) < torch.tensor([17, 11, 13])[:rows, None]
+        self.say(tokens(rows, mask.shape[1]), mask, memory)
+        self.cache.advance(mask.sum(-1))
+
+    def say(self, ids, mask=None, memory=None, **more):
+        if self.both:
+            seen = self.seen if memory is not None else None
+            return self.model.decode(ids, memory, seen, mask, cache=self.cache, **more)
+        return self.model(ids, mask, cache=self.cache, **more)
+
+    def step(self, number, live=None):
+        rows = self.cache.batch
+        logits = self.say(tokens(rows, 1, seed=number), None if live is None else live[:, None])
+        self.cache.advance(1 if live is None else live.long())
+        return logits
+
+
+def alike(one, other):
+    """Two caches that hold the same."""
+    assert torch.equal(one.lengths, other.lengths)
+    assert torch.equal(one.written, other.written)
+    for mine, theirs in zip(one.places.values(), other.places.values(), strict=True):
+        assert torch.equal(mine.index, theirs.index)
+        assert torch.equal(mine.at[:, :-1], theirs.at[:, :-1])  # the spare column takes anything
+    for mine, theirs in zip(one.slots, other.slots, strict=True):
+        close(mine.keys[:, :, :-1], theirs.keys[:, :, :-1])
+        close(mine.values[:, :, :-1], theirs.values[:, :, :-1])
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", presets(is_decoder))
+@torch.no_grad()
+def test_a_step_gives_the_plain_paths_logits_and_cache(name, bits, served):
+    model = quantised(name, bits)
+    plain, quick = Reading(model), Reading(twin_of(model))
+    for number in range(9):  # beyond the window of those that have one
+        close(quick.step(number), plain.step(number))
+    live = torch.tensor([True, False, True])
+    close(quick.step(9, live)[live], plain.step(9, live)[live])
+    close(quick.step(10), plain.step(10))
+    alike(quick.cache, plain.cache)
+    experts = any(block.feedforward.experts for block in model.config.decoder.layers())
+    assert served == ([] if experts else [True] * 11)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "t5-small"])
+@torch.no_grad()
+def test_steps_taken_back_rows_moved_and_plain_passes_between(name, served):
+    model = toy(name)
+    plain, quick = Reading(model), Reading(twin_of(model))
+    for one in (plain, quick):
+        one.step(0)
+        one.cache.truncate(LENGTHS)
+        one.step(1)
+        if not one.both:
+            one.cache.select(torch.tensor([2, 0, 0, 1]))
+        one.say(tokens(one.cache.batch, 3, seed=5))  # several tokens at once
+        one.cache.advance(3)
+    for number in range(2, 5):
+        close(quick.step(number), plain.step(number))
+    alike(quick.cache, plain.cache)
+    assert served == [True] * 5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 11])
+@torch.no_grad()
+def test_any_number_of_rows(rows, served):
+    model = toy("qwen2-0.5b")
+    lengths = torch.arange(rows) % 4 + 2
+    plain, quick = Reading(model, rows, lengths), Reading(twin_of(model), rows, lengths)
+    for number in range(2):
+        close(quick.step(number), plain.step(number))
+    assert served == ([True, True] if rows <= step_cpu.MOST else [])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_every_activation_and_odd_sizes(activation, gated, served):
+    config = mb.gpt(
+        vocab=61, width=35, depth=2, heads=5, hidden=83, context=LONGEST, activation=activation, gated=gated
+    )
+    model = build(config)
+    plain, quick = Reading(model), Reading(twin_of(model))
+    close(quick.step(0), plain.step(0))
+    assert served == [True]
+
+
+@pytest.fixture
+def threads():
+    """How many threads there are may be changed."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@torch.no_grad()
+def test_the_number_of_threads_does_not_matter(count, served, threads):
+    model = build(mb.llama(vocab=61, width=128, depth=3, heads=8, kv_heads=2, hidden=352, context=LONGEST))
+    threads(count)
+    plain, quick = Reading(model), Reading(twin_of(model))
+    for number in range(3):
+        close(quick.step(number), plain.step(number))
+    assert served == [True] * 3
+
+
+@torch.no_grad()
+def test_places_out_of_order_are_left_to_the_plain_path(served):
+    model = toy("llama-7b")
+    plain, quick = Reading(model), Reading(twin_of(model))
+    for one in (plain, quick):
+        found = [one.say(tokens(ROWS, 1), positions=LENGTHS[:, None] + 2)]
+        one.cache.advance(1)
+        one.found = [*found, one.step(0)]
+    for mine, theirs in zip(quick.found, plain.found, strict=True):
+        close(mine, theirs)
+    assert served == [False, False]
+
+
+@torch.no_grad()
+def test_what_training_changes_is_changed_in_the_step(served):
+    model = build(mb.gpt(vocab=61, width=36, depth=2, heads=3, context=LONGEST))
+    twin = twin_of(model)
+    before = Reading(twin).step(0)
+    for weight in model.parameters():
+        weight.mul_(1.25)
+    after = Reading(twin).step(0)
+    assert (after - before).abs().max() > 1e-2
+    close(after, Reading(model).step(0))
+    assert served == [True, True]
+
+
+def said(model, fast, **settings):
+    engine = Engine(model, capacity=LONGEST, fast=fast)
+    both = has_both(model.config)
+    prompts = [tuple(row[: 3 + number].tolist()) for number, row in enumerate(tokens(4, 7))]
+    for number, prompt in enumerate(prompts):
+        engine.add(
+            prompt,
+            Settings(max_new_tokens=11 + number, **settings),
+            tuple(source(4)[number].tolist()) if both else None,
+        )
+    events = []
+    while engine.busy:
+        events += engine.step()
+    texts = {}
+    for event in events:
+        texts.setdefault((event.id, event.number), []).extend(event.tokens)
+    return texts
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", ["gpt2", "smollm2-135m", "gemma3-1b", "bart-base", "t5-small"])
+def test_the_engine_says_the_same_tokens(name, bits, served):
+    model = quantised(name, bits)
+    for settings in ({}, {"num_beams": 2}):
+        assert said(model, True, **settings) == said(model, False, **settings)
+    assert sum(served) > 20
+
+
+def test_gradients_and_taps_are_left_to_the_plain_path(served):
+    quick = Reading(twin_of(toy("gpt2")))
+    assert quick.step(0).requires_grad
+    assert served == []
