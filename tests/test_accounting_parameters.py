@@ -357,8 +357,24 @@ def test_a_mistake_is_answered_in_one_line(monoblock, words, said, tmp_path, mon
     assert not out
 
 
-def test_another_library_s_configuration_is_refused(monoblock, tmp_path):
+def test_a_published_configuration_is_accounted_for_or_says_what_is_wrong(monoblock, tmp_path):
+    sizes = {"vocab_size": 61, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 37}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    code, out, _ = monoblock(str(tmp_path), "--json")
+    layer = 4 * 36 * 36 + 4 * 36 + 8 * 36 * 36 + 5 * 36 + 4 * 36
+    assert (code, json.loads(out)["parameters"]) == (0, (61 + 37) * 36 + 2 * layer + 2 * 36)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 50257}')
     code, _, err = monoblock(str(tmp_path))
     assert code == 1
-    assert "no model of ours" in err
+    assert "it lacks the field" in err
+
+
+def test_a_gguf_file_is_accounted_for(monoblock, tmp_path):
+    pytest.importorskip("gguf")
+    from monoblock.families import llama
+    from monoblock.interop.gguf import save_gguf
+
+    model = Transformer(llama(vocab=61, width=36, depth=2, heads=3, context=37))
+    save_gguf(model, tmp_path / "model.gguf", kind="f32")
+    code, out, _ = monoblock(str(tmp_path / "model.gguf"), "--json")
+    assert (code, json.loads(out)["parameters"]) == (0, sum(weight.numel() for weight in model.parameters()))

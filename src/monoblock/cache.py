@@ -83,6 +83,12 @@ def _wide(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
     return torch.cat((t, t.new_full(missing, fill)), axis)
 
 
+def _moved(t: Tensor, rows: Tensor, seen: int) -> Tensor:
+    """As many rows in another order, the columns that are seen alone, in place."""
+    t[:, :, :seen] = t[rows, :, :seen]
+    return t
+
+
 def _plainly(where: Where, batch: int) -> Where:
     """The same places with a row for each of the batch, and what is real said of all."""
     real = torch.ones_like(where.at, dtype=torch.bool) if where.real is None else where.real
@@ -180,11 +186,14 @@ class Cache:
 
         Where several rows look at one source, sources stay as they are unless it is said which to keep.
         """
+        alike = len(rows) == self.batch and not self.fixed
         self.lengths, self.written = self.lengths[rows], self.written[rows]
         for places in self.places.values():
             places.select(rows)
         for slot in self.slots:
-            slot.change(lambda t: t[rows])
+            # Beams change places at every step, and most of the room is still empty; a ring is full of what it holds.
+            part = alike and slot.capacity == self.capacity
+            slot.change(lambda t, part=part: _moved(t, rows, self.longest) if part else t[rows])  # type: ignore[misc]
         if self.copies == 1:
             sources = rows
         if sources is not None:

@@ -10,7 +10,7 @@ so nothing is held twice and what training changes is changed here too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -88,7 +88,7 @@ def _twin(module: M) -> M:
     """The module with other classes in the places of some, and the same weights."""
     twin = copy.copy(module)
     twin._modules = {name: None if child is None else _twin(child) for name, child in module._modules.items()}
-    kind = TWINS.get(type(module))
+    kind: Any = TWINS.get(type(module))
     if kind is not None and not isinstance(module, Experts):
         twin.__class__ = kind
         join = getattr(twin, "join", None)
@@ -136,7 +136,7 @@ class Joined:
         return product(x, self.weight, self.bias, self.few)
 
 
-def _side_by_side(parts: list[nn.Parameter]) -> Tensor:
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """The weights in one piece of memory; they are moved into one unless they lie there already."""
     first, size = parts[0], sum(part.shape[0] for part in parts)
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]

@@ -162,14 +162,14 @@ class Whole:
             for norm in (f"{name}_norm", f"{name}_output_norm"):
                 yield from self._norm(getattr(block, norm, None))
             yield getattr(block, f"{name}_gain", None)
-        for layer in (attention.query, attention.key, attention.value, attention.output):
-            yield from _matrix(layer)
+        for name in ("query", "key", "value", "output"):
+            yield from _matrix(getattr(attention, name))
         yield from self._norm(attention.query_norm) + self._norm(attention.key_norm)
         yield attention.sinks
-        for layer in (None, None) if cross is None else (cross.query, cross.output):
-            yield from _matrix(layer)
-        for layer in (feedforward.gate, feedforward.up, feedforward.down):
-            yield from _matrix(layer)
+        for name in ("query", "output"):
+            yield from _matrix(getattr(cross, name, None))
+        for name in ("gate", "up", "down"):
+            yield from _matrix(getattr(feedforward, name))
 
     @staticmethod
     def _norm(norm: Norm | None) -> list[Tensor | None]:

@@ -186,7 +186,7 @@ def compare(ours: Transformer, theirs: Any) -> dict[str, float]:
     length = min(PLACES, given.context or PLACES)
     ids = torch.randint(given.vocab, (ROWS, length), generator=torch.Generator().manual_seed(1))
     end = getattr(theirs.config, "eos_token_id", None)
-    if isinstance(end, int) and ours(ids).dim() == 2:
+    if isinstance(end, int) and ours.config.family == "decoder-only" and ours(ids).dim() == 2:
         ids = _ended(ids, end)
     mask = torch.ones_like(ids)
     # On the left where text is continued; an encoder's library counts places from the first, be it padding.
@@ -227,7 +227,9 @@ def _both(ours: Transformer, theirs: Any, ids: Tensor, mask: Tensor) -> dict[str
 
 def _heard(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
     """Features have no padding: the whole is heard."""
-    target = torch.randint(ours.config.output_input.vocab, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
+    said = ours.config.output_input
+    assert isinstance(said, EmbeddingConfig)
+    target = torch.randint(said.vocab, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
     answer = theirs(input_features=frames, decoder_input_ids=target)
     return {"plain": _apart(ours(frames, target), answer), "cached": _apart(_stepped(ours, frames, target), answer)}
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monoblock.config import ModelConfig
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
 from monoblock.interop.gguf_names import ARCHITECTURES, CLASS, FACTORS, VOCAB, by_factors
 from monoblock.interop.hf_family import Family

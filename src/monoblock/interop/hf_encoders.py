@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from monoblock.config import NormConfig
+from monoblock.errors import ConfigError
 from monoblock.families import bert
 from monoblock.interop import hf_weights as w
 from monoblock.interop.hf_config import Const, Field, Fixed, Row, Several, Tree, get, put
