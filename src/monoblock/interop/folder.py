@@ -13,6 +13,7 @@ import torch
 
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.hub import at_hand
 from monoblock.interop.reader import Reader
 from monoblock.interop.safely import on_meta, open_weights
 from monoblock.interop.shards import LARGEST, save_weights, settle
@@ -71,7 +72,7 @@ def _ours(folder: str | Path, data: dict[str, Any]) -> ModelConfig | RecurrentCo
 
 def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
     """Build on the meta device, then lay the stored tensors in: nothing is drawn only to be thrown away."""
-    folder = Path(folder)
+    folder = at_hand(folder)
     dtype = _dtype(dtype)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")

@@ -25,6 +25,7 @@ from monoblock.decoding.settings import Settings
 from monoblock.decoding.text import Text
 from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG, load_model
+from monoblock.interop.hub import at_hand
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.tasks import recipe
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
     """The model of a folder (a run, a Hugging Face folder, a GGUF file) with its tokenizer, ready to use."""
-    folder = Path(folder)
+    folder = at_hand(folder)
     if not folder.exists():
         raise FileError(f"there is no {folder}; train a model first, or give the folder of one")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
