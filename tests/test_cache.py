@@ -241,4 +241,3 @@ def test_packed_documents_may_come_in_chunks(name):
             out.append(model(ids[:, piece], documents=documents[:, piece], cache=cache))
             cache.advance(len(piece))
         close(torch.cat(out, 1), model(ids, documents=documents))
-

@@ -10,6 +10,7 @@ from strings import WORDS, strings
 from tokenizers import ByteLevelBPETokenizer
 
 import monoblock as mb
+from monoblock.errors import ConfigError
 from monoblock.interop.certificate import compare, quiet, reference
 from monoblock.interop.gguf import GgufWeights, save_gguf
 from monoblock.interop.gguf_names import ARCHITECTURES, CLASS
@@ -211,7 +212,9 @@ def test_a_tokenizer_that_gguf_has_no_words_for_is_refused(tmp_path):
 
 
 def test_a_model_that_gguf_has_no_words_for_is_refused(tmp_path):
-    with pytest.raises(mb.ConfigError, match="no architecture of GGUF can say this model"):
+    with pytest.raises(
+        mb.ConfigError, match="(no architecture of GGUF can say this model|GGUF is written for decoders)"
+    ):
         save_gguf(Transformer(mb.bert(heads=6, **SIZES)), tmp_path / "model.gguf")
     with pytest.raises(mb.ConfigError, match="kind='q4' is none of"):
         save_gguf(built("llama"), tmp_path / "model.gguf", kind="q4")
@@ -221,3 +224,8 @@ def test_a_file_without_a_tokenizer_says_so(tmp_path):
     save_gguf(built("llama"), tmp_path / "model.gguf")
     with pytest.raises(mb.FileError, match="no list of texts"):
         mb.Tokenizer.from_pretrained(tmp_path / "model.gguf")
+
+
+def test_what_is_no_decoder_is_refused_in_plain_words(tmp_path):
+    with pytest.raises(ConfigError, match=r"GGUF is written for decoders; this is vision: write --format hf"):
+        save_gguf(mb.Transformer(mb.tiny("vit-b16")), tmp_path / "vit.gguf")

@@ -225,7 +225,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(place):
         mb.load(folder)
 
 
-def test_a_run_leaves_the_defaults_of_its_task(place):
+def test_a_run_leaves_the_defaults_of_its_task(place, speaker, translator):
     here = {name: json.loads((place / name / "generation_config.json").read_text()) for name in ("causal", "both")}
     assert here["causal"]["do_sample"] is True
     assert here["both"]["num_beams"] == 4
@@ -233,7 +233,7 @@ def test_a_run_leaves_the_defaults_of_its_task(place):
     assert "temperature" not in here["both"]
 
 
-def test_a_folder_written_before_sampling_was_said_still_samples(place, tmp_path):
+def test_a_folder_written_before_sampling_was_said_still_samples(place, speaker, tmp_path):
     shutil.copytree(place / "causal", tmp_path / "old")
     folders.rewrite(tmp_path / "old", "generation_config.json", lambda data: data.pop("do_sample"))
     assert mb.load(tmp_path / "old").settings({}).temperature == 0.8

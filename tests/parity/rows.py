@@ -20,6 +20,7 @@ class Row:
     untie: bool = False  # the output is stored, although the configuration calls it tied
     end: int | None = None  # the id of the last token, which stands nowhere else
     kernel: str = "eager"  # which of its implementations the class is to run
+    only_tied: bool = False  # untied it is refused: its output would be projected, which no published file is
 
 
 NAMED = {
@@ -291,7 +292,9 @@ ROWS: dict[str, Row] = {
     ),
     "opt": Row(model="OPTForCausalLM", sizes=OPT),
     "opt-350m": Row(
-        model="OPTForCausalLM", sizes=OPT | {"word_embed_proj_dim": EMBEDDED, "do_layer_norm_before": False}
+        only_tied=True,
+        model="OPTForCausalLM",
+        sizes=OPT | {"word_embed_proj_dim": EMBEDDED, "do_layer_norm_before": False},
     ),
     "xglm": Row(model="XGLMForCausalLM", sizes=XGLM),
     "biogpt": Row(model="BioGptForCausalLM", sizes=NAMED),

@@ -8,6 +8,7 @@ import contextlib
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,26 @@ def test_a_published_model_comes_in_with_its_logits_and_goes_out_with_its_tensor
             _, got, wanted = next(compare(row, mine, reloaded(row, tmp_path / "ours", theirs)))
             gap = float((got - wanted).abs().max())
             assert gap <= TOLERANCE[dtype], f"written by us and read by transformers: {gap:.1e} apart"
+
+
+HEADED = [name for name, row in ROWS.items() if row.model.endswith(("ForCausalLM", "LMHeadModel"))]
+SPEAKING = [name for name in HEADED if not ROWS[name].untie and not ROWS[name].only_tied]
+
+
+@pytest.mark.parametrize("name", SPEAKING)
+def test_a_decoder_tied_the_other_way_comes_in_and_goes_out_too(name, tmp_path):
+    """What a row ties is untied, and what it does not is tied; the tensors in the file say which it is."""
+    row = ROWS[name]
+    usual = imported(row).config_class(**(SPECIAL | row.sizes)).tie_word_embeddings
+    row = replace(row, sizes=row.sizes | {"tie_word_embeddings": not usual})
+    answers, mine, theirs = run(row, torch.float32, tmp_path / "theirs")
+    assert (mine.config.tie == "none") is usual
+    for way, got, wanted in answers:
+        assert float((got - wanted).abs().max()) <= TOLERANCE[torch.float32], way
+    export_hf(mine, tmp_path / "ours", family=theirs.config.model_type, special=SPECIAL)
+    was, now = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    assert now.keys() == was.keys()
+    assert all(torch.equal(tensor, now[key]) for key, tensor in was.items())
 
 
 def test_the_table_holds_what_the_rows_compare():

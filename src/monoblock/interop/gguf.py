@@ -215,6 +215,10 @@ def save_gguf(
 
 def _chosen(model: Transformer) -> tuple[Family, dict[str, Any]]:
     """The architecture of llama.cpp that can say this model, and its fields."""
+    if model.config.family != "decoder-only":
+        raise ConfigError(
+            f"GGUF is written for decoders; this is {model.config.family}: write --format hf or monoblock"
+        )
     refused = []
     for family in ARCHITECTURES.values():
         try:

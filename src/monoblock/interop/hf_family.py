@@ -100,7 +100,7 @@ class Family:
             found |= write_rows(self.rows, sized(config))
             again = self.config(self.settle(self.tree(found, name), found, tied), tied=tied)
         except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, StopIteration) as problem:
-            raise ConfigError(f"{self.kind} has another structure ({type(problem).__name__}: {problem})") from None
+            raise ConfigError(f"{self.kind} has another structure") from problem
         except FileError as problem:
             raise ConfigError(str(problem)) from None
         apart = difference(config, again)
