@@ -212,9 +212,7 @@ def test_a_tokenizer_that_gguf_has_no_words_for_is_refused(tmp_path):
 
 
 def test_a_model_that_gguf_has_no_words_for_is_refused(tmp_path):
-    with pytest.raises(
-        mb.ConfigError, match="(no architecture of GGUF can say this model|GGUF is written for decoders)"
-    ):
+    with pytest.raises(mb.ConfigError, match="GGUF is written for decoders"):
         save_gguf(Transformer(mb.bert(heads=6, **SIZES)), tmp_path / "model.gguf")
     with pytest.raises(mb.ConfigError, match="kind='q4' is none of"):
         save_gguf(built("llama"), tmp_path / "model.gguf", kind="q4")
