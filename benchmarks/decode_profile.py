@@ -1,6 +1,6 @@
 """Where the time of a recorded step goes on a GPU: the replay, its kernels, the host around it.
 
-    python benchmarks/decode_profile.py gpt2 --batch 64
+python benchmarks/decode_profile.py gpt2 --batch 64
 """
 
 from __future__ import annotations
