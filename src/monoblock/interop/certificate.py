@@ -48,7 +48,10 @@ def certify(source: Source, written: str | Path, form: str, say: Callable[[str],
     model = source.model
     kind = _family(source, Path(written) if form == "hf" else None)
     folders = [source.folder] if source.kind in ("hf", "gguf") else []
-    folders += [Path(written)] if form == "hf" else []
+    if form == "hf" or (form == "gguf" and _installed(gguf=True)):
+        folders.append(Path(written))
+    elif form == "gguf":
+        say("transformers reads no GGUF here (pip install gguf accelerate), so the file written is not compared")
     count = sum(weight.numel() for weight in model.parameters())
     found = None
     if not folders or not _installed(gguf=source.kind == "gguf"):
