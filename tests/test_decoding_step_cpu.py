@@ -1,5 +1,7 @@
 """A step of a whole stack by one operator says what the plain path says, and leaves the cache as it would."""
 
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 from support import build, close, has_both, is_decoder, presets, source, tokens, toy
@@ -34,6 +36,7 @@ def served(monkeypatch):
 
     monkeypatch.setattr(step_cpu.Whole, "__call__", counted)
     monkeypatch.setattr(prepare, "LARGE", 0)
+    monkeypatch.setattr(prepare, "TWINS_MADE", WeakKeyDictionary())  # no twin that was made while toys were too small
     return taken
 
 
