@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("gguf")
 
 SLOWEST = 2.0  # seconds of processor time, so that a busy machine changes nothing
-WITH_TORCH = 6.0  # a pickle is read by a process of its own, which first imports torch: on some machines that alone is 2 s
+WITH_TORCH = 6.0  # a pickle is read by a process of its own, which first imports torch: about 2 s by itself
 MOST_MEMORY = 256  # MB beyond what reading good files takes
 
 
