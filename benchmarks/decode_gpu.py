@@ -43,8 +43,12 @@ def check_kernels() -> list[str]:
         added = make(1, 1, N)
         found.append(close("  added", kernels.matvec(x, w, None, added), wanted - b.double() + added.double(), 1e-2))
     x, w = make(5, 1, 300), make(300)
-    plain = mb_rms(x, w)
-    found.append(close("rms", kernels.rms(x, w, 1e-6, cast_after_scale=False), plain, 1e-2))
+    plain, more = mb_rms(x, w), make(300)
+    kind = {"centered": False, "cast_after_scale": False}
+    found.append(close("rms", kernels.norm(x, w, None, 1e-6, **kind), plain, 1e-2))
+    kind = {"centered": True, "cast_after_scale": True}
+    wide = torch.nn.functional.layer_norm(x.double(), (300,), w.double(), more.double(), 1e-5)
+    found.append(close("layer norm", kernels.norm(x, w, more, 1e-5, **kind), wide, 1e-2))
     both = make(3, 1, 2 * 700)
     gate, up = both.double().chunk(2, -1)
     found.append(close("gated", kernels.gated(both, "silu"), torch.nn.functional.silu(gate) * up, 2e-2))

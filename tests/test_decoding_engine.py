@@ -226,3 +226,23 @@ def test_a_refused_request_leaves_no_trace(case):
     with pytest.raises(mb.InputError):
         BAD[case][0](net)
     assert torch.equal(net.generate(ONE, max_new_tokens=5), wanted)
+
+
+def test_sources_that_come_while_others_are_searched_change_nothing():
+    """Beams of an encoder-decoder end at different steps, and new sources of other lengths take their places."""
+    torch.manual_seed(0)
+    both = mb.Transformer(mb.vaswani(vocab=23, width=16, depth=1, heads=2, context=40)).eval()
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 9, (17,), generator=draw).tolist()
+    sources = [torch.randint(3, 23, (length,), generator=draw).tolist() for length in lengths]
+    settings = Settings(max_new_tokens=12, num_beams=5, early_stopping=True, eos_token_id=(2, 5, 7, 9, 11))
+
+    def texts(rows):
+        engine = Engine(both, rows=rows, capacity=20)
+        asked = [engine.add([1], settings, source) for source in sources]
+        found = drain(engine)
+        return [found[number] for number in asked]
+
+    together = texts(rows=1000)
+    assert len(set(map(len, together))) > 1  # some end before others
+    assert texts(rows=20) == together

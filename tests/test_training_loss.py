@@ -152,11 +152,11 @@ def test_a_sample_has_the_same_loss_in_any_company(kind):
     assert total([bucketed[:4], bucketed[4:8], bucketed[8:]]) == pytest.approx(alone, rel=1e-12)
 
 
-def test_padding_to_a_multiple_changes_nothing():
+def test_padding_to_a_width_changes_nothing():
     model, samples = model_of("pairs", torch.float64), some_pairs(5)
     plain = objectives.pairs(samples, SPECIAL, start=1)
-    wide = objectives.pairs(samples, SPECIAL, start=1, multiple=17)
-    assert all(tensor.shape[1] % 17 == 0 for tensor in wide[0].values())
+    wide = objectives.pairs(samples, SPECIAL, start=1, width=17)
+    assert all(tensor.shape[1] == 17 for tensor in wide[0].values())
     assert Loss()(model, *wide).item() == pytest.approx(Loss()(model, *plain).item(), rel=1e-12)
 
 

@@ -214,6 +214,8 @@ class Cache:
         alike = (self.stack, self.capacity, self.copies) == (other.stack, other.capacity, other.copies)
         if not alike or self.places.keys() != other.places.keys():
             raise InputError("only caches of one model, one capacity and one number of copies can be joined")
+        if self.memory is not None and other.memory is not None:  # while both still know how many rows are their own
+            self._join_sources(other)
         self.lengths = torch.cat((self.lengths, other.lengths))
         self.written = torch.cat((self.written, other.written))
         self.longest = max(self.longest, other.longest)
@@ -222,8 +224,6 @@ class Cache:
             places.join(other.places[size])
         for mine, theirs in zip(self.slots, other.slots, strict=True):
             mine.join(theirs)
-        if self.memory is not None and other.memory is not None:
-            self._join_sources(other)
 
     def _join_sources(self, other: Cache) -> None:
         assert self.memory is not None

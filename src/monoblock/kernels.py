@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 ROTATES = {None: 0, "halves": 1, "interleaved": 2}
-LANES = 4096  # numbers a program of the attention kernel keeps: 32 a thread
+BLOCK, WARPS, STAGES = (
+    64,
+    4,
+    2,
+)  # of the attention kernel: places at a time, warps, blocks loaded ahead; measured on an H200
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: fewer leave some idle
 
 
@@ -65,13 +69,18 @@ def _tiles(N: int, K: int) -> tuple[int, int, int]:
     return (2, 2048, 2) if N >= 2048 else (1, 1024, 8)
 
 
-def rms(x: Tensor, weight: Tensor | None, eps: float, *, cast_after_scale: bool) -> Tensor:
-    """`norm.rms_norm` in one kernel."""
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, cast_after_scale: bool
+) -> Tensor:
+    """`norm.layer_norm` (centered) or `norm.rms_norm` in one kernel."""
     out, K = torch.empty_like(x), x.shape[-1]
     block = 1 << (K - 1).bit_length()
-    _compiled().rms_kernel[(x.numel() // K,)](
-        x, weight if weight is not None else x, out, K, eps, weight is not None, cast_after_scale, block, num_warps=4
-    )
+    given = (x if weight is None else weight, x if bias is None else bias)
+    _compiled().norm_kernel[(x.numel() // K,)](
+        x, *given, out, K, eps,
+        CENTERED=centered, SCALED=weight is not None, BIASED=bias is not None, AFTER=cast_after_scale, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -113,7 +122,7 @@ def attend_step(
     pairs = cos.shape[-1] if cos is not None else 1
     rows = cos.shape[0] if cos is not None else 1
     heads = H // G
-    padded = 1 << (heads - 1).bit_length()
+    padded = max(16, 1 << (heads - 1).bit_length())
     _compiled().attend_kernel[(B * G, splits)](
         q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out, parts,
         K**-0.5 if scale is None else scale,
@@ -121,7 +130,7 @@ def attend_step(
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         pairs if rows > 1 else 0, H, G, splits,
         HEADS=heads, PADDED=padded, K=K, PAIRS=pairs, TURNED=turned,
-        BLOCK=max(8, LANES // (padded * K)), num_warps=4,
+        BLOCK=BLOCK if K <= 128 else BLOCK // 2, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
         _compiled().combine_kernel[(B * H,)](parts, out, splits, 1 << (splits - 1).bit_length(), K, num_warps=1)

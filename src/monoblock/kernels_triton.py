@@ -36,12 +36,17 @@ def matvec_kernel(
 
 
 @triton.jit
-def rms_kernel(x, weight, out, K, eps, SCALED: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+def norm_kernel(
+    x, weight, bias, out, K, eps,
+    CENTERED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
+) -> Any:  # fmt: skip
     """One vector a program."""
     row = tl.program_id(0).to(tl.int64) * K
     at = tl.arange(0, BLOCK)
     within = at < K
     wide = tl.load(x + row + at, mask=within, other=0.0).to(tl.float32)
+    if CENTERED:
+        wide = tl.where(within, wide - tl.sum(wide, 0) / K, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
     if SCALED:
         gain = tl.load(weight + at, mask=within, other=0.0).to(tl.float32)
@@ -49,6 +54,8 @@ def rms_kernel(x, weight, out, K, eps, SCALED: tl.constexpr, AFTER: tl.constexpr
             wide = wide * gain
         else:
             wide = wide.to(out.dtype.element_ty).to(tl.float32) * gain.to(out.dtype.element_ty).to(tl.float32)
+    if BIASED:
+        wide += tl.load(bias + at, mask=within, other=0.0).to(tl.float32)
     tl.store(out + row + at, wide.to(out.dtype.element_ty), mask=within)
 
 
@@ -116,14 +123,21 @@ def attend_kernel(
     heads = (first_head + head)[:, None] * q_head + tl.zeros((1, K), tl.int32)
     spread = tl.zeros((PADDED, 1), tl.int32) + at[None, :]
     query = turned(q + row * q_row + heads, spread, cos, sin, PAIRS, TURNED, real[:, None] & (spread < K))
-    query = query.to(kind).to(tl.float32) * scale  # (PADDED, K)
+    query = query.to(kind)  # (PADDED, K): matrix units multiply sixteen rows at least, real ones or not
 
-    # Every lane of a block keeps a maximum, a sum and a mixture of its own; they are put together once, at the end.
-    most = tl.full((PADDED, BLOCK), -float("inf"), tl.float32)
-    total = tl.zeros((PADDED, BLOCK), tl.float32)
-    mixed = tl.zeros((PADDED, BLOCK, K), tl.float32)
+    most = tl.full((PADDED,), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    mixed = tl.zeros((PADDED, K), tl.float32)
     keys += row.to(tl.int64) * keys_row + group * keys_head
     values += row.to(tl.int64) * values_row + group * values_head
+    if split == 0:
+        new_key = turned(k + row * k_row + group * k_head, at, cos, sin, PAIRS, TURNED, at < K).to(kind)
+        new_value = tl.load(v + row * v_row + group * v_head + at)
+        tl.store(keys + length * keys_place + at, new_key)
+        tl.store(values + length * values_place + at, new_value)
+        most = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        total += 1.0
+        mixed += new_value.to(tl.float32)[None, :]
     stretch = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     begin = split * stretch
     end = tl.minimum(begin + stretch, length)
@@ -132,39 +146,22 @@ def attend_kernel(
         seen = place < end
         key = tl.load(keys + place[:, None] * keys_place + at[None, :], mask=seen[:, None], other=0.0)
         value = tl.load(values + place[:, None] * values_place + at[None, :], mask=seen[:, None], other=0.0)
-        score = tl.sum(query[:, None, :] * key.to(tl.float32)[None, :, :], 2)  # (PADDED, BLOCK)
-        above = tl.maximum(most, tl.where(seen[None, :], score, -float("inf")))
-        shrink = tl.where(most == -float("inf"), 0.0, tl.exp(most - above))
-        share = tl.where(seen[None, :], tl.exp(score - above), 0.0)
-        total = total * shrink + share
-        mixed = mixed * shrink[:, :, None] + share[:, :, None] * value.to(tl.float32)[None, :, :]
+        score = tl.where(seen[None, :], tl.dot(query, tl.trans(key)) * scale, -float("inf"))  # (PADDED, BLOCK)
+        above = tl.maximum(most, tl.max(score, 1))
+        shrink = tl.exp(most - above)
+        share = tl.exp(score - above[:, None])
+        total = total * shrink + tl.sum(share, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(share.to(kind), value)
         most = above
-
-    highest = tl.max(most, 1)  # (PADDED,)
-    newest = tl.full((PADDED,), -float("inf"), tl.float32)
-    new_value = tl.zeros((K,), tl.float32)
-    if split == 0:
-        new_key = turned(k + row * k_row + group * k_head, at, cos, sin, PAIRS, TURNED, at < K).to(kind)
-        value_in = tl.load(v + row * v_row + group * v_head + at)
-        tl.store(keys + length * keys_place + at, new_key)
-        tl.store(values + length * values_place + at, value_in)
-        newest = tl.sum(query * new_key.to(tl.float32)[None, :], 1)
-        new_value = value_in.to(tl.float32)
-    highest = tl.maximum(highest, newest)
-    base = tl.where(highest == -float("inf"), 0.0, highest)
-    weight = tl.exp(most - base[:, None])
-    weigh_new = tl.exp(newest - base)
-    summed = tl.sum(total * weight, 1) + weigh_new
-    blended = tl.sum(mixed * weight[:, :, None], 1) + weigh_new[:, None] * new_value[None, :]
 
     place = row * H + first_head + head
     if splits == 1:
-        tl.store(out + place[:, None] * K + at[None, :], (blended / summed[:, None]).to(kind), mask=real[:, None])
+        tl.store(out + place[:, None] * K + at[None, :], (mixed / total[:, None]).to(kind), mask=real[:, None])
     else:
         slot = parts + (place * splits + split) * (K + 2)
-        tl.store(slot[:, None] + at[None, :], blended, mask=real[:, None])
-        tl.store(slot + K, highest, mask=real)
-        tl.store(slot + K + 1, summed, mask=real)
+        tl.store(slot[:, None] + at[None, :], mixed, mask=real[:, None])
+        tl.store(slot + K, most, mask=real)
+        tl.store(slot + K + 1, total, mask=real)
 
 
 @triton.jit

@@ -247,9 +247,13 @@ class Transformer(nn.Module):
             hidden = hidden[rows, logits_at]
         if self.head is None:
             return hidden
+        return self.head(hidden, real=where.real, table=self.table, tap=under(tap, "head"))
+
+    @property
+    def table(self) -> Tensor | nn.Module | None:
+        """The embedding that a tied output multiplies with."""
         owner = self.target if self.target is not None and self.target.token is not None else self.input
-        table = matrix_of(owner.token) if isinstance(owner, Embedding) and owner.token is not None else None
-        return self.head(hidden, real=where.real, table=table, tap=under(tap, "head"))
+        return matrix_of(owner.token) if isinstance(owner, Embedding) and owner.token is not None else None
 
     # -- continuing a text ------------------------------------------------------------------------------------------
 

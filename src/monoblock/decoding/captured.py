@@ -127,4 +127,4 @@ class Captured(Cached):
         self.logits = self.ahead(self.tokens[:, None])[:, -1]
         self.cache.lengths.add_(self.live)
         if self.choice is not None:
-            self.tokens.copy_(self.choice(self.logits.float(), self.chances))
+            self.tokens.copy_(self.choice(self.logits, self.chances))

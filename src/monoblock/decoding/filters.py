@@ -66,7 +66,7 @@ class Filters:
         best = logits.argmax(-1)
         if not self.draws:
             return best
-        return torch.where(self.drawn, choose(self.chances(logits), chances), best)
+        return torch.where(self.drawn, choose(self.chances(logits.float()), chances), best)
 
     def _chosen(self, table: dict[str, tuple[Callable[..., Tensor], float]]) -> list[tuple[Callable[..., Tensor], Any]]:
         found: list[tuple[Callable[..., Tensor], Any]] = []
@@ -85,6 +85,17 @@ class Filters:
         for function, value in self.by_past:
             logits = function(logits, value, past)
         return self._ruled(logits, past, new) if self.ruled else logits
+
+    def ruled_out(self, new: Sequence[int]) -> tuple[int, ...] | None:
+        """The tokens that no row may say, where the rules come to no more than that; None where they do."""
+        if self.by_past or not self.alike or (self.ruled and len(set(new)) > 1):
+            return None
+        row = self.rows[0]
+        forced = row.forced_bos_token_id is not None or row.forced_eos_token_id is not None
+        if row.bad_words_ids or forced:
+            return None
+        early = row.eos_token_id if new[0] < row.min_new_tokens else ()
+        return (*row.suppress_tokens, *early, *(row.begin_suppress_tokens if new[0] == 0 else ()))
 
     def chances(self, logits: Tensor) -> Tensor:
         """What shapes a distribution before a token is drawn from it."""

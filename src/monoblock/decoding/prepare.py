@@ -22,6 +22,7 @@ from monoblock import kernels
 from monoblock.attention import Attention, View
 from monoblock.block import Block
 from monoblock.cache import CrossSlot, Slot
+from monoblock.decoding.aligned import align, roomy
 from monoblock.decoding.step_cpu import StepStack, whole
 from monoblock.experts import Experts
 from monoblock.feedforward import FeedForward
@@ -62,6 +63,7 @@ def places(model: Transformer) -> tuple[int, ...]:
 def _made(model: Transformer) -> Transformer:
     if model.config.quantize is not None:
         return _at_once(_twin(with_kernels(model)))
+    align(model)
     twin = _twin(model)
     if _on_cpu(model) and sum(weight.numel() for weight in model.parameters()) >= LARGE and load().ready:
         for module in twin.modules():
@@ -203,15 +205,19 @@ class StepHead(Head):
     few = range(0)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None and not alone(x, weight) and (room := roomy(weight)) is not None:
+            return F.linear(x, room)[..., : weight.shape[0]]
         return product(x, weight, bias, self.few)
 
 
 class StepNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         config, weight = self.config, self.weight
-        plain = config.kind == "rms" and not config.unit_offset and (weight is None or weight.dim() == 1)
+        plain = not config.unit_offset and (weight is None or weight.dim() == 1)
         if plain and x.is_cuda and x.dtype in HALF and x.is_contiguous() and kernels.available():
-            return kernels.rms(x, weight, config.eps, cast_after_scale=config.cast == "after_scale")
+            centered = config.kind == "layer"
+            after = centered or config.cast == "after_scale"
+            return kernels.norm(x, weight, self.bias, config.eps, centered=centered, cast_after_scale=after)
         return super().forward(x)
 
 

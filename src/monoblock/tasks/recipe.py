@@ -51,10 +51,11 @@ class DataPart:
     tag: Literal["none", "script"] = "none"  # pairs: the source begins with the target's script, as in <2tamil>
     synthetic: str | None = None  # pairs: a file of made ones, such as `monoblock backtranslate` writes
     ratio: float = 1.0  # made pairs for each real one
+    longest: int | None = None  # pairs: those with more tokens on a side are left out; None: by the model's context
 
     def __post_init__(self) -> None:
         check(self)
-        check_at_least(self, 1, "limit")
+        check_at_least(self, 1, "limit", "longest")
         check_positive(self, "ratio")
 
 

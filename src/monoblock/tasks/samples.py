@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from monoblock.data.batches import Batch, BucketPlan
+from monoblock.data.batches import Batch, BucketPlan, Plan
 from monoblock.data.corpora import Corpus
 from monoblock.data.order import permutation
 from monoblock.data.pairs import Samples, encode_labelled, encode_pairs, encode_tagged
@@ -24,7 +24,8 @@ from monoblock.training.objectives import Prepared, Special
 def pairs(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
     part, special = recipe.train, special_of(tokenizer)
     assert special.bos is not None
-    longest = None if context is None else context - 1
+    longest = min((n for n in (context and context - 1, recipe.data.longest) if n is not None), default=None)
+    width = None if part.compile != "graphs" or longest is None else longest + 1
     read = Reader(tokenizer)
     samples = encode_pairs(train.rows, read, read, longest=longest)
     start, dropout = special.bos, recipe.tokenizer.dropout
@@ -43,15 +44,19 @@ def pairs(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corp
 
     def make(batch: Batch) -> Prepared:
         rows = [row(int(sample), batch.epoch) for sample in batch.samples]
-        return Prepared(*objectives.pairs(rows, special, start=start), batch.epoch, batch.samples.tolist())
+        made = objectives.pairs(rows, special, start=start, width=width)
+        return Prepared(*made, batch.epoch, batch.samples.tolist())
 
-    plan = BucketPlan(
-        samples.lengths, seed=part.seed, max_tokens=part.tokens, batch=None if part.tokens else per_update(recipe)
-    )
+    size = None if part.tokens else per_update(recipe)
+    plan: Plan = BucketPlan(samples.lengths, seed=part.seed, max_tokens=part.tokens, batch=size)
+    if width is not None:
+        plan = fixed_plan(recipe, len(samples))  # batches of one shape
     held = None if valid is None else encode_pairs(valid.rows, read, read, longest=longest)
     prepare = partial(objectives.pairs, special=special, start=start)
     evaluation = None if held is None else partial(_in_order, held, part.batch, prepare)
     said, rows = f"{len(samples):,} pairs to train on", [] if valid is None else valid.rows
+    if len(samples) < len(train):
+        said += f" ({len(train) - len(samples):,} empty or longer than {longest} tokens left out)"
     return Ground(tokenizer, special, plan, make, evaluation, said=said, held=rows)
 
 

@@ -56,9 +56,9 @@ class Prepared(NamedTuple):
         return self._replace(inputs=moved, labels=self.labels.to(device, non_blocking=True))
 
 
-def pad(rows: Sequence[Ids], value: int, multiple: int = 1) -> Tensor:
-    """Rows padded on the right to the longest (or the next multiple): (B, T)."""
-    longest = -(-max(len(row) for row in rows) // multiple) * multiple
+def pad(rows: Sequence[Ids], value: int, width: int | None = None) -> Tensor:
+    """Rows padded on the right to the longest, or to a width: (B, T)."""
+    longest = max(len(row) for row in rows) if width is None else width
     out = np.full((len(rows), longest), value, dtype=np.int64)
     for place, row in enumerate(rows):
         out[place, : len(row)] = row
@@ -123,19 +123,22 @@ def masked(
 
 
 def pairs(
-    samples: Sequence[dict[str, Any]], special: Special, *, start: int, multiple: int = 1
+    samples: Sequence[dict[str, Any]], special: Special, *, start: int, width: int | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Write the target of each source: the decoder reads start + target and is asked for target + end."""
+    """Write the target of each source: the decoder reads start + target and is asked for target + end.
+
+    With a width all batches have one shape, which recorded kernels need.
+    """
     sources = [sample["source"] for sample in samples]
     targets = [sample["target"] for sample in samples]
     ends = [] if special.eos is None else [special.eos]
-    source = pad([np.concatenate((row, ends)).astype(np.int64) for row in sources], special.pad, multiple)
-    target = pad([np.concatenate(([start], row)).astype(np.int64) for row in targets], special.pad, multiple)
+    source = pad([np.concatenate((row, ends)).astype(np.int64) for row in sources], special.pad, width)
+    target = pad([np.concatenate(([start], row)).astype(np.int64) for row in targets], special.pad, width)
     labels = pad([np.concatenate((row, ends)).astype(np.int64) for row in targets], IGNORE)
     labels = F.pad(labels, (0, target.shape[1] - labels.shape[1]), value=IGNORE)
     inputs = {"source": source, "target": target}
     real = lengths_mask([np.append(row, ends) for row in sources], source.shape[1])
-    if not bool(real.all()):
+    if width is not None or not bool(real.all()):
         inputs["source_mask"] = real  # the target is padded on the right, where a causal mask sees nothing anyway
     return inputs, labels
 
