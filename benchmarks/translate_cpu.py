@@ -3,7 +3,8 @@
     python benchmarks/translate_cpu.py --threads 2 --write
 
 A Marian model with random weights reads 1,000 sources as long as Multi30k's and writes as many tokens as their targets
-would have on average; no text ends earlier, so that all do the same work.  Each sorts by length and reads 64 at a time.
+would have on average; no text ends earlier, so that all do the same work.  Sources are sorted by length and read 64 at
+a time; each batch is translated by all in turn, and its quickest round counts: the one that was disturbed least.
 The texts of this package and of transformers are compared: the share that is the same token by token is told.
 """
 
@@ -113,7 +114,9 @@ def theirs(folder: Path, rows: Rows, model: Any, **_: Any) -> Rows:
     return found
 
 
-def ctranslate2(folder: Path, rows: Rows, model: Any, threads: int, **_: Any) -> Rows:
+@functools.cache
+def converted(folder: Path, model: Any, threads: int) -> Any:
+    """The same weights as CTranslate2 reads them."""
     import ctranslate2 as ct2
     from ctranslate2.converters import transformers as converters
 
@@ -131,9 +134,11 @@ def ctranslate2(folder: Path, rows: Rows, model: Any, threads: int, **_: Any) ->
         spec.optimize()
         target.mkdir()
         spec.save(str(target))
-    translator = ct2.Translator(
-        str(target), device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
-    )
+    return ct2.Translator(str(target), device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads)
+
+
+def ctranslate2(folder: Path, rows: Rows, model: Any, threads: int, **_: Any) -> Rows:
+    translator = converted(folder, model, threads)
     texts = [[f"t{number}" for number in row[:-1]] + ["</s>"] for row in rows]
     lengths, never = {"min_decoding_length": NEW, "max_decoding_length": NEW}, {"suppress_sequences": [[f"t{PAD}"]]}
     out = translator.translate_batch(texts, beam_size=BEAMS, max_batch_size=BATCH, **lengths, **never)
@@ -149,18 +154,21 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         model = marian(folder, given.width, given.depth, given.heads, given.vocab)
-        seconds: dict[str, float] = {}
-        texts: dict[str, Rows] = {}
-        for name, run in RUNNERS.items():
-            if given.only and name not in given.only:
-                continue
+        runners = {name: run for name, run in RUNNERS.items() if not given.only or name in given.only}
+        seconds = dict.fromkeys(runners, 0.0)
+        texts: dict[str, Rows] = {name: [[] for _ in rows] for name in runners}
+        for run in runners.values():
             run(folder, rows[:BATCH], model=model, threads=given.threads)  # what is made once is not measured
-            times = []
+        for some in batches(rows):
+            best = dict.fromkeys(runners, float("inf"))
             for _ in range(given.rounds):
-                begun = time.perf_counter()
-                texts[name] = run(folder, rows, model=model, threads=given.threads)
-                times.append(time.perf_counter() - begun)
-            seconds[name] = min(times)
+                for name, run in runners.items():
+                    begun = time.perf_counter()
+                    found = run(folder, [rows[number] for number in some], model=model, threads=given.threads)
+                    best[name] = min(best[name], time.perf_counter() - begun)
+                    for number, text in zip(some, found, strict=True):
+                        texts[name][number] = text
+            seconds = {name: seconds[name] + best[name] for name in runners}
     same = {name: sum(a == b for a, b in zip(rows_, texts["monoblock"], strict=True)) for name, rows_ in texts.items()}
     parameters = sum(weight.numel() for weight in model.parameters())
     return {"seconds": seconds, "same": same, "count": given.count, "threads": given.threads, "parameters": parameters}
@@ -190,7 +198,7 @@ def main() -> None:
         "heads": 4,
         "vocab": 8000,
         "threads": 2,
-        "rounds": 2,
+        "rounds": 3,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", action="append")

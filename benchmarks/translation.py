@@ -1,10 +1,12 @@
 """Translation and transliteration beside published tables: trained from recipes, some seeds each, one table.
 
     python benchmarks/translation.py --data DIR --runs de-en en-de --seeds 1 2 3 --out benchmarks/results/multi30k.md
+    python benchmarks/translation.py --runs de-en-cpu --keep runs/bench --out benchmarks/results/multi30k-cpu.md
     python benchmarks/translation.py --runs hi hi-back --more train.steps=8000
     python benchmarks/translation.py --smoke                # everything once, on a few made-up pairs
 
-Seconds are those of the training steps alone.  BLEU is sacreBLEU (13a); its signature stands below the table.
+Seconds are those of the training steps alone.  BLEU is sacreBLEU (13a); its signature stands below the table.  A run
+that is finished under --keep is not trained again, and one that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from monoblock.accounting.report import account
 from monoblock.tasks.evaluation import Asked, evaluate
+from monoblock.tasks.folder import RECIPE
 from monoblock.tasks.pipeline import load
 from monoblock.tasks.recipe import read
 from monoblock.tasks.run import prepare
@@ -34,12 +37,14 @@ class Job(NamedTuple):
     published: str = ""
 
 
+CARD = "README.md"  # the last file a run writes
 WORDS = ("accuracy", "top_k", "cer")
 JOBS = {
     "de-en": Job("Multi30k de→en", "multi30k", (), published="36.52 lower-cased BLEU, 9.04 M parameters, greedy"),
     "en-de": Job(
         "Multi30k en→de", "multi30k", ("data.direction=backward",), published="41.02 tokenised BLEU4, transformer-tiny"
     ),
+    "de-en-cpu": Job("Multi30k de→en, two CPU cores", "multi30k-cpu"),
     "lstm": Job("Multi30k de→en, LSTM with attention", "multi30k-lstm"),
     "hi": Job(
         "Dakshina Hindi, Roman→native",
@@ -54,6 +59,10 @@ JOBS = {
         ("data.corpus=dakshina-hi", "data.direction=backward"),
         WORDS,
     ),
+    "names": Job("names of places and languages, Roman→Hindi", "transliterate-hi", (), WORDS),
+    "names-back": Job(
+        "names of places and languages, Hindi→Roman", "transliterate-hi", ("data.direction=backward",), WORDS
+    ),
     "reverse": Job("reversed letters", "reverse", (), ("accuracy",)),
 }
 SMALL = ["train.steps=2", "train.eval_every=2", "train.save_every=1", "train.warmup=1", "model.width=16"]
@@ -63,9 +72,10 @@ def run(job: Job, seed: int, folder: Path, data: Path | None, given: argparse.Na
     """One training and its figures on the test split."""
     words = [*job.overrides, *given.more, f"train.seed={seed}", *(SMALL if given.smoke else ())]
     recipe = read(job.recipe, words)
-    started = prepare(recipe, folder, data=data)
-    for _ in started.events():
-        pass
+    if not (folder / CARD).is_file():
+        begun = (folder / RECIPE).is_file()
+        for _ in prepare(recipe, folder, data=data, resume=begun).events(resume=begun):
+            pass
     pipe = load(folder)
     words = job.figures == WORDS
     asked = Asked(data=recipe.data.corpus, folder=data, rescore=words, n_best=5, limit=8 if given.smoke else None)
@@ -87,7 +97,8 @@ def row(job: Job, found: list[dict[str, Any]]) -> list[str]:
     lines.append(f"| {len(found)} | {' | '.join(cells)} | {found[0]['parameters']:,} | {seconds} |")
     for figures in found:
         lines.append(f"| | {' | '.join(f'{figures[name]:.2f}' for name in names)} | | {figures['seconds']:.0f} |")
-    notes = [job.published and f"Published: {job.published}.", figures.get("signature") and f"`{figures['signature']}`"]
+    signed = figures.get("signature") if "bleu" in job.figures else None
+    notes = [job.published and f"Published: {job.published}.", signed and f"`{signed}`"]
     if job.figures == WORDS:
         notes.append("Each source counts once; any attested target is right.")
     return [*lines, "", *(note for note in notes if note), ""]
@@ -123,11 +134,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
     parser.add_argument("--keep", type=Path, help="leave the run folders here")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--note", default="", help="what a reader of the table must know, such as a busy machine")
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     changes = " ".join(given.more) or "none"
-    lines = [f"Trained on {device}, torch {torch.__version__}; changes to the recipes: {changes}.", ""]
+    note = f"  {given.note}" if given.note else ""
+    lines = [f"Trained on {device}, torch {torch.__version__}; changes to the recipes: {changes}.{note}", ""]
     with tempfile.TemporaryDirectory() as place:
         data = made_up(Path(place)) if given.smoke else given.data
         for name in given.runs:

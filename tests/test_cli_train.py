@@ -212,7 +212,7 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked"]
         (["toy.toml", "train.steps=ten"], 2, "error: train.steps='ten' cannot be: it is a whole number"),
         (["toy.toml", "train.steps=0"], 2, "too small"),
         (["toy.toml", "model.family=gptt"], 2, "did you mean 'gpt'?"),
-        (["toy.toml", "model.preset=gpt2"], 2, "either a preset or a family"),
+        (["toy.toml", "model.preset=gpt2"], 2, "a preset, a family or a folder"),
         (["gpt-tiny", "model.preset=gpt-tinny"], 2, "did you mean 'gpt-tiny'?"),
         (["toy.toml", "model.dpeth=2"], 2, "did you mean 'depth'?"),
         (["toy.toml", "model.heads=3"], 2, "heads"),

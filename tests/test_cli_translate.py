@@ -134,6 +134,8 @@ def test_bad_bytes_and_long_lines_are_one_clear_error(both, ask):
     code, out, _ = ask(["translate", both, "--long", "split", "--json", *FEW], long)
     assert code == 0
     assert json.loads(out)["source"] == long.decode().rstrip("\n")
+    _, alone, _ = ask(["translate", both, *FEW], b"the 3 sons went.\n")
+    assert json.loads(out)["hypotheses"][0]["text"] == " ".join([alone.strip()] * 12), "sentence by sentence"
 
 
 def test_what_makes_no_sense_is_refused(place, both, ask):

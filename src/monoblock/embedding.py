@@ -139,17 +139,16 @@ class Patches(nn.Module):
 
         `flags` (B, patches) marks patches that the mask token stands for.
         """
-        x = tapped(tap, "patch", self.patch(pixels).flatten(2).mT)  # (B, N, D)
+        x = self.patch(pixels).flatten(2).mT.to(self.patch.weight.dtype)  # (B, N, D); in full precision under autocast
+        x = tapped(tap, "patch", x)
         B, _, D = x.shape
         if flags is not None and self.mask_token is not None:
             x = torch.where(flags[..., None].bool(), self.mask_token, x)
         in_front = [t.expand(B, 1, D) for t in (self.class_token, self.distillation_token) if t is not None]
         if in_front:
             x = torch.cat((*in_front, x), dim=1)
-        if self.position is not None:
-            x = x + self.position.weight
-        elif isinstance(self.config.positions, Sinusoid):
-            x = x + F.pad(self._waves(x), (0, 0, self.config.first, 0))
+        if self.config.positions is not None:
+            x = x + self.places().to(x.dtype)
         if self.registers is not None:  # after the class token, without positions
             first = self.config.first
             x = torch.cat((x[:, :first], self.registers.expand(B, -1, D), x[:, first:]), dim=1)
@@ -157,12 +156,18 @@ class Patches(nn.Module):
             x = self.norm(x)
         return tapped(tap, "output", F.dropout(x, self.config.dropout, self.training))
 
-    def _waves(self, x: Tensor) -> Tensor:
+    def places(self) -> Tensor:
+        """What is added to class token and patches (places, D): a learned table, or sinusoids, none for the token."""
+        if self.position is not None:
+            return self.position.weight
         side, positions = self.config.image // self.config.patch, self.config.positions
         assert isinstance(positions, Sinusoid)
+        width, device = self.patch.out_channels, self.patch.weight.device
         if positions.form == "grid":
-            return grid_sinusoid(side, x.shape[-1], positions, x.device).to(x.dtype)
-        return sinusoid(torch.arange(side * side, device=x.device), x.shape[-1], positions).to(x.dtype)
+            waves = grid_sinusoid(side, width, positions, device)
+        else:
+            waves = sinusoid(torch.arange(side * side, device=device), width, positions)
+        return F.pad(waves, (0, 0, self.config.first, 0))
 
     def check(self, pixels: Tensor, flags: Tensor | None = None) -> None:
         if flags is not None and self.mask_token is None:
@@ -173,7 +178,7 @@ class Patches(nn.Module):
         if pixels.dim() != 4 or tuple(pixels.shape[1:]) != wanted:
             raise InputError(
                 f"pixels of shape {tuple(pixels.shape)} do not fit: this model takes (batch, "
-                f"{', '.join(map(str, wanted))}); resize the images or build it with image=…"
+                f"{', '.join(map(str, wanted))}); resize the images, or see mb.interpolated"
             )
         patches = (self.config.image // self.config.patch) ** 2
         if flags is not None and flags.shape != (pixels.shape[0], patches):

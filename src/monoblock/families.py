@@ -235,7 +235,12 @@ def vit(
     channels: int = 3,
     **knobs: Any,
 ) -> ModelConfig:
-    """ViT (Dosovitskiy et al. 2021): patches as tokens, a class token, pre-norm encoder, a classifier on top."""
+    """ViT (Dosovitskiy et al. 2021): patches as tokens, a class token, pre-norm encoder, a classifier on top.
+
+    With class_token=False the classifier reads the mean of the patches.
+    """
+    if knobs.get("class_token") is False:
+        knobs.setdefault("pooling", "mean")
     norm = NormConfig(eps=1e-12)
     block = BlockConfig(
         width=width,

@@ -134,8 +134,11 @@ def _look_up(positions: str) -> tuple[Learned | Sinusoid | None, Rotary | Alibi 
     return POSITIONS[positions]
 
 
-def _added_positions(part: EmbeddingConfig, values: Values, positions: str) -> None:
-    values["positions"] = _look_up(positions)[0]
+def _added_positions(part: EmbeddingConfig | PatchConfig, values: Values, positions: str) -> None:
+    """Sinusoids of patches tell row and column apart."""
+    added = _look_up(positions)[0]
+    grid = isinstance(part, PatchConfig) and isinstance(added, Sinusoid)
+    values["positions"] = Sinusoid(form="grid") if grid else added
 
 
 def _attention_positions(part: BlockConfig, values: Values, positions: str) -> None:
@@ -202,6 +205,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
     "image": (((PatchConfig,), _field("image")),),
     "patch": (((PatchConfig,), _field("patch")),),
     "channels": (((PatchConfig,), _field("channels")),),
+    "class_token": (((PatchConfig,), _field("class_token")),),
     "width": (((BlockConfig,), _field("width")),),
     "depth": (((StackConfig,), _depth),),
     "heads": (((AttentionConfig,), _field("heads")),),
@@ -235,6 +239,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
     "head": (((ModelConfig,), _head),),
     "classes": (((HeadConfig,), _field("classes")),),
     "pooling": (((HeadConfig,), _field("pooling")),),
+    "pooler": (((HeadConfig,), _field("pooler")),),
     "tie": (((ModelConfig,), _field("tie")),),
     "init": (((InitConfig,), _field("kind")),),
     "std": (((InitConfig,), _field("std")),),
@@ -243,7 +248,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 
 # They mean parts that other knobs may bring in, or the particular where `dropout` means the general.
 DEPENDENT = (
-    *("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling"),
+    *("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling", "pooler"),
     *("attention_dropout", "embedding_dropout", "head_dropout"),
 )
 

@@ -43,6 +43,17 @@ def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device)
     return torch.cat((rows, columns), dim=-1).flatten(0, 1)
 
 
+def regrid(table: Tensor, side: int) -> Tensor:
+    """Places learned on one grid, (places, D) row by row, read off at side × side points by bicubic interpolation.
+
+    Corners of the two images, not of their patches, lie on each other (Dosovitskiy et al. 2021, 3.2).
+    """
+    before = math.isqrt(table.shape[0])
+    grid = table.detach().float().mT.unflatten(-1, (before, before))[None]  # (1, D, before, before)
+    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    return grid[0].flatten(1).mT.contiguous().to(table.dtype)
+
+
 # -- rotary -------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,9 @@ TOLD_EVERY = 5.0  # seconds
 @click.option("--num-beams", type=click.IntRange(min=1), help="Of beam and noised.  [5]")
 @click.option("--top-k", type=click.IntRange(min=1), help="Of restricted.  [10]")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many lines.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once.")
+@click.option(
+    "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once."
+)
 @device
 @dtype
 @as_json

@@ -18,6 +18,10 @@ EXPERIMENTS = {
         "monoblock.experiments.backtranslation",
         "few pairs and many target sentences: beam, sampled, noised, tagged sources",
     ),
+    "pretraining": (
+        "monoblock.experiments.pretraining",
+        "a text-to-text task from few samples, after span corruption and without it",
+    ),
     "recurrence": (
         "monoblock.experiments.recurrence",
         "the Transformer beside the LSTM with attention, as many weights each",
@@ -35,16 +39,27 @@ LISTED = "\n".join(f"\b\n  {name}: {what}" for name, (_, what) in EXPERIMENTS.it
 @click.argument("words", nargs=-1, metavar="[key=value …]")
 @click.option("--out", type=click.Path(path_type=Path), help="The folder of the arms.  [runs/compare-<experiment>]")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of corpora.")
+@click.option("--jobs", type=click.IntRange(min=1), help="So many arms at once, each in a process of its own.")
+@click.option("--smoke", is_flag=True, help="A few steps of everything, where an experiment has that: smoke=true.")
 @as_json
-def command(experiment: str, words: tuple[str, ...], out: Path | None, data: Path | None, as_json: bool) -> None:
+def command(
+    experiment: str,
+    words: tuple[str, ...],
+    out: Path | None,
+    data: Path | None,
+    jobs: int | None,
+    smoke: bool,
+    as_json: bool,
+) -> None:
     if experiment not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS)
         raise ConfigError(f"no experiment {experiment!r}{did_you_mean(experiment, EXPERIMENTS)}; there is {known}")
     own, overrides = _sorted(words)
+    own |= {"smoke": True} if smoke else {}
     from monoblock.experiments.arms import Result, options
 
     module = import_module(EXPERIMENTS[experiment][0])
-    asked = options(module.Options, own)
+    asked = options(module.Options, own if jobs is None else {**own, "jobs": jobs})
     folder = out if out is not None else Path("runs") / f"compare-{experiment}"
     folder.mkdir(parents=True, exist_ok=True)
     for said in module.run(asked, overrides, folder, data_folder(data)):

@@ -17,8 +17,13 @@ from monoblock.errors import ConfigError
 @click.option("--format", "form", type=click.Choice(["monoblock", "hf", "gguf"]), help="[by the name after --to]")
 @click.option("--kind", default="f16", show_default=True, help="How GGUF stores matrices: f32, f16 or q8_0.")
 @click.option("--family", help="Whose names and configuration Hugging Face gets, where several could say the model.")
+@click.option(
+    "--adapter", type=click.Path(path_type=Path), help="A LoRA adapter, ours or peft's, to put into the weights."
+)
 @click.option("--force", is_flag=True, help="Write into a folder that exists.")
-def command(source: str, target: str, form: str | None, kind: str, family: str | None, force: bool) -> None:
+def command(
+    source: str, target: str, form: str | None, kind: str, family: str | None, adapter: Path | None, force: bool
+) -> None:
     """Convert SOURCE, a folder of ours, a Hugging Face folder or a GGUF file, pickled weights included.
 
     The last line is the certificate: family, parameters, tensors, and the largest difference of logits from those of
@@ -28,9 +33,9 @@ def command(source: str, target: str, form: str | None, kind: str, family: str |
     if Path(target).exists() and not force:
         raise ConfigError(f"{target} exists; name another place with --to, or write into it with --force")
     from monoblock.interop.certificate import certify
-    from monoblock.interop.convert import opened, write
+    from monoblock.interop.convert import merged, opened, write
 
-    with opened(source) as found:
+    with opened(source) as base, merged(base, adapter) as found:
         click.echo(f"Read {source}: {found.model.config.family}", err=True)
         write(found, target, form, kind=kind, family=family)
         certificate = certify(found, target, form, lambda line: click.echo(line, err=True))

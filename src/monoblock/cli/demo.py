@@ -72,7 +72,7 @@ def _train(folder: Path, seed: int) -> dict[str, Any]:
         run = prepare(recipe, folder, stop=stop)
         last = go(run, Drawing(recipe.train.steps), resume=False)
     if last.interrupted:
-        say_how_to_go_on(folder, last.step, ["demo", f"train.seed={seed}"])
+        say_how_to_go_on(folder, last.step, ["train", "demo", f"train.seed={seed}"])
         raise click.exceptions.Exit(130)
     counted = account(run.model.config)
     return {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from monoblock.cli.common import as_json, next_verb, print_json, table
+from monoblock.cli.prompting import interpolate, prompted, prompting, resized
 from monoblock.cli.speaking import choosing, device, dtype, given, load, settings
 from monoblock.cli.train import data_folder
 from monoblock.cli.translate import SEARCH
@@ -20,7 +22,7 @@ FAILED = 3  # exit code of a check that failed
 
 @click.command(name="evaluate", help="Measure MODEL on DATA: a corpus of `monoblock ls corpora`, a file or a folder.")
 @click.argument("model")
-@click.argument("corpus", metavar="DATA")
+@click.argument("data", metavar="DATA")
 @choosing(SEARCH)
 @click.option("--split", type=click.Choice(["train", "valid", "test", "all"]), help="[test, or valid without one]")
 @click.option("--limit", type=click.IntRange(min=1), help="Only so many rows.")
@@ -34,71 +36,27 @@ FAILED = 3  # exit code of a check that failed
 @click.option("--save-words", type=click.Path(path_type=Path), help="Keep that list for `translate --words`.")
 @click.option("--stride", type=click.IntRange(min=1), help="Language models: windows that move on by so many tokens.")
 @click.option("--context", type=click.IntRange(min=2), help="Language models: tokens in a block.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Sources at once.")
+@click.option(
+    "--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Sources at once."
+)
+@prompting
+@interpolate
 @click.option("--at-least", multiple=True, metavar="FIGURE=NUMBER", help="Fail (exit 3) below it.")
 @click.option("--at-most", multiple=True, metavar="FIGURE=NUMBER", help="Fail (exit 3) above it.")
 @click.option("--card", is_flag=True, help="Write the figures into the model card of a run folder.")
-@click.option("--data", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder of corpora.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the confusion matrix and the worst mistakes.")
+@click.option("--data", "folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Of corpora.")
 @device
 @dtype
 @as_json
 @click.pass_context
-def command(
-    ctx: click.Context,
-    model: str,
-    corpus: str,
-    split: str | None,
-    limit: int | None,
-    samples: int,
-    n_best: int,
-    lowercase: bool,
-    language: str | None,
-    rescore: bool,
-    save_words: Path | None,
-    stride: int | None,
-    context: int | None,
-    batch_size: int,
-    at_least: tuple[str, ...],
-    at_most: tuple[str, ...],
-    card: bool,
-    data: Path | None,
-    device: str | None,
-    dtype: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    wanted = [(*_bound(word), 1) for word in at_least] + [(*_bound(word), -1) for word in at_most]
-    from monoblock.tasks.evaluation import Asked, evaluate
-
-    pipe = load(model, device, dtype)
-    chosen = given(options)
-    settings(pipe, chosen)
+def command(ctx: click.Context, model: str, device: str | None, dtype: str | None, as_json: bool, **words: Any) -> None:
+    wanted = [(*_bound(word), 1) for word in words["at_least"]] + [(*_bound(word), -1) for word in words["at_most"]]
+    pipe = resized(load(model, device, dtype), words["interpolate"])
     begun = time.perf_counter()
-    measured = evaluate(
-        pipe,
-        Asked(
-            data=corpus,
-            split=split,
-            folder=data_folder(data),
-            samples=samples,
-            limit=limit,
-            options=chosen,
-            batch=batch_size,
-            n_best=n_best,
-            lowercase=lowercase,
-            language=language,
-            stride=stride,
-            context=context,
-            rescore=rescore or save_words is not None,
-        ),
-    )
+    measured = _measured(pipe, words)
     seconds = time.perf_counter() - begun
-    if save_words is not None and measured.words is not None:
-        measured.words.write(save_words)
-    if card:
-        from monoblock.tasks.card import add_figures
-
-        add_figures(Path(model), corpus, measured.figures)
+    _keep(measured, Path(model), words)
     _report(measured, seconds, as_json)
     failed = _failures(measured.figures, wanted)
     for line in failed:
@@ -106,6 +64,32 @@ def command(
     if failed:
         ctx.exit(FAILED)
     next_verb(f"account {shlex.quote(model)}")
+
+
+def _measured(pipe: Any, words: dict[str, Any]) -> Any:
+    """The options go by the words of `Asked` and of `Settings`; what belongs to neither says what is kept."""
+    from monoblock.tasks.evaluation import Asked, evaluate
+
+    search = given({name: words[name] for name, _, _ in SEARCH.values()})
+    settings(pipe, search)
+    asked = {name: words[name] for name in (field.name for field in fields(Asked)) if name in words}
+    changed = {"folder": data_folder(words["folder"]), "rescore": words["rescore"] or words["save_words"] is not None}
+    wanted = Asked(**{**asked, **changed, "options": search})
+    return evaluate(pipe, wanted) if words["shots"] is None else prompted(pipe, wanted, words)
+
+
+def _keep(measured: Any, model: Path, words: dict[str, Any]) -> None:
+    """Files that were asked for: the list of words, the picture, the figures in the model card."""
+    if words["save_words"] is not None and measured.words is not None:
+        measured.words.write(words["save_words"])
+    if words["picture"] is not None:
+        if measured.picture is None:
+            raise ConfigError("--picture draws how classes are confused, and this task has none; leave it out")
+        click.echo(f"drawn: {measured.picture(words['picture'])}", err=True)
+    if words["card"]:
+        from monoblock.tasks.card import add_figures
+
+        add_figures(model, words["data"], measured.figures)
 
 
 def _report(measured: Any, seconds: float, as_json: bool) -> None:
@@ -118,13 +102,17 @@ def _report(measured: Any, seconds: float, as_json: bool) -> None:
     figures = dict(measured.figures)
     rescored, signatures = figures.pop("rescored", None), figures.pop("signatures", {})
     figures.pop("signature", None)
-    rows: list[list[object]] = [[name, value] for name, value in figures.items()]
+    plain = {name: value for name, value in figures.items() if not isinstance(value, dict | list)}
+    rows: list[list[object]] = [[name, value] for name, value in plain.items()]
     if rescored is not None:
         table(["figure", "value", "rescored"], [[*row, rescored.get(str(row[0]))] for row in rows])
         told = f"gain {rescored['gain']:+.2f} by a list of the training targets, weight {rescored['weight']:g}"
         click.echo(told)
     else:
         table(["figure", "value"], rows)
+    for one in measured.tables:
+        click.echo()
+        table(one.columns, one.rows)
     for name, signature in signatures.items():
         click.echo(f"{name}: {signature}")
     for one in measured.samples:

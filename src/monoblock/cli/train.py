@@ -100,26 +100,26 @@ def command(
         ctx.exit(parallel.launch(["train", *words, *flags], nproc, resolved.train.device))
     world = parallel.join(os.environ, resolved.train.device)
     with parallel.among(world):
-        run, last = _train(resolved, folder, data_folder(data), world, options)
+        run, last = trained(resolved, folder, data_folder(data), world, options)
         if world.leads and last.interrupted:
-            say_how_to_go_on(folder, last.step, words, world.size)
+            say_how_to_go_on(folder, last.step, ["train", *words], world.size)
         elif world.leads:
-            _report(run, as_json)
+            report(run, as_json)
         world.leave()
     if last.interrupted:
         ctx.exit(130)
 
 
-def _train(recipe: Any, folder: Path, data: Path | None, world: Any, options: dict[str, bool]) -> tuple[Any, Any]:
+def trained(recipe: Any, folder: Path, data: Path | None, world: Any, options: dict[str, bool]) -> tuple[Any, Any]:
     """The run and its last event."""
     from monoblock.tasks.run import prepare
 
     with interruptible(world.rank, world.size) as stop:
         run = prepare(recipe, folder, data=data, stop=stop, world=world, **options)
-        return run, go(run, Drawing(recipe.train.steps, run.ground.unit), resume=options["resume"])
+        return run, go(run, Drawing(run.recipe.train.steps, run.ground.unit), resume=options["resume"])
 
 
-def _report(run: Any, as_json: bool) -> None:
+def report(run: Any, as_json: bool) -> None:
     summary = finished(run)
     if as_json:
         print_json(summary)
@@ -128,16 +128,19 @@ def _report(run: Any, as_json: bool) -> None:
         click.echo(f"Saved {run.folder}" + (f": {', '.join(shown)}" if shown else ""))
     speaks = run.recipe.train.objective == "causal"
     prompt = shlex.quote(run.recipe.generate.prompt or "The")
-    if run.recipe.train.objective == "pairs":
+    if run.recipe.train.objective == "chat":
+        next_verb(f"chat {run.folder}")
+    elif run.recipe.train.objective == "pairs":
         next_verb(f"translate {run.folder} {shlex.quote(run.ground.held[0].source if run.ground.held else 'TEXT')}")
     else:
-        next_verb(f"generate {run.folder} {prompt}" if speaks else f"account {run.folder}")
+        measured = f"evaluate {run.folder} {shlex.quote(run.recipe.data.corpus)}"
+        next_verb(f"generate {run.folder} {prompt}" if speaks else measured)
 
 
 def say_how_to_go_on(folder: Path, step: int, words: list[str], processes: int = 1) -> None:
     """The whole command that takes an interrupted run up again."""
     several = ["--nproc", str(processes)] if processes > 1 else []
-    line = shlex.join(["monoblock", "train", *words, "--resume", "--out", str(folder), *several])
+    line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *several])
     click.echo(f"Saved {folder} at step {step}. Go on with: {line}", err=True)
 
 

@@ -39,7 +39,9 @@ SHOWN = 4  # decimals of a score: what batches of other sizes agree on
 @click.option("--to", help="The script to write, where a model knows several: devanagari, tamil, latin …")
 @click.option("--long", type=click.Choice(["refuse", "split"]), default="refuse", show_default=True)
 @click.option("--words", type=click.Path(path_type=Path), help="Order hypotheses by this list of `evaluate`, too.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once.")
+@click.option(
+    "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once."
+)
 @device
 @dtype
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")

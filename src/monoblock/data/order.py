@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from monoblock.errors import InputError
 
 # What a draw is for.  Each purpose has a stream of its own, so that adding one never moves another.
-PURPOSES = {"samples": 0, "offset": 1, "batches": 2}
+PURPOSES = {"samples": 0, "offset": 1, "batches": 2, "augment": 3}
 LARGEST = 2**64
 
 

@@ -73,35 +73,43 @@ def encode_pairs(rows: Iterable[Pair], source: Encode, target: Encode, *, longes
 
 
 def encode_labelled(
-    rows: Iterable[Labelled], encode: Encode, labels: Sequence[str], *, longest: int | None = None
+    rows: Iterable[Labelled], encode: Callable[[str, str | None], tuple[Sequence[int], ...]], labels: Sequence[str]
 ) -> Samples:
-    """{"ids", "label"}, the label a row of one; a longer text is cut."""
+    """{"ids", "label"}, the label a row of one, and with pairs of texts "segments".
+
+    `encode` makes (ids, segments) of a text and the text beside it, if there is one.
+    """
     number = {label: place for place, label in enumerate(labels)}
-    made = ((list(encode(row.text))[:longest], [_number(number, row.label)]) for row in rows)
-    return _samples(("ids", "label"), made, None)
+    made = [(*encode(row.text, row.pair)[:2], [_number(number, row.label)]) for row in rows]
+    samples = _samples(("ids", "segments", "label"), made, None)
+    if any(segment for _, segments, _ in made for segment in segments):
+        return samples
+    return Samples({name: rows for name, rows in samples.fields.items() if name != "segments"}, samples.numbers)
 
 
 def encode_tagged(
-    rows: Iterable[Tagged], encode: Encode, labels: Sequence[str], *, longest: int | None = None
+    rows: Iterable[Tagged],
+    encode: Callable[[Sequence[str]], tuple[Sequence[int], Sequence[int]]],
+    labels: Sequence[str],
 ) -> Samples:
-    """{"ids", "labels"}: the first token of a word bears its label, the others −100; a longer row is cut.
+    """{"ids", "labels"}: the first token of a word bears its label, all others −100.
 
-    `encode` is given each word alone; where a tokenizer marks the space before a word, it must add it.
+    `encode` makes of words their ids and the places of their first tokens; words that have no place have no label.
     """
     number = {label: place for place, label in enumerate(labels)}
-    return _samples(("ids", "labels"), (_tagged(row, encode, number, longest) for row in rows), None)
+    return _samples(("ids", "labels"), (tagged(row, *encode(row.words), number) for row in rows), None)
 
 
-def _tagged(
-    row: Tagged, encode: Encode, number: Mapping[str, int], longest: int | None
+def tagged(
+    row: Tagged, ids: Sequence[int], places: Sequence[int], number: Mapping[str, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    ids: list[int] = []
-    labels: list[int] = []
-    for word, label in zip(row.words, row.labels, strict=True):
-        tokens = list(encode(word))
-        ids += tokens
-        labels += [_number(number, label), *[IGNORED] * (len(tokens) - 1)][: len(tokens)]
-    return ids[:longest], labels[:longest]
+    """The ids of a row, and the labels beside them."""
+    labels = [IGNORED] * len(ids)
+    for label in row.labels[len(places) :]:
+        _number(number, label)
+    for place, label in zip(places, row.labels, strict=False):
+        labels[place] = _number(number, label)
+    return ids, labels
 
 
 def _number(number: Mapping[str, int], label: str) -> int:

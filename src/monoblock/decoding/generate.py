@@ -72,6 +72,9 @@ class Asked:
             [(head, text) for head, text in zip(heads, texts, strict=True)] if both else [(t, None) for t in texts]
         )
         longest = max(len(head) for head, _ in self.prompts)
+        if isinstance(proposer, Draft) and not proposer.reads(longest):
+            proposer = None  # the text is the same without it
+        self.models = [model, *([proposer.model] if isinstance(proposer, Draft) else ())]
         self.capacity = _capacity(model, longest, self.settings)
         rows = max(MANY, self.settings.rows)
         self.engine = _engine(model, rows, self.capacity, use_cache, proposer)
@@ -79,13 +82,15 @@ class Asked:
         self.each = self.settings.num_return_sequences
 
     def steps(self) -> Iterator[list[Event]]:
-        training = self.model.training
-        self.model.eval()
+        training = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
         try:
             while self.engine.busy:
                 yield self.engine.step()
         finally:
-            self.model.train(training)
+            for model, was in zip(self.models, training, strict=True):
+                model.train(was)
 
     def events(self) -> Iterator[Event]:
         for events in self.steps():
@@ -128,7 +133,7 @@ def _proposer(model: Transformer, draft: Transformer | None, lookup: int) -> Pro
             f"the draft speaks {other.vocab} tokens and the model {own.vocab}; "  # type: ignore[union-attr]
             f"a draft needs the same vocabulary"
         )
-    return Draft(draft.eval())
+    return Draft(draft)
 
 
 def _texts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:

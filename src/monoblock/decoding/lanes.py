@@ -64,6 +64,11 @@ class Lane:
             return self.beams.tokens[row]
         return self.rows[row].new[-1] if self.rows[row].new else 0
 
+    @property
+    def newest_tokens(self) -> list[int]:
+        """What the model is to read next in every row."""
+        return self.beams.tokens if self.beams is not None else [self.newest(row) for row in range(len(self.rows))]
+
     def say(self, row: int, tokens: Sequence[int]) -> Event | None:
         """Tokens chosen for a row, heard up to its end; None where the row was over before."""
         mine = self.rows[row]

@@ -23,6 +23,7 @@ from monoblock.attention import Attention, View
 from monoblock.block import Block
 from monoblock.cache import CrossSlot, Slot
 from monoblock.decoding.aligned import align, roomy
+from monoblock.decoding.looking import alike, looked
 from monoblock.decoding.step_cpu import StepStack, whole
 from monoblock.experts import Experts
 from monoblock.feedforward import FeedForward
@@ -70,6 +71,8 @@ def _made(model: Transformer) -> Transformer:
             for part in (module, getattr(module, "joined", None)):
                 if isinstance(part, (StepLinear, StepHead, Joined)):
                     part.few = FEW["dense"]
+                elif isinstance(part, StepAttention):
+                    part.rowwise = True
         _at_once(twin)
     return twin
 
@@ -240,6 +243,7 @@ class StepFeedForward(FeedForward):
 
 class StepAttention(Attention):
     joined: Joined | JoinedFast | None
+    rowwise = False  # one query a row has a kernel of its own
 
     def join(self) -> None:
         self.joined = together([self.query, self.key, self.value])
@@ -260,6 +264,9 @@ class StepAttention(Attention):
         entry: Entry | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
+        if self.rowwise and tap is None and alike(self, x, view, slot, entry):
+            q, k, v = self.projected(x, x, isinstance(slot, CrossSlot))
+            return self.output(looked(self, q, self._keys_values(k, v, view, slot, entry), view))
         if view.lengths is None or tap is not None or not isinstance(slot, Slot) or not self._quick(x, view, slot):
             return super().forward(x, view, memory=memory, slot=slot, entry=entry, tap=tap)
         q, k, v = self.projected(x, x, False)

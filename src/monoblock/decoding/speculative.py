@@ -109,6 +109,11 @@ class Draft:
         self.rows: Cached | None = None
         self.before = torch.zeros(1)
 
+    def reads(self, length: int) -> bool:
+        """Whether a prompt of so many tokens leaves the draft room to propose something."""
+        limit = self.model.config.context
+        return limit is None or length < limit
+
     def reset(self, capacity: int, copies: int) -> None:
         limit = self.model.config.context
         if limit is not None and limit < capacity and self.model.config.input.kind == "tokens":
@@ -117,6 +122,10 @@ class Draft:
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         assert self.rows is not None
+        longest = max(len(prompt.ids) for prompt in prompts)
+        if not self.reads(longest):
+            limit = self.model.config.context
+            raise InputError(f"a prompt of {longest} tokens is too long for a draft of context {limit}; leave it out")
         self.rows.begin(prompts)
 
     def select(self, rows: Tensor) -> None:

@@ -139,6 +139,23 @@ def opened(source: str | Path) -> Iterator[Source]:
         yield Source(kind, folder, model, tokenizer)
 
 
+@contextmanager
+def merged(source: Source, adapter: str | Path | None) -> Iterator[Source]:
+    """The model with a LoRA adapter in its weights, in a folder that lives as long as the context."""
+    if adapter is None:
+        yield source
+        return
+    from monoblock.interop.adapters import load_adapter
+    from monoblock.lora import folded
+
+    load_adapter(source.model, adapter)
+    with tempfile.TemporaryDirectory(prefix="monoblock-") as beside:
+        place = Path(beside) / source.folder.stem
+        write(source._replace(model=folded(source.model)), place, "monoblock")
+        with opened(place) as found:
+            yield found
+
+
 def _kind(given: Path) -> str:
     if given.is_file():
         if given.suffix == ".gguf":

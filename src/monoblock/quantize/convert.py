@@ -53,6 +53,21 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transforme
     return lay_out(Transformer(replace(config, quantize=None)).to(dtype), config.quantize)
 
 
+def widened(model: Transformer) -> Transformer:
+    """The same model with ordinary matrices, worth what the small numbers are worth; one that has them is itself."""
+    if model.config.quantize is None:
+        return model
+    with torch.device("meta"):
+        made = Transformer(replace(model.config, quantize=None))
+    small = {path: module for path, module in model.named_modules() if isinstance(module, Quantized)}
+    wide = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in small}
+    wide |= {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".bias")}
+    for path, module in small.items():
+        wide[path if path in dict(made.named_parameters()) else f"{path}.weight"] = module.weight.detach()
+    made.load_state_dict(wide, assign=True, strict=True)
+    return made.train(model.training)
+
+
 def stored_formats(model: nn.Module) -> dict[str, torch.dtype]:
     """The tensors of quantised matrices by their names in the model, with the format each must have."""
     held = [(path, module) for path, module in model.named_modules() if isinstance(module, Quantized)]

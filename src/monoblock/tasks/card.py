@@ -28,10 +28,26 @@ def card(recipe: Any, config: ModelConfig | RecurrentConfig, measured: dict[str,
         f"- model: {family}, {account(config).parameters:,} parameters\n"
         f"{tokenizer}"
         f"- trained on: {recipe.data.corpus} ({ground.said})\n"
-        f"- objective: {part.objective}, {part.steps:,} updates of {part.batch * part.accumulate} sequences, "
+        f"- objective: {part.objective}, {part.steps:,} updates of {_batch(part)}, "
         f"{part.optimizer}, lr {part.lr:g}, {part.schedule}, seed {part.seed}\n"
+        f"{_search(recipe)}"
         f"{figures}"
     )
+
+
+def _batch(part: Any) -> str:
+    if part.tokens is None:
+        return f"{part.batch * part.accumulate} sequences"
+    return f"at most {part.tokens * part.accumulate:,} tokens"
+
+
+def _search(recipe: Any) -> str:
+    """How targets are looked for unless somebody says otherwise."""
+    part = recipe.generate
+    if recipe.train.objective != "pairs":
+        return ""
+    found = f"beam {part.num_beams}, length penalty {part.length_penalty:g}" if part.num_beams > 1 else "greedy"
+    return f"- targets: {found}, at most {part.max_new_tokens} tokens (generation_config.json)\n"
 
 
 def _rows(figures: dict[str, Any]) -> str:

@@ -83,7 +83,7 @@ def _start(given: Any, folder: Path, tokenizer: Tokenizer) -> int | None:
 
 def described(part: Any, objective: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What a training run leaves in its folder: samples of a language model, the most probable of the others."""
-    speaks = objective == "causal"
+    speaks = objective in ("causal", "chat")
     chosen: dict[str, Any] = {"max_new_tokens": part.max_new_tokens}
     if speaks:
         sampled = {"temperature": part.temperature, "top_p": part.top_p, "top_k": part.top_k}
@@ -95,5 +95,6 @@ def described(part: Any, objective: str, tokenizer: Tokenizer | None) -> dict[st
         return chosen
     roles = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": tokenizer.bos_id}
     if objective in ("pairs", "spans"):
-        roles[START] = tokenizer.bos_id if objective == "pairs" else tokenizer.pad_id
+        begins = objective == "pairs" and tokenizer.bos_id is not None
+        roles[START] = tokenizer.bos_id if begins else tokenizer.pad_id
     return chosen | roles

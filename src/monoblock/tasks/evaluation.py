@@ -1,24 +1,25 @@
 """How good a model is on a corpus, by its task: TASKS says what is measured for which objective.
 
 Figures go by the words of the command line: loss, perplexity, bits_per_byte, bleu, bleu_tokenized, chrf, cer, accuracy,
-top_k; `signature` says which BLEU.
+top_k, f1, ece; `signature` says which BLEU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 from monoblock.data import corpora
-from monoblock.data.corpora import Corpus
 from monoblock.data.paths import ALIGNED
 from monoblock.data.readers import Pair
-from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.tasks import scores
+from monoblock.errors import ConfigError, InputError
+from monoblock.tasks import answering, labelling, scores, textscores
+from monoblock.tasks.classifying import classifier
+from monoblock.tasks.hiding import masked_lm
+from monoblock.tasks.measured import Asked, Measured, read
 from monoblock.tasks.pairing import arranged, references
 from monoblock.tasks.pipeline import Pipeline
 from monoblock.tasks.recipe import DataPart
@@ -27,61 +28,20 @@ from monoblock.tasks.texts import tokens_of, windows
 from monoblock.tasks.translating import Answer, readable
 from monoblock.training.objectives import IGNORE, Loss
 
-FAMILIES = {"decoder-only": "causal", "encoder-decoder": "pairs"}  # of a folder that no recipe made
-SMALLER = {"loss", "perplexity", "bits_per_byte", "cer"}  # is better
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be measured, and how."""
-
-    data: str
-    split: str | None = None  # None: test where there is one, else valid
-    folder: Path | None = None
-    samples: int = 0
-    limit: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of decoding
-    batch: int = 64
-    n_best: int = 5  # words: top_k is measured with this k
-    lowercase: bool = False
-    language: str | None = None  # of the targets, for the Moses tokenizer; None: by the files' endings, else English
-    stride: int | None = None
-    context: int | None = None
-    rescore: bool = False
-
-
-@dataclass
-class Measured:
-    figures: dict[str, Any]
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what a reader must know about the figures
-    words: Frequencies | None = None
+# Of a folder that no recipe made.
+FAMILIES = {"decoder-only": "causal", "encoder-decoder": "pairs"}
+HEADS = {"classifier": "classify", "tagger": "label", "masked_lm": "masked", "spans": "answers"}
+SMALLER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}  # is better
 
 
 def evaluate(pipe: Pipeline, asked: Asked) -> Measured:
     """The figures of a model on a corpus, by what it was trained for."""
-    objective = pipe.objective or FAMILIES.get(pipe.model.config.family, "")
+    head = getattr(pipe.model.config, "head", None)
+    objective = HEADS.get(head.kind if head is not None else "") or pipe.objective
+    objective = objective or FAMILIES.get(pipe.model.config.family, "")
     if objective not in TASKS:
         raise InputError(f"evaluate knows no measure for {objective or pipe.model.config.family} models yet")
     return TASKS[objective](pipe, asked)
-
-
-def read(asked: Asked, kind: Any, split: str | None = None) -> Corpus:
-    """The rows that are measured on."""
-    wanted = [split or asked.split] if split or asked.split else ["test", "valid"]
-    known = None if asked.data in corpora.CORPORA else kind
-    for place, name in enumerate(wanted):
-        try:
-            found = corpora.load(asked.data, name, folder=asked.folder, kind=known)  # type: ignore[arg-type]
-        except FileError:
-            if place + 1 == len(wanted):
-                raise
-            continue
-        if found.kind != kind:
-            raise ConfigError(f"this model is measured on {kind}, and {asked.data} is {found.kind}; give other data")
-        limit = None if split is not None else asked.limit
-        return Corpus(found.name, found.kind, found.split, found.rows[:limit])
-    raise AssertionError("one split at least is tried")
 
 
 # -- language models ------------------------------------------------------------------------------------------------
@@ -115,6 +75,8 @@ def language_model(pipe: Pipeline, asked: Asked) -> Measured:
 def pairs(pipe: Pipeline, asked: Asked) -> Measured:
     """Translations measured by BLEU and chrF; single words by accuracy and character errors."""
     part = pipe.part if pipe.part is not None else DataPart(corpus=asked.data)
+    if part.prefix or part.tasks:
+        return textscores.measure(pipe, asked, part, partial(scored, lowercase=asked.lowercase))
     corpus = arranged(read(asked, "pairs"), part)
     measured = (transliteration if is_words(corpus.rows) else translation)(pipe, asked, corpus.rows)
     measured.figures["split"] = corpus.split
@@ -212,6 +174,8 @@ def _samples(rows: Sequence[Pair], found: list[list[str]], count: int) -> list[d
 
 def held_out_scores(pipe: Pipeline, rows: Sequence[Pair], count: int) -> dict[str, float]:
     """For a model card: what the first sources within the context become.  Without sacreBLEU, exact matches alone."""
+    if pipe.part is not None and (pipe.part.prefix or pipe.part.tasks):
+        return textscores.held_out(pipe, rows, count, pipe.part, scored)
     some = [row for row in rows[: 2 * count] if readable(pipe, row.source)][:count]
     if not some:
         return {}
@@ -228,4 +192,17 @@ def held_out_scores(pipe: Pipeline, rows: Sequence[Pair], count: int) -> dict[st
 
 
 # Objective -> what is measured.  A task is one function and one row.
-TASKS: dict[str, Callable[[Pipeline, Asked], Measured]] = {"causal": language_model, "pairs": pairs}
+TASKS: dict[str, Callable[[Pipeline, Asked], Measured]] = {
+    "causal": language_model,
+    "pairs": pairs,
+    "answers": answering.measure,
+    "classify": classifier,
+    "label": labelling.tagger,
+    "masked": masked_lm,
+}
+# Objective -> what a model card says about the first validation rows.
+HELD_OUT: dict[str, Callable[..., dict[str, float]]] = {
+    "pairs": held_out_scores,
+    "answers": answering.held_out,
+    "label": labelling.held_out,
+}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,12 @@ def begin(
     config: ModelConfig | RecurrentConfig,
     tokenizer: Tokenizer | None,
     labels: list[str],
+    tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """The files a run starts with, so that even an interrupted one can be understood."""
+    """The files a run starts with, so that even an interrupted one can be understood.
+
+    `tokens` are special ones that the model began with, where they are others than the tokenizer says.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -48,7 +53,7 @@ def begin(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     defaults = generation.described(recipe.generate, recipe.train.objective, tokenizer)
-    write(folder / GENERATION, json.dumps(defaults, indent=2) + "\n")
+    write(folder / GENERATION, json.dumps({**defaults, **(tokens or {})}, indent=2) + "\n")
     if labels:
         write(folder / LABELS, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")
 
@@ -81,13 +86,13 @@ def tokenizer_in(folder: Path) -> Tokenizer:
     config = read_config(folder)  # checks the size and form of the file
     stored = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(FINGERPRINT)
     try:
-        check_belongs(tokenizer, _vocab(config), stored if isinstance(stored, str) else None)
+        check_belongs(tokenizer, vocab_of(config), stored if isinstance(stored, str) else None)
     except InputError as problem:
         raise FileError(f"{folder}: {problem}") from None
     return tokenizer
 
 
-def _vocab(config: ModelConfig | RecurrentConfig) -> int:
+def vocab_of(config: ModelConfig | RecurrentConfig) -> int:
     """How many tokens the model knows, on the side that knows fewer."""
     if isinstance(config, RecurrentConfig):
         return min(config.vocab, config.target_vocab or config.vocab)

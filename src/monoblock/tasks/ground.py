@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,19 @@ class Ground:
     baselines: dict[str, float] = field(default_factory=dict)  # what a model that knows little would lose
     held: list[Any] = field(default_factory=list)  # pairs: the rows of the validation split
     unit: str = "tokens"  # what is counted when speed is told
+    places: bool = False  # answers: what is chosen from are the places of a row
     content: dict[str, str] = field(default_factory=dict)  # split: SHA-256 of what was read
 
 
 # -- tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer(recipe: Recipe, train: Corpus, folder: Path | None) -> Tokenizer:
-    """The run folder's own, the one the recipe names, or a new one trained on the training split."""
+def find_tokenizer(recipe: Recipe, train: Corpus, folder: Path | None, begun: Tokenizer | None = None) -> Tokenizer:
+    """The run folder's own, the one the model was `begun` with or the recipe names, or one trained on the data."""
     if folder is not None and (folder / "tokenizer.json").is_file():
         return _suited(tokenizer_in(folder), recipe.train.objective, folder)
+    if begun is not None:
+        return _suited(begun, recipe.train.objective, Path(recipe.model["folder"]))
     if recipe.tokenizer.folder:
         place = Path(recipe.tokenizer.folder)
         if not (place / "tokenizer.json").is_file():
@@ -64,18 +67,24 @@ def find_tokenizer(recipe: Recipe, train: Corpus, folder: Path | None) -> Tokeni
     )
 
 
-# Objective -> the special token without which it cannot be.
-CANNOT_LACK = {"masked": "mask", "spans": "sentinels", "pairs": "bos", "classify": "cls"}
+# Objective -> the special tokens of which it needs one.
+CANNOT_LACK = {
+    "masked": ("mask",),
+    "spans": ("sentinels",),
+    "pairs": ("bos", "pad"),  # to start a target with; T5 starts with padding
+    "classify": ("cls",),
+    "answers": ("cls",),
+}
 
 
 def _suited(tokenizer: Tokenizer, objective: str, place: Path) -> Tokenizer:
     """The tokenizer, if it has the special tokens that the objective needs."""
-    role = CANNOT_LACK.get(objective)
-    has = tokenizer.sentinel_ids if role == "sentinels" else role is None or role in tokenizer.roles
-    if not has:
+    roles = CANNOT_LACK.get(objective, ())
+    has = {*tokenizer.roles, *(["sentinels"] if tokenizer.sentinel_ids else [])}
+    if roles and has.isdisjoint(roles):
         raise FileError(
-            f"the tokenizer in {place} has no {role}, which train.objective={objective!r} needs; "
-            f"leave out tokenizer.folder to train one"
+            f"the tokenizer in {place} has no {' or '.join(roles)}, which train.objective={objective!r} needs; "
+            f"take another folder, or none, to train one"
         )
     return tokenizer
 
@@ -90,7 +99,9 @@ def _specials(recipe: Recipe, train: Corpus) -> list[str]:
         "spans": ["pad", "eos", "sentinels=100"],
         "pairs": ["pad", "bos", "eos", *_tags(recipe, train)],
         "classify": ["pad", "cls", "sep"],
-        "label": ["pad", "cls", "sep"],
+        "label": ["pad", "cls", "sep", "mask"],
+        "answers": ["pad", "cls", "sep", "mask"],
+        "chat": ["pad", "eos"],
     }
     return needs[objective]
 
@@ -133,11 +144,12 @@ def evaluate(
     """Loss over the validation split, every asked place counted once; accuracy too."""
     total, asked, right = 0.0, 0, 0
     assert ground.evaluation is not None
+    loss = replace(loss, places=ground.places)
     for number, batch in enumerate(ground.evaluation()):
         if batches and number >= batches:
             break
         part = batch.to(device)
-        logits = model(**part.inputs)
+        logits = loss.logits(model, part.inputs)
         total += float(loss.of(logits, part.labels))
         asked += batch.asked
         right += int(((logits.argmax(-1) == part.labels) & (part.labels != IGNORE)).sum())

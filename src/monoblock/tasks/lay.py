@@ -11,28 +11,47 @@ from typing import Any
 from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
 from monoblock.data.fingerprint import fingerprint
+from monoblock.data.paths import holds_images
 from monoblock.errors import ConfigError, FileError
-from monoblock.tasks import pairing, samples, texts
+from monoblock.tasks import asking, chatting, labelled, pairing, pictures, samples, sentences, texts
+from monoblock.tasks.defaults import START
 from monoblock.tasks.ground import Ground, find_tokenizer
-from monoblock.tasks.recipe import Recipe, is_vision
+from monoblock.tasks.recipe import TRAINS, Recipe, is_vision
+from monoblock.tasks.sections import AugmentPart
+from monoblock.tasks.starting import Start
+from monoblock.tasks.texttotext import as_pairs, further
 
 # Objective -> the kinds of corpus it can use; a path is read as the first, arrays as images.
 KINDS = {
     "causal": ("text",),
-    "masked": ("text",),
+    "masked": ("text", "labelled", "tagged"),  # of labelled rows the text alone
     "spans": ("text",),
     "pairs": ("pairs",),
     "classify": ("labelled", "images"),
     "label": ("tagged",),
+    "answers": ("questions",),
+    "chat": ("chat",),
 }
 
 
-def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder: Path | None = None) -> Ground:
-    """Read the corpus and prepare training and evaluation."""
+def lay(
+    recipe: Recipe,
+    context: int | None,
+    *,
+    data: Path | None = None,
+    folder: Path | None = None,
+    start: Start | None = None,
+) -> Ground:
+    """Read the corpus and prepare training and evaluation; `start` is where the model has its weights from."""
     asked = recipe.train.objective
     load = partial(corpora.load, recipe.data.corpus, folder=data, kind=_kind(recipe, data))
-    train = whole = load("train")
+    train, valid = _splits(load, recipe.data.held)
+    if asked == "pairs" and recipe.data.prefix:  # labels and answers are text, too
+        train, valid = as_pairs(train), None if valid is None else as_pairs(valid)
+    whole = train
     labels = train.labels()  # of all there is: a limit must not lose one
+    if start is not None and start.keeps_head(TRAINS[asked][1], recipe.model):
+        labels = start.agreed(labels)
     if recipe.data.limit is not None:
         train = replace(train, rows=train.rows[: recipe.data.limit])
     train = pairing.arranged(train, recipe.data)
@@ -40,31 +59,48 @@ def lay(recipe: Recipe, context: int | None, *, data: Path | None = None, folder
         raise ConfigError(
             f"train.objective={asked!r} needs {' or '.join(KINDS[asked])}, but the corpus {train.name} is {train.kind}"
         )
-    try:
-        valid: Corpus | None = load("valid")
-    except FileError:
-        valid = None
     content = {corpus.split: fingerprint(corpus) for corpus in (whole, valid) if corpus is not None}
     made = pairing.synthetic(recipe.data, data)
     if made is not None:
         content["synthetic"] = fingerprint(made)
         train = replace(train, rows=pairing.mixed(train.rows, made.rows, recipe.data.ratio))
     valid = None if valid is None else pairing.arranged(valid, recipe.data)
+    if recipe.data.tasks:
+        train = replace(train, rows=[*train.rows, *further(recipe.data, "train", data)])
+        content["tasks"] = fingerprint(train)
+        valid = None if valid is None else replace(valid, rows=[*valid.rows, *further(recipe.data, "valid", data)])
     if (train.kind == "images") != is_vision(recipe):
         reads = "looks at images" if is_vision(recipe) else "reads text; write model.family='vit'"
         raise ConfigError(f"the corpus {train.name} is {train.kind}, and this model {reads}")
+    if train.kind != "images" and recipe.data.augment != AugmentPart():
+        raise ConfigError(f"data.augment varies images, and the corpus {train.name} is {train.kind}; leave it out")
     if train.kind == "images":
-        return replace(samples.images(recipe, train, valid, labels), content=content)
-    tokenizer = find_tokenizer(recipe, train, folder)
+        return replace(pictures.images(recipe, train, valid, labels), content=content)
+    tokenizer = find_tokenizer(recipe, train, folder, start.tokenizer if start is not None else None)
     build: dict[str, Callable[..., Ground]] = {
         "causal": texts.causal,
-        "masked": texts.hidden,
+        "masked": sentences.sentences if recipe.data.packing == "documents" else texts.hidden,
         "spans": texts.hidden,
-        "pairs": samples.pairs,
-        "classify": partial(samples.classify, labels=labels),
-        "label": partial(samples.label, labels=labels),
+        "pairs": partial(samples.pairs, begins=None if start is None else start.tokens.get(START)),
+        "classify": partial(labelled.classify, labels=labels),
+        "label": partial(labelled.label, labels=labels),
+        "answers": asking.answers,
+        "chat": chatting.chat,
     }
     return replace(build[asked](recipe, context, tokenizer, train, valid), content=content)
+
+
+def _splits(load: Callable[[str], Corpus], held: int) -> tuple[Corpus, Corpus | None]:
+    """The training rows, and those that validate: a split of their own, or the last `held` of the training rows."""
+    train = load("train")
+    if held:
+        if held >= len(train):
+            raise ConfigError(f"data.held={held} leaves nothing of {len(train)} rows to train on; write less")
+        return replace(train, rows=train.rows[:-held]), replace(train, split="valid", rows=train.rows[-held:])
+    try:
+        return train, load("valid")
+    except FileError:
+        return train, None
 
 
 def _kind(recipe: Recipe, data: Path | None) -> Any:
@@ -73,5 +109,4 @@ def _kind(recipe: Recipe, data: Path | None) -> Any:
         return None
     first, *others = KINDS[recipe.train.objective]
     places = [Path(recipe.data.corpus), *([data / recipe.data.corpus] if data is not None else [])]
-    arrays = any(place.suffix == ".npz" or any(place.glob("*.npz")) for place in places)
-    return "images" if arrays and "images" in others else first
+    return "images" if "images" in others and any(map(holds_images, places)) else first

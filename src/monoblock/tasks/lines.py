@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from monoblock.errors import FileError, InputError
 
 MARK = "\ufeff"  # some editors begin a file with it
-SENTENCES = re.compile(r"(?<=[.!?…।॥。！？])[\"'”’»)]*\s+")
+ENDS = re.compile(r"([.!?…।॥。！？][\"'”’»)]*)\s+")  # of sentences, with the quotes they close
 
 
 def decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
@@ -23,17 +23,24 @@ def decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
         yield line.removeprefix(MARK) if number == 1 else line
 
 
-def cut(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """A text in as few parts as fit: whole sentences together where they do, otherwise words."""
+def cut(text: str, fits: Callable[[str], bool], *, together: bool = True) -> list[str]:
+    """A text in parts that fit: whole sentences, as many `together` as do or each by itself, otherwise words."""
     if fits(text):
         return [text]
     parts: list[str] = []
-    for sentence in SENTENCES.split(text):
+    for sentence in sentences(text):
         if fits(sentence):
             parts.append(sentence)
         else:
             parts += _packed(sentence.split(), fits)
-    return _packed(parts, fits)
+    return _packed(parts, fits) if together else parts
+
+
+def sentences(text: str) -> list[str]:
+    """A text at the ends of its sentences; nothing but the space between them is left out."""
+    *pairs, last = ENDS.split(text)
+    found = [f"{said}{end}" for said, end in zip(pairs[::2], pairs[1::2], strict=True)]
+    return [sentence for sentence in (*found, last) if sentence.strip()]
 
 
 def _packed(parts: Iterable[str], fits: Callable[[str], bool]) -> list[str]:

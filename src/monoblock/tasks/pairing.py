@@ -20,10 +20,11 @@ NORMALIZE: dict[str, Callable[[str], str]] = {"none": lambda text: text, "indic"
 def arranged(corpus: Corpus, part: DataPart) -> Corpus:
     """A corpus of pairs as the model is to see it; other corpora as they are."""
     if corpus.kind != "pairs":
-        if part.direction != "forward" or part.tag != "none" or part.synthetic is not None:
-            raise ConfigError(
-                f"data.direction, data.tag and data.synthetic are about pairs, and {corpus.name} is {corpus.kind}"
-            )
+        about = {"direction": part.direction != "forward", "tag": part.tag != "none", "prefix": part.prefix}
+        about |= {"synthetic": part.synthetic, "tasks": part.tasks}
+        named = [f"data.{name}" for name, given in about.items() if given]
+        if named:
+            raise ConfigError(f"{named[0]} is about pairs, and {corpus.name} is {corpus.kind}; leave it out")
         return corpus
     return replace(corpus, rows=list(_arranged(corpus.rows, part)))
 
@@ -39,8 +40,9 @@ def _arranged(rows: Iterable[Pair], part: DataPart) -> Iterable[Pair]:
 
 
 def tagged(pair: Pair, part: DataPart) -> Pair:
-    """The pair with its target's script asked for, where the recipe says so."""
-    return pair if part.tag == "none" else pair._replace(source=f"{script_tag(pair.target)} {pair.source}")
+    """The pair with what is wanted said before its source, where the recipe says so: a prefix, the target's script."""
+    said = [part.prefix, "" if part.tag == "none" else script_tag(pair.target), pair.source]
+    return pair._replace(source=" ".join(word for word in said if word))
 
 
 def synthetic(part: DataPart, data: Path | None) -> Corpus | None:

@@ -5,6 +5,7 @@
     for part in pipe.stream("In the beginning", temperature=0.8, stop="\n"): ...
     pipe.chat([{"role": "user", "content": "Hello"}])
     pipe.translate(["Guten Tag"], n_best=3)
+    pipe.classify / .tag / .fill / .embed / .answer          # by the model's head
 
 The options are those of `model.generate`, and `stop`: strings that end a text and are no part of it.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -24,34 +25,22 @@ from monoblock.decoding.rows import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.text import Text
 from monoblock.errors import FileError, InputError
-from monoblock.interop.folder import CONFIG, load_model
 from monoblock.interop.hub import at_hand
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
-from monoblock.tasks import recipe
+from monoblock.tasks import answering, filling, opening, predicting, recipe, tagging
 from monoblock.tasks.defaults import Defaults, read
-from monoblock.tasks.folder import RECIPE, tokenizer_in
+from monoblock.tasks.folder import RECIPE
 from monoblock.tasks.pairing import NORMALIZE
+from monoblock.tasks.parts import Part, parts_of, texts_of
+from monoblock.tasks.seeing import Normal
 from monoblock.tasks.tags import Reader
 from monoblock.tasks.translating import Answer, translated
-from monoblock.tokenizers.identity import check_belongs
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted import inside, present, read_json
+from monoblock.untrusted import present
 
 ROWS = 512  # sequences at once, beams counted
 LONGEST = 256  # new tokens where neither the model nor the call says
-
-
-class Part(NamedTuple):
-    """A bit of one of the texts: which prompt, which of its texts, and how it ended where it did."""
-
-    prompt: int
-    number: int
-    text: str
-    tokens: int
-    finished: str | None = None  # "stop": an end token or a stop string; "length": no more room
-    score: float | None = None  # beams: sum of log-probabilities over length to the length penalty
-    ids: tuple[int, ...] = ()
 
 
 def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
@@ -60,25 +49,12 @@ def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | 
     if not folder.exists():
         raise FileError(f"there is no {folder}; train a model first, or give the folder of one")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    data = read_json(inside(folder, CONFIG)) if folder.is_dir() and present(folder, CONFIG) else {}
-    if "format" in data and "recurrent" in data:
-        model: Transformer | Recurrent = load_model(Recurrent, folder, dtype=dtype, device=device)
-    else:
-        model = Transformer.from_pretrained(folder, dtype=dtype, device=device)
-    tokenizer = tokenizer_in(folder) if "format" in data else _tokenizer(folder, model)
-    defaults = read(folder, tokenizer)
+    found = opening.found_in(folder, device, dtype)
+    tokenizer = cast(Tokenizer, found.tokenizer)  # a vision model has none
+    defaults = read(folder, tokenizer) if tokenizer is not None else Defaults(here=present(folder, RECIPE))
     made = recipe.read(str(folder / RECIPE)) if defaults.here else None
-    return Pipeline(model.eval(), tokenizer, defaults, *((made.data, made.train.objective) if made else ()))
-
-
-def _tokenizer(folder: Path, model: Any) -> Tokenizer:
-    tokenizer = Tokenizer.from_pretrained(folder)
-    sizes = [part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab")]
-    try:
-        check_belongs(tokenizer, min(sizes, default=0))
-    except InputError as problem:
-        raise FileError(f"{folder}: {problem}") from None
-    return tokenizer
+    data, objective = (made.data, made.train.objective) if made is not None else (None, None)
+    return Pipeline(found.model, tokenizer, defaults, data, objective, found.labels, found.pooling, found.pixels)
 
 
 @dataclass
@@ -90,6 +66,9 @@ class Pipeline:
     defaults: Defaults = field(default_factory=Defaults)
     part: recipe.DataPart | None = None  # how texts were read in training, where a recipe says it
     objective: str | None = None
+    labels: list[str] = field(default_factory=list)  # of a classifier or tagger
+    pooling: str = "mean"  # how the folder says that a text is embedded
+    pixels: Normal = field(default_factory=Normal)  # how an image becomes what the model looks at
 
     # -- continuing a text ------------------------------------------------------------------------------------------
 
@@ -109,7 +88,7 @@ class Pipeline:
     def stream(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
         """What follows a prompt, bit by bit, in whole characters; put together it is what `generate` gives."""
         chosen = self.settings(options, streamed=True)
-        return _texts(self._run([self.prompt(prompt)], [chosen], stop))
+        return texts_of(self._run([self.prompt(prompt)], [chosen], stop))
 
     def answers(self, prompts: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> list[list[Answer]]:
         """For each prompt the texts asked for, with counts, reasons and scores."""
@@ -126,7 +105,7 @@ class Pipeline:
     ) -> Iterator[str]:
         """The same, bit by bit."""
         run = self._run([self.turn(messages)], [self.settings(options, streamed=True)], stop, fresh=True)
-        return _texts(run)
+        return texts_of(run)
 
     def turn(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """A conversation as the model reads it."""
@@ -171,6 +150,55 @@ class Pipeline:
         found = translated(self, texts, chosen, max(1, batch), to, long, first, scores=n_best is not None)
         plain = [each[0].text if n_best is None else each for each in found]
         return plain[0] if isinstance(text, str) else plain
+
+    # -- labels, missing words, embeddings ----------------------------------------------------------------------------
+
+    def classify(self, text: Any, *, top: int = 1, **how: Any) -> Any:
+        """The `top` most probable classes of a text, a pair (text, text) or an image; a list gives a list of those.
+
+        `how`: batch, and long="refuse" ("cut", "split") for what is beyond the context.
+        """
+        alone = isinstance(text, str | tuple) or hasattr(text, "ndim")
+        rows = [text] if alone else list(text)
+        ask: Any = predicting.image_probabilities if self.tokenizer is None else predicting.probabilities
+        found = [predicting.choices(self.labels, row, top) for row in ask(self, rows, **how)] if rows else []
+        return found[0] if alone else found
+
+    def tag(self, text: Any, *, apart: bool = True, **how: Any) -> Any:
+        """Every word of a text with its label, entities together; a list of texts, or of lists of words, gives a list.
+
+        `apart`: signs are words of their own; without, spaces part words.
+        """
+        rows = [text] if isinstance(text, str) else list(text)
+        found = tagging.tagged(self, [tagging.words_of(self, row, apart) for row in rows], **how)
+        return found[0] if isinstance(text, str) else found
+
+    def fill(self, text: Any, *, top: int = 5, **how: Any) -> Any:
+        """The most probable tokens for each [MASK] of a text; a list gives a list."""
+        found = filling.filled(self, [text] if isinstance(text, str) else list(text), top=top, **how)
+        return found[0] if isinstance(text, str) else found
+
+    def embed(self, text: Any, *, pooling: str | None = None, normalize: bool = True, **how: Any) -> torch.Tensor:
+        """(width,) of a text, (texts, width) of a list, of length one; pooling="mean" or "cls"."""
+        alone = isinstance(text, str) or hasattr(text, "ndim")
+        ask: Any = predicting.image_embeddings if self.tokenizer is None else predicting.embeddings
+        found: torch.Tensor = ask(self, [text] if alone else list(text), pooling=pooling, normalize=normalize, **how)
+        return found[0] if alone else found
+
+    def answer(self, question: Any, context: Any = None, *, n_best: int | None = None, **how: Any) -> Any:
+        """The part of a context that answers a question, or "" for no answer; lists, or one of pairs, give a list.
+
+        `n_best` asks for so many with place and probability.  `how`: longest (tokens of an answer), impossible, batch.
+        """
+        alone = isinstance(question, str)
+        both = (
+            [(question, context)]
+            if alone
+            else list(question if context is None else zip(question, context, strict=True))
+        )
+        found = answering.answered(self, both, n_best=n_best or 1, **how) if both else []
+        plain = [each if n_best else each[0].text for each in found]
+        return plain[0] if alone else plain
 
     # -- prompts and settings ---------------------------------------------------------------------------------------
 
@@ -260,29 +288,4 @@ class Pipeline:
             for request, place in order.items()
             for number in range(each[place].num_return_sequences)
         }
-        return _parts(engine, order, texts, each[0].eos_token_id)
-
-
-def _parts(
-    engine: Engine, order: dict[int, int], texts: dict[tuple[int, int], Text], ends: Sequence[int]
-) -> Iterator[Part]:
-    """What the engine says as text; a request all of whose texts are over is let go."""
-    running = set(texts)
-    while engine.busy:
-        for event in engine.step():
-            key = (event.id, event.number)
-            if key not in running:
-                continue
-            text, last = texts[key], event.tokens[-1] if event.tokens else None
-            shown = event.tokens[:-1] if event.finished == "stop" and last in ends else event.tokens
-            said = text.add(*shown) + (text.end() if event.finished else "")
-            finished = "stop" if text.stopped is not None else event.finished
-            yield Part(order[event.id], event.number, said, len(event.tokens), finished, event.score, event.tokens)
-            if finished:
-                running.discard(key)
-            if text.stopped is not None and not any(request == event.id for request, _ in running):
-                engine.cancel(event.id)
-
-
-def _texts(parts: Iterator[Part]) -> Iterator[str]:
-    return (part.text for part in parts if part.text)
+        return parts_of(engine, order, texts, each[0].eos_token_id)

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.families import bart, bert, gpt, llama, t5, vaswani, vit
 from monoblock.knobs import vary
 from monoblock.presets import preset
-from monoblock.schema import FieldError, check, check_at_least, check_fraction, check_positive, from_dict, to_dict
+from monoblock.schema import FieldError, check, from_dict, to_dict
+from monoblock.tasks.sections import DataPart, GeneratePart, LoraPart, TokenizerPart, TrainPart
 
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "gpt": gpt,
@@ -28,8 +29,10 @@ FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "bart": bart,
     "vit": vit,
 }
-SECTIONS = ("data", "tokenizer", "model", "train", "generate")
-OBJECTIVES = ("causal", "masked", "spans", "pairs", "classify", "label")
+NAMING = ("preset", "family", "folder")  # what [model] is named by
+REGULARISE = ("dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout", "pooling")
+SECTIONS = ("data", "tokenizer", "model", "train", "lora", "generate")
+OBJECTIVES = ("causal", "masked", "spans", "pairs", "classify", "label", "answers", "chat")
 # Objective -> the kinds of model it trains, and what their head must be.
 TRAINS = {
     "causal": (("decoder-only",), "language_model"),
@@ -38,118 +41,9 @@ TRAINS = {
     "pairs": (("encoder-decoder",), "language_model"),
     "classify": (("encoder-only", "vision"), "classifier"),
     "label": (("encoder-only",), "tagger"),
+    "answers": (("encoder-only",), "spans"),
+    "chat": (("decoder-only",), "language_model"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPart:
-    corpus: str  # a named corpus or a path
-    packing: Literal["stream", "documents"] = "stream"  # one endless text, or documents that do not see each other
-    limit: int | None = None  # at most so many training samples
-    direction: Literal["forward", "backward", "both"] = "forward"  # pairs: which side is the source
-    normalize: Literal["none", "indic"] = "none"  # pairs: one spelling for what looks the same
-    tag: Literal["none", "script"] = "none"  # pairs: the source begins with the target's script, as in <2tamil>
-    synthetic: str | None = None  # pairs: a file of made ones, such as `monoblock backtranslate` writes
-    ratio: float = 1.0  # made pairs for each real one
-    longest: int | None = None  # pairs: those with more tokens on a side are left out; None: by the model's context
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_at_least(self, 1, "limit", "longest")
-        check_positive(self, "ratio")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerPart:
-    kind: Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"] = "bpe"
-    vocab: int = 4096
-    marker: str | None = None  # character-level BPE: "@@" or "▁"
-    lowercase: bool = False
-    dropout: float = 0.0  # of merges, in training only (BPE-dropout)
-    tags: tuple[str, ...] = ()  # further special tokens, read where a text has them: "<bt>"
-    folder: str | None = None  # reuse one instead
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_at_least(self, 2, "vocab")
-        check_fraction(self, "dropout")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainPart:
-    objective: Literal["causal", "masked", "spans", "pairs", "classify", "label"] = "causal"
-    steps: int = 1000
-    batch: int = 16  # sequences in a micro-batch
-    tokens: int | None = None  # pairs: tokens in a batch instead, padding included
-    accumulate: int = 1  # micro-batches in an update
-    lr: float = 1e-3
-    schedule: Literal["noam", "constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup: int = 100
-    floor: float = 0.1  # the share of lr that is left at the end
-    optimizer: Literal["adam", "adamw", "muon"] = "adamw"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    table_decay: float = 0.0  # weight decay of embeddings; the usual is none
-    adam_factor: float = 1.0  # beside Muon: AdamW's rate as a multiple of lr
-    clip: float = 1.0
-    label_smoothing: float = 0.0
-    balance: float = 0.01  # experts: weight of the load-balancing loss
-    mask_rate: float = 0.15
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # graphs: kernels replayed; for batches of one shape
-    device: str = "auto"
-    deterministic: bool = False
-    checkpointing: bool = False  # activations recomputed in backward
-    seed: int = 1
-    workers: int = 0
-    save_every: int = 500
-    eval_every: int = 500
-    eval_batches: int = 0  # 0: the whole validation split
-    sample_every: int = 0
-    keep: int = 3
-    ema: float = 0.0
-    average: int = 0  # the final model is the mean of so many last checkpoints
-    spike: float = 10.0  # skip an update whose gradient is so many times the usual; 0: never
-    patience: int = 5
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_at_least(self, 1, "steps", "batch", "tokens", "accumulate", "keep", "patience")
-        check_at_least(
-            self,
-            0,
-            "lr",
-            "warmup",
-            "clip",
-            "weight_decay",
-            "table_decay",
-            "save_every",
-            "eval_every",
-            "workers",
-            "spike",
-        )
-        check_fraction(self, "label_smoothing", "ema", "mask_rate")
-        if self.average > self.keep:
-            raise ConfigError(f"train.average={self.average} checkpoints need train.keep={self.average} or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratePart:
-    prompt: str = ""
-    max_new_tokens: int = 120
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    num_beams: int = 4  # pairs: how targets are searched for
-    length_penalty: float = 1.0
-    measure: int = 100  # pairs: so many validation sources are translated for the model card; 0: none
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_at_least(self, 1, "num_beams", "max_new_tokens")
-        check_at_least(self, 0, "measure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +54,7 @@ class Recipe:
     tokenizer: TokenizerPart = TokenizerPart()
     model: dict  # preset or family, and knobs
     train: TrainPart = TrainPart()
+    lora: LoraPart = LoraPart()
     generate: GeneratePart = GeneratePart()
 
     def __post_init__(self) -> None:
@@ -176,7 +71,7 @@ def _without_none(value: Any) -> Any:
     """TOML has no none: a key that is not there."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -191,9 +86,14 @@ def names() -> list[str]:
 def read(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe by name or path, with `section.key=value` words applied."""
     data = _table(name_or_path)
-    for word in overrides:
-        _override(data, word)
     data.setdefault("name", Path(name_or_path).stem)
+    return resolve(data, overrides)
+
+
+def resolve(data: dict[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe that tables say, with `section.key=value` words applied."""
+    for word in sorted(overrides, key=lambda word: not word.startswith("model.folder=")):
+        _override(data, word)
     try:
         return from_dict(Recipe, data)
     except FieldError as problem:
@@ -225,7 +125,13 @@ def _override(data: dict[str, Any], word: str) -> None:
         raise ConfigError(f"{word!r} is no override; write section.key=value, as in train.lr=3e-4")
     if section not in SECTIONS:
         raise ConfigError(f"{word!r}: a recipe has no section {section!r}{did_you_mean(section, SECTIONS)}")
-    data.setdefault(section, {})[name] = value(text)
+    table = data.setdefault(section, {})
+    if section == "model" and name == "folder" and name not in table:  # its sizes are its own, not the file's
+        data[section] = table = {key: kept for key, kept in table.items() if key in REGULARISE}
+    if (section, name) == ("train", "steps"):
+        table.pop("epochs", None)  # the file's: they would be steps again
+    given = value(text)
+    table[name] = given.split(",") if (section, name) == ("lora", "targets") and isinstance(given, str) else given
 
 
 def value(text: str) -> Any:
@@ -239,8 +145,21 @@ def value(text: str) -> Any:
 # -- the model ----------------------------------------------------------------------------------------------------
 
 
-def model_config(recipe: Recipe, vocab: int | None, **data_sizes: Any) -> ModelConfig | RecurrentConfig:
-    """The configuration a recipe asks for; vocab is the tokenizer's, `data_sizes` (classes, image …) the data's."""
+def model_config(
+    recipe: Recipe, vocab: int | None, stored: ModelConfig | RecurrentConfig | None = None, **data_sizes: Any
+) -> ModelConfig | RecurrentConfig:
+    """The configuration a recipe asks for; vocab is the tokenizer's, `data_sizes` (classes, image …) the data's.
+
+    `stored` is the configuration in model.folder, where it is known already.
+    """
+    if "folder" in recipe.model:
+        from monoblock.tasks.starting import adapted, stored_config
+
+        begun = stored_config(recipe.model["folder"]) if stored is None else stored
+        config = adapted(begun, TRAINS[recipe.train.objective][1], recipe.model, **data_sizes)
+        if isinstance(config, ModelConfig):
+            _check_trainable(recipe.train.objective, config)
+        return config
     knobs = {**data_sizes, **recipe.model}
     if vocab is not None and isinstance(asked := knobs.setdefault("vocab", vocab), int) and asked < vocab:
         raise ConfigError(f"model.vocab={asked} is less than the {vocab} tokens of the tokenizer; leave it out")
@@ -254,9 +173,11 @@ def model_config(recipe: Recipe, vocab: int | None, **data_sizes: Any) -> ModelC
 
 
 def _check_named(model: Mapping[str, Any]) -> None:
-    """One preset or one family, and one that there is."""
-    if ("preset" in model) == ("family" in model):
-        raise ConfigError("[model] names either a preset or a family; write one of the two")
+    """One preset, one family or one folder, and one that there is."""
+    if sum(name in model for name in NAMING) != 1:
+        raise ConfigError("[model] names a preset, a family or a folder with weights; write one of the three")
+    if "folder" in model:
+        return  # whether it is there is asked when it is read: the recipe of a finished run may have lost it
     if "preset" in model:
         preset(str(model["preset"]))
         return
@@ -266,7 +187,12 @@ def _check_named(model: Mapping[str, Any]) -> None:
 
 
 def is_vision(recipe: Recipe) -> bool:
-    """Whether the model looks at images, by family or by preset."""
+    """Whether the model looks at images, by family, by preset or by what lies in a folder."""
+    if "folder" in recipe.model:
+        from monoblock.tasks.starting import stored_config
+
+        stored = stored_config(recipe.model["folder"])
+        return isinstance(stored, ModelConfig) and stored.family == "vision"
     if "preset" in recipe.model:
         return preset(str(recipe.model["preset"])).family == "vision"
     return recipe.model["family"] == "vit"
@@ -294,10 +220,21 @@ def _config(recipe: Recipe, knobs: dict[str, Any]) -> ModelConfig | RecurrentCon
 
 
 def _check_trainable(objective: str, config: ModelConfig) -> None:
+    if config.head is None or config.head.kind != TRAINS[objective][1]:
+        has = config.head.kind if config.head is not None else "none"
+        raise _cannot(objective, f"{config.family} with {has!r}")
+    check_family(objective, config)
+
+
+def check_family(objective: str, config: ModelConfig | RecurrentConfig) -> None:
+    """Raise unless an objective trains models of this kind, whatever their head."""
+    if isinstance(config, ModelConfig) and config.family not in TRAINS[objective][0]:
+        raise _cannot(objective, config.family)
+
+
+def _cannot(objective: str, given: str) -> ConfigError:
     families, head = TRAINS[objective]
-    has = config.head.kind if config.head is not None else "none"
-    if config.family not in families or has != head:
-        raise ConfigError(
-            f"train.objective={objective!r} trains {' or '.join(families)} models with the head {head!r}; "
-            f"this one is {config.family} with {has!r}"
-        )
+    return ConfigError(
+        f"train.objective={objective!r} trains {' or '.join(families)} models with the head {head!r}; "
+        f"this one is {given}"
+    )

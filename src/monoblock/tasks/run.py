@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.data.batches import Batch, split
@@ -19,14 +19,15 @@ from monoblock.interop.folder import CONFIG, save_model
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.schema import to_dict
-from monoblock.tasks import defaults as generation
+from monoblock.tasks import defaults as generation, starting, tuning
 from monoblock.tasks.card import card
-from monoblock.tasks.evaluation import held_out_scores
+from monoblock.tasks.evaluation import HELD_OUT
 from monoblock.tasks.folder import CHECKPOINTS, begin, check_folder, described, write
 from monoblock.tasks.ground import Ground, evaluate
 from monoblock.tasks.lay import lay
 from monoblock.tasks.pipeline import Pipeline
-from monoblock.tasks.recipe import Recipe, is_vision, model_config
+from monoblock.tasks.recipe import TRAINS, Recipe, check_family, is_vision, model_config
+from monoblock.tasks.starting import Start
 from monoblock.training import averaging, checkpoint, optimizer
 from monoblock.training.events import Chosen, Event, Finished, Warned
 from monoblock.training.guard import Guard
@@ -48,12 +49,16 @@ class Run:
     model: Transformer | Recurrent
     trainer: Trainer
     metrics: Metrics
+    begun: Chosen | None = None  # where the first weights came from
+    tuned: Chosen | None = None  # which of them are trained
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # special ones the model began with
     figures: dict[str, float] = field(default_factory=dict)  # of the finished model
 
     def events(self, *, resume: bool = False) -> Iterator[Event]:
         """Train, keep the metrics, and leave the finished model in the folder."""
         world = self.trainer.world
         yield Chosen(self.ground.said, self.recipe.data.corpus)
+        yield from (event for event in (self.begun, self.tuned) if event is not None)
         if world.size > 1:
             yield Chosen(f"{world.size} processes", "each reads its part of every batch")
         if resume and not checkpoint.steps(self.trainer.folder):
@@ -75,21 +80,27 @@ class Run:
 
     def _finish(self) -> None:
         """The final weights (the average where averaging is on), the model card, the generation defaults."""
-        model, trainer, part = self.model, self.trainer, self.recipe.train
+        trainer, part = self.trainer, self.recipe.train
+        best = trainer.best["step"]
         if part.average:
             last = checkpoint.steps(trainer.folder)[-part.average :]
             mean = averaging.mean_of([trainer.folder / f"step-{step}" for step in last])
-            model.load_state_dict(mean)
+            self.model.load_state_dict(mean, strict=not trainer.partial)
+        elif part.best and best in checkpoint.steps(trainer.folder):
+            found = checkpoint.load(trainer.folder / f"step-{best}").tensors
+            self._take(found["model"] if trainer.average is None else found["average"])
         elif trainer.average is not None:
-            names = {name for name, _ in model.named_parameters()}
-            kept = {name: tensor for name, tensor in trainer.average.tensors.items() if name in names}
-            model.load_state_dict(kept, strict=False)
-        model.eval()
+            self._take(trainer.average.tensors)
+        self.model = model = tuning.finished(self.model, self.folder, self.recipe).eval()
         save_model(model, self.folder)
         write(self.folder / CONFIG, described(model.config, self.ground.tokenizer))
         self.figures = self.measure() if self.ground.evaluation is not None else {}
         self.figures |= self.translations()
         write(self.folder / "README.md", card(self.recipe, model.config, self.figures, self.ground))
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        names = set(self.model.state_dict())
+        self.model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in names}, strict=False)
 
     def measure(self) -> dict[str, float]:
         """The validation figures of the model as it is now."""
@@ -98,18 +109,21 @@ class Run:
             return evaluate(self.model, self.ground, self.trainer.loss.plain(), choice.device)
 
     def translations(self) -> dict[str, float]:
-        """Scores of some validation sources, translated as the folder's defaults say."""
+        """Scores of some validation rows, translated or answered as the folder's defaults say."""
         tokenizer, count = self.ground.tokenizer, self.recipe.generate.measure
-        if self.recipe.train.objective != "pairs" or tokenizer is None or not (count and self.ground.held):
+        scored = HELD_OUT.get(self.recipe.train.objective)
+        if scored is None or tokenizer is None or not (count and self.ground.held):
             return {}
         defaults = generation.read(self.folder, tokenizer)
-        return held_out_scores(Pipeline(self.model, tokenizer, defaults, self.recipe.data), self.ground.held, count)
+        pipe = Pipeline(self.model, tokenizer, defaults, self.recipe.data, labels=self.ground.labels)
+        return scored(pipe, self.ground.held, count)
 
     def sample(self, model: nn.Module) -> str:
         """A text from the model as the recipe says."""
         tokenizer, part = self.ground.tokenizer, self.recipe.generate
         if not isinstance(model, Transformer) or model.config.family != "decoder-only" or tokenizer is None:
             return ""
+        model = tuning.plain(model)
         prompt = tokenizer.encode(part.prompt) or [tokenizer.eos_id or 0]
         ids = torch.tensor([prompt], device=self.trainer.choice.device)
         settings: dict[str, Any] = {"temperature": part.temperature, "top_k": part.top_k, "top_p": part.top_p}
@@ -135,7 +149,7 @@ def prepare(
             check_folder(folder, resume)
         run = _prepared(recipe, folder, data, resume, stop, tensorboard, world)
         if world.leads and not resume:
-            begin(folder, recipe, run.model.config, run.ground.tokenizer, run.ground.labels)
+            begin(folder, run.recipe, run.model.config, run.ground.tokenizer, run.ground.labels, run.tokens)
     return run
 
 
@@ -148,37 +162,57 @@ def _prepared(
     tensorboard: bool,
     world: World,
 ) -> Run:
+    start = starting.find(recipe.model)
+    context = _context(recipe, start)
+    ground = lay(recipe, context, data=data, folder=folder if resume or not world.leads else None, start=start)
+    asked, recipe = recipe, tuning.resolved(recipe, ground)
     part = recipe.train
     choice = choose(part.device, part.precision, part.compile, deterministic=part.deterministic, steps=part.steps)
-    context = _context(recipe)
-    ground = lay(recipe, context, data=data, folder=folder if resume or not world.leads else None)
     vocab = None if ground.tokenizer is None else ground.tokenizer.vocab_size
-    config = model_config(recipe, vocab, **ground.sizes)
+    config = model_config(recipe, vocab, None if start is None else start.config, **ground.sizes)
     torch.manual_seed(part.seed)
-    model = build(config).to(choice.device)
+    model = build(config)
+    begun, fresh = (None, []) if start is None else _begin_from(start, model, recipe)
+    model, which = tuning.tuned(model, recipe, fresh)
+    model.to(choice.device)
     world.seed(part.seed)
     if part.checkpointing and isinstance(model, Transformer):
         model.recompute()
     trainer = _trainer(recipe, folder, ground, model, config, choice, stop, world)
+    trainer.identity = _identity(asked, config, ground, start)
     metrics = Metrics(folder, tensorboard=tensorboard, mute=not world.leads)
-    run = Run(recipe, folder, ground, model, trainer, metrics)
+    run = Run(recipe, folder, ground, model, trainer, metrics, begun, which, {} if start is None else start.tokens)
     trainer.sample = run.sample
     return run
+
+
+def _begin_from(start: Start, model: Transformer | Recurrent, recipe: Recipe) -> tuple[Chosen, list[str]]:
+    """Lay the stored weights in, and say what is fresh."""
+    kept = isinstance(model, Recurrent) or start.keeps_head(TRAINS[recipe.train.objective][1], recipe.model)
+    fresh = starting.lay_in(model, start, head=kept)
+    loaded = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)
+    return Chosen(f"begins with {loaded:,} weights of {start.folder}", f"fresh: {', '.join(fresh) or 'nothing'}"), fresh
 
 
 def build(config: ModelConfig | RecurrentConfig) -> Transformer | Recurrent:
     return Recurrent(config) if isinstance(config, RecurrentConfig) else Transformer(config)
 
 
-def _context(recipe: Recipe) -> int | None:
-    """The length the recipe's model is made for, before the vocabulary is known."""
-    if recipe.model.get("family") == "lstm":
-        return int(recipe.model.get("context", 64))
-    if is_vision(recipe):
-        return None
-    sizes = {"classes": 2} if recipe.train.objective in ("classify", "label") else {}
-    config = model_config(recipe, 3, **sizes)
-    return config.context if isinstance(config, ModelConfig) else None
+def _context(recipe: Recipe, start: Start | None) -> int | None:
+    """The length the recipe's model is made for, before the vocabulary is known; data.longest may be less."""
+    if start is not None:
+        config = start.config
+        check_family(recipe.train.objective, config)
+    elif recipe.model.get("family") == "lstm" or is_vision(recipe):
+        return None if is_vision(recipe) else int(recipe.model.get("context", 64))
+    else:
+        sizes: dict[str, Any] = {"classes": 2} if recipe.train.objective in ("classify", "label") else {}
+        config = model_config(recipe, 3, **sizes)
+    context = config.context if isinstance(config, ModelConfig) else recipe.model.get("context", 64)
+    if start is not None:
+        context = recipe.model.get("context", context)
+    longest = recipe.data.longest if recipe.train.objective != "pairs" else None  # pairs are left out, not cut
+    return min((length for length in (context, longest) if length is not None), default=None)
 
 
 def _trainer(
@@ -194,7 +228,7 @@ def _trainer(
     part = recipe.train
     blocks = [b for s in config.stacks.values() for b in s.layers()] if isinstance(config, ModelConfig) else []
     experts = next((b.feedforward.experts for b in blocks if b.feedforward.experts is not None), None)
-    loss = Loss(part.label_smoothing, part.balance if experts else 0.0, experts.top_k if experts else 1)
+    loss = Loss(part.label_smoothing, part.balance if experts else 0.0, experts.top_k if experts else 1, ground.places)
 
     def make(batch: Batch) -> Prepared:
         """This process's part of a batch, which may be nothing; it names the samples of the whole."""
@@ -224,6 +258,7 @@ def _trainer(
             weight_decay=part.weight_decay,
             table_decay=part.table_decay,
             adam_factor=part.adam_factor,
+            layer_decay=part.layer_decay,
         ),
         rate=rate,
         loss=loss,
@@ -232,30 +267,42 @@ def _trainer(
             steps=part.steps,
             accumulate=part.accumulate,
             clip=part.clip,
-            save_every=part.save_every,
-            eval_every=part.eval_every,
+            save_every=int(part.save_every),
+            eval_every=int(part.eval_every),
             sample_every=part.sample_every,
             keep=max(part.keep, part.average),
             ema=part.ema,
         ),
         choice=choice,
         folder=folder / CHECKPOINTS,
-        identity=_identity(recipe, config, ground),
         evaluate=measured if ground.evaluation is not None else None,
         guard=Guard(spike=part.spike, patience=part.patience),
         stop=stop,
         world=world,
+        partial=bool(recipe.lora.rank),
     )
 
 
-def _identity(recipe: Recipe, config: ModelConfig | RecurrentConfig, ground: Ground) -> dict[str, Any]:
+FREE = ("steps", "epochs", "save_every", "eval_every", "sample_every", "keep", "workers", "device", "compile")
+
+
+def _identity(
+    recipe: Recipe, config: ModelConfig | RecurrentConfig, ground: Ground, start: Start | None
+) -> dict[str, Any]:
     """What a resumed run must have in common with the one that was started."""
-    free = ("steps", "save_every", "eval_every", "sample_every", "keep", "workers", "device", "compile", "eval_batches")
+    free = (*FREE, "eval_batches", "best")
     training = {key: value for key, value in to_dict(recipe.train).items() if key not in free}
     parts = {"model": to_dict(config), "training recipe": training, "corpus": to_dict(recipe.data)}
+    parts |= {"adapter": to_dict(recipe.lora)} if recipe.lora.rank else {}
+    begun = {} if start is None else {"set of weights in model.folder": start.digest}
     digests = {key: _digest(value) for key, value in parts.items()}
     content = {f"content of data.corpus, split {split}": digest for split, digest in ground.content.items()}
-    return digests | content | {"tokenizer": ground.tokenizer.fingerprint if ground.tokenizer is not None else None}
+    return (
+        digests
+        | content
+        | begun
+        | {"tokenizer": ground.tokenizer.fingerprint if ground.tokenizer is not None else None}
+    )
 
 
 def _digest(value: Any) -> str:

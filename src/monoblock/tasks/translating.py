@@ -103,7 +103,8 @@ def _pieces(pipe: Pipeline, line: int, text: str, chosen: Settings, to: str | No
             f"shorten it, or split it with long='split'"
         )
     own = chosen if chosen.seed is None else replace(chosen, seed=chosen.seed + line)
-    return [Piece(line, prompt(part), own) for part in cut(text, fits)]
+    # Models of sentences say but one of several: each is translated by itself.
+    return [Piece(line, prompt(part), own) for part in cut(text, fits, together=False)]
 
 
 def readable(pipe: Pipeline, text: str) -> bool:

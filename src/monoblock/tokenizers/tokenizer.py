@@ -158,6 +158,17 @@ class Tokenizer:
         found = self._encoder(allow_specials).encode_batch_fast(text_list(texts), add_special_tokens=add_specials)
         return [encoding.ids for encoding in found]
 
+    def frame(self, texts: int = 1) -> list[tuple[int | None, int]]:
+        """What `add_specials` makes of one text or of two: (id, segment), and (None, segment) for a text itself."""
+        found = self._library.encode(*["a"] * texts, add_special_tokens=True)
+        rows: list[tuple[int | None, int]] = []
+        before = None
+        for number, sequence, segment in zip(found.ids, found.sequence_ids, found.type_ids, strict=True):
+            if sequence is None or sequence != before:
+                rows.append((number if sequence is None else None, segment))
+            before = sequence
+        return rows if sum(number is None for number, _ in rows) == texts else [(None, n) for n in range(texts)]
+
     def pieces(self, text: str, *, add_specials: bool = False, allow_specials: bool = False) -> list[Piece]:
         """The tokens of a text with the characters each covers; bytes of one character cover it together."""
         check_text(text)

@@ -19,7 +19,7 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.tensors = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        self.tensors = {name: weight.detach().clone() for name, weight in _trained(model)}
         self.tensors["updates"] = torch.zeros((), dtype=torch.int64)
 
     @torch.no_grad()
@@ -27,7 +27,7 @@ class Average:
         self.tensors["updates"] += 1
         count = int(self.tensors["updates"])
         share = 1 - min(self.decay, (1 + count) / (10 + count))
-        weights = dict(model.named_parameters())
+        weights = dict(_trained(model))
         torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), share)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -37,7 +37,7 @@ class Average:
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
         """The model with the average's weights, and its own again afterwards."""
-        own = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        own = {name: weight.detach().clone() for name, weight in _trained(model)}
         self._copy(self.tensors, model)
         try:
             yield
@@ -47,8 +47,13 @@ class Average:
     @staticmethod
     @torch.no_grad()
     def _copy(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-        for name, weight in model.named_parameters():
+        for name, weight in _trained(model):
             weight.copy_(tensors[name])
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What changes: frozen weights are their own average."""
+    return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
 
 
 def mean_of(places: Sequence[Path]) -> dict[str, Tensor]:

@@ -69,6 +69,7 @@ class Trainer:
     guard: Guard = field(default_factory=Guard)
     stop: Callable[[], bool] = lambda: False
     world: World = ALONE
+    partial: bool = False  # checkpoints hold what is trained alone: the rest is where the model began
 
     def __post_init__(self) -> None:
         self.step, self.tokens, self.parts = 0, 0, self.plan.accumulate
@@ -220,7 +221,7 @@ class Trainer:
 
     def state(self) -> checkpoint.State:
         tensors = {
-            "model": dict(self.model.state_dict()),
+            "model": self._weights(),
             "optimizer": optimizer_tensors(self.model, self.optimizers),
         }
         for rank, random in enumerate(self.world.gathered(random_tensors())):
@@ -238,6 +239,10 @@ class Trainer:
             "circumstances": self._circumstances(),
         }
         return checkpoint.State(self.step, tensors, facts)
+
+    def _weights(self) -> dict[str, Tensor]:
+        trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
+        return {key: tensor for key, tensor in self.model.state_dict().items() if not self.partial or key in trained}
 
     def _circumstances(self) -> dict[str, Any]:
         return circumstances(self.choice.device, self.choice.compiled, self.world.size)
@@ -265,7 +270,7 @@ class Trainer:
             yield Warned(f"resuming from {place.name}, the newest that is whole")
 
     def _restore(self, state: checkpoint.State) -> Iterator[Event]:
-        self.model.load_state_dict(dict(state.tensors["model"]))
+        self.model.load_state_dict(dict(state.tensors["model"]), strict=not self.partial)
         restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
         if self.average is not None:
             self.average.restore(state.tensors["average"])

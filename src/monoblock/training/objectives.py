@@ -169,10 +169,19 @@ def labelled(samples: Sequence[dict[str, Any]], special: Special) -> tuple[dict[
     return inputs, pad([sample["labels"] for sample in samples], IGNORE)
 
 
+def answers(samples: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:
+    """The first and the last place of an answer: (B, 2); both 0 where a row does not hold it."""
+    labels = torch.from_numpy(np.stack([sample["answer"] for sample in samples]))
+    return _padded(samples, special), labels
+
+
 def _padded(samples: Sequence[dict[str, Any]], special: Special) -> dict[str, Tensor]:
     ids = pad([sample["ids"] for sample in samples], special.pad)
     real = lengths_mask([sample["ids"] for sample in samples], ids.shape[1])
-    return {"source": ids} if bool(real.all()) else {"source": ids, "attention_mask": real}
+    inputs = {"source": ids} if bool(real.all()) else {"source": ids, "attention_mask": real}
+    return inputs | (
+        {"segments": pad([sample["segments"] for sample in samples], 0)} if "segments" in samples[0] else {}
+    )
 
 
 # -- the loss -----------------------------------------------------------------------------------------------------
@@ -200,6 +209,7 @@ class Loss:
     label_smoothing: float = 0.0
     balance: float = 0.0  # weight of the load-balancing loss
     top_k: int = 1
+    places: bool = False  # of spans: what is chosen from are the real places of a row
 
     def plain(self) -> Loss:
         """The loss evaluations report: no smoothing, no balancing."""
@@ -207,13 +217,21 @@ class Loss:
 
     def __call__(self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         routers = Routers() if self.balance else None
-        logits = model(**inputs) if routers is None else model(**inputs, tap=routers)
+        logits = self.logits(model, inputs) if routers is None else self.logits(model, inputs, tap=routers)
         loss = self.of(logits, labels)
         if routers is not None and routers.logits:
             real = (labels != IGNORE) if labels.shape == routers.logits[0].shape[:-1] else None
             even = torch.stack([load_balancing_loss(one, self.top_k, real) for one in routers.logits]).mean()
             loss = loss + self.balance * even * (labels != IGNORE).sum()
         return loss
+
+    def logits(self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **more: Any) -> Tensor:
+        """What labels are compared with, (…, choices); of spans (B, 2, T): places for a start, and for an end."""
+        logits: Tensor = model(**inputs, **more)
+        if not self.places:
+            return logits
+        real = inputs.get("attention_mask")
+        return logits.mT if real is None else logits.mT.masked_fill(~real[:, None], -torch.inf)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross-entropy of logits (…, classes), summed over the labels (…) that are asked."""

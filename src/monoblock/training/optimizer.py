@@ -1,7 +1,9 @@
-"""Adam, AdamW and Muon over groups: matrices decay, norms, biases and embeddings do not."""
+"""Adam, AdamW and Muon over groups: matrices decay, norms, biases and embeddings do not; lower layers may go slower."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,6 +33,26 @@ def in_a_block(name: str, weight: Tensor) -> bool:
         and any(part in name for part in (".attention.", ".cross.", ".feedforward."))
         and not (name.endswith("bias") or "position_bias" in name or "router" in name)
     )
+
+
+BLOCK = re.compile(r"(encoder|decoder)\.(\d+)\.")
+
+
+def layers_above(names: Iterable[str]) -> dict[str, int]:
+    """How many layers lie between each weight and the output: none above the head, all of them above an embedding."""
+    found = {name: BLOCK.match(name) for name in names}
+    depth: dict[str, int] = {}
+    for match in found.values():
+        if match:
+            depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
+
+    def above(name: str) -> int:
+        match = found[name]
+        if match:
+            return depth[match[1]] - int(match[2])
+        return 1 + max(depth.values(), default=0) if name.startswith(("input.", "target.")) else 0
+
+    return {name: above(name) for name in found}
 
 
 class Optimizers:
@@ -66,10 +88,12 @@ def build(
     table_decay: float = 0.0,
     momentum: float = 0.95,
     adam_factor: float = 1.0,
+    layer_decay: float = 1.0,
 ) -> Optimizers:
     """Optimizers for a model; the rate is set before each step.
 
-    `adam_factor` multiplies the rate of what AdamW keeps beside Muon.
+    `adam_factor` multiplies the rate of what AdamW keeps beside Muon; `layer_decay` that of each layer once more for
+    every layer above it (Howard and Ruder 2018).
     """
     if kind not in KINDS:
         raise ConfigError(f"optimizer={kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
@@ -77,23 +101,35 @@ def build(
     matrices = [(n, w) for n, w in named if kind == "muon" and in_a_block(n, w)]
     taken = {name for name, _ in matrices}
     rest = [(n, w) for n, w in named if n not in taken]
-    factor = adam_factor if kind == "muon" else 1.0
+    above = layers_above(name for name, _ in model.named_parameters())
+    slower = {name: layer_decay**count for name, count in above.items()} if layer_decay != 1.0 else {}
     each: list[torch.optim.Optimizer] = []
     if matrices:
-        each.append(Muon([w for _, w in matrices], momentum=momentum, weight_decay=weight_decay))
+        each.append(Muon(_by_rate(matrices, weight_decay, slower), momentum=momentum))
     if rest:
-        groups = _groups(rest, weight_decay, table_decay, factor)
+        groups = _groups(rest, weight_decay, table_decay, adam_factor if kind == "muon" else 1.0, slower)
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "fused": True}
         each.append(torch.optim.Adam(groups, **options) if kind == "adam" else torch.optim.AdamW(groups, **options))
     return Optimizers(each)
 
 
+Named = list[tuple[str, nn.Parameter]]
+
+
 def _groups(
-    named: list[tuple[str, nn.Parameter]], weight_decay: float, table_decay: float, factor: float
+    named: Named, weight_decay: float, table_decay: float, factor: float, slower: dict[str, float]
 ) -> list[dict[str, Any]]:
-    decayed = [w for n, w in named if decays(n, w)]
-    tables = [w for n, w in named if table_decay and is_table(n, w)]
-    taken = {id(w) for w in decayed + tables}
-    kept = [w for _, w in named if id(w) not in taken]
-    groups = [(decayed, weight_decay), (tables, table_decay), (kept, 0.0)]
-    return [{"params": ws, "weight_decay": decay, "factor": factor} for ws, decay in groups if ws]
+    decayed = [(n, w) for n, w in named if decays(n, w)]
+    tables = [(n, w) for n, w in named if table_decay and is_table(n, w)]
+    taken = {id(w) for _, w in decayed + tables}
+    kept = [(n, w) for n, w in named if id(w) not in taken]
+    parts = [(decayed, weight_decay), (tables, table_decay), (kept, 0.0)]
+    return [group for some, decay in parts if some for group in _by_rate(some, decay, slower, factor)]
+
+
+def _by_rate(named: Named, decay: float, slower: dict[str, float], factor: float = 1.0) -> list[dict[str, Any]]:
+    """One group for every share of the rate."""
+    rates: dict[float, list[nn.Parameter]] = {}
+    for name, weight in named:
+        rates.setdefault(factor * slower.get(name, 1.0), []).append(weight)
+    return [{"params": weights, "weight_decay": decay, "factor": rate} for rate, weights in rates.items()]

