@@ -2,7 +2,8 @@
 
 Random weights, a prompt of 32 tokens and 64 new ones, greedy, no end token; medians are shown.  In one process the
 threads of one runner would spin while another works.  The figures are those of `monoblock bench`, with the ratios that
-matter.  --smoke runs a toy size once; --write keeps the table.
+matter.  A token needs every weight once, so beside each stands how fast weights were read, and what share that is of
+the fastest this machine reads memory, measured in the same run.  --smoke runs a toy size once; --write keeps the table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"put the tables into results/{RESULTS.name}")
     parser.add_argument("--here", action="store_true", help="all in this process")
+    parser.add_argument("--memory", action="store_true", help="only tell how fast memory is read")
     given = parser.parse_args()
+    if given.memory:
+        print(reading())
+        return
     for name in given.preset or ["gpt2"]:
         found = in_turn(name, given) if given.here or given.smoke else apart(name, given)
         found["ratios"] = ratios(found)
@@ -68,18 +74,37 @@ def in_turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     return {"model": "a toy" if given.smoke else name} | found
 
 
+def reading(size: int = 1 << 29, rounds: int = 15) -> float:
+    """Bytes a second: the fastest of some passes over half a gigabyte, added up or multiplied as a step does it."""
+    numbers = torch.ones(size // 4)
+    rows, vector = numbers.view(-1, 4096), torch.ones(4096)
+    seconds = []
+    for run in (numbers.sum, lambda: torch.mv(rows, vector), lambda: torch.dot(numbers, numbers)):
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begun)
+    return size / min(seconds)
+
+
 def apart(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Every runner in a process of its own, one after the other."""
     found: dict[str, Any] = {"model": name, "runners": {}, "absent": {}}
+    memory = [_said(["--memory"])]
     sizes = ["--prompt", str(given.prompt), "--new", str(given.new), "--rounds", str(given.rounds)]
     for runner in given.only or PLAIN:
-        command = [sys.executable, __file__, "--here", "--json", "--preset", name, "--only", runner, *sizes]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        one = json.loads(said.splitlines()[-1])
+        one = json.loads(_said(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
         for part in ("runners", "absent"):
             found[part] |= one[part]
         found |= {key: one[key] for key in SHARED}
-    return found
+        memory.append(_said(["--memory"]))
+    return found | {"memory_bytes_per_second": max(map(float, memory))}
+
+
+def _said(words: list[str]) -> str:
+    """The last line of this file run with these words."""
+    command = [sys.executable, __file__, *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
@@ -105,13 +130,17 @@ def _table(found: dict[str, Any]) -> str:
         f"{found['threads']} threads, torch {found['torch']}; random weights, {found['prompt']} tokens read, "
         f"{found['new']} made, median of {found['rounds']}, each runner in a process of its own.",
         "",
-        "| runner | prefill tok/s | decode tok/s | ms a token |",
-        "|---|---|---|---|",
+        "| runner | prefill tok/s | decode tok/s | ms a token | weights | read GB/s | of what memory gives |",
+        "|---|---|---|---|---|---|---|",
     ]
+    memory = found["memory_bytes_per_second"]
     for name, row in found["runners"].items():
-        speed = row["decode_tokens_per_second"]
+        speed, size = row["decode_tokens_per_second"], row["weight_bytes"]
         decode = "| | |" if speed is None else f"| {speed:.1f} | {1000 / speed:.2f} |"
-        lines.append(f"| {name} | {row['prefill_tokens_per_second']:.1f} {decode}")
+        read = "| | | |" if speed is None else f" {size / 1e6:.0f} MB | {speed * size / 1e9:.1f} | "
+        share = "" if speed is None else f"{speed * size / memory:.0%} |"
+        lines.append(f"| {name} | {row['prefill_tokens_per_second']:.1f} {decode}{read}{share}")
+    lines += ["", f"Memory is read at {memory / 1e9:.1f} GB/s at best, with all threads."]
     lines += ["", *(f"- {pair}: {ratio:.2f} ×" for pair, ratio in found["ratios"].items())]
     lines += [f"- {name}: {why}" for name, why in found["absent"].items()]
     return "\n".join(lines)

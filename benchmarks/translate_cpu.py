@@ -4,7 +4,7 @@
 
 A Marian model with random weights reads 1,000 sources as long as Multi30k's and writes as many tokens as their targets
 would have on average; no text ends earlier, so that all do the same work.  Sources are sorted by length and read 64 at
-a time; each batch is translated by all in turn, and its quickest round counts: the one that was disturbed least.
+a time.  All take turns, and the quickest round of each counts: the one that was disturbed least.
 The texts of this package and of transformers are compared: the share that is the same token by token is told.
 """
 
@@ -28,6 +28,7 @@ from monoblock.decoding.settings import Settings
 RESULTS = Path(__file__).with_name("results") / "translate-cpu.md"
 BEAMS, NEW, BATCH = 4, 14, 64
 EOS, PAD = 0, 1
+REST = 0.3  # seconds in which the threads of the one before stop waiting for more work
 Rows = list[list[int]]
 
 
@@ -155,20 +156,15 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         folder = Path(place)
         model = marian(folder, given.width, given.depth, given.heads, given.vocab)
         runners = {name: run for name, run in RUNNERS.items() if not given.only or name in given.only}
-        seconds = dict.fromkeys(runners, 0.0)
-        texts: dict[str, Rows] = {name: [[] for _ in rows] for name in runners}
-        for run in runners.values():
-            run(folder, rows[:BATCH], model=model, threads=given.threads)  # what is made once is not measured
-        for some in batches(rows):
-            best = dict.fromkeys(runners, float("inf"))
-            for _ in range(given.rounds):
-                for name, run in runners.items():
-                    begun = time.perf_counter()
-                    found = run(folder, [rows[number] for number in some], model=model, threads=given.threads)
-                    best[name] = min(best[name], time.perf_counter() - begun)
-                    for number, text in zip(some, found, strict=True):
-                        texts[name][number] = text
-            seconds = {name: seconds[name] + best[name] for name in runners}
+        seconds = dict.fromkeys(runners, float("inf"))
+        texts: dict[str, Rows] = {}
+        for _ in range(given.rounds):
+            for name, run in runners.items():
+                time.sleep(REST)
+                run(folder, rows[:BATCH], model=model, threads=given.threads)  # what is made once is not measured
+                begun = time.perf_counter()
+                texts[name] = run(folder, rows, model=model, threads=given.threads)
+                seconds[name] = min(seconds[name], time.perf_counter() - begun)
     same = {name: sum(a == b for a, b in zip(rows_, texts["monoblock"], strict=True)) for name, rows_ in texts.items()}
     parameters = sum(weight.numel() for weight in model.parameters())
     return {"seconds": seconds, "same": same, "count": given.count, "threads": given.threads, "parameters": parameters}

@@ -27,6 +27,10 @@ def place(tmp_path_factory):
     (folder / "tagged.conll").write_text(
         "".join("".join(f"{w} {len(w)}\n" for w in row.split()) + "\n" for row in rows)
     )
+    (folder / "strange.tsv").write_text(
+        "".join(f"{'c' if n == 56 else 'ab'[n % 2]}\t{row}\n" for n, row in enumerate(rows))
+    )
+    (folder / "strange.conll").write_text("".join(f"up {'c' if n == 55 else 'ab'[n % 2]}\n\n" for n in range(60)))
     talk = [{"messages": [{"role": "user", "content": r}, {"role": "assistant", "content": r[:9]}]} for r in rows]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talk))
     masked = {"family": "bert", "head": "masked_lm", **SMALL}
@@ -121,6 +125,11 @@ def test_a_chat_model_is_taught_with_lora_from_the_command_line(place, tmp_path,
     assert command("convert", place / "encoder", "--adapter", out / "adapter", "--to", tmp_path / "other") == 1
     assert "is an adapter for another model" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+    torch.manual_seed(6)
+    mb.export_hf(mb.Transformer(mb.llama(vocab=300, tie="none", **SMALL)), tmp_path / "alike")
+    (tmp_path / "alike" / "tokenizer.json").write_bytes((place / "decoder" / "tokenizer.json").read_bytes())
+    assert command("convert", tmp_path / "alike", "--adapter", out / "adapter", "--to", tmp_path / "other") == 1
+    assert "was trained beside other weights" in capsys.readouterr().err
 
 
 def test_an_encoder_is_taught_classes_stopped_and_resumed(place, tmp_path, capsys):
@@ -131,6 +140,13 @@ def test_an_encoder_is_taught_classes_stopped_and_resumed(place, tmp_path, capsy
     assert "is there already; go on with --resume" in capsys.readouterr().err
     assert command(*words, "--out", tmp_path / "whole", "--resume") == 0
     assert mb.Transformer.from_pretrained(tmp_path / "whole").config.head.classes == 2
+    words = ["finetune", tmp_path / "whole", place / "labelled.tsv", "--lora", "train.steps=1", "train.device=cpu"]
+    assert command(*words, "--out", tmp_path / "adapted") == 0
+    adapter = tmp_path / "adapted" / "adapter"
+    assert command("convert", tmp_path / "whole", "--adapter", adapter, "--to", tmp_path / "b") == 0
+    assert command("convert", tmp_path / "b", "--to", tmp_path / "c", "--format", "hf") == 0
+    for name in ("b", "c"):
+        assert mb.load(tmp_path / name).labels == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +155,9 @@ def test_an_encoder_is_taught_classes_stopped_and_resumed(place, tmp_path, capsy
         (("nowhere", "text.txt"), "there is no such folder"),
         (("decoder", "nothing.txt"), "no corpus, file or folder"),
         (("decoder", "tagged.conll"), "'label' trains encoder-only models"),
+        (("decoder", "labelled.tsv"), "or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"),
+        (("encoder", "strange.tsv"), "split valid, row 3: the label 'c' was not seen in training"),
+        (("encoder", "strange.conll"), "split valid, row 2: the label 'c' was not seen in training"),
         (("encoder", "chat.jsonl"), "'chat' trains decoder-only models"),
         (("encoder", "tagged.conll", "--objective", "classify"), "the objective classify needs labelled or images"),
         (("decoder", "text.txt", "--objective", "casual"), "did you mean 'causal'"),

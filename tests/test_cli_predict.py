@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,20 @@ def test_bad_input_is_one_line(classifier, tagger, seer, ask, tmp_path, place):
         in ask(["predict", seer, tmp_path / "small.npz"])[2]
     )
     assert "is no image" in ask(["predict", seer, "cat.txt"])[2]
+    assert "line 2: 'catcat" in ask(["predict", classifier, "--long", "split"], b"the\n" + b"cat" * 40)[2]
+    assert "a line with a tab is read as a pair" in ask(["predict", classifier], b"the\tcat\nthe\tcat\n")[2]
+    for words, said in (
+        (["predict", tagger, "x", "--top", 2], "--top does nothing for labels of words"),
+        (["predict", seer, "x.png", "--long", "cut"], "--long does nothing here: images are of one size"),
+        (["evaluate", classifier, place, "--stride", 3], "--stride is for language models"),
+        (["evaluate", classifier, place, "--calibrate"], "--calibrate is for prompting; write --shots 0,4 as well"),
+        (["evaluate", classifier, place, "--label", "a=b"], "--label is for prompting"),
+        (["evaluate", classifier, place, "--picture", "x.doc"], "x.doc has no ending of a picture"),
+        (["evaluate", classifier, place, "--picture", tmp_path / "no" / "x.png"], "there is no folder"),
+    ):
+        code, _, err = ask(words)
+        assert (code in (1, 2), said in err.splitlines()[-1]) == (True, True), err
+    assert ask(["predict", seer, tmp_path / "no.PNG"])[2].startswith(f"error: there is no file {tmp_path / 'no.PNG'}")
 
 
 def test_entities_stand_in_brackets_in_columns_and_in_objects(tagger, ask):
@@ -149,6 +164,18 @@ def test_pictures_are_looked_at(seer, pixels, ask, tmp_path):
     for name in ("one.npz", "one.png"):
         code, out, _ = ask(["predict", seer, tmp_path / name])
         assert (code, out) == (0, f"{wanted.label}\t{wanted.probability:.4f}\n")
+    (tmp_path / "near.txt").write_text(f"{tmp_path / 'one.npz'}\n")
+    code, out, _ = ask(["predict", seer, tmp_path / "one.png", "--nearest", tmp_path / "near.txt"])
+    assert (code, out) == (0, f"1.0000\t{tmp_path / 'one.npz'}\n")
+
+
+def test_a_pipe_is_read_once(classifier, ask):
+    reads, writes = os.pipe()
+    os.write(writes, b"the cat\n")
+    os.close(writes)
+    code, out, _ = ask(["predict", classifier, "--file", f"/dev/fd/{reads}"])
+    os.close(reads)
+    assert (code, len(out.splitlines())) == (0, 1)
 
 
 def test_embeddings_and_the_nearest_lines(classifier, ask, tmp_path):

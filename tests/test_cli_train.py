@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from monoblock.cli.main import run
+from monoblock.cli.train import say_how_to_go_on
 from monoblock.tasks.recipe import read
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import metrics
@@ -255,6 +256,12 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(words, code, said, desk, 
     assert err.count("\n") == 1
     assert said in err
     assert not (desk / "runs").exists()
+
+
+def test_the_command_that_goes_on_names_the_folder_of_corpora(capsys):
+    say_how_to_go_on(Path("runs/toy"), 3, ["train", "toy.toml"], Path("my data"), 2)
+    wanted = "Go on with: monoblock train toy.toml --resume --out runs/toy --data 'my data' --nproc 2\n"
+    assert capsys.readouterr().err.endswith(wanted)
 
 
 def test_an_existing_run_is_left_alone(desk, capsys):

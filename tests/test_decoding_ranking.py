@@ -64,6 +64,13 @@ def test_one_query_a_row_looks_as_equation_1_says(heads, groups, size, padded, c
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 1, 11), (2, 2, 1, 11), (1, 1, 2, 11), (2, 1, 1, 10)])
+def test_a_mask_of_another_shape_is_refused(shape, compiled):
+    q, keys, values = torch.randn(6, 2, 1, 7), torch.randn(2, 2, 11, 7), torch.randn(2, 2, 11, 5)
+    with pytest.raises(RuntimeError, match=r"a mask that does not fit|one row a text"):
+        torch.ops.monoblock.attend(q, keys, values, torch.ones(shape, dtype=torch.bool), 0.3)
+
+
 @pytest.mark.parametrize("beams", [3, 5])
 def test_many_rows_by_kernels_find_the_texts_of_the_plain_model(beams, compiled, monkeypatch):
     """More rows than the operator for whole steps takes; sources and ends differ, so rows stop and go."""

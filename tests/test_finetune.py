@@ -13,6 +13,7 @@ import monoblock as mb
 from monoblock.config import ModelConfig
 from monoblock.errors import ConfigError, FileError
 from monoblock.model import Transformer
+from monoblock.tasks.finetuning import recipe_for
 from monoblock.tasks.recipe import model_config, read
 from monoblock.tasks.run import prepare
 from monoblock.training.events import Chosen
@@ -279,3 +280,11 @@ def test_a_model_of_another_kind_is_refused(place, tmp_path):
 def test_two_names_for_one_model_are_refused(place):
     with pytest.raises(ConfigError, match="a preset, a family or a folder with weights; write one of the three"):
         read("languages", [f"model.folder={place}", "model.family=bert"])
+
+
+def test_a_validation_split_with_a_fault_is_no_reason_to_hold_rows_back(place, tmp_path):
+    (tmp_path / "train.tsv").write_text((place / "labelled.tsv").read_text())
+    assert recipe_for(str(place / "masked"), str(tmp_path)).data.held == 6
+    (tmp_path / "valid.tsv").write_bytes(b"good\t\xff\n")
+    with pytest.raises(FileError, match=r"valid.tsv, line 1: a byte is not UTF-8"):
+        recipe_for(str(place / "masked"), str(tmp_path))

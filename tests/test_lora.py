@@ -266,7 +266,11 @@ def test_checkpoints_hold_the_adapter_alone_and_resume_bit_for_bit(place, tmp_pa
 def test_small_weights_and_frozen_layers_are_recipe_keys(place, tmp_path):
     path = recipe(place, tmp_path / "lora.toml", LORA, {"lora": {"bits": 8}, "train": {"steps": 3}})
     run, events = train(path, tmp_path / "small")
-    assert any("8-bit weights" in getattr(event, "why", "") for event in events)
+    (said,) = [event for event in events if "8-bit weights" in getattr(event, "why", "")]
+    plain = sum(weight.numel() for weight in mb.Transformer.from_pretrained(place / "base").parameters())
+    again = prepare(read(str(path)), tmp_path / "again").model
+    trained = sum(weight.numel() for weight in again.parameters() if weight.requires_grad)
+    assert f"{trained:,} of {plain + trained:,} weights are trained" in said.what
     assert (
         mb.Transformer.from_pretrained(tmp_path / "small").config
         == mb.Transformer.from_pretrained(place / "base").config
@@ -278,3 +282,11 @@ def test_small_weights_and_frozen_layers_are_recipe_keys(place, tmp_path):
     assert same == {name for name in own if name.startswith(("input.", "decoder.0.", "decoder.1."))}
     with pytest.raises(ConfigError, match=r"lora\.bits=8 stores the weights beside adapters"):
         read(str(path), ["lora.bits=8"])
+    with pytest.raises(ConfigError, match=r"train\.freeze=9 is more than the \d layers of this model"):
+        prepare(read(str(path), ["train.freeze=9"]), tmp_path / "many")
+    with pytest.raises(ConfigError, match=r"train\.layer_decay=0\.0 is no share"):
+        read(str(path), ["train.layer_decay=0.0"])
+    path = recipe(place, tmp_path / "lora.toml", LORA, {"train": {"freeze": 1}})
+    assert prepare(read(str(path)), tmp_path / "both").tuned.why.endswith(
+        "the first 1 layers frozen with their adapters"
+    )

@@ -423,3 +423,13 @@ def test_a_published_model_answers_as_its_own_logits_say(tmp_path):
         found = pipe.answer(question, CONTEXT, n_best=3)
         assert [(one.start, one.end) for one in found] == [key for key, _ in wanted]
         assert [one.score for one in found] == pytest.approx([score for _, score in wanted], abs=1e-3)
+
+
+def test_questions_that_lose_their_end_are_told(tmp_path):
+    data = tmp_path / "questions.json"
+    long = [row._replace(question="who spake " * 9) if number % 7 == 0 else row for number, row in enumerate(rows())]
+    data.write_text(json.dumps(to_squad(long)), encoding="utf-8")
+    model = {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 19}
+    recipe = {"data": {"corpus": str(data)}, "tokenizer": {"kind": "word", "vocab": 64}, "model": model}
+    ground = lay(from_dict(Recipe, recipe | {"train": {"objective": "answers"}}), 19)
+    assert ground.said == "57 questions to train on (9 of them cut to half a window)"

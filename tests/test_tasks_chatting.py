@@ -1,15 +1,21 @@
 """Conversations: what is asked for are the answers and the ends of their turns, by the template of the model itself."""
 
 import json
+import math
 
 import pytest
+import torch
 from packages import package_file
 
+import monoblock as mb
 from monoblock.data import corpora
 from monoblock.data.chats import Chat, Message, read_chats
 from monoblock.errors import FileError, InputError
 from monoblock.tasks.chatting import answered, asked, chat
+from monoblock.tasks.evaluation import evaluate
 from monoblock.tasks.ground import special_of
+from monoblock.tasks.measured import Asked as Measuring
+from monoblock.tasks.pipeline import Pipeline
 from monoblock.tasks.recipe import Recipe, from_dict
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.objectives import IGNORE
@@ -98,6 +104,31 @@ def test_a_conversation_is_cut_to_the_model_and_left_out_when_no_answer_is_left(
     bare = Tokenizer.train("char", ["Who built the ark?"])
     with pytest.raises(InputError, match="has no chat template"):
         chat(recipe, 61, bare, corpora.load(path, "all"), None)
+
+
+def test_conversations_that_lose_a_part_of_an_answer_are_told(smollm2):
+    talks = [TALKS[0]] * 5 + [[("user", "So?"), ("assistant", "yes " * 99)]] * 2
+    talks += [[("user", "So?"), ("assistant", "Yes."), ("user", "word " * 99)]]  # nothing of an answer is lost
+    recipe = from_dict(Recipe, {"data": {"corpus": "x"}, "model": {"family": "gpt"}, "train": {"objective": "chat"}})
+    ground = chat(recipe, 61, smollm2, corpora.Corpus("x", "chat", "train", chats(talks)), None)
+    assert ground.said == "8 conversations to train on (2 of them cut to 61 tokens)"
+
+
+def test_a_model_that_talks_is_measured_on_its_answers_alone(smollm2, tmp_path):
+    torch.manual_seed(3)
+    config = mb.llama(vocab=smollm2.vocab_size, width=8, depth=1, heads=2, hidden=11, context=97, tie="none")
+    pipe = Pipeline(mb.Transformer(config).double().eval(), smollm2, objective="chat")
+    path = write(tmp_path / "chat.jsonl", TALKS)
+    figures = evaluate(pipe, Measuring(data=str(path), batch=16)).figures
+    surprise = []
+    for one in chats():
+        ids, labels = asked(one, smollm2)
+        shares = pipe.model(torch.tensor([ids])).log_softmax(-1)[0]
+        surprise += [-shares[n - 1, label].item() for n, label in enumerate(labels) if label != IGNORE]
+    mean = sum(surprise) / len(surprise)
+    assert (figures["tokens"], figures["sources"], figures["split"]) == (len(surprise), 4, "all")
+    assert figures["loss"] == pytest.approx(mean, rel=1e-9)
+    assert figures["perplexity"] == pytest.approx(math.exp(mean), rel=1e-9)
 
 
 def test_a_template_that_rewrites_what_was_said_is_refused(smollm2):

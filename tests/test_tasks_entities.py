@@ -153,8 +153,16 @@ def test_other_labels_are_left_alone():
 
 def test_iob1_is_known_by_a_run_that_begins_with_i_and_is_turned_into_bio():
     row = Tagged(tuple("abcde"), ("I-PER", "I-PER", "B-PER", "O", "I-LOC"))
-    assert is_iob1([row])
+    assert is_iob1([row], row.labels)
     turned = as_bio(row)
     assert turned.labels == ("B-PER", "I-PER", "B-PER", "O", "B-LOC")
-    assert not is_iob1([turned])
+    assert not is_iob1([turned], turned.labels)
     assert entities(turned.labels) == entities(row.labels)
+
+
+@pytest.mark.parametrize("ends", ["S-PER", "E-PER", "U-LOC", "L-ORG"])
+def test_one_slip_in_labels_that_mark_ends_is_no_iob1(ends):
+    row = Tagged(tuple("abc"), ("O", "I-PER", "O"))
+    assert is_iob1([row], {"O", "I-PER", "B-PER"})
+    assert not is_iob1([row], {"O", "I-PER", "B-PER", ends})
+    assert not is_iob1([row], {"O", "I-PER", "NOUN"})  # labels of no such form are left as they are

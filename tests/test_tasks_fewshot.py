@@ -184,10 +184,41 @@ def test_a_template_that_cannot_be_is_one_line(template, words, said):
     assert said in str(caught.value)
 
 
+def test_a_label_that_changes_the_tokens_before_it_is_refused():
+    tokenizer = mb.Tokenizer.train("bpe", ["zab abab"] * 20, vocab_size=264, specials=["eos"])
+    ids = [tokenizer.encode(text) for text in ("za", "zabqqq")]
+    assert ids[1][: len(ids[0])] != ids[0]
+    assert len(ids[1]) > len(ids[0])
+    pipe = Pipeline(mb.Transformer(mb.tiny("gpt2")), tokenizer)
+    with pytest.raises(InputError, match="melts into the end of the prompt"):
+        label_scores(pipe, Prompting("{text}{label}", {"0": "bqqq", "1": "xqqq"}), [], ["za"])
+
+
+def test_an_empty_prompt_is_the_start_token_or_one_line(both):
+    pipe, theirs = both
+    bare = Prompting("{text} {label}", {"0": "bad", "1": "good film"})
+    found = label_scores(pipe, bare, [], [""])[0]
+    for place, label in enumerate(bare.labels):
+        ids = [pipe.tokenizer.eos_id, *pipe.tokenizer.encode(bare.word(label))]
+        with torch.no_grad():
+            logs = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+        wanted = sum(float(logs[n - 1, ids[n]]) for n in range(1, len(ids)))
+        assert float(found[place]) == pytest.approx(wanted, abs=1e-5)
+    without = mb.Tokenizer.train("bpe", ["bad good"] * 9, vocab_size=262, specials=[])
+    with pytest.raises(InputError, match=r"has no start token; put a word before \{text\}"):
+        label_scores(Pipeline(pipe.model, without), bare, [], [""])
+
+
+def test_examples_are_not_drawn_from_what_is_measured(both, corpus):
+    for split in ("all", "train"):
+        with pytest.raises(ConfigError, match=f"the split {split} .* has the examples"):
+            few_shot(both[0], Asked(data=str(corpus), split=split), [0, 2])
+
+
 def test_what_cannot_be_prompted_is_one_line(both):
     pipe, _ = both
     with pytest.raises(InputError, match=r"have \d{3} tokens, and the model reads 331; show fewer examples"):
         label_scores(pipe, PROMPTING, ROWS, ["good film " * 200])
     encoder = Pipeline(mb.Transformer(mb.tiny("bert-base")), pipe.tokenizer)
-    with pytest.raises(InputError, match="labels are prompted for from a decoder, and this is a encoder-only model"):
+    with pytest.raises(InputError, match="labels are prompted for from a decoder, and this is an encoder-only model"):
         label_scores(encoder, PROMPTING, [], ["x"])

@@ -9,7 +9,7 @@ import torch
 
 from monoblock.cli.drawing import Drawing
 from monoblock.data.readers import read_conll
-from monoblock.errors import ConfigError
+from monoblock.errors import ConfigError, FileError
 from monoblock.families import bert
 from monoblock.knobs import vary
 from monoblock.model import Transformer
@@ -228,3 +228,12 @@ def test_speed_is_told_in_what_is_asked(corpora, capsys):
     drawing.show(Stepped(1, 2.0, 0.1, 1.0, 5, 0.1))
     drawing.show(Finished(1, False))
     assert "images/s" in capsys.readouterr().err
+
+
+def test_a_validation_split_with_a_fault_is_no_missing_one(tmp_path):
+    (tmp_path / "train.tsv").write_text("a\tone\nb\ttwo\n" * 20, encoding="utf-8")
+    one = recipe("classify", {"classify": str(tmp_path)})
+    assert ground_of(one).evaluation is None
+    (tmp_path / "valid.tsv").write_bytes(b"a\tone\nb\t\xff\n")
+    with pytest.raises(FileError, match=r"valid.tsv, line 2: a byte is not UTF-8"):
+        ground_of(one)

@@ -57,6 +57,13 @@ def test_a_pair_that_is_too_long_loses_the_end_of_the_longer_text(tokenizer, siz
     assert library
 
 
+@pytest.mark.parametrize("sizes", [(3, 0), (0, 3), (2, 2)])
+def test_of_texts_without_any_room_nothing_is_kept(tokenizer, sizes):
+    got = Frame(tokenizer, 2)(*([7] * size for size in sizes))
+    assert got.ids == [tokenizer.cls_id, tokenizer.sep_id, tokenizer.sep_id]
+    assert got.cut == sum(sizes)
+
+
 def test_only_whole_words_are_kept(tokenizer):
     words = Words(tokenizer, Frame(tokenizer, 9))
     ids, places = words(["king", "xyzxyz", "up"])
@@ -121,6 +128,13 @@ def test_iob1_becomes_bio_and_that_is_said(tmp_path):
     batch = made.make(made.plan.at(0))
     asked = [made.labels[n] for n in batch.labels[0].tolist() if n != IGNORE]
     assert asked == ["O", "B-PER", "I-PER", "B-PER"]
+
+
+def test_one_slip_leaves_a_corpus_that_marks_ends_as_it_is(tmp_path):
+    row = "the O\nking B-PER\nof I-PER\nnorth E-PER\n\n"
+    made = ground(tmp_path, "a.conll", "the O\nking I-PER\n\n" + row * 30, "label")
+    assert made.labels == ["B-PER", "E-PER", "I-PER", "O"]
+    assert "IOB1" not in made.said
 
 
 # -- other in every epoch ---------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ import pytest
 
 from monoblock.errors import InputError
 from monoblock.tasks import scores
+from monoblock.tasks.evaluation import whole
+from monoblock.tasks.measured import Asked
+from monoblock.tasks.sections import DataPart, TaskPart
 
 TEXTS = ["The cat sat on the mat.", "A dog!", "it's a Test of two -- three"]
 ACCEPTED = [["The cat sat on a mat.", "the cat is on the mat."], ["A dog!"], ["It's a test of two or three"]]
@@ -79,3 +82,25 @@ def test_what_cannot_be_scored_is_said():
             scores.cer(texts, accepted)
     with pytest.raises(InputError, match="no bytes"):
         scores.bits_per_byte(1.0, 1, 0)
+
+
+def test_all_of_a_file_is_measured_unless_the_model_was_trained_on_it(tmp_path, monkeypatch):
+    for name in ("mine.tsv", "other.tsv", "task.tsv"):
+        (tmp_path / name).write_text("a\tb\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.tsv").write_text("a\tb\n")
+    monkeypatch.chdir(tmp_path)
+    part = DataPart(corpus="mine.tsv", prefix="x:", tasks=(TaskPart(corpus="task.tsv", prefix="y:"),))
+    splits = {
+        "other.tsv": "all",
+        "mine.tsv": None,
+        "./folder/../mine.tsv": None,
+        str(tmp_path / "mine.tsv"): None,
+        "task.tsv": None,
+        "folder": None,
+        "reverse": None,
+    }
+    assert {data: whole(Asked(data=data), part).split for data in splits} == splits
+    assert whole(Asked(data="other.tsv", split="valid"), part).split == "valid"
+    assert whole(Asked(data="other.tsv", rescore=True), part).split is None
+    assert whole(Asked(data="mine.tsv"), None).split == "all"

@@ -13,14 +13,15 @@ from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
 from monoblock.data.readers import Labelled, Pair
 from monoblock.data.sources import Source
-from monoblock.data.squad import Question
+from monoblock.data.squad import Question, to_squad
 from monoblock.errors import ConfigError, FileError
 from monoblock.tasks.lay import lay
+from monoblock.tasks.measured import Asked
 from monoblock.tasks.recipe import Recipe, from_dict, read
 from monoblock.tasks.rouge import rouge
 from monoblock.tasks.sections import DataPart, TaskPart
-from monoblock.tasks.textscores import MEASURES, first_word
-from monoblock.tasks.texttotext import as_pairs, by_task, prefix_for
+from monoblock.tasks.textscores import MEASURES, measure
+from monoblock.tasks.texttotext import as_pairs, by_task, first_word, further, prefix_for
 from monoblock.training.objectives import IGNORE
 
 SIZES = {"width": 16, "depth": 1, "heads": 2}
@@ -238,3 +239,49 @@ def test_the_comparison_differs_only_in_where_the_weights_come_from(files, spans
     assert len({mb.Tokenizer.from_pretrained(place).fingerprint for place in places}) == 1
     plans = [tomllib.loads((place / "recipe.toml").read_text())["train"] for place in places[1:]]
     assert plans[0] == plans[1]
+
+
+# -- a user's own files -----------------------------------------------------------------------------------------------
+
+
+def own(path, prefix, text):
+    path.write_text(text, encoding="utf-8")
+    given = {"data": {"corpus": str(path), "prefix": prefix}, "tokenizer": {"kind": "char", "vocab": 64}}
+    given |= {"model": {"family": "t5", "context": 97, **SIZES}, "train": {"objective": "pairs"}}
+    return from_dict(Recipe, given)
+
+
+@pytest.mark.parametrize("line", ["{label}\t{text}\n", "{text}\t{label}\n"])
+def test_two_columns_are_labels_and_texts_whichever_comes_first(line, tmp_path):
+    rows = [{"label": "odd" if n % 2 else "even", "text": f"number {n}"} for n in range(40)]
+    ground = lay(own(tmp_path / "mine.tsv", "classify:", "".join(line.format(**row) for row in rows)), 97)
+    assert ground.held[-1] == Pair("classify: number 39", "odd")
+    task = TaskPart(corpus=str(tmp_path / "mine.tsv"), prefix="classify:")
+    assert further(DataPart(corpus="reverse", tasks=(task,)), "valid", None)[-1] == ground.held[-1]
+    turned = lay(own(tmp_path / "pairs.tsv", "translate:", "ja\tyes one\nja\tyes two\n" * 20), 97)
+    assert turned.held[-1] == Pair("translate: ja", "yes two"), "pairs keep their order"
+
+
+def test_a_task_whose_validation_rows_have_a_fault_is_refused(tmp_path):
+    (tmp_path / "train.tsv").write_text("a\tb\n" * 9)
+    part = DataPart(corpus="reverse", tasks=(TaskPart(corpus=str(tmp_path), prefix="x:"),))
+    assert further(part, "valid", None) == []
+    (tmp_path / "valid.tsv").write_text("a\n")
+    with pytest.raises(FileError, match=r"valid.tsv, line 1: 1 column"):
+        further(part, "valid", None)
+
+
+def test_of_several_gold_answers_each_is_right(tmp_path):
+    rows = [Question(f"Who {n}?", "He and she did.", ("He", "she"), (0, 7), str(n)) for n in range(20)]
+    recipe = own(tmp_path / "mine.json", "question:", json.dumps(to_squad(rows)))
+    assert lay(recipe, 97).held[-1] == Pair("question: Who 19? context: He and she did.", "He")
+
+    class Pipe:
+        part = recipe.data
+
+        def translate(self, sources, **more):
+            return ["she" if number else "they" for number, _ in enumerate(sources)]
+
+    found = measure(Pipe(), Asked(data=str(tmp_path / "mine.json"), samples=2), recipe.data, lambda *_: {})
+    assert found.figures["exact_match"] == 50
+    assert (found.figures["sources"], found.figures["split"]) == (2, "valid")

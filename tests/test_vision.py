@@ -14,6 +14,7 @@ from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.positions import regrid
 from monoblock.tasks.lay import lay
 from monoblock.tasks.recipe import read
+from monoblock.tasks.seeing import read_pixels
 
 SIZES = {"image": 12, "patch": 4, "width": 20, "depth": 2, "heads": 2, "classes": 7}
 
@@ -192,6 +193,18 @@ def test_bad_images_are_one_line(corpus):
         list(lay(recipe(corpus), None).evaluation())
     with pytest.raises(ConfigError, match="shift"):
         recipe(corpus, "data.augment={shift=-1}")
+    np.savez(corpus / "valid.npz", images=np.zeros((1, 12, 12)), labels=np.array([1]))
+    with pytest.raises(FileError, match="validates on images of 1 × 12 × 12 and trains on 1 × 8 × 8"):
+        lay(recipe(corpus), None)
+    for wrong in (255.0, -0.5, np.nan):
+        np.savez(corpus / "train.npz", images=np.full((4, 8, 8), wrong), labels=np.arange(4))
+        with pytest.raises(FileError, match=r"train\.npz: pixels from .*write numbers 0…1, or bytes"):
+            lay(recipe(corpus), None)
+        with pytest.raises(FileError, match=r"train\.npz: pixels from"):
+            read_pixels(corpus / "train.npz", mb.tiny("deit-base").input)
+    assert recipe(corpus, "data.augment.turn=5", "data.augment.flip=0.5").data.augment.turn == 5
+    with pytest.raises(ConfigError, match="trun"):
+        recipe(corpus, "data.augment.trun=5")
     with pytest.raises(ConfigError, match=r"data\.augment varies images, and the corpus reverse is pairs"):
         lay(read("reverse", ["data.augment={shift=1}", "data.limit=9"]), 32)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from monoblock.cache import Cache
 from monoblock.config import FramesConfig, ModelConfig, PatchConfig
 from monoblock.embedding import Embedding, Frames, Patches, matrix_of
-from monoblock.errors import ConfigError, InputError
+from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.heads import Head
 from monoblock.initialize import initialize
 from monoblock.masks import Where, run
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits of the target given an encoded source; a cache that has seen the source needs no memory."""
         if self.encoder is None or self.decoder is None:
-            raise InputError(f"a {self.config.family} model decodes no memory; call model(ids)")
+            raise InputError(f"{with_article(self.config.family)} model decodes no memory; call model(ids)")
         where = where_stand(target, target_mask, positions, None, None, self._fitting(cache))
         memory_where = memory_stands(memory, source_mask, cache, self.config.width)
         if memory is not None and memory.shape[0] != target.shape[0]:
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
     def make_cache(self, batch: int, capacity: int | None = None, *, chunk: int = 16) -> Cache:
         """An empty cache for `batch` rows of at most `capacity` tokens (the model's context when not given)."""
         if self.decoder is None:
-            raise InputError(f"a {self.config.family} model has no decoder, so there is nothing to cache")
+            raise InputError(f"{with_article(self.config.family)} model has no decoder, so there is nothing to cache")
         capacity = capacity if capacity is not None else self.config.context
         if capacity is None:
             raise InputError("this model sets no length; say how many tokens the cache must hold: capacity=…")

@@ -13,7 +13,7 @@ import click
 
 from monoblock.cli.common import as_json, human_bytes, next_verb, print_json, table
 from monoblock.cli.speaking import where
-from monoblock.errors import ConfigError, did_you_mean
+from monoblock.errors import ConfigError, did_you_mean, with_article
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms a token", "weights", "peak memory")
@@ -88,7 +88,8 @@ def _model(what: str, device: str | None, dtype: str | None, length: int) -> Any
 
 def _check(config: Any, length: int) -> None:
     if config.decoder is None or config.head is None or config.head.kind != "language_model":
-        raise ConfigError(f"a {config.family} model makes no text to be timed; give a decoder, such as gpt2")
+        kind = with_article(config.family)
+        raise ConfigError(f"{kind} model makes no text to be timed; give a decoder, such as gpt2")
     if config.context is not None and length > config.context:
         raise ConfigError(f"--prompt and --new make {length} tokens and the context is {config.context}; lower them")
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from monoblock.cli.common import as_json, next_verb, print_json, table
-from monoblock.cli.prompting import interpolate, prompted, prompting, resized
+from monoblock.cli.prompting import check_prompting, interpolate, prompted, prompting, resized
 from monoblock.cli.speaking import choosing, device, dtype, given, load, settings
 from monoblock.cli.train import data_folder
 from monoblock.cli.translate import SEARCH
@@ -52,7 +52,9 @@ FAILED = 3  # exit code of a check that failed
 @click.pass_context
 def command(ctx: click.Context, model: str, device: str | None, dtype: str | None, as_json: bool, **words: Any) -> None:
     wanted = [(*_bound(word), 1) for word in words["at_least"]] + [(*_bound(word), -1) for word in words["at_most"]]
+    check_prompting(words)
     pipe = resized(load(model, device, dtype), words["interpolate"])
+    _check(pipe, words)
     begun = time.perf_counter()
     measured = _measured(pipe, words)
     seconds = time.perf_counter() - begun
@@ -64,6 +66,20 @@ def command(ctx: click.Context, model: str, device: str | None, dtype: str | Non
     if failed:
         ctx.exit(FAILED)
     next_verb(f"account {shlex.quote(model)}")
+
+
+def _check(pipe: Any, words: dict[str, Any]) -> None:
+    """What does nothing for this model is refused before anything is measured."""
+    from monoblock.tasks.drawn import check_place
+    from monoblock.tasks.predicting import method_of
+
+    method = method_of(pipe)
+    if words["stride"] is not None and (method or pipe.model.config.family == "encoder-decoder"):
+        raise ConfigError("--stride is for language models that go on from a text; leave it out")
+    if words["picture"] is not None:
+        if method not in ("classify", "tag") or words["shots"] is not None:
+            raise ConfigError("--picture draws how classes are confused, and this task has none; leave it out")
+        check_place(words["picture"])
 
 
 def _measured(pipe: Any, words: dict[str, Any]) -> Any:
@@ -83,8 +99,6 @@ def _keep(measured: Any, model: Path, words: dict[str, Any]) -> None:
     if words["save_words"] is not None and measured.words is not None:
         measured.words.write(words["save_words"])
     if words["picture"] is not None:
-        if measured.picture is None:
-            raise ConfigError("--picture draws how classes are confused, and this task has none; leave it out")
         click.echo(f"drawn: {measured.picture(words['picture'])}", err=True)
     if words["card"]:
         from monoblock.tasks.card import add_figures

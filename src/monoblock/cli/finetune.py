@@ -78,7 +78,7 @@ def command(
     run, last = trained(recipe, place, data_folder(folder), ALONE, options)
     if last.interrupted:
         asked = ["--objective", objective] if objective else []
-        say_how_to_go_on(place, last.step, ["finetune", model, data, *given, *asked])
+        say_how_to_go_on(place, last.step, ["finetune", model, data, *given, *asked], folder)
         ctx.exit(130)
     report(run, as_json)
 

@@ -34,7 +34,7 @@ OTHER = {"decoder-only": "generate", "encoder-decoder": "translate"}  # the verb
 @click.option("--nearest", type=click.Path(path_type=Path), help="Embed, and show the nearest lines of this file.")
 @click.option("--words", type=click.Choice(["signs", "spaces"]), default="signs", help="What parts words.  [signs]")
 @click.option("--columns", is_flag=True, help="Labels: a word a line, as in CoNLL files.")
-@click.option("--long", type=click.Choice(["refuse", "cut", "split"]), default="refuse", show_default=True)
+@click.option("--long", type=click.Choice(["refuse", "cut", "split"]), help="What is beyond the context.  [refuse]")
 @click.option("--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once.")
 @interpolate
 @device
@@ -67,17 +67,23 @@ class Asking:
     def __init__(self, pipe: Any, model: str, words: dict[str, Any]) -> None:
         from monoblock.tasks.predicting import method_of
 
-        self.pipe, self.words, self.seen = pipe, words, 0
+        self.pipe, self.words, self.seen, self.pairs = pipe, words, 0, False
         self.method = "embed" if words["embed"] or words["nearest"] is not None else method_of(pipe)
         if self.method not in SHOW:
             verb = OTHER.get(pipe.model.config.family, "account")
             raise ConfigError(f"{model} has no head that predicts; write monoblock {verb} {shlex.quote(model)}")
         anyway = pipe.tokenizer is None or self.method == "answer"  # of any length: a long text is read in windows
-        self.how = {"batch": words["batch"]} | ({} if anyway else {"long": words["long"]})
+        self.how = {"batch": words["batch"]} | ({} if anyway else {"long": words["long"] or "refuse"})
+        if anyway and words["long"] is not None:
+            read = "images are of one size" if pipe.tokenizer is None else "texts of any length are read in windows"
+            raise ConfigError(f"--long does nothing here: {read}; leave it out")
+        single = {"tag": "labels of words", "embed": "embeddings without --nearest"}.get(self.method)
+        if words["top"] is not None and single is not None and words["nearest"] is None:
+            raise ConfigError(f"--top does nothing for {single}; leave it out")
         self.shown = Shown(words["as_json"], words["columns"])
         self.others: list[str]
         self.vectors: Any
-        self.others, self.vectors = _embedded(pipe, words) if words["nearest"] is not None else ([], None)
+        self.others, self.vectors = self._embedded() if words["nearest"] is not None else ([], None)
 
     def __call__(self, lines: list[str], first: int, tell: Callable[[int], None]) -> list[Any]:
         """A result for each line; None for an empty one."""
@@ -107,6 +113,9 @@ class Asking:
         one, tab, other = line.partition("\t")
         if self.method == "answer" and not (one.strip() and other.strip()):
             raise InputError(f"{line[:40]!r} is no question and text; write question<TAB>text")
+        if tab and self.method == "classify" and not self.pairs:
+            self.pairs = True
+            click.echo("note: a line with a tab is read as a pair of texts", err=True)
         return (one, other) if tab and self.method in ("classify", "answer") else line
 
     def _options(self) -> dict[str, Any]:
@@ -120,6 +129,18 @@ class Asking:
                 return {"n_best": self.words["top"] or 1}
         return top
 
+    def _embedded(self) -> tuple[list[str], Any]:
+        """The lines that are compared with, and where they or the images they name stand."""
+        place = self.words["nearest"]
+        with place.open("rb") as file:
+            lines = [line for line in _decoded(file, str(place)) if line.strip()]
+        if not lines:
+            raise InputError(f"{place} is empty; give a file with at least one line of text")
+        with Ongoing(f"lines of {place}", len(lines)) as tell:
+            more = {} if self.pipe.tokenizer is None else {"tell": tell}
+            given = [self._given(line) for line in lines]
+            return lines, self.pipe.embed(given, pooling=self.words["pooling"], **self.how, **more)
+
     def show(self, line: str, found: Any) -> None:
         if self.vectors is None or found is None:
             SHOW[self.method](self.shown, line, found)
@@ -128,17 +149,6 @@ class Asking:
 
         (near,) = nearest(found[None], self.vectors, self.words["top"] or 5)
         show_nearest(self.shown, line, [(self.others[one.number], one.number, one.cosine) for one in near])
-
-
-def _embedded(pipe: Any, words: dict[str, Any]) -> tuple[list[str], Any]:
-    """The lines that are compared with, and where they stand."""
-    with words["nearest"].open("rb") as file:
-        lines = [line for line in _decoded(file, str(words["nearest"])) if line.strip()]
-    if not lines:
-        raise InputError(f"{words['nearest']} is empty; give a file with at least one line of text")
-    with Ongoing(f"lines of {words['nearest']}", len(lines)) as tell:
-        long = words["long"]
-        return lines, pipe.embed(lines, pooling=words["pooling"], batch=words["batch"], long=long, tell=tell)
 
 
 def _lines(texts: tuple[str, ...], file: Path | None) -> Iterator[str]:
@@ -159,7 +169,7 @@ def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def _count(file: Path | None) -> int | None:
-    if file is None:
+    if file is None or not file.is_file():  # a pipe can be read once
         return None
     with file.open("rb") as stream:
         return sum(1 for _ in stream)

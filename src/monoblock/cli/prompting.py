@@ -33,6 +33,14 @@ def prompting(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def check_prompting(words: dict[str, Any]) -> None:
+    """One line for options that belong to --shots and stand without it."""
+    given = {"--template": words["template"], "--label": words["label_words"], "--calibrate": words["calibrate"]}
+    stray = next((name for name, value in given.items() if value), None)
+    if stray is not None and words["shots"] is None:
+        raise ConfigError(f"{stray} is for prompting; write --shots 0,4 as well")
+
+
 def prompted(pipe: Any, asked: Any, words: dict[str, Any]) -> Any:
     """Figures by the number of examples."""
     from monoblock.tasks.fewshot import few_shot

@@ -102,7 +102,7 @@ def command(
     with parallel.among(world):
         run, last = trained(resolved, folder, data_folder(data), world, options)
         if world.leads and last.interrupted:
-            say_how_to_go_on(folder, last.step, ["train", *words], world.size)
+            say_how_to_go_on(folder, last.step, ["train", *words], data, world.size)
         elif world.leads:
             report(run, as_json)
         world.leave()
@@ -137,10 +137,11 @@ def report(run: Any, as_json: bool) -> None:
         next_verb(f"generate {run.folder} {prompt}" if speaks else measured)
 
 
-def say_how_to_go_on(folder: Path, step: int, words: list[str], processes: int = 1) -> None:
+def say_how_to_go_on(folder: Path, step: int, words: list[str], data: Path | None = None, processes: int = 1) -> None:
     """The whole command that takes an interrupted run up again."""
-    several = ["--nproc", str(processes)] if processes > 1 else []
-    line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *several])
+    more = ["--data", str(data)] if data is not None else []
+    more += ["--nproc", str(processes)] if processes > 1 else []
+    line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *more])
     click.echo(f"Saved {folder} at step {step}. Go on with: {line}", err=True)
 
 

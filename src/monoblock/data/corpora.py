@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from monoblock.data import paths, readers
 from monoblock.data.readers import Boundaries, Kind
 from monoblock.data.sources import CORPORA, NAMED_ALIKE, Source
-from monoblock.errors import FileError, did_you_mean
+from monoblock.errors import FileError, SplitError, did_you_mean
 
 Split = Literal["train", "valid", "test", "all"]
 
@@ -93,6 +93,20 @@ def load(
     return Corpus(str(name), read.kind, split, _some(read.rows, f"{path}, split {split},"))
 
 
+def load_if_any(name: str | Path, split: Split, **how: Any) -> Corpus | None:
+    """The same, or None where there is no such split; one with a fault is an error all the same."""
+    try:
+        return load(name, split, **how)
+    except SplitError:
+        return None
+
+
+def kind_of(name: str | Path, wanted: Sequence[Kind], *, folder: str | Path | None = None) -> Kind | None:
+    """How `load` is to read a path of which several kinds could be used; None for a corpus that knows it itself."""
+    path = None if str(name) in CORPORA else paths.find(str(name), folder)
+    return None if str(name) in CORPORA else wanted[0] if path is None else paths.kind_among(path, wanted)
+
+
 def place_of(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
     """Where a corpus of the table would come from here: "package", "folder", "system", "cache"; None: from nowhere."""
     source = CORPORA[name]
@@ -117,7 +131,7 @@ def how_to_get(name: str) -> str:
 
 def _named(name: str, source: Source, split: str, folder: str | Path | None, cache: str | Path | None) -> Iterator[Any]:
     if split not in source.splits and split != "all":
-        raise FileError(f"the corpus {name} has no split {split!r}; it has {', '.join(source.splits)}")
+        raise SplitError(f"the corpus {name} has no split {split!r}; it has {', '.join(source.splits)}")
     place = place_of(name, folder, cache)
     if place is None and not source.url:
         raise FileError(f"the corpus {name} is not here; {how_to_get(name)}")

@@ -10,7 +10,7 @@ mine/               MNIST's own names: train-images-idx3-ubyte.gz, t10k-images-i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from monoblock.data import idx, readers
 from monoblock.data.chats import read_chats
 from monoblock.data.readers import Boundaries, Kind
 from monoblock.data.squad import read_questions
-from monoblock.errors import FileError, did_you_mean
+from monoblock.errors import FileError, SplitError, did_you_mean
 
 SPELLINGS = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test", "t10k")}
 KINDS: dict[str, Kind] = {
@@ -59,7 +59,7 @@ def find(name: str, folder: str | Path | None) -> str | None:
 def read(path: str, split: str, kind: Kind | None, documents: Boundaries) -> Read:
     """The rows of one split of a path that exists."""
     whole = Path(path)
-    if "{split}" not in path and not whole.is_dir():
+    if is_one(path):
         found, rows = _read_file(whole, kind, documents)
         return Read(found, portion(rows, split, path))
     parts = [_read_file(file, kind, documents) for file in _files_of(whole, split)]
@@ -78,10 +78,24 @@ def files(path: Path) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
 
 
-def holds_images(path: Path) -> bool:
-    """Whether a path is a file of images, or a folder of such files."""
-    endings = tuple(ending for ending, kind in KINDS.items() if kind == "images")
-    return path.name.endswith(endings) or any(one.name.endswith(endings) for one in path.glob("*"))
+def is_one(path: str) -> bool:
+    """Whether a path is one file, without splits of its own."""
+    return "{split}" not in path and not Path(path).is_dir()
+
+
+def kind_among(path: str, wanted: Sequence[Kind]) -> Kind:
+    """How to read a path of which several kinds could be used: as its ending says, plain text as the first of them."""
+    every = (_exist(_spelled(Path(path), split)) for split in SPELLINGS)
+    file = Path(path) if is_one(path) else next((one for one in every if one is not None), None)
+    ending = None if file is None else next((ending for ending in KINDS if file.name.endswith(ending)), None)
+    if file is None or ending is None or len(wanted) == 1:
+        return wanted[0]
+    if ending == ".tsv":
+        return next((kind for kind in wanted if kind in ("pairs", "labelled")), wanted[0])
+    if ending == ".json" and "pairs" in wanted and _holds_pairs(file):
+        return "pairs"
+    found = _of_objects(file) if ending == ".jsonl" else KINDS[ending]
+    return wanted[0] if found == "text" and "text" not in wanted else found
 
 
 def portion(rows: list[Any], split: str, name: str) -> list[Any]:
@@ -89,7 +103,7 @@ def portion(rows: list[Any], split: str, name: str) -> list[Any]:
     if split == "all":
         return rows
     if split == "test":
-        raise FileError(f"{name} is one file and has no split 'test'; give a folder with train, valid and test files")
+        raise SplitError(f"{name} is one file and has no split 'test'; give a folder with train, valid and test files")
     text = len(rows) == 1 and isinstance(rows[0], str)
     parts = rows[0] if text else rows
     cut = int(len(parts) * (1 - VALIDATES))
@@ -114,10 +128,19 @@ def _read_file(path: Path, kind: Kind | None, documents: Boundaries) -> Read:
     return Read(kind, list(READERS[kind](path)))
 
 
+def _holds_pairs(path: Path) -> bool:
+    """Whether a .json file has an object a line, and in the first a source."""
+    try:
+        return _of_objects(path) == "pairs"
+    except FileError:
+        return False
+
+
 def _of_objects(path: Path) -> Kind:
     """What a .jsonl file holds, by the first of its lines: all the others must then, too."""
     first = next(readers.read_objects(path))[1]
-    return "chat" if "messages" in first else "labelled" if "label" in first else "text"
+    pairs = any(names[0] in first for names in readers.PAIR_KEYS)
+    return "chat" if "messages" in first else "labelled" if "label" in first else "pairs" if pairs else "text"
 
 
 def _files_of(path: Path, split: str) -> list[Path]:
@@ -126,7 +149,7 @@ def _files_of(path: Path, split: str) -> list[Path]:
     present = [file for file in found if file is not None]
     if not present:
         ending = "" if "{split}" in str(path) else f": it holds no {wanted[0]}{{{','.join(KINDS)}}}"
-        raise FileError(f"{path} has no split {split!r}{ending}")
+        raise SplitError(f"{path} has no split {split!r}{ending}")
     return present
 
 

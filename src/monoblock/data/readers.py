@@ -263,9 +263,17 @@ def read_images(path: str | Path) -> Iterator[Image]:
         raise FileError(
             f"{path}: images of {images.dtype} {images.shape}; write bytes 0…255 or numbers 0…1, one or more"
         )
+    check_range(images, path)
     scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
     for pixels, label in zip(images, labels, strict=True):
         yield Image((pixels / scale).astype(np.float32).reshape(-1, *images.shape[-2:]), int(label))
+
+
+def check_range(images: NDArray[Any], path: str | Path) -> None:
+    """One line for pixels that are numbers and not from 0 to 1."""
+    if images.dtype.kind == "f" and not ((images >= 0) & (images <= 1)).all():  # no comparison holds for NaN
+        low, high = images.min(), images.max()
+        raise FileError(f"{path}: pixels from {low:g} to {high:g}; write numbers 0…1, or bytes 0…255 as uint8")
 
 
 def _field(path: str | Path, number: int, row: dict[str, Any], name: str) -> str:

@@ -29,7 +29,7 @@ from monoblock.decoding.remembered import Remembered
 from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import Proposer, speculate
-from monoblock.errors import InputError
+from monoblock.errors import InputError, with_article
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 
@@ -53,7 +53,8 @@ class Engine:
     ) -> None:
         if isinstance(model, Transformer):
             if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
-                raise InputError(f"a {model.config.family} model without a language-model head continues no text")
+                kind = with_article(model.config.family)
+                raise InputError(f"{kind} model without a language-model head continues no text")
         elif proposer is not None or not use_cache:
             raise InputError("an LSTM has one way to go on, from its state; leave out the draft and use_cache")
         self.model = prepared(model) if fast and isinstance(model, Transformer) else model

@@ -21,7 +21,7 @@ from monoblock.decoding.choice import chance, chosen, each, live
 from monoblock.decoding.filters import Filters
 from monoblock.decoding.lanes import Event, Lane
 from monoblock.decoding.rows import Cached, Prompt, Rows
-from monoblock.errors import InputError
+from monoblock.errors import InputError, with_article
 from monoblock.model import Transformer
 
 
@@ -104,7 +104,7 @@ class Draft:
 
     def __init__(self, model: Transformer, count: int = 4) -> None:
         if model.decoder is None:
-            raise InputError(f"a {model.config.family} model proposes no text; a draft is a decoder")
+            raise InputError(f"{with_article(model.config.family)} model proposes no text; a draft is a decoder")
         self.model, self.count = model, count
         self.rows: Cached | None = None
         self.before = torch.zeros(1)

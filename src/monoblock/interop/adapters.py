@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from monoblock.untrusted import inside, present, read_json, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+DIGEST = "monoblock_base"  # in the head of the weights' file, where peft reads past it
 TASKS = {"classifier": "SEQ_CLS", "tagger": "TOKEN_CLS", "spans": "QUESTION_ANS"}
 PLAIN = {
     "bias": "none",
@@ -76,8 +78,11 @@ def _modules(move: Move) -> list[str]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = None) -> None:
-    """Write the adapters of a model, and whatever of its head was trained, as peft would; `base` names their model."""
+def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = None, digest: str | None = None) -> None:
+    """Write the adapters of a model, and whatever of its head was trained, as peft would.
+
+    `base` names the model they are for, and `digest` says which weights it has (interop/digest.py).
+    """
     parts = dict(adapted(model))
     if not parts:
         raise InputError("this model has no adapters to save; add_lora puts some beside its projections")
@@ -97,8 +102,9 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = N
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        known = {DIGEST: digest} if digest is not None else {}
         stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(stored, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"})
+        save_file(stored, folder / f"{WEIGHTS}.tmp", metadata={"format": "pt"} | known)
         (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         settle(folder / WEIGHTS)
         settle(folder / CONFIG)
@@ -204,6 +210,12 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
         put(model, name, part)
     model.load_state_dict(heads, strict=False)
     return list(made)
+
+
+def base_in(folder: str | Path) -> str | None:
+    """The digest of the weights an adapter was trained beside, where its file says it."""
+    with safe_open(inside(Path(folder), WEIGHTS), "pt") as file:
+        return (file.metadata() or {}).get(DIGEST)
 
 
 def _checked(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.folder import CONFIG, FORMAT, load_model, save_model
+from monoblock.interop.labels import labels_in, write_labels
 from monoblock.interop.safely import INDEX, WEIGHTS
 from monoblock.untrusted import MB, inside, present, read_bytes, read_json
 
@@ -145,10 +146,14 @@ def merged(source: Source, adapter: str | Path | None) -> Iterator[Source]:
     if adapter is None:
         yield source
         return
-    from monoblock.interop.adapters import load_adapter
+    from monoblock.interop.adapters import base_in, load_adapter
+    from monoblock.interop.digest import digest_of_body
     from monoblock.lora import folded
 
+    digest = digest_of_body(source.model)
     load_adapter(source.model, adapter)
+    if (base_in(adapter) or digest) != digest:
+        raise FileError(f"{adapter} was trained beside other weights than those of {source.folder}; give that model")
     with tempfile.TemporaryDirectory(prefix="monoblock-") as beside:
         place = Path(beside) / source.folder.stem
         write(source._replace(model=folded(source.model)), place, "monoblock")
@@ -200,6 +205,9 @@ def write(source: Source, target: str | Path, form: str, *, kind: str = "f16", f
         export_hf(source.model, target, family=family, special=_special(source.tokenizer))
     else:
         save_model(source.model, target)
+    head, labels = source.model.config.head, labels_in(source.folder)
+    if head is not None and labels and head.classes == len(labels):
+        write_labels(target, labels, form)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(target)
     if source.folder.is_dir() and present(source.folder, GENERATION):

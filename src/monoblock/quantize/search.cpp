@@ -6,6 +6,7 @@
 #include <ATen/ops/full.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -30,6 +31,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   at::Tensor mask;
   if (seen) {
     TORCH_CHECK(seen->scalar_type() == at::kBool && seen->dim() == 4 && seen->size(3) == S, "a mask that does not fit");
+    TORCH_CHECK((seen->size(0) == 1 || seen->size(0) == R) && seen->size(1) == 1 && seen->size(2) == 1, "one row a text");
     mask = seen->contiguous();
   }
   const int64_t mask_row = seen && mask.size(0) > 1 ? S : 0;

@@ -54,6 +54,7 @@ class Asker:
 
     def __init__(self, tokenizer: Tokenizer, longest: int | None = None, stride: int | None = None) -> None:
         self.tokenizer, self.longest, self.stride = tokenizer, longest, stride
+        self.cut = 0  # questions so far that lost their end
         self.frame = Frame(tokenizer)
         self.specials = sum(token is not None for token, _ in self.frame.double)
         self.first = next(place for place, (token, _) in enumerate(self.frame.double) if token is None)
@@ -68,7 +69,9 @@ class Asker:
         spans = [_trimmed(context, piece.start, piece.end) for piece in pieces]
         room = len(ids)
         if self.longest is not None:
-            asked = asked[: (self.longest - self.specials) // 2]
+            most = (self.longest - self.specials) // 2
+            self.cut += len(asked) > most
+            asked = asked[:most]
             room = self.longest - self.specials - len(asked)
         return [self._window(asked, ids[a:b], spans[a:b]) for a, b in _parts(len(ids), room, self.stride)]
 
@@ -106,6 +109,7 @@ def answers(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Co
         _check_answered(corpus, recipe.data.impossible)
     asker, special = Asker(tokenizer, context, recipe.data.stride), special_of(tokenizer)
     samples = _samples(train.rows, asker, segmented := _knows_segments(recipe, tokenizer))
+    cut = f" ({asker.cut:,} of them cut to half a window)" if asker.cut else ""
     held = None if valid is None else _samples(valid.rows, asker, segmented)
     prepare = partial(objectives.answers, special=special)
     more = f" in {len(samples):,} windows" if len(samples) > len(train) else ""
@@ -115,7 +119,7 @@ def answers(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Co
         BucketPlan(samples.lengths, seed=recipe.train.seed, batch=per_update(recipe)),
         lambda batch: Prepared(*prepare([samples[int(n)] for n in batch.samples]), batch.epoch, batch.samples.tolist()),
         None if held is None else partial(in_order, held, recipe.train.batch, prepare),
-        said=f"{len(train):,} questions{more} to train on",
+        said=f"{len(train):,} questions{more} to train on{cut}",
         held=[] if valid is None else valid.rows,
         unit="ends",
         places=True,

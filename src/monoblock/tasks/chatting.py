@@ -66,10 +66,11 @@ def _span(chat: Chat, number: int, text: str, tokenizer: Tokenizer) -> tuple[int
 def chat(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None) -> Ground:
     """Answers to learn, each after all that was said before it."""
     special = special_of(tokenizer)
-    samples = _samples(train.rows, tokenizer, context)
-    held = None if valid is None else _samples(valid.rows, tokenizer, context)
+    samples, cut = samples_of(train.rows, tokenizer, context)
+    held = None if valid is None else samples_of(valid.rows, tokenizer, context)[0]
     prepare = partial(answered, special=special)
     said = f"{len(samples):,} conversations to train on"
+    said += f" ({cut:,} of them cut to {context} tokens)" if cut else ""
     if len(samples) < len(train):
         said += f" ({len(train) - len(samples):,} without an answer in their first {context} tokens left out)"
     return Ground(
@@ -82,15 +83,20 @@ def chat(recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpu
     )
 
 
-def _samples(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None) -> Samples:
-    """Conversations cut to one more token than the model reads; those with no answer left are left out."""
+def samples_of(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None) -> tuple[Samples, int]:
+    """Conversations cut to one more token than the model reads, and how many lost a part of an answer.
+
+    Those with no answer left are left out.
+    """
     longest = None if context is None else context + 1
-    made = [Asked(ids[:longest], labels[:longest]) for ids, labels in (asked(row, tokenizer) for row in rows)]
+    whole = [asked(row, tokenizer) for row in rows]
+    made = [Asked(ids[:longest], labels[:longest]) for ids, labels in whole]
     kept = [number for number, row in enumerate(made) if any(label != IGNORED for label in row.labels[1:])]
     if not kept:
         raise InputError(f"no conversation has an answer in its first {context} tokens; raise data.longest")
     fields = {name: Ragged(getattr(made[number], name) for number in kept) for name in Asked._fields}
-    return Samples(fields, np.array(kept, np.int64))
+    cut = 0 if longest is None else sum(any(n != IGNORED for n in whole[row].labels[longest:]) for row in kept)
+    return Samples(fields, np.array(kept, np.int64)), cut
 
 
 def answered(rows: Sequence[dict[str, Any]], special: Special) -> tuple[dict[str, Tensor], Tensor]:

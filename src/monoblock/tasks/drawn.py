@@ -58,6 +58,18 @@ def save_confusion(counts: NDArray[np.int64], labels: Sequence[str], mistakes: S
     return path
 
 
+def check_place(path: Path) -> None:
+    """One line for a picture that could not be saved, before anything is measured for it."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise FileError("pictures need matplotlib; install monoblock[plot]") from None
+    if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise FileError(f"{path} has no ending of a picture; write .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise FileError(f"there is no folder {path.parent} to draw {path.name} in; make it first")
+
+
 def _matrix(axis: Any, counts: NDArray[np.int64], labels: Sequence[str]) -> None:
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)

@@ -115,8 +115,14 @@ def best_row(scores: NDArray[np.float64], rules: Grammar | None) -> list[int]:
 # -- IOB1 ---------------------------------------------------------------------------------------------------------
 
 
-def is_iob1(rows: Iterable[Tagged]) -> bool:
-    """Whether rows begin runs with I, as IOB1 does; BIO never does."""
+def is_iob1(rows: Iterable[Tagged], labels: Iterable[str]) -> bool:
+    """Whether rows begin runs with I, as IOB1 does; BIO never does.
+
+    `labels` are those of all rows there are: where some mark the ends of runs, such a beginning is a slip.
+    """
+    known = set(labels)
+    if not speaks_of_runs(known) or any((parse(label) or OUTSIDE)[0] in "ES" for label in known):
+        return False
     return any(
         place == "I" and (before in CLOSED or kind != last)
         for row in rows

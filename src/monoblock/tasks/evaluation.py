@@ -7,17 +7,20 @@ top_k, f1, ece; `signature` says which BLEU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from monoblock.data import corpora
-from monoblock.data.paths import ALIGNED
+from monoblock.data.paths import ALIGNED, find, is_one
 from monoblock.data.readers import Pair
 from monoblock.errors import ConfigError, InputError
 from monoblock.tasks import answering, labelling, scores, textscores
 from monoblock.tasks.classifying import classifier
+from monoblock.tasks.conversing import conversations
 from monoblock.tasks.hiding import masked_lm
 from monoblock.tasks.measured import Asked, Measured, read
 from monoblock.tasks.pairing import arranged, references
@@ -35,13 +38,24 @@ SMALLER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}  # is better
 
 
 def evaluate(pipe: Pipeline, asked: Asked) -> Measured:
-    """The figures of a model on a corpus, by what it was trained for."""
+    """The figures of a model on a corpus, by what it was trained for; of a file it was not trained on, on all of it."""
     head = getattr(pipe.model.config, "head", None)
     objective = HEADS.get(head.kind if head is not None else "") or pipe.objective
     objective = objective or FAMILIES.get(pipe.model.config.family, "")
     if objective not in TASKS:
         raise InputError(f"evaluate knows no measure for {objective or pipe.model.config.family} models yet")
-    return TASKS[objective](pipe, asked)
+    return TASKS[objective](pipe, whole(asked, pipe.part))
+
+
+def whole(asked: Asked, part: DataPart | None) -> Asked:
+    """All of a single file is asked for unless a model was trained on it, or a list of words is to be tuned by it."""
+    path = None if asked.data in corpora.CORPORA else find(asked.data, asked.folder)
+    if path is None or not is_one(path) or asked.split is not None or asked.rescore:
+        return asked
+    trained = [] if part is None else [part.corpus, part.synthetic, *(task.corpus for task in part.tasks)]
+    places = [find(one, asked.folder) for one in trained if one is not None]
+    known = any(Path(one).resolve() == Path(path).resolve() for one in places if one is not None)
+    return asked if known else replace(asked, split="all")
 
 
 # -- language models ------------------------------------------------------------------------------------------------
@@ -199,6 +213,7 @@ TASKS: dict[str, Callable[[Pipeline, Asked], Measured]] = {
     "classify": classifier,
     "label": labelling.tagger,
     "masked": masked_lm,
+    "chat": conversations,
 }
 # Objective -> what a model card says about the first validation rows.
 HELD_OUT: dict[str, Callable[..., dict[str, float]]] = {

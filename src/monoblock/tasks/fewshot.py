@@ -23,7 +23,7 @@ from monoblock.cache import Cache
 from monoblock.data.order import permutation
 from monoblock.data.readers import Labelled
 from monoblock.decoding.rows import padded
-from monoblock.errors import ConfigError, InputError, did_you_mean
+from monoblock.errors import ConfigError, InputError, did_you_mean, with_article
 from monoblock.model import Transformer
 from monoblock.tasks.measured import Asked, Measured, Table, read
 from monoblock.tasks.pipeline import Pipeline
@@ -132,6 +132,8 @@ def few_shot(
 ) -> Measured:
     """Accuracy on a labelled corpus by the number of examples shown, plain or calibrated; the last is the figure."""
     corpus, train = read(asked, "labelled"), read(asked, "labelled", "train")
+    if any(shots) and corpus.split in ("train", "all"):
+        raise ConfigError(f"the split {corpus.split} of {asked.data} has the examples in it; measure on test or valid")
     named = {label: (words or {}).get(label, label) for label in train.labels()}
     unknown = next((label for label in words or {} if label not in named), None)
     if unknown is not None:
@@ -190,9 +192,16 @@ class Row:
 
 def _row(pipe: Pipeline, prompting: Prompting, shown: Sequence[Labelled], text: str) -> Row:
     prompt = prompting.prompt(shown, text)
+    if not prompt and pipe.tokenizer.bos_id is None and pipe.tokenizer.eos_id is None:
+        raise InputError(
+            "an empty text leaves an empty prompt, and this tokenizer has no start token; put a word before {text}"
+        )
     ids = list(pipe.prompt(prompt).ids)
-    labels = [list(pipe.prompt(prompt + prompting.word(label)).ids)[len(ids) :] for label in prompting.labels]
-    if not all(labels):
+    whole = [list(pipe.prompt(prompt + prompting.word(label)).ids) for label in prompting.labels]
+    if not prompt:  # the start token stands before a text that is empty, and no other
+        whole = [one if one[: len(ids)] == ids else [*ids, *one] for one in whole]
+    labels = [one[len(ids) :] for one in whole]
+    if not all(labels) or any(one[: len(ids)] != ids for one in whole):
         raise InputError("a label's word melts into the end of the prompt; put a space or a line before {label}")
     return Row(ids, labels)
 
@@ -201,7 +210,8 @@ def _decoder(pipe: Pipeline) -> Transformer:
     model = pipe.model
     head = model.config.head if isinstance(model, Transformer) else None
     if not isinstance(model, Transformer) or model.decoder is None or model.encoder is not None or head is None:
-        raise InputError(f"labels are prompted for from a decoder, and this is a {model.config.family} model")
+        kind = with_article(model.config.family)
+        raise InputError(f"labels are prompted for from a decoder, and this is {kind} model")
     return model
 
 

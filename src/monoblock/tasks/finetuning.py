@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from monoblock.config import ModelConfig
 from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
-from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.errors import ConfigError, did_you_mean
 from monoblock.tasks.lay import KINDS
 from monoblock.tasks.recipe import OBJECTIVES, Recipe, resolve
 from monoblock.tasks.starting import stored_config
@@ -97,15 +96,10 @@ def recipe_for(
 def _read(data: str, config: ModelConfig, objective: str | None, folder: Path | None) -> Corpus:
     """The training rows; a file of two columns is labels and texts to an encoder, sources and targets to others."""
     if objective is not None and data not in corpora.CORPORA:
-        return corpora.load(data, "train", folder=folder, kind=_first(objective, data))
+        return corpora.load(data, "train", folder=folder, kind=corpora.kind_of(data, KINDS[objective], folder=folder))
     corpus = corpora.load(data, "train", folder=folder)
     two = corpus.kind == "pairs" and config.family == "encoder-only" and data not in corpora.CORPORA
     return corpora.load(data, "train", folder=folder, kind="labelled") if two else corpus
-
-
-def _first(objective: str, data: str) -> Any:
-    """How a path is read for an objective; images say themselves what they are."""
-    return None if objective == "classify" and Path(data).suffix != ".tsv" else KINDS[objective][0]
 
 
 def _asked(corpus: Corpus, config: ModelConfig) -> str:
@@ -120,8 +114,6 @@ def _held(data: str, corpus: Corpus, folder: Path | None) -> int:
     """How many training rows validate: none where there is a split for it."""
     if corpus.kind == "text":
         return 0
-    try:
-        corpora.load(data, "valid", folder=folder, kind=None if data in corpora.CORPORA else corpus.kind)
-    except FileError:
-        return min(HELD, len(corpus) // 10)
-    return 0
+    kind = None if data in corpora.CORPORA else corpus.kind
+    found = corpora.load_if_any(data, "valid", folder=folder, kind=kind)
+    return min(HELD, len(corpus) // 10) if found is None else 0

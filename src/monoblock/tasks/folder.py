@@ -14,13 +14,14 @@ from typing import Any
 from monoblock.config import EmbeddingConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.folder import CONFIG, FORMAT, read_config
+from monoblock.interop.labels import LABELS
 from monoblock.schema import to_dict
 from monoblock.tasks import defaults as generation
 from monoblock.tasks.recipe import Recipe
 from monoblock.tokenizers.identity import check_belongs
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-RECIPE, CHECKPOINTS, GENERATION, LABELS = "recipe.toml", "checkpoints", "generation_config.json", "labels.json"
+RECIPE, CHECKPOINTS, GENERATION = "recipe.toml", "checkpoints", "generation_config.json"
 FINGERPRINT = "tokenizer"  # its key in config.json
 
 

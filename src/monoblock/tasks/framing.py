@@ -50,15 +50,16 @@ def _within(lengths: list[int], room: int | None) -> list[int]:
     """How much of each text is kept so that all of it fits: the longest gives way first."""
     if room is None or sum(lengths) <= room:
         return lengths
+    room = max(0, room)  # the frame alone may be too long
     if len(lengths) == 1:
-        return [max(0, room)]
+        return [room]
     first, second = lengths
-    half = max(0, room) // 2
+    half = room // 2
     if second <= half:
         return [room - second, second]
-    if first <= max(0, room) - half:
+    if first <= room - half:
         return [first, room - first]
-    return [max(0, room) - half, half]
+    return [room - half, half]
 
 
 class FramedWords(NamedTuple):

@@ -36,7 +36,7 @@ class Ground:
     said: str = ""  # how much there is, for the user
     bytes_per_token: float | None = None  # of the validation text
     baselines: dict[str, float] = field(default_factory=dict)  # what a model that knows little would lose
-    held: list[Any] = field(default_factory=list)  # pairs: the rows of the validation split
+    held: list[Any] = field(default_factory=list)  # validation rows that a model card can tell figures of
     unit: str = "tokens"  # what is counted when speed is told
     places: bool = False  # answers: what is chosen from are the places of a row
     content: dict[str, str] = field(default_factory=dict)  # split: SHA-256 of what was read

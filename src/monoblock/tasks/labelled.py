@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from monoblock.data.batches import Batch, BucketPlan, Plan
 from monoblock.data.corpora import Corpus
 from monoblock.data.pairs import Samples, encode_labelled, encode_tagged, tagged
 from monoblock.data.readers import Tagged
+from monoblock.tasks.classifying import unseen
 from monoblock.tasks.entities import as_bio, is_iob1
 from monoblock.tasks.framing import Frame, Framed, FramedWords, Words
 from monoblock.tasks.ground import Ground, fixed_plan, per_update, special_of
@@ -43,6 +44,8 @@ def classify(
         cut[0] += made.cut > 0
         return made.ids, made.segments if segmented else [0] * len(made.ids)
 
+    if valid is not None:
+        _check_known(valid, ((row.label,) for row in valid.rows), labels)
     held = None if valid is None else encode_labelled(valid.rows, encode, labels)
     cut[0] = 0
     samples = encode_labelled(train.rows, encode, labels)
@@ -74,6 +77,14 @@ def classify(
     )
 
 
+def _check_known(corpus: Corpus, rows: Iterable[Sequence[str]], labels: Sequence[str]) -> None:
+    """One line for a label of the validation rows that no training row has."""
+    for number, row in enumerate(rows, 1):
+        strange = next((label for label in row if label not in labels), None)
+        if strange is not None:
+            raise unseen(corpus, f"row {number}", strange, labels)
+
+
 def _knows_segments(recipe: Recipe, tokenizer: Tokenizer, labels: list[str]) -> bool:
     config = model_config(recipe, tokenizer.vocab_size, classes=len(labels))
     return getattr(getattr(config, "input", None), "segments", 0) > 1
@@ -103,10 +114,13 @@ def label(
     words = Words(tokenizer, Frame(tokenizer, context))
     rows, kept = train.rows, [] if valid is None else valid.rows
     said = ""
-    if is_iob1(rows):
+    if is_iob1(rows, labels):
         rows, kept = [as_bio(row) for row in rows], [as_bio(row) for row in kept]
-        labels = sorted({label for row in rows for label in row.labels} | set(labels))
+        made = {label for row in (*rows, *kept) for label in row.labels}
+        labels = labels if made <= set(labels) else sorted(made | set(labels))  # a head keeps the order of its own
         said = "; labels turned from IOB1 into BIO"
+    if valid is not None:
+        _check_known(valid, (row.labels for row in kept), labels)
     part = recipe.data
     samples = encode_tagged(rows, words, labels)
     cut = sum(len(words(row.words).places) < len(row.words) for row in rows)

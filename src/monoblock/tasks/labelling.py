@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def tagger(pipe: Pipeline, asked: Asked) -> Measured:
     """Accuracy over words, loss, and F1 by what the labels are: of whole entities, of marks, of labels."""
     corpus = read(asked, "tagged")
     notes = []
-    if speaks_of_runs(pipe.labels) and is_iob1(corpus.rows):
+    if is_iob1(corpus.rows, {*pipe.labels, *corpus.labels()}):
         corpus = Corpus(corpus.name, corpus.kind, corpus.split, [as_bio(row) for row in corpus.rows])
         notes.append("the labels of the data were turned from IOB1 into BIO")
     place = {label: number for number, label in enumerate(pipe.labels)}
@@ -46,7 +47,7 @@ def tagger(pipe: Pipeline, asked: Asked) -> Measured:
     counts = classes.confusion(said, there, len(pipe.labels))
     figures: dict[str, Any] = {
         "accuracy": classes.accuracy(counts),
-        **_f1(pipe.labels, found, corpus.rows, asked, notes),
+        **_f1(pipe.labels, found, corpus.rows, _trained_on(pipe, asked), notes),
         "loss": float(classes.surprise(flat, there).mean()),
         "ece": classes.calibration_error(flat, there),
         "majority": 100 * int(np.bincount(there).max()) / len(there),
@@ -65,6 +66,13 @@ def tagger(pipe: Pipeline, asked: Asked) -> Measured:
         tables=[Table(["kind", *columns], [[kind, *one.values()] for kind, one in rows.items()])],
         picture=lambda path: save_confusion(counts, pipe.labels, mistakes[:SHOWN], path),
     )
+
+
+def _trained_on(pipe: Pipeline, asked: Asked) -> Asked:
+    """Where to learn guesses from: beside a whole file to be measured on, the data the model was trained on."""
+    if asked.split != "all" or pipe.part is None:
+        return asked
+    return replace(asked, data=pipe.part.corpus)
 
 
 def held_out(pipe: Pipeline, rows: Sequence[Tagged], count: int) -> dict[str, float]:

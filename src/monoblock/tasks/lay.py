@@ -6,23 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
 from monoblock.data.fingerprint import fingerprint
-from monoblock.data.paths import holds_images
-from monoblock.errors import ConfigError, FileError
+from monoblock.data.readers import Kind
+from monoblock.errors import ConfigError
 from monoblock.tasks import asking, chatting, labelled, pairing, pictures, samples, sentences, texts
 from monoblock.tasks.defaults import START
 from monoblock.tasks.ground import Ground, find_tokenizer
 from monoblock.tasks.recipe import TRAINS, Recipe, is_vision
 from monoblock.tasks.sections import AugmentPart
 from monoblock.tasks.starting import Start
-from monoblock.tasks.texttotext import as_pairs, further
+from monoblock.tasks.texttotext import as_pairs, further, kind_of_task
 
-# Objective -> the kinds of corpus it can use; a path is read as the first, arrays as images.
-KINDS = {
+# Objective -> the kinds of corpus it can use; a path is read as its ending says, or as the first.
+KINDS: dict[str, tuple[Kind, ...]] = {
     "causal": ("text",),
     "masked": ("text", "labelled", "tagged"),  # of labelled rows the text alone
     "spans": ("text",),
@@ -44,8 +43,7 @@ def lay(
 ) -> Ground:
     """Read the corpus and prepare training and evaluation; `start` is where the model has its weights from."""
     asked = recipe.train.objective
-    load = partial(corpora.load, recipe.data.corpus, folder=data, kind=_kind(recipe, data))
-    train, valid = _splits(load, recipe.data.held)
+    train, valid = _splits(recipe, data)
     if asked == "pairs" and recipe.data.prefix:  # labels and answers are text, too
         train, valid = as_pairs(train), None if valid is None else as_pairs(valid)
     whole = train
@@ -90,23 +88,19 @@ def lay(
     return replace(build[asked](recipe, context, tokenizer, train, valid), content=content)
 
 
-def _splits(load: Callable[[str], Corpus], held: int) -> tuple[Corpus, Corpus | None]:
+def _splits(recipe: Recipe, data: Path | None) -> tuple[Corpus, Corpus | None]:
     """The training rows, and those that validate: a split of their own, or the last `held` of the training rows."""
-    train = load("train")
+    name, held, kind = recipe.data.corpus, recipe.data.held, _kind(recipe, data)
+    train = corpora.load(name, "train", folder=data, kind=kind)
     if held:
         if held >= len(train):
             raise ConfigError(f"data.held={held} leaves nothing of {len(train)} rows to train on; write less")
         return replace(train, rows=train.rows[:-held]), replace(train, split="valid", rows=train.rows[-held:])
-    try:
-        return train, load("valid")
-    except FileError:
-        return train, None
+    return train, corpora.load_if_any(name, "valid", folder=data, kind=kind)
 
 
-def _kind(recipe: Recipe, data: Path | None) -> Any:
+def _kind(recipe: Recipe, data: Path | None) -> Kind | None:
     """How a path is to be read; a named corpus knows it itself."""
-    if recipe.data.corpus in corpora.CORPORA:
-        return None
-    first, *others = KINDS[recipe.train.objective]
-    places = [Path(recipe.data.corpus), *([data / recipe.data.corpus] if data is not None else [])]
-    return "images" if "images" in others and any(map(holds_images, places)) else first
+    if recipe.train.objective == "pairs" and recipe.data.prefix:
+        return kind_of_task(recipe.data.corpus, recipe.data.prefix, data)
+    return corpora.kind_of(recipe.data.corpus, KINDS[recipe.train.objective], folder=data)

@@ -9,7 +9,8 @@ from typing import Any
 
 from monoblock.data import corpora
 from monoblock.data.corpora import Corpus
-from monoblock.errors import ConfigError, FileError
+from monoblock.data.readers import Kind
+from monoblock.errors import ConfigError, SplitError
 from monoblock.tasks.rescoring import Frequencies
 
 
@@ -50,16 +51,16 @@ class Measured:
     picture: Callable[[Path], Path] | None = None  # draws what there is to see
 
 
-def read(asked: Asked, kind: Any, split: str | None = None) -> Corpus:
-    """The rows that are measured on, of a kind or of several; a path is read as the first."""
-    kinds = [kind] if isinstance(kind, str) else list(kind)
+def read(asked: Asked, kinds: Kind | Sequence[Kind], split: str | None = None, *, kind: Kind | None = None) -> Corpus:
+    """The rows that are measured on, of a kind or of several; a path is read as its ending says, or as `kind`."""
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     wanted = [split or asked.split] if split or asked.split else ["test", "valid"]
-    known = None if asked.data in corpora.CORPORA else kinds[0]
+    known = kind or corpora.kind_of(asked.data, kinds, folder=asked.folder)
     for place, name in enumerate(wanted):
         try:
             found = corpora.load(asked.data, name, folder=asked.folder, kind=known)  # type: ignore[arg-type]
-        except FileError as problem:
-            if place + 1 == len(wanted) or "has no split" not in str(problem):  # a split with a fault is no missing one
+        except SplitError:  # a split with a fault is no missing one
+            if place + 1 == len(wanted):
                 raise
             continue
         if found.kind not in kinds:

@@ -10,11 +10,11 @@ import torch
 from monoblock.config import ModelConfig
 from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG, load_model
+from monoblock.interop.labels import labels_in
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.tasks.folder import tokenizer_in, vocab_of
 from monoblock.tasks.seeing import Normal, normal_in
-from monoblock.tasks.starting import labels_in
 from monoblock.tokenizers.identity import check_belongs
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted import inside, present, read_json

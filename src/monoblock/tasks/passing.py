@@ -31,7 +31,13 @@ def numbered(rows: Sequence[Any], lines: Sequence[int] | None) -> Iterator[tuple
 
 def frame_of(pipe: Pipeline, longest: int | None = None) -> Frame:
     """How texts are framed for this model: blocks of running text, on which masked tokens are learnt here, are not."""
-    return Frame(pipe.tokenizer, longest, bare=pipe.defaults.here and pipe.objective == "masked")
+    blocks = pipe.defaults.here and pipe.objective == "masked"
+    return Frame(pipe.tokenizer, longest, bare=blocks and not by_documents(pipe))
+
+
+def by_documents(pipe: Pipeline) -> bool:
+    """Whether masked tokens were learnt a text at a time, each in its frame."""
+    return pipe.objective == "masked" and pipe.part is not None and pipe.part.packing == "documents"
 
 
 def check_long(long: str) -> None:
@@ -53,7 +59,10 @@ def fitted(pipe: Pipeline, line: int, text: str, encode: Callable[[str], list[in
         return [made]
     if long == "refuse":
         raise too_long(line, len(whole(encode(text)).ids), limit)
-    return [frame(encode(part)) for part in cut(text, lambda part: not frame(encode(part)).cut)]
+    try:
+        return [frame(encode(part)) for part in cut(text, lambda part: not frame(encode(part)).cut)]
+    except InputError as problem:
+        raise InputError(f"line {line + 1}: {problem}") from None
 
 
 @torch.inference_mode()

@@ -27,6 +27,11 @@ def images(recipe: Recipe, train: Corpus, valid: Corpus | None, labels: list[str
     channels, height, width = pixels.shape[1:]
     if height != width:
         raise FileError(f"{train.name} holds images of {height}×{width}; make them square: pad or cut them")
+    held = None if valid is None else stacked(valid.rows, valid.name)
+    if held is not None and held.shape[1:] != pixels.shape[1:]:
+        has, needs = (" × ".join(map(str, one.shape[1:])) for one in (held, pixels))
+        raise FileError(f"{train.name} validates on images of {has} and trains on {needs}; make them one size")
+    right = None if valid is None else numbered(valid, labels)
     part, varied = recipe.train, {key: value for key, value in to_dict(recipe.data.augment).items() if value}
 
     def make(batch: Batch) -> Prepared:
@@ -38,9 +43,9 @@ def images(recipe: Recipe, train: Corpus, valid: Corpus | None, labels: list[str
         return Prepared({"source": scaled(found)}, wanted[chosen], batch.epoch, batch.samples.tolist())
 
     def evaluation() -> Iterator[Prepared]:
-        assert valid is not None
-        held, right = stacked(valid.rows, valid.name), numbered(valid, labels)
-        for first in range(0, len(valid), part.batch):
+        assert held is not None
+        assert right is not None
+        for first in range(0, len(held), part.batch):
             place = slice(first, first + part.batch)
             yield Prepared({"source": scaled(held[place])}, right[place], 0, [])
 

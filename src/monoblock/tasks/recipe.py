@@ -126,6 +126,8 @@ def _override(data: dict[str, Any], word: str) -> None:
     if section not in SECTIONS:
         raise ConfigError(f"{word!r}: a recipe has no section {section!r}{did_you_mean(section, SECTIONS)}")
     table = data.setdefault(section, {})
+    if section == "data" and name.startswith("augment."):  # a table within a section
+        table, name = table.setdefault("augment", {}), name.removeprefix("augment.")
     if section == "model" and name == "folder" and name not in table:  # its sizes are its own, not the file's
         data[section] = table = {key: kept for key, kept in table.items() if key in REGULARISE}
     if (section, name) == ("train", "steps"):
@@ -234,7 +236,10 @@ def check_family(objective: str, config: ModelConfig | RecurrentConfig) -> None:
 
 def _cannot(objective: str, given: str) -> ConfigError:
     families, head = TRAINS[objective]
+    instead = "begin with one of those"
+    if given.startswith("decoder-only") and objective in ("classify", "pairs"):
+        instead += ", or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"
     return ConfigError(
         f"train.objective={objective!r} trains {' or '.join(families)} models with the head {head!r}; "
-        f"this one is {given}"
+        f"this one is {given}: {instead}"
     )

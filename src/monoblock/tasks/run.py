@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from monoblock.config import ModelConfig, RecurrentConfig
 from monoblock.data.batches import Batch, split
 from monoblock.data.loader import Loader
+from monoblock.interop.digest import digest_of_body
 from monoblock.interop.folder import CONFIG, save_model
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
@@ -53,6 +54,7 @@ class Run:
     tuned: Chosen | None = None  # which of them are trained
     tokens: Mapping[str, Any] = field(default_factory=dict)  # special ones the model began with
     figures: dict[str, float] = field(default_factory=dict)  # of the finished model
+    base: str | None = None  # the digest of what adapters are beside
 
     def events(self, *, resume: bool = False) -> Iterator[Event]:
         """Train, keep the metrics, and leave the finished model in the folder."""
@@ -91,7 +93,7 @@ class Run:
             self._take(found["model"] if trainer.average is None else found["average"])
         elif trainer.average is not None:
             self._take(trainer.average.tensors)
-        self.model = model = tuning.finished(self.model, self.folder, self.recipe).eval()
+        self.model = model = tuning.finished(self.model, self.folder, self.recipe, self.base).eval()
         save_model(model, self.folder)
         write(self.folder / CONFIG, described(model.config, self.ground.tokenizer))
         self.figures = self.measure() if self.ground.evaluation is not None else {}
@@ -182,6 +184,7 @@ def _prepared(
     trainer.identity = _identity(asked, config, ground, start)
     metrics = Metrics(folder, tensorboard=tensorboard, mute=not world.leads)
     run = Run(recipe, folder, ground, model, trainer, metrics, begun, which, {} if start is None else start.tokens)
+    run.base = digest_of_body(start.model) if start is not None and recipe.lora.rank else None
     trainer.sample = run.sample
     return run
 

@@ -29,7 +29,7 @@ class AugmentPart:
 class TaskPart:
     """A further task of a model that reads and writes text."""
 
-    corpus: str  # a named corpus of pairs, labelled texts or questions; or a path to pairs
+    corpus: str  # of pairs, labelled texts or questions, by name or by path
     prefix: str  # put before each source: "classify:"
     limit: int | None = None  # at most so many training samples
 
@@ -144,6 +144,8 @@ class TrainPart:
             "spike",
         )
         check_fraction(self, "label_smoothing", "ema", "mask_rate")
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"train.layer_decay={self.layer_decay} is no share; write above 0, and 1 for none")
         if self.average > self.keep:
             raise ConfigError(f"train.average={self.average} checkpoints need train.keep={self.average} or more")
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monoblock.config import PatchConfig
+from monoblock.data.readers import check_range
 from monoblock.errors import FileError, InputError
 from monoblock.untrusted import inside, present, read_json
 
@@ -49,9 +50,12 @@ def normal_in(folder: Path) -> Normal:
 def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
     """The images of a file, each as large as the model's."""
     place = Path(path)
-    if place.suffix not in (*ARRAYS, *PICTURES):
+    ending = place.suffix.lower()
+    if ending not in (*ARRAYS, *PICTURES):
         raise InputError(f"{place} is no image; this model looks at {', '.join((*ARRAYS, *PICTURES))} files")
-    found = _arrays(place) if place.suffix in ARRAYS else [_picture(place, config.channels)]
+    if not place.is_file():
+        raise FileError(f"there is no file {place}")
+    found = _arrays(place) if ending in ARRAYS else [_picture(place, config.channels)]
     wanted = (config.channels, config.image, config.image)
     for pixels in found:
         if pixels.shape != wanted:
@@ -79,6 +83,7 @@ def _arrays(path: Path) -> list[Pixels]:
         raise FileError(f"{path} is no .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
     if images.ndim not in (3, 4) or images.dtype.kind not in "uf" or not len(images):
         raise FileError(f"{path}: images of {images.dtype} {images.shape}; write (count, height, width), bytes or 0…1")
+    check_range(images, path)
     scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
     return [(one / scale).astype(np.float32).reshape(-1, *images.shape[-2:]) for one in images]
 

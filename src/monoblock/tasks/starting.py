@@ -6,8 +6,6 @@ multiplied with may not; a head of another kind begins anew, and all the rest go
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,13 +17,15 @@ from torch import nn
 
 from monoblock.config import HeadConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
+from monoblock.interop.digest import digest_of
 from monoblock.interop.folder import CONFIG, FORMAT, load_model, read_config
 from monoblock.interop.hub import at_hand
+from monoblock.interop.labels import labels_in
 from monoblock.knobs import KNOBS, vary
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 from monoblock.tasks import defaults as generation
-from monoblock.tasks.folder import LABELS, tokenizer_in, vocab_of
+from monoblock.tasks.folder import tokenizer_in, vocab_of
 from monoblock.tokenizers.identity import check_belongs
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted import inside, present, read_json
@@ -54,12 +54,7 @@ class Start:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights, by name: a run that is resumed must have begun with the same."""
-        made = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
-            flat = tensor.detach().contiguous().reshape(-1)
-            made.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            made.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-        return made.hexdigest()
+        return digest_of(self.model.state_dict())
 
     def keeps_head(self, kind: str, model: Mapping[str, Any]) -> bool:
         """Whether an objective goes on with the head there is."""
@@ -138,20 +133,6 @@ def _tokenizer(folder: Path, config: ModelConfig | RecurrentConfig) -> Tokenizer
     except InputError as problem:
         raise FileError(f"{folder}: {problem}") from None
     return tokenizer
-
-
-def labels_in(folder: Path) -> list[str]:
-    """The names of a head's classes: ours by labels.json, theirs by id2label, unless those are numbers only."""
-    if folder.is_file():
-        return []
-    if present(folder, LABELS):
-        found = json.loads(inside(folder, LABELS).read_text(encoding="utf-8"))
-        return [str(label) for label in found] if isinstance(found, list) else []
-    named = read_json(inside(folder, CONFIG)).get("id2label")
-    if not isinstance(named, dict) or sorted(named) != sorted(map(str, range(len(named)))):
-        return []
-    labels = [str(named[str(n)]) for n in range(len(named))]
-    return [] if labels == [f"LABEL_{n}" for n in range(len(labels))] else labels
 
 
 # -- the configuration --------------------------------------------------------------------------------------------

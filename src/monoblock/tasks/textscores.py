@@ -6,19 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from monoblock.data.readers import Pair
+from monoblock.data.readers import Kind, Pair
 from monoblock.errors import ConfigError
 from monoblock.tasks import scores, spanscores
 from monoblock.tasks.measured import Asked, Measured, read
-from monoblock.tasks.pairing import arranged
+from monoblock.tasks.pairing import arranged, references
 from monoblock.tasks.rouge import rouge
 from monoblock.tasks.sections import DataPart
-from monoblock.tasks.texttotext import AS_TEXT, as_pairs, by_task, prefix_for
+from monoblock.tasks.texttotext import (
+    as_pairs,
+    by_task,
+    first_word,
+    kind_of_task,
+    prefix_for,
+    with_every_answer,
+)
 from monoblock.tasks.translating import readable
 
 if TYPE_CHECKING:
     from monoblock.tasks.pipeline import Pipeline
 
+TEXTS: tuple[Kind, ...] = ("pairs", "questions", "labelled")  # kinds of corpora whose rows can be pairs of texts
 Scored = Callable[[list[str], list[list[str]]], dict[str, Any]]
 
 
@@ -35,25 +43,28 @@ MEASURES: dict[str, Scored] = {
 }
 
 
-def first_word(prefix: str) -> str:
-    return prefix.split()[0].rstrip(":").lower() if prefix.strip() else ""
-
-
 def measure(pipe: Pipeline, asked: Asked, part: DataPart, translation: Scored) -> Measured:
     """The figures of each task by itself; where there are several, each goes by its prefix: classify_accuracy."""
-    corpus = read(asked, AS_TEXT)
     own = replace(part, prefix=prefix_for(part, asked.data))
-    rows = arranged(as_pairs(corpus), own).rows
-    tasks = by_task(rows, part)
+    corpus = read(asked, TEXTS, kind=kind_of_task(asked.data, own.prefix, asked.folder))
+    every = arranged(as_pairs(with_every_answer(corpus)), own).rows
+    accepted = references(every)
+    tasks = by_task(_once(every) if corpus.kind == "questions" else every, part)
     figures: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
     for prefix, some in tasks.items():
         texts: list[str] = pipe.translate([row.source for row in some], batch=asked.batch, **asked.options)
-        found = MEASURES.get(first_word(prefix), translation)(texts, [[row.target] for row in some])
+        golds = [accepted[row.source] if corpus.kind == "questions" else [row.target] for row in some]
+        found = MEASURES.get(first_word(prefix), translation)(texts, golds)
         figures |= _named(found | {"sources": len(some)}, prefix, tasks)
         shown = zip(some[: asked.samples], texts, strict=False)
         samples += [{"source": row.source, "reference": row.target, "hypothesis": text} for row, text in shown]
     return Measured(figures | {"split": corpus.split}, samples)
+
+
+def _once(rows: Sequence[Pair]) -> list[Pair]:
+    """Each source with the first of its targets."""
+    return list({row.source: row for row in reversed(rows)}.values())[::-1]
 
 
 def held_out(pipe: Pipeline, rows: Sequence[Pair], count: int, part: DataPart, translation: Scored) -> dict[str, float]:

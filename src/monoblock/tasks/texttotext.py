@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.data import corpora
-from monoblock.data.corpora import Corpus
-from monoblock.data.readers import Labelled, Pair
+from monoblock.data.corpora import Corpus, Split
+from monoblock.data.readers import Kind, Labelled, Pair
 from monoblock.data.squad import Question
-from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.errors import ConfigError, did_you_mean
 from monoblock.tasks.sections import DataPart, TaskPart
 
 NO_ANSWER = "no answer"
@@ -37,6 +37,14 @@ def _asked(row: Question) -> Pair:
 AS_TEXT: dict[str, Callable[[Any], Pair]] = {"pairs": lambda row: row, "labelled": _labelled, "questions": _asked}
 
 
+def with_every_answer(corpus: Corpus) -> Corpus:
+    """A corpus of questions with a row for each gold answer, all of which are right; others as they are."""
+    if corpus.kind != "questions":
+        return corpus
+    each = [row._replace(answers=row.answers[n : n + 1]) for row in corpus.rows for n in range(len(row.answers) or 1)]
+    return replace(corpus, rows=each)
+
+
 def as_pairs(corpus: Corpus) -> Corpus:
     """A corpus as pairs of texts, where its rows can be that; others as they are."""
     if corpus.kind not in AS_TEXT:
@@ -48,16 +56,33 @@ def prefixed(rows: Iterable[Pair], prefix: str) -> list[Pair]:
     return [row._replace(source=f"{prefix} {row.source}") for row in rows] if prefix else list(rows)
 
 
-def further(part: DataPart, split: str, data: Path | None) -> list[Pair]:
+def kind_of_task(corpus: str, prefix: str, data: Path | None) -> Kind | None:
+    """How the corpus of a task is read: questions from .json; where labels are asked for, two columns by what they are.
+
+    A label comes back oftener than a text: the first column is that of the labels unless it has more different cells.
+    """
+    if first_word(prefix) != "classify":
+        return corpora.kind_of(corpus, ("pairs", "questions", "labelled"), folder=data)
+    found = corpora.kind_of(corpus, ("labelled", "questions", "pairs"), folder=data)
+    read = None if found is None else corpora.load(corpus, "all", folder=data, kind=found)
+    if read is None or read.kind != "labelled":
+        return found
+    turned = len(read.labels()) > len({(row.text, row.pair) for row in read.rows})
+    return "pairs" if turned else found
+
+
+def first_word(prefix: str) -> str:
+    return prefix.split()[0].rstrip(":").lower() if prefix.strip() else ""
+
+
+def further(part: DataPart, split: Split, data: Path | None) -> list[Pair]:
     """The rows of the tasks beside the corpus of a recipe; of a split that a task does not have, none."""
     found: list[Pair] = []
     for task in part.tasks:
-        kind: Any = None if task.corpus in corpora.CORPORA else "pairs"
-        try:
-            corpus = corpora.load(task.corpus, split, folder=data, kind=kind)  # type: ignore[arg-type]
-        except FileError:
-            if split == "train":
-                raise
+        kind = kind_of_task(task.corpus, task.prefix, data)
+        load = corpora.load if split == "train" else corpora.load_if_any
+        corpus = load(task.corpus, split, folder=data, kind=kind)
+        if corpus is None:
             continue
         pairs = as_pairs(corpus)
         if pairs.kind != "pairs":

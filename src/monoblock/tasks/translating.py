@@ -104,7 +104,10 @@ def _pieces(pipe: Pipeline, line: int, text: str, chosen: Settings, to: str | No
         )
     own = chosen if chosen.seed is None else replace(chosen, seed=chosen.seed + line)
     # Models of sentences say but one of several: each is translated by itself.
-    return [Piece(line, prompt(part), own) for part in cut(text, fits, together=False)]
+    try:
+        return [Piece(line, prompt(part), own) for part in cut(text, fits, together=False)]
+    except InputError as problem:
+        raise InputError(f"line {line + 1}: {problem}") from None
 
 
 def readable(pipe: Pipeline, text: str) -> bool:

@@ -46,7 +46,8 @@ def tuned(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tuple[Model, Ch
         return model, None
     if not isinstance(model, Transformer):
         raise ConfigError("an LSTM is trained as a whole; leave out lora.rank and train.freeze")
-    how = f"LoRA of rank {lora.rank}"
+    _check_freeze(model, recipe.train.freeze)
+    how, whole = f"LoRA of rank {lora.rank}", sum(weight.numel() for weight in model.parameters())
     if lora.rank:
         if lora.bits:
             head = model.head
@@ -55,17 +56,24 @@ def tuned(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tuple[Model, Ch
             how += f" beside {lora.bits}-bit weights"
         chosen = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout)
         how += f" on {len(chosen)} projections"
+        whole += sum(part.a.numel() + part.b.numel() for _, part in adapted(model))
     if recipe.train.freeze is not None:
-        how = f"the first {recipe.train.freeze} layers frozen" if not lora.rank else how
+        frozen = f"the first {recipe.train.freeze} layers frozen"
+        how = f"{how}, {frozen} with their adapters" if lora.rank else frozen
         _freeze(model, recipe.train.freeze)
     for name, weight in model.named_parameters():
         if name in fresh or (fresh and name.startswith("head.")):
             weight.requires_grad_(True)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    whole = sum(weight.numel() for weight in model.parameters())
     if not trained:
         raise ConfigError(f"train.freeze={recipe.train.freeze} leaves nothing to train; write less")
     return model, Chosen(f"{trained:,} of {whole:,} weights are trained", how)
+
+
+def _check_freeze(model: Transformer, layers: int | None) -> None:
+    most = max(len(list(stack.layers())) for stack in model.config.stacks.values())
+    if layers is not None and layers > most:
+        raise ConfigError(f"train.freeze={layers} is more than the {most} layers of this model; write {most} or less")
 
 
 def _freeze(model: nn.Module, layers: int) -> None:
@@ -78,13 +86,16 @@ def _freeze(model: nn.Module, layers: int) -> None:
             weight.requires_grad_(False)
 
 
-def finished(model: Any, folder: Path, recipe: Recipe) -> Any:
-    """The model a run ends with: adapters are left in a folder of their own and become part of the weights."""
+def finished(model: Any, folder: Path, recipe: Recipe, base: str | None = None) -> Any:
+    """The model a run ends with: adapters are left in a folder of their own and become part of the weights.
+
+    `base` is the digest of the weights they were trained beside.
+    """
     if not any(True for _ in adapted(model)):
         for weight in model.parameters():
             weight.requires_grad_(True)
         return model
-    save_adapter(model, folder / ADAPTER, base=str(recipe.model.get("folder", "")) or None)
+    save_adapter(model, folder / ADAPTER, base=str(recipe.model.get("folder", "")) or None, digest=base)
     return widened(folded(model))
 
 
