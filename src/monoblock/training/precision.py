@@ -37,7 +37,7 @@ class Choice:
     def prepare(self) -> None:
         """Set what torch keeps globally; deterministic algorithms always on a CPU, on CUDA when asked."""
         torch.use_deterministic_algorithms(self.deterministic)
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # nothing here reads what nobody wrote
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
         if self.device.type == "cuda" and not self.deterministic:
             torch.set_float32_matmul_precision("high")
 
