@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monoblock.quantize.kernels import load
+from monoblock.native.library import load
 from monoblock.quantize.packing import pack, unpack
 
 BLOCK = ((2304, 768), (768, 768), (3072, 768), (768, 3072))

@@ -11,15 +11,15 @@ from monoblock.decoding.ranking import best, ranked
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import Draft
 from monoblock.errors import InputError
-from monoblock.quantize import kernels
+from monoblock.native import library
 
 MANY = 4 * 293 * 16  # a row that is looked at in pieces
 
 
 @pytest.fixture
 def compiled():
-    if not kernels.load().ready:
-        pytest.skip(kernels.load().reason)
+    if not library.load().ready:
+        pytest.skip(library.load().reason)
 
 
 @pytest.mark.parametrize("size", [11, 997, MANY])

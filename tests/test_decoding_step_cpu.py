@@ -11,7 +11,7 @@ from monoblock.decoding import prepare, step_cpu
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.feedforward import ACTIVATIONS
-from monoblock.quantize import kernels
+from monoblock.native import library
 
 ROWS, LONGEST = 3, 23
 LENGTHS = torch.tensor([7, 4, 5])
@@ -19,7 +19,7 @@ LENGTHS = torch.tensor([7, 4, 5])
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    found = kernels.load()
+    found = library.load()
     assert found.ready, found.reason
 
 

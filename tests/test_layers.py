@@ -14,7 +14,7 @@ import monoblock
 LAYERS = [
     "errors untrusted schema schemes parts config",
     "knobs families presets accounting",
-    "tap norm positions masks places cache kernels_triton kernels",
+    "native tap norm positions masks places cache kernels_triton kernels",
     "linear lora feedforward experts attention embedding heads",
     "block stack initialize reading model recurrent resizing",
     "recipes tokenizers data quantize interop",

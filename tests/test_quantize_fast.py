@@ -7,7 +7,8 @@ from support import build, close, given, is_decoder, presets, read, tokens, toy
 from torch import nn
 
 import monoblock as mb
-from monoblock.quantize import fast, kernels
+from monoblock.native import library
+from monoblock.quantize import fast
 from monoblock.quantize.fast import Fast, joined, prepared
 from monoblock.quantize.modules import QuantizedLinear
 from monoblock.quantize.packing import pack, unpack
@@ -18,7 +19,7 @@ FORMATS = [("dense", 0), ("half", 0), ("int8", 32), ("int8", 96), ("int4", 32), 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
     """Whoever tests has a compiler (torch.compile needs one as well); without one these tests would say nothing."""
-    found = kernels.load()
+    found = library.load()
     assert found.ready, found.reason
 
 
@@ -138,8 +139,8 @@ def test_the_operators_pass_torchs_own_checks():
 
 
 def test_without_a_compiler_the_model_itself_is_used_and_the_reason_is_one_line(monkeypatch):
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    found = kernels.load.__wrapped__()
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    found = library.load.__wrapped__()
     assert not found.ready
     assert "no C++ compiler" in found.reason
     assert "\n" not in found.reason
@@ -153,9 +154,9 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "kernels.cpp:1: error: no such thing" >&2\nexit 1\n'
     )
     broken.chmod(0o755)
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: str(broken))
+    monkeypatch.setattr(library.shutil, "which", lambda name: str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = kernels.load.__wrapped__()
+    found = library.load.__wrapped__()
     assert not found.ready
     assert "error: no such thing" in found.reason
     assert not list((tmp_path / "cache").rglob("*.so"))

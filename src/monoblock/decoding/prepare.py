@@ -29,10 +29,10 @@ from monoblock.experts import Experts
 from monoblock.feedforward import FeedForward
 from monoblock.heads import Head
 from monoblock.model import Transformer
+from monoblock.native.library import load
 from monoblock.norm import HALF, Norm
 from monoblock.places import Entry
 from monoblock.quantize.fast import CHUNK, FEW, Fast, joined, prepared as with_kernels
-from monoblock.quantize.kernels import load
 from monoblock.stack import Stack
 from monoblock.tap import Tap
 

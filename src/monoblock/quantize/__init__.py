@@ -1,1 +1,1 @@
-"""Weights as small whole numbers, 8 or 4 bits each, and the kernels that multiply by them where they lie."""
+"""Weights as small whole numbers, 8 or 4 bits each, and products that read them where they lie."""

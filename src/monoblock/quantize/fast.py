@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.model import Transformer
+from monoblock.native.library import load
 from monoblock.quantize.convert import TABLES, put, sharing
-from monoblock.quantize.kernels import load
 from monoblock.quantize.modules import Quantized, QuantizedEmbedding, QuantizedLinear
 from monoblock.quantize.packing import Packed, unpack
 

@@ -1,0 +1,1 @@
+"""C++ for the CPU, compiled on the machine it runs on: products with few rows, a whole decoding step, beam search."""
