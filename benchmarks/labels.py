@@ -1,6 +1,6 @@
 """Names in news (CoNLL-2003) beside published figures: from scratch, and from a published encoder; one table.
 
-    python benchmarks/labels.py --data DIR --seeds 1 2 3 --out benchmarks/results/labels.md
+    python benchmarks/labels.py --data DIR --seeds 1 2 3 --out benchmarks/results/conll2003.md
     python benchmarks/labels.py --data DIR --runs minilm --minilm FOLDER
     python benchmarks/labels.py --smoke                     # everything once, on a few made-up sentences
 
@@ -11,21 +11,15 @@ those weights.  Seconds are those of all training steps.  F1 is that of whole en
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from monoblock.accounting.report import account
 from monoblock.tasks.evaluation import Asked, evaluate
-from monoblock.tasks.pipeline import load
-from monoblock.tasks.recipe import read
-from monoblock.tasks.run import prepare
-from monoblock.training import metrics
+from runs import Figures, found, options, table, trained
 
 KINDS = ("LOC", "MISC", "ORG", "PER")
 SMALL = ["train.steps=2", "train.eval_every=2", "train.save_every=1", "train.warmup=1", "train.batch=4"]
@@ -35,7 +29,7 @@ TINY = ["model.width=16", "model.heads=2", "model.depth=1", "tokenizer.vocab=400
 
 # The recipe's vocabulary and dropped merges are for a model of its own; a published one is tuned gently.
 MINILM = ("tokenizer.dropout=0", "data.exchange=0.1", "model.dropout=0.1", "train.label_smoothing=0")
-MINILM += ("train.optimizer=adamw", "train.lr=1e-4", "train.weight_decay=0.01", "train.steps=3000", "train.batch=32")
+MINILM += ("train.optimizer=adamw", "train.lr=2e-4", "train.weight_decay=0.01", "train.steps=2000", "train.batch=32")
 
 
 class Job(NamedTuple):
@@ -50,57 +44,30 @@ JOBS = {
 }
 
 
-def train(recipe: str, words: list[str], folder: Path, data: Path | None) -> float:
-    """One training; the seconds of its steps."""
-    started = prepare(read(recipe, words), folder, data=data)
-    for _ in started.events():
-        pass
-    return sum(line.get("seconds", 0.0) for line in metrics.read(folder))
-
-
-def run(name: str, seed: int, folder: Path, data: Path, given: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, seed: int, folder: Path, data: Path | None, given: argparse.Namespace) -> Figures:
     """One training and its figures on the validation and the test split."""
     own = [*(SMALL if given.smoke else ()), *(QUICK if torch.cuda.is_available() else ())]
-    words, seconds = [f"train.seed={seed}", *given.more, *own], 0.0
+    words, before = [f"train.seed={seed}", *given.more, *own], 0.0
     if name == "minilm":
         words = [f"model.folder={given.minilm}", *MINILM, *words]
     elif name == "warm":
         first = folder.with_name(f"{folder.name}-hidden")
         hidden = [f"train.seed={seed}", *given.hidden, *own, *(TINY if given.smoke else ())]
-        seconds += train("conll2003-hidden", hidden, first, data)
+        before = trained("conll2003-hidden", hidden, first, data)[1]["seconds"]
         words = [f"model.folder={first}", *words]
     elif given.smoke:
         words += TINY
-    seconds += train("conll2003", words, folder, data)
-    pipe = load(folder)
-    found = {}
-    for split in ("valid", "test"):
-        found[split] = evaluate(pipe, Asked(data="conll2003", split=split, folder=data)).figures
-    return {
-        "F1": found["test"]["f1"],
-        **{kind: found["test"]["kinds"].get(kind, {"f1": 0.0})["f1"] for kind in KINDS},
-        "F1 on valid": found["valid"]["f1"],
-        "accuracy": found["test"]["accuracy"],
-        "parameters": account(pipe.model.config).parameters,
-        "seconds": seconds,
+    pipe, about = trained("conll2003", words, folder, data)
+    splits = ["valid"] if given.choose else ["valid", "test"]
+    figures = {name: evaluate(pipe, Asked(data="conll2003", split=name, folder=data)).figures for name in splits}
+    last = figures[splits[-1]]
+    return about | {
+        "F1": last["f1"],
+        **{kind: last["kinds"].get(kind, {"f1": 0.0})["f1"] for kind in KINDS},
+        "F1 on valid": figures["valid"]["f1"],
+        "accuracy": last["accuracy"],
+        "seconds": before + about["seconds"],
     }
-
-
-def table(job: Job, found: list[dict[str, Any]]) -> list[str]:
-    names = ["F1", *KINDS, "F1 on valid", "accuracy"]
-    lines = [f"### {job.what}", "", f"| {' | '.join(['seeds', *names, 'parameters', 'training seconds'])} |"]
-    lines.append("|---" * (len(names) + 3) + "|")
-    cells = [_mean([figures[name] for figures in found]) for name in names]
-    seconds = _mean([figures["seconds"] for figures in found], 0)
-    lines.append(f"| {len(found)} | {' | '.join(cells)} | {found[0]['parameters']:,} | {seconds} |")
-    for figures in found if len(found) > 1 else ():
-        lines.append(f"| | {' | '.join(f'{figures[name]:.2f}' for name in names)} | | {figures['seconds']:.0f} |")
-    return [*lines, "", f"Published: {job.published}.", ""]
-
-
-def _mean(values: list[float], digits: int = 2) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{spread}"
 
 
 def made_up(folder: Path) -> Path:
@@ -121,29 +88,27 @@ def packaged() -> Path | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="*", default=list(JOBS), choices=list(JOBS))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[1])
-    parser.add_argument("--more", nargs="*", default=[], metavar="section.key=value", help="changes to the recipe")
+    options(parser, list(JOBS))
     parser.add_argument("--hidden", nargs="*", default=[], metavar="section.key=value", help="to that of hidden tokens")
     parser.add_argument("--minilm", type=Path, default=packaged(), help="the folder of all-MiniLM-L6-v2")
-    parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
-    parser.add_argument("--keep", type=Path, help="leave the run folders here")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--choose", action="store_true", help="leave the test split alone")
     given = parser.parse_args()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    changes = " ".join([*given.more, *given.hidden]) or "none"
-    lines = [f"Trained on {device}, torch {torch.__version__}; changes to the recipes: {changes}.", ""]
+    lines = []
     with tempfile.TemporaryDirectory() as place:
-        data = made_up(Path(place)) if given.smoke else Path(given.data)
+        data = made_up(Path(place)) if given.smoke else given.data
+        folder = given.keep or Path(place) / "runs"
         for name in given.runs:
             if name == "minilm" and given.minilm is None:
                 print("minilm: left out, there is no folder of it; give --minilm FOLDER", flush=True)
                 continue
-            folder = given.keep or Path(place) / "runs"
-            found = [run(name, seed, folder / f"{name}-{seed}", data, given) for seed in given.seeds]
-            lines += table(JOBS[name], found)
-            print("\n".join(table(JOBS[name], found)), flush=True)
+
+            def make(seed: int, name: str = name) -> Figures:
+                return run(name, seed, folder / f"{name}-{seed}", data, given)
+
+            rows = found(name, given, make, *given.hidden)
+            names = ["F1", *KINDS, "F1 on valid", "accuracy"]
+            lines += table(JOBS[name].what, rows, names, f"Published: {JOBS[name].published}.")
+    print("\n".join(lines))
     if given.out is not None:
         given.out.write_text("\n".join(lines), encoding="utf-8")
 

@@ -6,27 +6,19 @@
     python benchmarks/translation.py --smoke                # everything once, on a few made-up pairs
 
 Seconds are those of the training steps alone.  BLEU is sacreBLEU (13a); its signature stands below the table.  A run
-that is finished under --keep is not trained again, and one that was interrupted goes on.
+that is finished under --keep or has its line in --rows is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from monoblock.accounting.report import account
 from monoblock.tasks.evaluation import Asked, evaluate
-from monoblock.tasks.folder import RECIPE
-from monoblock.tasks.pipeline import load
 from monoblock.tasks.recipe import read
-from monoblock.tasks.run import prepare
-from monoblock.training import metrics
+from runs import Figures, found, options, table, trained
 
 
 class Job(NamedTuple):
@@ -37,8 +29,13 @@ class Job(NamedTuple):
     published: str = ""
 
 
-CARD = "README.md"  # the last file a run writes
 WORDS = ("accuracy", "top_k", "cer")
+RESCORED = ("attested", "rescored top-1", "rescored top_k", "weight")
+COUNTED = (
+    "Each source counts once; any target that the test split attests for it is right (`attested`: those of the "
+    "training split, too).  Rescored: with the frequency of words among the training targets, its weight tuned on the "
+    "validation split."
+)
 JOBS = {
     "de-en": Job("Multi30k de→en", "multi30k", (), published="36.52 lower-cased BLEU, 9.04 M parameters, greedy"),
     "en-de": Job(
@@ -68,45 +65,31 @@ JOBS = {
 SMALL = ["train.steps=2", "train.eval_every=2", "train.save_every=1", "train.warmup=1", "model.width=16"]
 
 
-def run(job: Job, seed: int, folder: Path, data: Path | None, given: argparse.Namespace) -> dict[str, Any]:
-    """One training and its figures on the test split."""
+def run(job: Job, seed: int, folder: Path, data: Path | None, given: argparse.Namespace) -> Figures:
+    """One training and its figures on the test split, or the one asked for."""
     words = [*job.overrides, *given.more, f"train.seed={seed}", *(SMALL if given.smoke else ())]
-    recipe = read(job.recipe, words)
-    if not (folder / CARD).is_file():
-        begun = (folder / RECIPE).is_file()
-        for _ in prepare(recipe, folder, data=data, resume=begun).events(resume=begun):
-            pass
-    pipe = load(folder)
-    words = job.figures == WORDS
-    asked = Asked(data=recipe.data.corpus, folder=data, rescore=words, n_best=5, limit=8 if given.smoke else None)
-    found = evaluate(pipe, asked).figures
-    if words:
-        found["rescored top-1"] = found["rescored"]["accuracy"]
-    found["parameters"] = account(pipe.model.config).parameters
-    found["seconds"] = sum(line.get("seconds", 0.0) for line in metrics.read(folder))
-    return found
+    pipe, about = trained(job.recipe, words, folder, data)
+    single = job.figures == WORDS
+    corpus, limit = read(job.recipe, words).data.corpus, 8 if given.smoke else None
+    asked = Asked(data=corpus, folder=data, split=given.split, rescore=single, n_best=5, limit=limit)
+    figures = evaluate(pipe, asked).figures
+    if single:
+        again = figures["rescored"]
+        figures |= {"rescored top-1": again["accuracy"], "rescored top_k": again["top_k"], "weight": again["weight"]}
+    kept = [*job.figures, *(RESCORED if single else ()), "signature", "split"]
+    return about | {name: figures[name] for name in kept if name in figures}
 
 
-def row(job: Job, found: list[dict[str, Any]]) -> list[str]:
-    """The lines of one job: every figure as mean, and deviation where there are several seeds."""
-    names = [*job.figures, *(["rescored top-1"] if job.figures == WORDS else [])]
-    lines = [f"### {job.what}", "", f"| {' | '.join(['seeds', *names, 'parameters', 'training seconds'])} |"]
-    lines.append("|---" * (len(names) + 3) + "|")
-    cells = [_mean([figures[name] for figures in found]) for name in names]
-    seconds = _mean([figures["seconds"] for figures in found], 0)
-    lines.append(f"| {len(found)} | {' | '.join(cells)} | {found[0]['parameters']:,} | {seconds} |")
-    for figures in found:
-        lines.append(f"| | {' | '.join(f'{figures[name]:.2f}' for name in names)} | | {figures['seconds']:.0f} |")
-    signed = figures.get("signature") if "bleu" in job.figures else None
-    notes = [job.published and f"Published: {job.published}.", signed and f"`{signed}`"]
-    if job.figures == WORDS:
-        notes.append("Each source counts once; any attested target is right.")
-    return [*lines, "", *(note for note in notes if note), ""]
-
-
-def _mean(values: list[float], digits: int = 2) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{spread}"
+def shown(job: Job, rows: list[Figures]) -> list[str]:
+    if not rows:
+        return []
+    single = job.figures == WORDS
+    notes = [
+        job.published and f"Published: {job.published}.",
+        f"`{rows[0]['signature']}`" if "bleu" in job.figures else "",
+    ]
+    notes.append(COUNTED if single else "")
+    return table(job.what, rows, [*job.figures, *(RESCORED if single else ())], *notes)
 
 
 def made_up(folder: Path) -> Path:
@@ -128,26 +111,20 @@ def made_up(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="*", default=list(JOBS), choices=list(JOBS))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[1])
-    parser.add_argument("--more", nargs="*", default=[], metavar="section.key=value")
-    parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
-    parser.add_argument("--keep", type=Path, help="leave the run folders here")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--note", default="", help="what a reader of the table must know, such as a busy machine")
-    parser.add_argument("--smoke", action="store_true")
+    options(parser, list(JOBS))
+    parser.add_argument("--split", help="what is measured  [test]; `valid` to choose by")
     given = parser.parse_args()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    changes = " ".join(given.more) or "none"
-    note = f"  {given.note}" if given.note else ""
-    lines = [f"Trained on {device}, torch {torch.__version__}; changes to the recipes: {changes}.{note}", ""]
+    lines = []
     with tempfile.TemporaryDirectory() as place:
         data = made_up(Path(place)) if given.smoke else given.data
+        folder = given.keep or Path(place) / "runs"
         for name in given.runs:
-            folder = given.keep or Path(place) / "runs"
-            found = [run(JOBS[name], seed, folder / f"{name}-{seed}", data, given) for seed in given.seeds]
-            lines += row(JOBS[name], found)
-            print("\n".join(row(JOBS[name], found)), flush=True)
+
+            def make(seed: int, name: str = name) -> Figures:
+                return run(JOBS[name], seed, folder / f"{name}-{seed}", data, given)
+
+            lines += shown(JOBS[name], found(name, given, make))
+    print("\n".join(lines))
     if given.out is not None:
         given.out.write_text("\n".join(lines), encoding="utf-8")
 

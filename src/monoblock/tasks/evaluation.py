@@ -146,7 +146,14 @@ def transliteration(pipe: Pipeline, asked: Asked, rows: Sequence[Pair]) -> Measu
     measured = Measured(_word_figures(found, wanted, asked.n_best))
     measured.notes.append("each source counts once, and any target attested for it is right")
     if asked.rescore:
-        measured.words = _tuned(pipe, asked)
+        part = pipe.part if pipe.part is not None else DataPart(corpus=asked.data)
+        train = arranged(read(asked, "pairs", "train"), part).rows
+        known = references([*rows, *train])
+        measured.figures["attested"] = scores.accuracy(
+            [[row[0].text] for row in found], [known[one] for one in accepted]
+        )
+        measured.notes.append("attested: targets that the training split has for a source are right as well")
+        measured.words = _tuned(pipe, asked, train, part)
         again = [measured.words.order(answers) for answers in found]
         better = _word_figures(again, wanted, asked.n_best)
         gain = better["accuracy"] - measured.figures["accuracy"]
@@ -173,12 +180,10 @@ def _word_figures(found: list[list[Answer]], accepted: list[list[str]], k: int) 
     }
 
 
-def _tuned(pipe: Pipeline, asked: Asked) -> Frequencies:
+def _tuned(pipe: Pipeline, asked: Asked, train: Sequence[Pair], part: DataPart) -> Frequencies:
     """A list of words from the training targets, its weight tuned on the validation split."""
-    part = pipe.part if pipe.part is not None else DataPart(corpus=asked.data)
-    words = Frequencies.of(arranged(read(asked, "pairs", "train"), part).rows)
     held = references(arranged(read(asked, "pairs", "valid"), part).rows)
-    return tune(words, hypotheses(pipe, asked, list(held)), list(held.values()))
+    return tune(Frequencies.of(train), hypotheses(pipe, asked, list(held)), list(held.values()))
 
 
 def _samples(rows: Sequence[Pair], found: list[list[str]], count: int) -> list[dict[str, Any]]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
+from itertools import chain, count, repeat
 from math import exp, inf, log
 from random import Random
 from typing import Any
 
-MOST_REMEMBERED = 65_536  # words whose lattice is kept
+MOST_REMEMBERED = 65_536  # words of which it is kept how they can be cut
 LONGEST_REMEMBERED = 64  # characters
 
 Draw = Callable[[], float]
@@ -37,6 +38,7 @@ class BpeSegmenter:
         self.bytes = bool(model.get("byte_fallback"))
         self.whole = bool(model.get("ignore_merges"))
         self.merges = self._numbered(model["merges"])
+        self.remembered: dict[str, tuple[list[int], int]] = {}
 
     def _numbered(self, merges: list[Any]) -> dict[tuple[int, int], tuple[int, int]]:
         """(left, right) -> (rank, merged)."""
@@ -50,7 +52,26 @@ class BpeSegmenter:
     def segment(self, word: str, dropout: float, draw: Draw) -> list[int]:
         if self.whole and not dropout and word in self.vocab:
             return [self.vocab[word]]
-        return self._merged(self._symbols(word), dropout, draw)
+        if not dropout:
+            return self._merged(self._symbols(word), dropout, draw)
+        plain, draws = self._undisturbed(word)
+        for kept in range(draws):
+            if draw() < dropout:  # what was drawn is drawn again: so many merges are kept, then one is left out
+                again = chain(repeat(inf, kept), (-inf,), iter(draw, None))
+                return self._merged(self._symbols(word), dropout, again.__next__)
+        return list(plain)
+
+    def _undisturbed(self, word: str) -> tuple[list[int], int]:
+        """A word with every merge kept, and how many numbers that draws: half of all words come out like this."""
+        found = self.remembered.get(word)
+        if found is None:
+            draws = count()
+            found = self._merged(self._symbols(word), 1.0, lambda: next(draws) + 1.0), next(draws)
+            if len(word) <= LONGEST_REMEMBERED:
+                if len(self.remembered) >= MOST_REMEMBERED:
+                    self.remembered.clear()
+                self.remembered[word] = found
+        return found
 
     def _symbols(self, word: str) -> list[int]:
         ids: list[int] = []
@@ -74,12 +95,12 @@ class BpeSegmenter:
 
     def _merged(self, ids: list[int], dropout: float, draw: Draw) -> list[int]:
         """Best merge first; one that is left out waits until another was made (the library's order)."""
-        count = len(ids)
-        after, before = list(range(1, count + 1)), list(range(-1, count - 1))
+        size = len(ids)
+        after, before = list(range(1, size + 1)), list(range(-1, size - 1))
         rank_of = self.merges.get
         queue = [
             (found[0], place, found[1])
-            for place in range(count - 1)
+            for place in range(size - 1)
             if (found := rank_of((ids[place], ids[place + 1]))) is not None
         ]
         heapify(queue)
@@ -93,14 +114,14 @@ class BpeSegmenter:
                 heappush(queue, waiting.pop())
             rank, left, merged = top
             right = after[left]
-            if ids[left] < 0 or right == count or rank_of((ids[left], ids[right])) != (rank, merged):
+            if ids[left] < 0 or right == size or rank_of((ids[left], ids[right])) != (rank, merged):
                 continue  # one of the two has been merged with another since
             ids[left], ids[right] = merged, -1
             after[left] = following = after[right]
-            if following < count:
+            if following < size:
                 before[following] = left
             for pair in ((before[left], left), (left, following)):
-                if pair[0] >= 0 and pair[1] < count and (found := rank_of((ids[pair[0]], ids[pair[1]]))) is not None:
+                if pair[0] >= 0 and pair[1] < size and (found := rank_of((ids[pair[0]], ids[pair[1]]))) is not None:
                     heappush(queue, (found[0], pair[0], found[1]))
         return [number for number in ids if number >= 0]
 

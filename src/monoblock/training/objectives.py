@@ -119,7 +119,19 @@ def masked(
     real = lengths_mask([hidden for hidden, _ in made], ids.shape[1])
     if not bool(real.all()):
         inputs["attention_mask"] = real
-    return inputs, pad([labels for _, labels in made], IGNORE)
+    inputs["logits_at"], labels = asked_first(pad([labels for _, labels in made], IGNORE))
+    return inputs, labels
+
+
+def asked_first(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The asked places of each row (B, T) and their labels, (B, n) both: few logits of a masked text are asked for.
+
+    n is that of the fullest row, in steps of eight: few shapes.  Rows that have fewer are filled up with other places.
+    """
+    asked = labels != IGNORE
+    most = min(labels.shape[1], -(-int(asked.sum(1).max()) // 8) * 8)
+    places = (~asked).byte().argsort(dim=1, stable=True)[:, : max(1, most)]
+    return places, labels.gather(1, places)
 
 
 def pairs(
