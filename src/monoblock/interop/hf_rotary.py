@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from monoblock.errors import ConfigError
@@ -65,6 +66,87 @@ def _size(layer: Tree) -> int:
     return attention["head_dim"] or layer["width"] // attention["heads"]
 
 
+@dataclass(frozen=True)
+class _Angles:
+    """How the files of one family tell its angles."""
+
+    stack: str
+    base: float
+    partial: float | None
+    typed: tuple[float, float] | None
+    original: int | None
+    fraction: str
+    far: str
+    near: str
+
+    def read(self, given: Mapping[str, Any], tree: Tree) -> None:
+        context = get(tree, "input.context")
+        for layer in tree[self.stack]["layers"]:
+            attention, size = layer["attention"], _size(layer)
+            rope = self._of(given, FULL if attention["window"] is None else SLIDING)
+            dim = int(size * rope["partial_rotary_factor"])
+            attention["positions"] = {
+                "kind": "rotary",
+                "base": rope["rope_theta"],
+                "dim": None if dim == size else dim,
+                "layout": attention["positions"]["layout"],
+                "scaling": _scaling(rope, context, given["original_max_position_embeddings"]),
+            }
+
+    def _of(self, given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+        """The parameters of one kind of layer: what a file says, or what the family has."""
+        rope = self._said(given, kind)
+        strange = set(rope) - IN_ROPE
+        if strange:
+            raise ConfigError(f"the rotary parameter {shown(min(strange))} is not known here")
+        usual = self.base if self.typed is None else self.typed[kind == SLIDING]
+        older = given["rope_theta"] if self.typed is None else None
+        bases = (given[self.near if kind == SLIDING else self.far], older, usual)
+        parts = (given[self.fraction], given["partial_rotary_factor"], self.partial, 1.0)
+        fixed = {"rope_theta": next(b for b in bases if b is not None)}
+        fixed["partial_rotary_factor"] = next(part for part in parts if part is not None)
+        found = fixed | {name: value for name, value in rope.items() if value is not None}
+        if self.partial is None and found["partial_rotary_factor"] != 1.0:
+            part = shown(found["partial_rotary_factor"])
+            raise ConfigError(
+                f"partial_rotary_factor={part} is nothing this family's class heeds: it turns whole heads"
+            )
+        return found
+
+    def _said(self, given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+        rope = given["rope_parameters"] or {}
+        if FULL in rope or SLIDING in rope:
+            return rope.get(kind) or {}
+        if given["rope_scaling"] and not (self.typed and kind == SLIDING):
+            return given["rope_scaling"]
+        return rope
+
+    def write(self, tree: Tree) -> dict[str, Any]:
+        layers = [layer for layer in tree[self.stack]["layers"] if layer["attention"]["positions"] is not None]
+        if not layers:
+            raise ConfigError("its positions are not rotary")
+        kinds = {FULL if layer["attention"]["window"] is None else SLIDING: _parameters(layer) for layer in layers}
+        if self.typed is not None:
+            usual = ({"rope_type": "default", "rope_theta": b} for b in self.typed)
+            return {"rope_parameters": dict(zip((FULL, SLIDING), usual, strict=True)) | kinds}
+        rope = kinds.get(FULL) or kinds[SLIDING]
+        whole_head = {} if self.partial in (None, 1.0) else {"partial_rotary_factor": 1.0}
+        trained = rope.get("original_max_position_embeddings", self.original)
+        beside = {} if self.original is None else {"original_max_position_embeddings": trained}
+        return {"rope_parameters": whole_head | rope} | beside
+
+
+def _parameters(layer: Tree) -> dict[str, Any]:
+    """What a file says of one layer."""
+    positions, size = layer["attention"]["positions"], _size(layer)
+    if positions is None or positions["kind"] != "rotary":
+        raise ConfigError("its positions are not rotary")
+    part = (positions["dim"] or size) / size
+    part = part if int(size * part) == positions["dim"] else math.nextafter(part, 2)
+    rope = {"rope_theta": positions["base"], **_from_scaling(positions["scaling"])}
+    return rope if positions["dim"] == size else rope | {"partial_rotary_factor": part}
+
+
 def rotary(
     stack: str = "decoder",
     base: float = 10_000.0,
@@ -88,64 +170,5 @@ def rotary(
     names = dict.fromkeys(("rope_parameters", "rope_scaling", theta, fraction, far, near))
     names |= dict.fromkeys(("rope_theta", "partial_rotary_factor"))
     names["original_max_position_embeddings"] = original
-
-    def one(given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-        rope = given["rope_parameters"] or {}
-        if FULL in rope or SLIDING in rope:
-            rope = rope.get(kind) or {}
-        elif given["rope_scaling"] and not (typed and kind == SLIDING):
-            rope = given["rope_scaling"]
-        strange = set(rope) - IN_ROPE
-        if strange:
-            raise ConfigError(f"the rotary parameter {shown(min(strange))} is not known here")
-        usual = base if typed is None else typed[kind == SLIDING]
-        bases = (given[near if kind == SLIDING else far], given["rope_theta"] if typed is None else None, usual)
-        parts = (given[fraction], given["partial_rotary_factor"], partial, 1.0)
-        fixed = {"rope_theta": next(b for b in bases if b is not None)}
-        fixed["partial_rotary_factor"] = next(part for part in parts if part is not None)
-        found = fixed | {name: value for name, value in rope.items() if value is not None}
-        if partial is None and found["partial_rotary_factor"] != 1.0:
-            part = shown(found["partial_rotary_factor"])
-            raise ConfigError(
-                f"partial_rotary_factor={part} is nothing this family's class heeds: it turns whole heads"
-            )
-        return found
-
-    def read(given: Mapping[str, Any], tree: Tree) -> None:
-        context = get(tree, "input.context")
-        for layer in tree[stack]["layers"]:
-            attention, size = layer["attention"], _size(layer)
-            rope = one(given, FULL if attention["window"] is None else SLIDING)
-            dim = int(size * rope["partial_rotary_factor"])
-            attention["positions"] = {
-                "kind": "rotary",
-                "base": rope["rope_theta"],
-                "dim": None if dim == size else dim,
-                "layout": attention["positions"]["layout"],
-                "scaling": _scaling(rope, context, given["original_max_position_embeddings"]),
-            }
-
-    def said(layer: Tree) -> dict[str, Any]:
-        positions, size = layer["attention"]["positions"], _size(layer)
-        if positions is None or positions["kind"] != "rotary":
-            raise ConfigError("its positions are not rotary")
-        part = (positions["dim"] or size) / size
-        part = part if int(size * part) == positions["dim"] else math.nextafter(part, 2)
-        rope = {"rope_theta": positions["base"], **_from_scaling(positions["scaling"])}
-        return rope if positions["dim"] == size else rope | {"partial_rotary_factor": part}
-
-    def write(tree: Tree) -> dict[str, Any]:
-        layers = [layer for layer in tree[stack]["layers"] if layer["attention"]["positions"] is not None]
-        if not layers:
-            raise ConfigError("its positions are not rotary")
-        kinds = {FULL if layer["attention"]["window"] is None else SLIDING: said(layer) for layer in layers}
-        if typed is not None:
-            usual = dict(zip((FULL, SLIDING), ({"rope_type": "default", "rope_theta": b} for b in typed), strict=True))
-            return {"rope_parameters": usual | kinds}
-        rope = kinds.get(FULL) or kinds[SLIDING]
-        whole_head = {} if partial in (None, 1.0) else {"partial_rotary_factor": 1.0}
-        trained = rope.get("original_max_position_embeddings", original)
-        beside = {} if original is None else {"original_max_position_embeddings": trained}
-        return {"rope_parameters": whole_head | rope} | beside
-
-    return Several(names, read, write)
+    angles = _Angles(stack, base, partial, typed, original, fraction, far, near)
+    return Several(names, angles.read, angles.write)
