@@ -1,9 +1,11 @@
 """Decoding on the CPU, one text: this package beside transformers and CTranslate2, each in a process of its own.
 
-Random weights, a prompt of 32 tokens and 64 new ones, greedy, no end token; medians are shown.  In one process the
-threads of one runner would spin while another works.  The figures are those of `monoblock bench`, with the ratios that
-matter.  A token needs every weight once, so beside each stands how fast weights were read, and what share that is of
-the fastest this machine reads memory, measured in the same run.  --smoke runs a toy size once; --write keeps the table.
+Random weights, the first 32 bytes of five texts as prompts and 64 new tokens, greedy, no end token; medians are shown.
+In one process the threads of one runner would spin while another works.  The figures are those of `monoblock bench`,
+with the ratios that matter.  A token needs every weight once, so beside each stands how fast weights were read, and
+what share that is of the fastest this machine reads memory, measured in the same run; where a draft runs ahead, weights
+are read once for several tokens.  How many of its proposals are kept, and that the text is the same, is told of all
+five.  --smoke runs a toy size once; --write keeps the table.
 """
 
 from __future__ import annotations
@@ -23,10 +25,23 @@ import torch
 import monoblock as mb
 from monoblock.cli.bench import measured, report
 from monoblock.cli.peers import PLAIN
+from monoblock.decoding.engine import Engine
+from monoblock.decoding.settings import Settings
+from monoblock.decoding.speculative import Draft
 
 RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"
 SHARED = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")
+DRAFTED = "monoblock, own 8-bit draft"
+TEXTS = (
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void.",
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune must want a wife.",
+    "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse.",
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do.",
+    "First Citizen: Before we proceed any further, hear me speak. All: Speak, speak. First Citizen: You are resolved.",
+)
 RATIOS = (
+    (DRAFTED, "transformers"),
+    (DRAFTED, "CTranslate2, fp32"),
     ("monoblock", "transformers"),
     ("monoblock", "CTranslate2, fp32"),
     ("monoblock, 8 bits", "CTranslate2, int8"),
@@ -47,9 +62,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"put the tables into results/{RESULTS.name}")
     parser.add_argument("--here", action="store_true", help="all in this process")
     parser.add_argument("--memory", action="store_true", help="only tell how fast memory is read")
+    parser.add_argument("--proposals", action="store_true", help="only tell how many proposals are kept")
     given = parser.parse_args()
-    if given.memory:
-        print(reading())
+    if given.memory or given.proposals:
+        print(reading() if given.memory else json.dumps(proposals((given.preset or ["gpt2"])[0], given)))
         return
     for name in given.preset or ["gpt2"]:
         found = in_turn(name, given) if given.here or given.smoke else apart(name, given)
@@ -67,12 +83,38 @@ def main() -> None:
 def in_turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """The runners in this process, round after round."""
     torch.manual_seed(0)
-    toy = mb.gpt(vocab=97, width=64, depth=2, heads=4, context=64, activation="gelu_tanh")
+    toy = mb.gpt(vocab=256, width=64, depth=2, heads=4, context=64, activation="gelu_tanh")
     model = mb.Transformer(toy if given.smoke else mb.preset(name)).eval()
     prompt, new, rounds = (5, 8, 1) if given.smoke else (given.prompt, given.new, given.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(model, Path(folder), given.only or PLAIN, prompt, new, 1, rounds)
+        texts = [[ids] for ids in prompts(prompt)]
+        found = measured(model, Path(folder), given.only or PLAIN, prompt, new, 1, rounds, texts)
     return {"model": "a toy" if given.smoke else name} | found
+
+
+def prompts(length: int) -> list[list[int]]:
+    """The first bytes of each text, which stand for themselves among the tokens."""
+    return [list(text.encode()[:length]) for text in TEXTS]
+
+
+def proposals(name: str, given: argparse.Namespace) -> dict[str, int]:
+    """Of all texts: tokens that the model's own copy proposed, those that were kept, and texts that are the same."""
+    torch.manual_seed(0)
+    model = mb.Transformer(mb.preset(name)).eval()
+    found = {"proposed": 0, "kept": 0, "same": 0, "texts": len(TEXTS)}
+    for ids in prompts(given.prompt):
+        engine = Engine(model, capacity=given.prompt + given.new)
+        engine.add(ids, Settings(max_new_tokens=given.new, draft="8-bit"))
+        said: list[int] = []
+        while engine.busy:
+            said += [token for event in engine.step() for token in event.tokens]
+        assert isinstance(engine.proposer, Draft)
+        found["proposed"] += engine.proposer.proposed
+        found["kept"] += engine.proposer.accepted
+        found["same"] += (
+            model.generate(torch.tensor([ids]), max_new_tokens=given.new)[0, given.prompt :].tolist() == said
+        )
+    return found
 
 
 def reading(size: int = 1 << 29, rounds: int = 15) -> float:
@@ -101,6 +143,8 @@ def apart(name: str, given: argparse.Namespace) -> dict[str, Any]:
             found["runners"][who] = max(before, row, key=lambda turn: turn["decode_tokens_per_second"] or 0)
         found |= {key: one[key] for key in SHARED}
         memory.append(_said(["--memory"]))
+    if DRAFTED in found["runners"]:
+        found["proposals"] = json.loads(_said(["--proposals", "--preset", name, *sizes]))
     return found | {"turns": given.turns, "memory_bytes_per_second": max(map(float, memory))}
 
 
@@ -130,7 +174,8 @@ def _table(found: dict[str, Any]) -> str:
         found["model"],
         "",
         f"`python benchmarks/decode_cpu.py --preset {found['model']} --write`, {date.today()}: {_processor()}, "
-        f"{found['threads']} threads, torch {found['torch']}; random weights, {found['prompt']} tokens read, "
+        f"{found['threads']} threads, torch {found['torch']}; random weights, "
+        f"{len(TEXTS)} texts of which {found['prompt']} bytes are read, "
         f"{found['new']} made, median of {found['rounds']}, the best of {found['turns']} turns, "
         "each in a process of its own.",
         "",
@@ -145,6 +190,13 @@ def _table(found: dict[str, Any]) -> str:
         share = "" if speed is None else f"{speed * size / memory:.0%} |"
         lines.append(f"| {name} | {row['prefill_tokens_per_second']:.1f} {decode}{read}{share}")
     lines += ["", f"Memory is read at {memory / 1e9:.1f} GB/s at best, with all threads."]
+    if "proposals" in found:
+        seen = found["proposals"]
+        lines += [
+            f"The own 8-bit draft: {seen['kept']} of {seen['proposed']} proposals were kept "
+            f"({seen['kept'] / seen['proposed']:.1%}); {seen['same']} of {seen['texts']} texts are token by token "
+            "those of plain greedy decoding.",
+        ]
     lines += ["", *(f"- {pair}: {ratio:.2f} ×" for pair, ratio in found["ratios"].items())]
     lines += [f"- {name}: {why}" for name, why in found["absent"].items()]
     return "\n".join(lines)

@@ -209,6 +209,12 @@ def close(actual, expected, dtype=None):
     assert_close(actual, expected, atol=limit, rtol=limit)
 
 
+def near(actual, expected, limit=5e-4):
+    """Equal up to activations rounded to 16 bits, as quantised matrices are multiplied on a CPU, through a model."""
+    assert actual.shape == expected.shape
+    assert float((actual - expected).norm()) <= limit * float(expected.norm())
+
+
 def bit_equal(actual, expected):
     """The same bits: same shapes, threads and kernels."""
     assert_close(actual, expected, atol=0, rtol=0)

@@ -65,6 +65,17 @@ def test_json_is_one_object_with_counts_and_reasons(speaker, words, capsys):
     assert ("score" in found["texts"][0]) == ("--num-beams" in words)
 
 
+def test_a_draft_changes_nothing_but_the_time(speaker, capsys):
+    words = ["generate", speaker, "And the 7", "--seed", "5", "--temperature", "0.7", "--max-new-tokens", "19"]
+    texts = []
+    for more in ([], ["--draft", "8-bit"]):
+        assert run([*words, *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert run([*words, "--draft", "7-bit"]) == 2
+    assert "'8-bit' or '4-bit'" in capsys.readouterr().err
+
+
 def test_a_stop_string_ends_the_text(speaker, capsys):
     words = ["generate", speaker, "And the 7", "--temperature", "0", "--max-new-tokens", "20"]
     assert run(words) == 0

@@ -54,19 +54,23 @@ def test_a_draft_that_is_always_right_saves_passes(proposed):
 
 @torch.no_grad()
 def simulated(net, other, prompt, new, proposed):
-    """How many tokens each pass brings, by whole passes: as many proposals as are right, and one more."""
+    """How many tokens each pass brings, by whole passes: as many proposals as are right, and one more.
+
+    The next time twice as many are proposed as were right, and one more, but not more than may be.
+    """
     greedy = lambda model, text: int(model(torch.tensor([text]))[0, -1].argmax())
-    text, brought = [*prompt, greedy(net, prompt)], [1]
+    text, brought, size = [*prompt, greedy(net, prompt)], [1], proposed
     while len(text) - len(prompt) < new:
         ahead, right = list(text), 0
-        for _ in range(proposed):
+        for _ in range(size):
             ahead.append(greedy(other, ahead))
-        while right < proposed and ahead[len(text) + right] == greedy(net, ahead[: len(text) + right]):
+        while right < size and ahead[len(text) + right] == greedy(net, ahead[: len(text) + right]):
             right += 1
         said = [*ahead[len(text) : len(text) + right], greedy(net, ahead[: len(text) + right])]
         said = said[: new - (len(text) - len(prompt))]
         brought.append(len(said))
         text += said
+        size = min(proposed, 2 * right + 1)
     return brought
 
 

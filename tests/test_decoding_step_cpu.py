@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from support import build, close, has_both, is_decoder, presets, source, tokens, toy
+from support import build, close, has_both, is_decoder, near, presets, source, tokens, toy
 
 import monoblock as mb
 from monoblock.decoding import prepare, step_cpu
@@ -77,7 +77,7 @@ class Reading:
         return logits
 
 
-def alike(one, other):
+def alike(one, other, equal=close):
     """Two caches that hold the same."""
     assert torch.equal(one.lengths, other.lengths)
     assert torch.equal(one.written, other.written)
@@ -85,24 +85,61 @@ def alike(one, other):
         assert torch.equal(mine.index, theirs.index)
         assert torch.equal(mine.at[:, :-1], theirs.at[:, :-1])  # the spare column takes anything
     for mine, theirs in zip(one.slots, other.slots, strict=True):
-        close(mine.keys[:, :, :-1], theirs.keys[:, :, :-1])
-        close(mine.values[:, :, :-1], theirs.values[:, :, :-1])
+        equal(mine.keys[:, :, :-1], theirs.keys[:, :, :-1])
+        equal(mine.values[:, :, :-1], theirs.values[:, :, :-1])
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("name", presets(is_decoder))
 @torch.no_grad()
 def test_a_step_gives_the_plain_paths_logits_and_cache(name, bits, served):
-    model = quantised(name, bits)
+    model, equal = quantised(name, bits), close if bits is None else near
     plain, quick = Reading(model), Reading(twin_of(model))
     for number in range(9):  # beyond the window of those that have one
-        close(quick.step(number), plain.step(number))
+        equal(quick.step(number), plain.step(number))
     live = torch.tensor([True, False, True])
-    close(quick.step(9, live)[live], plain.step(9, live)[live])
-    close(quick.step(10), plain.step(10))
-    alike(quick.cache, plain.cache)
-    experts = any(block.feedforward.experts for block in model.config.decoder.layers())
-    assert served == ([] if experts else [True] * 11)
+    equal(quick.step(9, live)[live], plain.step(9, live)[live])
+    equal(quick.step(10), plain.step(10))
+    alike(quick.cache, plain.cache, equal)
+    assert served == ([] if has_experts(model) else [True] * 11)
+
+
+def has_experts(model):
+    return any(block.feedforward.experts for block in model.config.decoder.layers())
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("name", presets(is_decoder))
+@torch.no_grad()
+def test_several_tokens_of_a_row_give_the_plain_paths_logits_and_cache(name, bits, served):
+    """Some of them are taken back in between, as when a proposal was wrong."""
+    model, equal = quantised(name, bits), close if bits is None else near
+    plain, quick = (Reading(made, 1, LENGTHS[:1]) for made in (model, twin_of(model)))
+    for number, (size, kept) in enumerate([(5, 2), (7, 0), (2, 2), (3, 1)]):
+        ids = tokens(1, size, seed=number)
+        equal(quick.say(ids), plain.say(ids))
+        for one in (plain, quick):
+            one.cache.advance(kept)
+    alike(quick.cache, plain.cache, equal)
+    assert served == ([] if has_experts(model) else [True] * 4)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@torch.no_grad()
+def test_several_tokens_are_what_they_are_one_by_one_bit_for_bit(bits, window, served):
+    config = mb.llama(vocab=61, width=64, depth=2, heads=4, kv_heads=2, hidden=160, context=LONGEST, window=window)
+    model = build(config) if bits is None else mb.quantized(build(config), bits=bits)
+    several, single = (Reading(twin_of(model), 2, LENGTHS[:2]) for _ in range(2))
+    for number, (size, going) in enumerate([(3, [True, True]), (4, [True, False]), (2, [True, True])]):
+        ids, live = tokens(2, size, seed=number), torch.tensor(going)
+        found = several.say(ids, live[:, None].expand(ids.shape))
+        several.cache.advance(size * live.long())
+        for place in range(size):
+            one = single.say(ids[:, place : place + 1], live[:, None])
+            single.cache.advance(live.long())
+            assert torch.equal(one[live, 0], found[live, place])
+    assert served == [True] * 12
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "t5-small"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support import build, close, given, is_decoder, presets, read, tokens, toy
+from support import build, close, given, is_decoder, near, presets, read, tokens, toy
 from torch import nn
 
 import monoblock as mb
@@ -45,7 +45,47 @@ def test_the_kernel_agrees_with_fp64(kind, group, batch):
     held, x, bias = stored(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
     parts = (held,) if isinstance(held, torch.Tensor) else tuple(part for part in held if part is not None)
     found = getattr(torch.ops.monoblock, "dense" if kind == "half" else kind)(x, *parts, bias)
-    close(found, F.linear(x.double(), wide(held, inputs), bias.double()).float())
+    exact = F.linear(x.double(), wide(held, inputs), bias.double())
+    if kind in ("dense", "half"):
+        return close(found, exact.float())
+    assert bool(((found - exact).abs() <= rounding(x, held, inputs, group) + 2e-5 * (1 + exact.abs())).all())
+    near(found.double(), exact, 1e-4)
+
+
+def rounding(x, held, inputs, group):
+    """The most that rounding x to 65535 steps between its group's largest numbers can change each output."""
+    scaled = unpack(held._replace(least=None if held.least is None else 0 * held.least), inputs, torch.float64)
+    sizes, weights = (F.pad(t.abs(), (0, -inputs % group)).unflatten(1, (-1, group)) for t in (x.double(), scaled))
+    return sizes.amax(-1) / 65534 @ weights.sum(-1).T
+
+
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(kind, group):
+    """So what is checked several tokens at a time is what would have been said one by one."""
+    held, x = stored(kind, group, 29, 192), draw(15, 192, seed=1)
+    parts = (held,) if isinstance(held, torch.Tensor) else tuple(part for part in held if part is not None)
+    run = getattr(torch.ops.monoblock, "dense" if kind == "half" else kind)
+    assert torch.equal(run(x, *parts, None), torch.cat([run(row[None], *parts, None) for row in x]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_odd_numbers_and_long_groups(kind):
+    """Zeros, tiny and huge rows, one group of 16,384 in which no sum may overflow; what is no number stays none."""
+    parts = tuple(part for part in pack(draw(5, 64), 8 if kind == "int8" else 4, 32) if part is not None)
+    run = getattr(torch.ops.monoblock, kind)
+    exact = unpack(pack(draw(5, 64), 8 if kind == "int8" else 4, 32), 64, torch.float64)
+    for size in (0.0, 1e-42, 1e-20, 1e25):
+        x = size * draw(1, 64, seed=1)
+        torch.testing.assert_close(
+            run(x, *parts, None).double(), x.double() @ exact.T, rtol=1e-4, atol=size * 1e-3 + 1e-35
+        )
+    for odd in (float("nan"), float("inf")):
+        x = draw(1, 64, seed=1)
+        x[0, 7] = odd
+        assert not bool(run(x, *parts, None).isfinite().any())
+    long = pack(torch.full((3, 16384), 1.0), 8 if kind == "int8" else 4, 16384)
+    found = run(torch.ones(1, 16384), *(part for part in long if part is not None), None)
+    torch.testing.assert_close(found, unpack(long, 16384).sum(-1)[None], rtol=2e-4, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "group"), FORMATS)
@@ -55,8 +95,8 @@ def test_a_matrix_large_enough_for_every_thread(kind, group):
     module = Fast(held, inputs)
     expected = (x.double() @ wide(held, inputs).T).float()
     with torch.no_grad():
-        torch.testing.assert_close(module(x), expected, atol=5e-5, rtol=5e-5)
-        torch.testing.assert_close(module(x.expand(3, 2, -1))[2, 1], expected[0], atol=5e-5, rtol=5e-5)
+        near(module(x), expected, 1e-4)
+        near(module(x.expand(3, 2, -1))[2, 1], expected[0], 1e-4)
 
 
 def test_x_that_does_not_lie_in_a_row_is_read_right():
@@ -70,12 +110,12 @@ def test_x_that_does_not_lie_in_a_row_is_read_right():
 @pytest.mark.parametrize("name", presets(is_decoder))
 def test_a_prepared_model_gives_the_models_logits(name, bits):
     model = toy(name) if bits is None else mb.quantized(toy(name), bits=bits)
-    ready = prepared(model)
+    ready, alike = prepared(model), close if bits is None else near
     with torch.no_grad():
         for rows, length in ((1, 1), (2, 5), (11, 13)):
-            close(read(ready, tokens(rows, length)), read(model, tokens(rows, length)))
+            alike(read(ready, tokens(rows, length)), read(model, tokens(rows, length)))
         cache = ready.make_cache(2, 5)
-        close(read(ready, tokens(2, 5), cache=cache), read(model, tokens(2, 5)))
+        alike(read(ready, tokens(2, 5), cache=cache), read(model, tokens(2, 5)))
 
 
 def test_dense_matrices_of_whole_chunks_go_through_the_kernel_and_are_not_copied():
@@ -88,7 +128,7 @@ def test_dense_matrices_of_whole_chunks_go_through_the_kernel_and_are_not_copied
     )
     assert isinstance(model.decoder.get_submodule("1.feedforward.up"), nn.Linear), "the model given is left alone"
     with torch.no_grad():
-        for length in (1, 5, 13):  # 5 rows go through the kernel, one and 13 through F.linear
+        for length in (1, 5, 13):  # one and 5 rows go through the kernel, 13 through F.linear
             close(ready(tokens(1, length)), model(tokens(1, length)))
 
 
@@ -107,7 +147,7 @@ def test_joined_matrices_give_their_outputs_side_by_side(bits):
     parts = linears if bits is None else [QuantizedLinear.of_linear(one, bits, 32) for one in linears]
     x = draw(2, 3, 64)
     with torch.no_grad():
-        close(joined(parts)(x), torch.cat([part(x) for part in parts], -1))
+        (close if bits is None else near)(joined(parts)(x), torch.cat([part(x) for part in parts], -1))
     assert joined([linears[0], nn.Linear(64, 5, bias=False)]) is None
     assert joined([linears[0], QuantizedLinear.of_linear(linears[1], 8, 32)]) is None
 
@@ -166,4 +206,4 @@ def test_given_is_read_by_every_family():
     for name in ("bert-base", "t5-small", "vit-b16"):
         model = mb.quantized(toy(name))
         with torch.no_grad():
-            close(prepared(model)(*given(model, 2, 5)), model(*given(model, 2, 5)))
+            near(prepared(model)(*given(model, 2, 5)), model(*given(model, 2, 5)))

@@ -107,17 +107,33 @@ def test_the_input_is_not_changed():
     assert (ids == before).all()
 
 
+def scattered(inputs, labels):
+    """Labels (B, n) back at the places of the text that they ask for."""
+    whole = torch.full_like(inputs["source"], IGNORE)
+    return whole.scatter(1, inputs["logits_at"], labels)
+
+
+def test_asked_places_come_first_and_none_is_lost():
+    labels = torch.tensor([[IGNORE, 7, IGNORE, IGNORE, 5], [IGNORE] * 5, [1, 2, 3, IGNORE, IGNORE]]).repeat(1, 3)
+    places, found = objectives.asked_first(labels)
+    assert places.shape == found.shape == (3, 15), "nine in the fullest row: sixteen, but there are fifteen"
+    assert found[0].tolist() == [7, 5] * 3 + [IGNORE] * 9
+    assert torch.equal(torch.full_like(labels, IGNORE).scatter(1, places, found), labels)
+    assert objectives.asked_first(labels[:2])[0].shape == (2, 8)
+
+
 def test_a_batch_of_masked_texts_is_padded_and_padding_is_neither_seen_nor_asked():
     draw = np.random.default_rng(3)
     samples = [{"ids": text(draw, length), "sample": length} for length in (11, 17, 13)]
     inputs, labels = objectives.masked(samples, SPECIAL, seed=1, epoch=0)
-    assert inputs["source"].shape == labels.shape == inputs["attention_mask"].shape == (3, 17)
+    assert inputs["source"].shape == inputs["attention_mask"].shape == (3, 17)
+    labels = scattered(inputs, labels)
     assert inputs["attention_mask"].sum(1).tolist() == [11, 17, 13]
     assert (inputs["source"][~inputs["attention_mask"]] == 0).all()
     assert (labels[~inputs["attention_mask"]] == IGNORE).all()
     alone, alone_labels = objectives.masked(samples[2:], SPECIAL, seed=1, epoch=0)
     assert torch.equal(alone["source"][0], inputs["source"][2, :13]), "company changes no mask"
-    assert torch.equal(alone_labels[0], labels[2, :13])
+    assert torch.equal(scattered(alone, alone_labels)[0], labels[2, :13])
     assert "attention_mask" not in alone
 
 

@@ -19,6 +19,7 @@ from monoblock.cache import CrossSlot, KeyValues, Slot
 from monoblock.config import AttentionConfig, Buckets
 from monoblock.linear import joined, worth_joining
 from monoblock.masks import Sight
+from monoblock.native import gradients
 from monoblock.norm import HALF, Norm
 from monoblock.places import Entry
 from monoblock.positions import Turn, bucket_bias, rotate
@@ -93,6 +94,8 @@ def attend_fused(
         return attend_flex(q, k, v, view, scale=scale)
     mask, blind = view.fused(bias, q.dtype)
     causal = mask is None and view.sight.kind == "causal"
+    if causal and dropout == 0.0 and gradients.fits(q, k, v):
+        return gradients.attend_causal(q, k, v, scale)
     gqa = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from monoblock.config import FeedForwardConfig
 from monoblock.linear import joined, worth_joining
+from monoblock.native.gradients import gelu_tanh
 from monoblock.tap import Tap, tapped
 
 
 def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:

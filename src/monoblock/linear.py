@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monoblock.native.gradients import split
+
 JOIN_FROM = 512  # tokens: from there one wide product is faster, though the weights are first put together
 
 
@@ -21,4 +23,4 @@ def joined(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """What each layer makes of x (B, T, D)."""
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+    return split(F.linear(x, weight, bias), [layer.out_features for layer in layers])

@@ -284,8 +284,8 @@ class Transformer(nn.Module):
         With an encoder, ids are the source and the target comes out, its start token first (`decoder_start_token_id`,
         else the padding token, else 0).  `more`: typical_p, min_new_tokens, bad_words_ids, suppress_tokens,
         begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, num_beam_groups, diversity_penalty,
-        decoder_input_ids, draft (a smaller model that proposes tokens), prompt_lookup (so many tokens proposed from
-        the text itself).
+        decoder_input_ids, draft (a smaller model that proposes tokens, or "8-bit": the model's own copy, on a CPU),
+        prompt_lookup (so many tokens proposed from the text itself).
         """
         from monoblock.decoding.generate import generate
 

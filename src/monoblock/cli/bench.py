@@ -95,9 +95,16 @@ def _check(config: Any, length: int) -> None:
 
 
 def measured(
-    model: Any, folder: Path, names: list[str], prompt: int, new: int, batch: int, rounds: int
+    model: Any,
+    folder: Path,
+    names: list[str],
+    prompt: int,
+    new: int,
+    batch: int,
+    rounds: int,
+    texts: list[list[list[int]]] | None = None,
 ) -> dict[str, Any]:
-    """Every runner in turn, round after round, so that none has the quieter machine."""
+    """Every runner in turn, round after round, so that none has the quieter machine; a round has one of the texts."""
     import torch
 
     from monoblock.accounting.report import account
@@ -117,8 +124,8 @@ def measured(
         except Absent as problem:
             absent[name] = str(problem)
     vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
-    ids = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    times = _times(runners, ids, new, rounds, torch.device(device))
+    drawn = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
+    times = _times(runners, texts or [drawn], new, rounds, torch.device(device))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {
         "device": device,
@@ -137,7 +144,7 @@ def measured(
     }
 
 
-def _times(runners: dict[str, Any], ids: list[list[int]], new: int, rounds: int, device: Any) -> dict[str, Any]:
+def _times(runners: dict[str, Any], texts: list[list[list[int]]], new: int, rounds: int, device: Any) -> dict[str, Any]:
     """Of each runner the seconds for the first token, for all of them, and the most memory it took on a GPU."""
     import torch
 
@@ -149,7 +156,7 @@ def _times(runners: dict[str, Any], ids: list[list[int]], new: int, rounds: int,
                 torch.cuda.reset_peak_memory_stats(device)
             for what, count in (("first", 1), ("all", new + 1)):
                 begun = time.perf_counter()
-                runner.run(ids, count)
+                runner.run(texts[turn % len(texts)], count)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 if turn:

@@ -52,8 +52,10 @@ class Bench(NamedTuple):
 # -- this package -----------------------------------------------------------------------------------------------------
 
 
-def ours(given: Bench, bits: int | None = None) -> Runner:
+def ours(given: Bench, bits: int | None = None, draft: str | None = None) -> Runner:
     model = given.model
+    if draft is not None and (model.config.quantize is not None or given.device != "cpu"):
+        raise Absent("for a model on a CPU that is not quantised")
     if bits is not None:
         from monoblock.quantize.convert import quantized
 
@@ -63,7 +65,7 @@ def ours(given: Bench, bits: int | None = None) -> Runner:
     device = given.device
 
     def run(ids: list[list[int]], new: int) -> Any:
-        return model.generate(torch.tensor(ids, device=device), max_new_tokens=new)
+        return model.generate(torch.tensor(ids, device=device), max_new_tokens=new, draft=draft)
 
     return Runner(run, weights(model))
 
@@ -205,6 +207,7 @@ def of_llama_cpp(given: Bench, kind: str) -> Runner:
 # Name -> how the runner is made; what is not about this machine's device says so itself.
 RUNNERS: dict[str, Callable[[Bench], Runner]] = {
     "monoblock": ours,
+    "monoblock, own 8-bit draft": partial(ours, draft="8-bit"),
     "monoblock, 8 bits": partial(ours, bits=8),
     "monoblock, 4 bits": partial(ours, bits=4),
     "transformers": of_transformers,

@@ -23,6 +23,7 @@ OPTIONS: dict[str, tuple[str, Any, str]] = {
     "--repetition-penalty": ("repetition_penalty", float, "Above 1 discourages what was said."),
     "--no-repeat-ngram-size": ("no_repeat_ngram_size", int, "No n-gram of this size twice."),
     "--seed": ("seed", int, "The same seed gives the same text."),
+    "--draft": ("draft", str, "8-bit, 4-bit: a copy of the model in so many bits runs ahead; the same text, sooner."),
 }
 BEAMS: dict[str, tuple[str, Any, str]] = {
     "--num-beams": ("num_beams", int, "Search with so many beams; the text then comes at once."),

@@ -51,7 +51,7 @@ class Group:
         """Take the candidates of a step that makes texts `length` long; the beams that go on."""
         last, ends = length >= self.settings.max_new_tokens, self.settings.eos_token_id
         going: Iterable[tuple[float, int, int]] = zip(*new, strict=True)
-        if last or any(token in ends for token in new.tokens):
+        if last or any(end in new.tokens for end in ends):
             going = self._ending(list(going), length, last)
         chosen = list(islice(going, self.size))
         self.running = [Hypothesis((*self.running[beam].tokens, token), score) for score, beam, token in chosen]
@@ -90,6 +90,8 @@ class Beams:
 
     @property
     def done(self) -> bool:
+        if len(self.groups) == 1:  # the usual case, asked for often
+            return self.groups[0].done
         return all(group.done for group in self.groups)
 
     @property
@@ -138,7 +140,12 @@ def advance(texts: list[Beams], shares: Tensor) -> list[int]:
 def advance_plainly(texts: list[Beams], logits: Tensor, without: Sequence[int] = ()) -> list[int]:
     """The same for searches of one group in which nothing but `without` is ruled out, from logits."""
     found = best(logits, sums(texts, logits.device), without, texts[0].size, wanted(texts))
-    return _rows(texts, [_taken(texts, 0, *found, logits.shape[-1])])
+    return advance_found(texts, *found, logits.shape[-1])
+
+
+def advance_found(texts: list[Beams], best: Tensor, places: Tensor, vocabulary: int) -> list[int]:
+    """The same from the best continuations of each text, found before."""
+    return _rows(texts, [_taken(texts, 0, best, places, vocabulary)])
 
 
 def wanted(texts: list[Beams]) -> int:

@@ -24,9 +24,11 @@ from monoblock.decoding.captured import Captured, capturable
 from monoblock.decoding.choice import chance, chosen, each, live, past
 from monoblock.decoding.filters import Filters
 from monoblock.decoding.lanes import Event, Lane
+from monoblock.decoding.own_draft import own_draft
 from monoblock.decoding.prepare import prepared
-from monoblock.decoding.remembered import Remembered
+from monoblock.decoding.remembered import Remembered, vocabulary
 from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
+from monoblock.decoding.searched import Searched, operators
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import Proposer, speculate
 from monoblock.errors import InputError, with_article
@@ -57,6 +59,7 @@ class Engine:
                 raise InputError(f"{kind} model without a language-model head continues no text")
         elif proposer is not None or not use_cache:
             raise InputError("an LSTM has one way to go on, from its state; leave out the draft and use_cache")
+        self.given = model
         self.model = prepared(model) if fast and isinstance(model, Transformer) else model
         self.limit, self.burst = rows, burst
         self.captures = fast and proposer is None and isinstance(model, Transformer) and capturable(model)
@@ -65,7 +68,7 @@ class Engine:
             raise InputError("this model sets no length; say how many tokens a text may have: capacity=…")
         self.capacity = limit
         self.use_cache, self.chunk, self.proposer = use_cache, chunk, proposer
-        self.vocabulary = _vocabulary(model)
+        self.vocabulary = vocabulary(model)
         self.waiting: deque[Lane] = deque()
         self.lanes: list[Lane] = []  # their rows lie one below the other
         self.rows: Rows | Remembered | None = None
@@ -78,6 +81,8 @@ class Engine:
         """A prompt (with an encoder: what the target begins with, and the source) to continue; its number."""
         prompt = Prompt(tuple(ids), None if source is None else tuple(source))
         self._check(prompt, settings)
+        if settings.draft is not None and self.proposer is None and not self.busy:
+            self.proposer = own_draft(self.given, settings.draft)
         room = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
         if settings.num_beams > 1:  # a search that meets the end of the context ends there
             settings = replace(settings, max_new_tokens=room, min_new_tokens=min(room, settings.min_new_tokens))
@@ -131,6 +136,9 @@ class Engine:
         count = 0 if new else self._burst(old)
         if count > 1:
             return self._advance_many(old, count)
+        found = self._searched(old, new)
+        if found is not None:
+            return found
         events: list[Event] = []
         if old and self.proposer is not None:
             assert not isinstance(self.rows, Remembered)
@@ -185,6 +193,9 @@ class Engine:
             return Recomputed(self.model, self.capacity, copies)
         if isinstance(self.rows, Captured) and self.rows.copies == copies:
             return self.rows
+        by = operators(self.model) if copies > 1 and self.proposer is None else None
+        if by is not None:
+            return Searched(self.model, self.capacity, copies, self.chunk, by=by)
         kind = Captured if self.captures else Cached
         return kind(self.model, self.capacity, copies, self.chunk)
 
@@ -220,13 +231,19 @@ class Engine:
         return [event for event in heard if event is not None]
 
     def _choose(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
-        if self.filters is None or len(self.filters.rows) != len(logits):
-            self.filters = Filters([lane.settings for lane in lanes for _ in range(lane.settings.rows)], logits.device)
+        filters = self._filtering(lanes)
         if lanes[0].beams is not None:
             return self._search(lanes, logits)
-        tokens = chosen(lanes, logits, self.filters)
+        tokens = chosen(lanes, logits, filters)
         said = (lane.say(row, tokens[place : place + 1]) for place, (lane, row) in enumerate(each(lanes)))
         return [event for event in said if event is not None]
+
+    def _filtering(self, lanes: list[Lane]) -> Filters:
+        """The filters of these rows, made when rows have come or gone."""
+        if self.filters is None or len(self.filters.rows) != sum(lane.settings.rows for lane in lanes):
+            settings = [lane.settings for lane in lanes for _ in range(lane.settings.rows)]
+            self.filters = Filters(settings, self.model.device)
+        return self.filters
 
     def _search(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
         assert self.filters is not None
@@ -241,15 +258,36 @@ class Engine:
             shares = self.filters.rules(logits.log_softmax(-1), past(lanes, self.filters), new)
             origins = beam.advance(searches, shares)
         if origins != list(range(len(origins))):
-            self.rows.select(torch.tensor(origins, device=logits.device))
+            self.rows.select(torch.tensor(origins, device=self.rows.device))
         return [event for lane in running if lane.done for event in lane.verdicts()]
+
+    def _searched(self, old: list[Lane], new: list[Lane]) -> list[Event] | None:
+        """A step of a plain search by one operator; None where there is none for these rows."""
+        lanes = old + new
+        running = [number for number, lane in enumerate(lanes) if not lane.done]
+        searches = [search for number in running if (search := lanes[number].beams) is not None]
+        if not searches or len(searches[0].groups) > 1 or (old and (new or not isinstance(self.rows, Searched))):
+            return None
+        without = self._filtering(lanes).ruled_out([search.length for search in searches])
+        rows = self._fresh_rows(new[0].settings.rows) if new and without is not None else self.rows
+        if without is None or not isinstance(rows, Searched) or (new and not rows.enter([one.prompt for one in new])):
+            return None
+        self.rows, self.lanes = rows, lanes
+        found = rows.best(searches, running, without)
+        if found is None:
+            return None
+        rows.move(running, beam.advance_found(searches, *found, self.vocabulary))
+        events = [event for number in running if lanes[number].done for event in lanes[number].verdicts()]
+        self._retire()
+        return events
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
     def _retire(self) -> None:
         """Let finished requests go, when enough of them have gathered to be worth the copying."""
         done = [lane for lane in self.lanes if lane.done]
-        if done and (4 * len(done) >= len(self.lanes)):
+        patient = isinstance(self.rows, Searched) and not self.waiting  # rows that are over cost it nothing
+        if done and (4 * len(done) >= len(self.lanes)) and (not patient or len(done) == len(self.lanes)):
             self._drop(done)
 
     def _drop(self, gone: list[Lane]) -> None:
@@ -270,10 +308,3 @@ class Engine:
             self.proposer.select(rows)
         self.lanes = [self.lanes[number] for number in kept]
         self.filters = None
-
-
-def _vocabulary(model: Transformer | Recurrent) -> int:
-    """How many tokens the model can write."""
-    if isinstance(model, Recurrent):
-        return model.config.target_vocab or model.config.vocab
-    return model.config.output_input.vocab  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.lanes import Event
+from monoblock.decoding.own_draft import own_draft
 from monoblock.decoding.prepare import places
 from monoblock.decoding.settings import Settings, settings
 from monoblock.decoding.speculative import Draft, LookUp, Proposer
@@ -58,10 +59,13 @@ class Asked:
         use_cache = options.pop("use_cache", True)
         start = options.pop("decoder_start_token_id", None)
         prompts = options.pop("decoder_input_ids", None)
-        proposer = _proposer(model, options.pop("draft", None), options.pop("prompt_lookup", 0))
+        draft, lookup = options.pop("draft", None), options.pop("prompt_lookup", 0)
+        if isinstance(draft, str):
+            options["draft"], draft = draft, None
+        self.settings, self.model, self.ids = settings(options), model, ids
+        proposer = _proposer(model, draft, lookup, self.settings.draft)
         if proposer is not None and not use_cache:
             raise InputError("speculative decoding takes tokens back from the cache; write use_cache=True")
-        self.settings, self.model, self.ids = settings(options), model, ids
         texts = _texts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
@@ -122,11 +126,13 @@ def _engine(model: Transformer, rows: int, capacity: int, use_cache: bool, propo
     return engine
 
 
-def _proposer(model: Transformer, draft: Transformer | None, lookup: int) -> Proposer | None:
+def _proposer(model: Transformer, draft: Transformer | None, lookup: int, copy: str | None) -> Proposer | None:
+    if lookup and (draft is not None or copy is not None):
+        raise InputError("a draft and prompt_lookup both propose tokens; give one of them")
+    if copy is not None:
+        return own_draft(model, copy)
     if draft is None:
         return LookUp(lookup) if lookup else None
-    if lookup:
-        raise InputError("a draft and prompt_lookup both propose tokens; give one of them")
     own, other = model.config.output_input, draft.config.output_input
     if own.vocab != other.vocab:  # type: ignore[union-attr]
         raise InputError(

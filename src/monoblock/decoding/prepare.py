@@ -39,7 +39,7 @@ from monoblock.tap import Tap
 M = TypeVar("M", bound=nn.Module)
 
 
-LARGE = 5_000_000  # weights from which kernels for the CPU are worth compiling
+LARGE = 2_000_000  # weights from which kernels for the CPU are worth compiling
 
 
 # The twin of a model, for the next call; it goes when the model goes, and another is made when a weight has moved.

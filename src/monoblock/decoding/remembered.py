@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.decoding.rows import Prompt, padded
+from monoblock.model import Transformer
 from monoblock.recurrent import Memory, Recurrent, State
 
 
@@ -79,3 +80,10 @@ def _filled(memory: Memory, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         real = torch.ones(rows, length, dtype=torch.bool, device=memory.values.device)
     extra = longest - length
     return F.pad(memory.values, (0, 0, 0, extra)), F.pad(memory.keys, (0, 0, 0, extra)), F.pad(real, (0, extra))
+
+
+def vocabulary(model: Transformer | Recurrent) -> int:
+    """How many tokens the model can write."""
+    if isinstance(model, Recurrent):
+        return model.config.target_vocab or model.config.vocab
+    return model.config.output_input.vocab  # type: ignore[union-attr]

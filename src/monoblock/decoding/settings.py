@@ -37,6 +37,7 @@ class Settings:
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
     seed: int | None = None
+    draft: str | None = None  # "8-bit", "4-bit": the model's own copy in so many bits proposes what comes next
 
     def __post_init__(self) -> None:
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
@@ -57,6 +58,11 @@ class Settings:
                 raise InputError(f"{name}={value!r} cannot be: {advice}")
         if self.early_stopping not in (True, False, "never"):
             raise InputError(f"early_stopping={self.early_stopping!r} is none of True, False, 'never'")
+        if self.draft not in (None, *DRAFTS):
+            listed = " or ".join(map(repr, DRAFTS))
+            raise InputError(
+                f"draft={self.draft!r} cannot be: write {listed} for the model's own copy, or give a model"
+            )
         if any(not word for word in self.bad_words_ids):
             raise InputError("an empty bad word rules out nothing; leave it out of bad_words_ids")
         for name in ("forced_bos_token_id", "forced_eos_token_id", "pad_token_id", "seed"):
@@ -72,6 +78,8 @@ class Settings:
                 f"num_beams={beams} searches for the most probable text and temperature={self.temperature} draws one "
                 f"by chance; write temperature=0 or num_beams=1"
             )
+        if beams > 1 and self.draft is not None:
+            raise InputError("speculative decoding works on single sequences; write num_beams=1 or leave out the draft")
         if beams % groups:
             raise InputError(f"num_beam_groups={groups} does not divide num_beams={beams}")
         if self.diversity_penalty and groups == 1:
@@ -110,6 +118,7 @@ class Settings:
                     raise InputError(f"{name} names token {token}, but the vocabulary ends at {size - 1}")
 
 
+DRAFTS = ("8-bit", "4-bit")
 LEAST = {
     "max_new_tokens": 1,
     "min_new_tokens": 0,

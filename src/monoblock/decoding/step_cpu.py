@@ -1,4 +1,6 @@
-"""One token of each of a few rows through a whole stack by one operator: on a CPU the rest is many small calls.
+"""A few tokens through a whole stack by one operator: on a CPU the rest is many small calls.
+
+They are one of each row, or several that follow each other, as when proposals are checked.
 
 What the operator does not say (experts, prefixes, documents, many rows, gradients, …) runs as the stack does.  It reads
 and writes the same cache, so any step may go either way.
@@ -25,7 +27,7 @@ from monoblock.quantize.fast import Fast
 from monoblock.stack import Stack
 from monoblock.tap import Tap
 
-MOST = 8  # rows at once
+MOST = 8  # tokens at once
 NORMS = {"layer": 1, "rms": 2}
 PLACES = {"pre": 0, "post": 1, "output": 2, "sandwich": 3}
 RESIDUALS = {"sequential": 0, "parallel": 1, "parallel_shared": 2}
@@ -34,7 +36,7 @@ BY_LENGTH = ("dynamic", "longrope")  # angles that depend on how long a text is
 
 
 class StepStack(Stack):
-    """A stack that takes single tokens by the operator where that says all it does."""
+    """A stack that takes a few tokens by the operator where that says all it does."""
 
     whole: Whole | None = None
 
@@ -56,7 +58,7 @@ class StepStack(Stack):
 
 
 def whole(stack: Stack) -> Whole | None:
-    """What runs single tokens through this stack, None where the operator does not say all that its blocks do."""
+    """What runs a few tokens through this stack, None where the operator does not say all that its blocks do."""
     return Whole(stack) if all(plain(block) for block in stack.blocks) else None
 
 
@@ -178,11 +180,13 @@ class Whole:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def takes(self, x: Tensor, where: Where, cache: Cache) -> bool:
-        """Whether this pass is one token of each of a few rows, onto a cache that has begun."""
-        few = x.shape[1] == 1 and x.shape[0] <= MOST and x.dtype == torch.float32 and x.device.type == "cpu"
+        """Whether this pass is a few tokens onto a cache that has begun."""
+        few = x.shape[0] * x.shape[1] <= MOST and x.dtype == torch.float32 and x.device.type == "cpu"
         if not few or self.stack.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        if cache.fixed or cache.longest >= cache.capacity or where.document is not None or where.flags is not None:
+        if cache.fixed or cache.longest + x.shape[1] > cache.capacity:
+            return False
+        if where.document is not None or where.flags is not None:
             return False
         if any(places.document is not None or places.flags is not None for places in cache.places.values()):
             return False
@@ -190,14 +194,16 @@ class Whole:
         return all(slot.keys is not None for slot in begun)
 
     def __call__(self, x: Tensor, where: Where, memory: Where | None, cache: Cache) -> Tensor | None:
-        places = cache.places.values()
+        places, real = cache.places.values(), where.real
+        if real is not None and not torch.equal(real, real[:, :1].expand_as(real)):
+            return None  # the operator knows rows that rest, and no padding within one
         sources: list[Any] = cache.cross if self.crossed else []
         self._cover(cache.capacity)
         found = self.plan.step(
             x,
             where.at,
             cache.lengths,
-            None if where.real is None else where.real.contiguous(),
+            None if real is None else real[:, 0].expand(x.shape[0]).contiguous(),
             cache.written,
             [slot.keys for slot in cache.slots],
             [slot.values for slot in cache.slots],

@@ -28,10 +28,11 @@ void product(const Format& format, const Input& in, const float* bias, float* y,
 struct Prepared {
   at::Tensor x;
   std::vector<float> wide, sums;
+  Whole whole;
   Input in;
 };
 
-void prepare(Prepared& out, const at::Tensor& given, int64_t columns, int64_t group, bool with_sums) {
+void prepare(Prepared& out, const at::Tensor& given, int64_t columns, int64_t group, bool scaled, bool with_sums) {
   TORCH_CHECK(given.scalar_type() == at::kFloat, "the kernels read fp32 activations");
   out.x = given.contiguous();
   int64_t inputs = given.size(-1), batch = given.numel() / std::max<int64_t>(inputs, 1);
@@ -42,6 +43,7 @@ void prepare(Prepared& out, const at::Tensor& given, int64_t columns, int64_t gr
     x = out.wide.data();
   }
   out.in = {x, nullptr, batch, columns, group, columns / group, columns};
+  if (scaled && INTEGERS) out.whole.read(out.in);
   if (!with_sums) return;
   out.sums.assign(batch * out.in.groups * LANES, 0.0f);
   for (int64_t n = 0; n < batch * out.in.groups; ++n)
@@ -68,7 +70,7 @@ at::Tensor dense(const at::Tensor& x, const at::Tensor& weight, const std::optio
   int64_t rows = weight.size(0), columns = weight.size(1);
   TORCH_CHECK(columns % CHUNK == 0 && weight.is_contiguous(), "expected a contiguous weight of whole chunks");
   Prepared given;
-  prepare(given, x, columns, columns, false);
+  prepare(given, x, columns, columns, false, false);
   if (weight.scalar_type() == at::kBFloat16) return finished(Half{halves(weight), columns}, given, bias, rows);
   return finished(Single{weight.const_data_ptr<float>(), columns}, given, bias, rows);
 }
@@ -78,7 +80,7 @@ at::Tensor int8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
   int64_t rows = weight.size(0), columns = weight.size(1), groups = scale.size(1);
   TORCH_CHECK(columns % (CHUNK * groups) == 0 && weight.is_contiguous(), "expected whole groups");
   Prepared given;
-  prepare(given, x, columns, columns / groups, false);
+  prepare(given, x, columns, columns / groups, true, false);
   return finished(Int8{weight.const_data_ptr<int8_t>(), halves(scale), columns, groups}, given, bias, rows);
 }
 
@@ -87,7 +89,7 @@ at::Tensor int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor&
   int64_t rows = weight.size(0), columns = 2 * weight.size(1), groups = scale.size(1);
   TORCH_CHECK(columns % (CHUNK * groups) == 0 && weight.is_contiguous(), "expected whole groups");
   Prepared given;
-  prepare(given, x, columns, columns / groups, true);
+  prepare(given, x, columns, columns / groups, true, true);
   Int4 format{weight.const_data_ptr<uint8_t>(), halves(scale), halves(least), columns, groups};
   return finished(format, given, bias, rows);
 }

@@ -37,7 +37,7 @@ class Kernels(NamedTuple):
 @functools.cache
 def load() -> Kernels:
     """Compile if need be (some twenty seconds, once a machine); there are torch.ops.monoblock.* and a Plan then."""
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = find_compiler()
     if compiler is None:
         return Kernels(False, f"no C++ compiler here (looked for {', '.join(COMPILERS)}), so weights are widened first")
     try:
@@ -49,6 +49,10 @@ def load() -> Kernels:
     for name in ("dense", "int8", "int4"):
         torch.library.register_fake(f"monoblock::{name}", _shape)
     return Kernels(True)
+
+
+def find_compiler() -> str | None:
+    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
 def _shape(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "best.h"
 
 namespace {
 
@@ -51,21 +52,6 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   });
   return out;
 }
-
-// The best so far, best first; of equals the one found earlier stays ahead.
-struct Best {
-  float* values;
-  int64_t* places;
-  int64_t count;
-
-  float least() const { return values[count - 1]; }
-  void offer(float value, int64_t place) {
-    if (!(value > least())) return;
-    int64_t n = count - 1;
-    for (; n > 0 && value > values[n - 1]; --n) values[n] = values[n - 1], places[n] = places[n - 1];
-    values[n] = value, places[n] = place;
-  }
-};
 
 inline float largest(const float* x, int64_t count) {
   float most = -std::numeric_limits<float>::infinity();

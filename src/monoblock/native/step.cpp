@@ -1,5 +1,5 @@
-// One token of each of a few rows through a whole stack of blocks, in one call.  New keys and values are written where
-// the cache would have put them, and its places noted.
+// A few tokens through a whole stack of blocks, in one call: one of each row, or some that follow each other.  New keys
+// and values are written where the cache would have put them, and its places noted.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -26,13 +26,15 @@ bool rows_of(const at::Tensor& keys, const at::Tensor& values, std::vector<Rows>
   return true;
 }
 
-// Whether token i of each row is in column i of the cache and stands at place i, as far back as a window sees.
-bool in_order(const at::Tensor& at, const at::Tensor& index, const int64_t* lengths, int64_t window) {
+// Whether token i of each row is in column i of the cache and stands at place i, as far back as a window sees, and the
+// new ones overwrite nothing of that.
+bool in_order(const at::Tensor& at, const at::Tensor& index, const int64_t* lengths, int64_t window, int64_t tokens) {
   const int64_t columns = at.size(1), capacity = columns - 1;
   const int64_t *a = at.const_data_ptr<int64_t>(), *n = index.const_data_ptr<int64_t>();
+  if (window && tokens + window > columns) return false;
   for (int64_t b = 0; b < at.size(0); ++b) {
     const int64_t length = lengths[b], first = window ? std::max(int64_t(0), length + 1 - window) : 0;
-    if (!window && length >= capacity) return false;
+    if (!window && length + tokens > capacity) return false;
     for (int64_t i = first; i < length; ++i) {
       const int64_t column = b * columns + i % capacity;
       if (a[column] != i || n[column] != i) return false;
@@ -41,16 +43,17 @@ bool in_order(const at::Tensor& at, const at::Tensor& index, const int64_t* leng
   return true;
 }
 
+// What the cache is told of the tokens that were stored: their places, or how many a row has held at most.
 void note(const at::Tensor& tensor, const Step& step, bool by_length) {
   const int64_t columns = by_length ? tensor.size(1) : 1;
   int64_t* to = static_cast<int64_t*>(tensor.data_ptr());
-  for (int64_t b = 0; b < step.batch; ++b) {
-    if (step.real && !step.real[b]) continue;
-    const int64_t length = step.lengths[b];
+  for (int64_t n = 0; n < step.batch; ++n) {
+    const int64_t row = n / step.tokens, length = step.lengths[n];
+    if (step.real && !step.real[row]) continue;
     if (by_length)
-      to[b * columns + length % (columns - 1)] = length;
+      to[row * columns + length % (columns - 1)] = length;
     else
-      to[b] = std::max(to[b], length + 1);
+      to[row] = std::max(to[row], length + 1);
   }
 }
 
@@ -65,7 +68,7 @@ bool looked_at(Step& s, const Tensors& keys, const Tensors& values, const Tensor
                const Tensors& source_values, const std::optional<at::Tensor>& seen) {
   TORCH_CHECK(keys.size() == s.plan.layers.size() && values.size() == keys.size(), "a slot for each block");
   for (size_t l = 0; l < keys.size(); ++l)
-    if (!rows_of(keys[l], values[l], s.own) || keys[l].size(0) != s.batch) return false;
+    if (!rows_of(keys[l], values[l], s.own) || keys[l].size(0) * s.tokens != s.batch) return false;
   for (size_t l = 0; l < source_keys.size(); ++l) {
     if (!rows_of(source_keys[l], source_values[l], s.sources) || s.batch % source_keys[l].size(0)) return false;
     if (seen && (seen->scalar_type() != at::kBool || seen->size(1) != source_keys[l].size(2))) return false;
@@ -109,7 +112,7 @@ std::vector<float> shared(Step& s) {
 
 at::Tensor run(const Step& s, const at::Tensor& x) {
   const int64_t size = s.batch * s.plan.width;
-  const at::Tensor given = x.contiguous(), out = at::empty({s.batch, 1, s.plan.width}, x.options());
+  const at::Tensor given = x.contiguous(), out = at::empty(given.sizes(), x.options());
   const bool small = s.plan.width * s.plan.hidden < GRAIN;
   const int threads = at::in_parallel_region() || small ? 1 : at::get_num_threads();
   std::optional<Barrier> barrier;
@@ -125,25 +128,36 @@ at::Tensor run(const Step& s, const at::Tensor& x) {
   return out;
 }
 
-// x (B, 1, D), the token at `places` after `lengths` (B,) others in each row -> (B, 1, D), or nothing where the cache
-// is not one that this reads.  `at` and `index` (B, columns): places of caches with these windows, 0 for a full one.
+// Where the tokens stand, T of each row one after the other; false where they do not follow what the cache holds.
+bool stand(Step& s, const at::Tensor& places, const int64_t* lengths) {
+  const at::Tensor stands = places.expand({s.batch / s.tokens, s.tokens}).contiguous();
+  if (stands.scalar_type() != at::kLong) return false;
+  for (int64_t n = 0; n < s.batch; ++n) {
+    const int64_t row = n / s.tokens;
+    const bool takes = !s.real || s.real[row];
+    s.lengths.push_back(lengths[row] + (takes ? n % s.tokens : 0));
+    if (takes && stands.const_data_ptr<int64_t>()[n] != s.lengths[n]) return false;
+    s.longest = std::max(s.longest, s.lengths[n] + 1);
+  }
+  return true;
+}
+
+// x (B, T, D), tokens at `places` after `lengths` (B,) others in each row -> (B, T, D), or nothing where the cache is
+// not one that this reads.  `real` (B,): rows that take their tokens.  `at` and `index` (B, columns): places of caches
+// with these windows, 0 for a full one.
 at::Tensor step(const c10::intrusive_ptr<Plan>& plan, const at::Tensor& x, const at::Tensor& places,
                 const at::Tensor& lengths, const std::optional<at::Tensor>& real, const at::Tensor& written,
                 const Tensors& keys, const Tensors& values, const Tensors& source_keys, const Tensors& source_values,
                 const std::optional<at::Tensor>& seen, const Tensors& at, const Tensors& index,
                 const std::vector<int64_t>& windows, const Tensors& turns, const Tensors& biases) {
-  const at::Tensor none = at::empty({0}, x.options()), stands = places.expand({x.size(0), 1}).contiguous();
-  const int64_t batch = x.size(0);
-  TORCH_CHECK(x.scalar_type() == at::kFloat && x.numel() == batch * plan->width, "expected one fp32 token a row");
-  TORCH_CHECK(lengths.numel() == batch && lengths.is_contiguous() && written.is_contiguous(), "a length for each row");
-  if (stands.scalar_type() != at::kLong) return none;
-  Step s{*plan, batch, lengths.const_data_ptr<int64_t>(), flags(real)};
-  for (int64_t b = 0; b < batch; ++b) {
-    if (stands.const_data_ptr<int64_t>()[b] != s.lengths[b]) return none;
-    s.longest = std::max(s.longest, s.lengths[b] + 1);
-  }
+  const at::Tensor none = at::empty({0}, x.options());
+  const int64_t rows = x.size(0), tokens = x.size(1), *before = lengths.const_data_ptr<int64_t>();
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.numel() == rows * tokens * plan->width, "expected fp32 tokens");
+  TORCH_CHECK(lengths.numel() == rows && lengths.is_contiguous() && written.is_contiguous(), "a length for each row");
+  Step s{*plan, rows * tokens, tokens, {}, flags(real)};
+  if (!stand(s, places, before)) return none;
   for (size_t n = 0; n < at.size(); ++n)
-    if (!at[n].is_contiguous() || !index[n].is_contiguous() || !in_order(at[n], index[n], s.lengths, windows[n]))
+    if (!at[n].is_contiguous() || !index[n].is_contiguous() || !in_order(at[n], index[n], before, windows[n], tokens))
       return none;
   placed(s, turns, biases);
   if (!looked_at(s, keys, values, source_keys, source_values, seen)) return none;

@@ -5,142 +5,19 @@
 // needs what the others have made.
 #pragma once
 
-#include <sched.h>
-
-#include <atomic>
-#include <utility>
-
-#include "plan.h"
+#include "products.h"
 
 namespace {
 
-// Threads that have nothing to do spin for a little while, then let others run.
-struct Barrier {
-  const int threads;
-  std::atomic<int> here{0}, round{0};
+struct Thread : Products {
+  std::vector<float> x, normed_x, beside, scores, query, key;
 
-  explicit Barrier(int count) : threads(count) {}
-
-  void wait() {
-    if (threads == 1) return;
-    const int mine = round.load(std::memory_order_relaxed);
-    if (here.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      here.store(0, std::memory_order_relaxed);
-      round.store(mine + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; round.load(std::memory_order_acquire) == mine; ++spins) {
-      if (spins > 2000) sched_yield();
-#if defined(__AVX2__)
-      _mm_pause();
-#endif
-    }
-  }
-};
-
-struct Rows {  // (B, G, columns, size) keys and values of one block
-  float *keys, *values;
-  int64_t key_row, key_head, key_step, value_row, value_head, value_step, columns, sources, value_size;
-};
-
-struct Step {
-  const Plan& plan;
-  int64_t batch;
-  const int64_t* lengths;
-  const bool* real;  // rows that take their token; null: all
-  std::vector<Rows> own, sources;
-  std::vector<const float*> cos, sin, biases;
-  std::vector<int64_t> pairs, reach;  // reach: columns of a bias table
-  const bool* seen;
-  int64_t seen_row, longest;
-  float *queries, *keys, *values, *looked, *hidden, *gates, *first, *second;  // shared
-  int64_t query_step, key_step, value_step;
-};
-
-struct Job {
-  const Matrix* matrix;
-  float* y;
-  int64_t stride;
-};
-
-struct Thread {
-  const Step& step;
-  Barrier& barrier;
-  const int number, count;
-  std::vector<float> x, normed_x, beside, scores, sums, scales, leasts, query, key;
-
-  Thread(const Step& s, Barrier& b, int n, int c) : step(s), barrier(b), number(n), count(c) {
+  Thread(const Step& s, Barrier& b, int n, int c) : Products(s, b, n, c) {
     const Plan& plan = s.plan;
     x.resize(s.batch * plan.width);
     normed_x.assign(s.batch * plan.widest, 0.0f);
     scores.resize(s.longest + LANES);
   }
-
-  // -- products: each thread some rows of the matrices
-
-  std::pair<int64_t, int64_t> share(int64_t size) const { return {size * number / count, size * (number + 1) / count}; }
-
-  Input input(const Matrix& m, const float* from, int64_t stride) {
-    const int64_t tail = m.kind == Matrix::DENSE ? m.columns % CHUNK : 0, columns = m.columns - tail;
-    Input in{from, nullptr, step.batch, columns, columns / m.groups, columns ? m.groups : 0, stride};
-    if (m.kind == Matrix::DENSE) return in;
-    if (int64_t(scales.size()) < ROWS * m.groups) scales.resize(ROWS * m.groups), leasts.resize(ROWS * m.groups);
-    if (m.kind != Matrix::INT4) return in;
-    sums.resize(step.batch * m.groups * LANES);
-    for (int64_t b = 0; b < step.batch; ++b)
-      for (int64_t g = 0; g < m.groups; ++g) {
-        Floats total = {};
-        for (int64_t i = 0; i < in.group; i += LANES) total += load<Floats>(from + b * stride + g * in.group + i);
-        std::memcpy(sums.data() + (b * m.groups + g) * LANES, &total, sizeof total);
-      }
-    in.sums = sums.data();
-    return in;
-  }
-
-  void rows(const Matrix& m, const float* from, int64_t stride, int64_t begin, int64_t end, float* y,
-            int64_t y_stride) {
-    const Input in = input(m, from, stride);
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t row = n * ROWS;
-      const int size = int(std::min<int64_t>(ROWS, m.rows - row));
-      switch (m.kind) {
-        case Matrix::DENSE: dense(m, in, row, size, y, y_stride); break;
-        case Matrix::INT8:
-          band(Int8{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, in, row, size, m.bias, y,
-               y_stride, scales.data(), leasts.data());
-          break;
-        default:
-          band(Int4{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups}, in, row, size,
-               m.bias, y, y_stride, scales.data(), leasts.data());
-      }
-    }
-  }
-
-  void dense(const Matrix& m, const Input& in, int64_t row, int size, float* y, int64_t y_stride) {
-    const float* weight = static_cast<const float*>(m.weight);
-    band(Single{weight, m.columns}, in, row, size, m.bias, y, y_stride, nullptr, nullptr);
-    if (in.columns == m.columns) return;
-    for (int64_t b = 0; b < step.batch; ++b)  // rows that are no whole chunks
-      for (int r = 0; r < size; ++r)
-        y[b * y_stride + row + r] += dot(in.x + b * in.stride + in.columns, weight + (row + r) * m.columns + in.columns,
-                                         m.columns - in.columns);
-  }
-
-  void products(std::initializer_list<Job> jobs, const float* from, int64_t stride) {
-    int64_t total = 0, before = 0;
-    for (const Job& job : jobs) total += bands(*job.matrix);
-    const auto [begin, end] = share(total);
-    for (const Job& job : jobs) {
-      const int64_t size = bands(*job.matrix);
-      const int64_t b = std::max(begin - before, int64_t(0)), e = std::min(end - before, size);
-      if (b < e) rows(*job.matrix, from, stride, b, e, job.y, job.stride);
-      before += size;
-    }
-  }
-
-  static int64_t bands(const Matrix& m) { return (m.rows + ROWS - 1) / ROWS; }
-
-  // -- sublayers
 
   // norm(x) with room for whole groups.
   const float* read(const Norm& norm, std::vector<float>& to) {
@@ -185,30 +62,51 @@ struct Thread {
     }
   }
 
+  bool takes(int64_t token) const { return !step.real || step.real[token / step.tokens]; }
+
+  // A head's key and value of one token into its column.
+  void store(const Rows& held, int64_t token, int64_t g, const float* made, const float* value, int64_t K, int64_t V) {
+    const int64_t row = token / step.tokens, column = step.lengths[token] % (held.columns - 1);
+    std::copy_n(made, K, held.keys + row * held.key_row + g * held.key_head + column * held.key_step);
+    std::copy_n(value, V, held.values + row * held.value_row + g * held.value_head + column * held.value_step);
+  }
+
+  // Where a row has several tokens, all are stored before any looks back.
+  void store_all(const Layer& layer, const Rows& held) {
+    const int64_t G = layer.groups, K = layer.key.rows / G, V = layer.value.rows / G;
+    const auto [begin, end] = share(step.batch * G);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t b = n / G, g = n % G;
+      if (!takes(b)) continue;
+      head(layer, step.keys + b * step.key_step + g * K, K, g, layer.key_norm, b, key);
+      store(held, b, g, key.data(), step.values + b * step.value_step + g * V, K, V);
+    }
+    barrier.wait();
+  }
+
   void heads(const Layer& layer, const Rows& held) {
     const int64_t H = layer.heads, G = layer.groups, K = layer.query.rows / H, V = layer.value.rows / G;
+    const bool alone = step.tokens == 1;
     const auto [begin, end] = share(step.batch * H);
     for (int64_t n = begin; n < end; ++n) {
-      const int64_t b = n / H, h = n % H, g = h / (H / G), length = step.lengths[b];
-      const bool takes = !step.real || step.real[b];
-      head(layer, step.queries + b * step.query_step + h * K, K, h, layer.query_norm, b, query);
-      head(layer, step.keys + b * step.key_step + g * K, K, g, layer.key_norm, b, key);
-      const float* own = step.values + b * step.value_step + g * V;
+      const int64_t b = n / H, h = n % H, g = h / (H / G), length = step.lengths[b], row = b / step.tokens;
       const int64_t first = layer.window ? std::max(int64_t(0), length + 1 - layer.window) : 0;
-      float* keys = held.keys + b * held.key_row + g * held.key_head;
-      float* values = held.values + b * held.value_row + g * held.value_head;
-      Sight sight{keys, values, held.key_step, held.value_step, K, V, first, length - first, held.columns - 1};
-      if (takes) sight.own_key = key.data(), sight.own_value = own;
+      const int64_t seen = length - first + (takes(b) && !alone ? 1 : 0);
+      const float* own = step.values + b * step.value_step + g * V;
+      head(layer, step.queries + b * step.query_step + h * K, K, h, layer.query_norm, b, query);
+      Sight sight{held.keys + row * held.key_row + g * held.key_head,
+                  held.values + row * held.value_row + g * held.value_head, held.key_step, held.value_step, K, V, first,
+                  seen, held.columns - 1};
+      if (alone && takes(b)) {
+        head(layer, step.keys + b * step.key_step + g * K, K, g, layer.key_norm, b, key);
+        sight.own_key = key.data(), sight.own_value = own;
+      }
       if (layer.bias >= 0) sight.bias = step.biases[layer.bias] + h * step.reach[layer.bias];
-      if (layer.bias >= 0 && !takes) ++sight.bias;  // it stands one further on than what it sees
+      if (layer.bias >= 0 && !takes(b)) ++sight.bias;  // it stands one further on than what it sees
       if (layer.sinks) sight.sink = layer.sinks + h;
       sight.scale = layer.scale, sight.softcap = layer.softcap;
       look(sight, query.data(), scores.data(), step.looked + b * step.plan.heads + h * V);
-      if (takes && h % (H / G) == 0) {  // into a column that nobody reads in this step
-        const int64_t column = length % (held.columns - 1);
-        std::copy_n(key.data(), K, keys + column * held.key_step);
-        std::copy_n(own, V, values + column * held.value_step);
-      }
+      if (sight.own_key && h % (H / G) == 0) store(held, b, g, key.data(), own, K, V);  // nobody reads it in this step
     }
   }
 
@@ -226,6 +124,7 @@ struct Thread {
               {&layer.value, step.values, step.value_step}}, from, plan.widest);
     barrier.wait();
     if (layer.clip || layer.over == WIDTH) prepared(layer);
+    if (step.tokens > 1) store_all(layer, held);
     heads(layer, held);
     barrier.wait();
     products({{&layer.output, y, plan.width}}, step.looked, plan.heads);

@@ -19,9 +19,9 @@ from monoblock.quantize.modules import Quantized, QuantizedEmbedding, QuantizedL
 from monoblock.quantize.packing import Packed, unpack
 
 CHUNK = 32  # a dense row must be so many numbers, or a multiple
-# Rows of x that the kernel is given, by how the weight is stored (benchmarks/matvec.py --rows N).  One or two rows of
-# fp32 are as fast by F.linear; of what is stored small, many rows are worth widening the weight first.
-FEW = {"dense": range(3, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
+# Rows of x that the kernel is given, by how the weight is stored (benchmarks/matvec.py --rows N).  Many rows are worth
+# widening what is stored small.  One row gets the very sums that it gets among several.
+FEW = {"dense": range(1, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
 
 
 class Fast(nn.Module):

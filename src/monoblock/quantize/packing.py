@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.errors import InputError
+from monoblock.native.library import load
 
 HALF_CHUNK = 16
+LARGE = 1 << 20  # weights from which the kernel that packs them is worth compiling
 AT_ONCE = 1 << 22  # weights quantised in one piece, so that the search holds little memory
 WIDTHS = [14.0 + step / 4 for step in range(9)]  # 4 bits: the steps a group's range is cut into, from clipped to wide
 
@@ -73,6 +75,14 @@ def empty(shape: tuple[int, ...], bits: int, group: int, device: torch.device) -
 
 def _eight(group: Tensor) -> tuple[Tensor, Tensor]:
     """The largest number of a group becomes ±127; the scale is rounded up, so that nothing is cut off."""
+    if group.device.type == "cpu" and group.shape[-1] % HALF_CHUNK == 0 and group.numel() >= LARGE and load().ready:
+        numbers, scale = torch.ops.monoblock.pack8(group.contiguous())
+        return numbers, scale
+    return eight(group)
+
+
+def eight(group: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, said by operations of torch."""
     scale = _rounded_up(group.abs().amax(-1) / 127)
     numbers = (group / _divisor(scale.float())[:, None]).round().clamp(-127, 127)
     return numbers.to(torch.int8), scale

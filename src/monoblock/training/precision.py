@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.native.library import find_compiler
 from monoblock.training.events import Chosen
 
 COMPILE = ("auto", "yes", "no", "graphs")
 GRAPHS = "reduce-overhead"  # torch's word for: kernels are recorded once and replayed, which spares the CPU
+CPU_PRECISION = "exact on every CPU; some have 16-bit units, where train.precision=bf16 gains a little"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,9 +59,7 @@ def choose(
         )
     name, why = precision, "asked for"
     if precision == "auto":
-        name, why = (
-            ("bf16", "the GPU computes in it") if place.type == "cuda" else ("fp32", "this CPU has no fast 16-bit")
-        )
+        name, why = ("bf16", "the GPU computes in it") if place.type == "cuda" else ("fp32", CPU_PRECISION)
     said.append(Chosen(f"precision {name}", why))
     if compile not in COMPILE:
         raise ConfigError(f"compile={compile!r} is none of {', '.join(COMPILE)}")
@@ -69,6 +69,8 @@ def choose(
         compiled = place.type == "cuda" and steps >= 300
         why = "it pays on a GPU" if compiled else "it would take longer than it saves"
     said.append(Chosen(f"compiled{' to graphs' if graphs else ''}" if compiled else "not compiled", why))
+    if place.type == "cpu":
+        said.append(_kernels())
     exact = deterministic or place.type == "cpu"
     said.append(
         Chosen(
@@ -81,3 +83,9 @@ def choose(
         )
     )
     return Choice(place, PRECISIONS[name], compiled, exact, tuple(said), GRAPHS if graphs else None)
+
+
+def _kernels() -> Chosen:
+    if find_compiler() is None:
+        return Chosen("no kernels of our own", "no C++ compiler is here")
+    return Chosen("kernels of our own where they pay", "a C++ compiler is here; it takes half a minute, once a machine")
