@@ -170,14 +170,14 @@ def kept(found: dict[str, Any]) -> None:
 
 
 def _table(found: dict[str, Any]) -> str:
+    sizes = f"--preset {found['model']} --rounds {found['rounds']} --turns {found['turns']}"
     lines = [
         found["model"],
         "",
-        f"`python benchmarks/decode_cpu.py --preset {found['model']} --write`, {date.today()}: {_processor()}, "
-        f"{found['threads']} threads, torch {found['torch']}; random weights, "
-        f"{len(TEXTS)} texts of which {found['prompt']} bytes are read, "
-        f"{found['new']} made, median of {found['rounds']}, the best of {found['turns']} turns, "
-        "each in a process of its own.",
+        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}: {_processor()}, "
+        f"{found['threads']} threads, torch {found['torch']}; random weights, {found['prompt']} bytes of a text are "
+        f"read and {found['new']} tokens made, another text each round, median of {found['rounds']} rounds, the best "
+        f"of {found['turns']} turns, each in a process of its own.",
         "",
         "| runner | prefill tok/s | decode tok/s | ms a token | weights | read GB/s | of what memory gives |",
         "|---|---|---|---|---|---|---|",
@@ -188,6 +188,8 @@ def _table(found: dict[str, Any]) -> str:
         decode = "| | |" if speed is None else f"| {speed:.1f} | {1000 / speed:.2f} |"
         read = "| | | |" if speed is None else f" {size / 1e6:.0f} MB | {speed * size / 1e9:.1f} | "
         share = "" if speed is None else f"{speed * size / memory:.0%} |"
+        if name == DRAFTED:  # one reading for several tokens, and several of the copy
+            read, share = f" {size / 1e6:.0f} MB and the 8-bit copy | | ", "|"
         lines.append(f"| {name} | {row['prefill_tokens_per_second']:.1f} {decode}{read}{share}")
     lines += ["", f"Memory is read at {memory / 1e9:.1f} GB/s at best, with all threads."]
     if "proposals" in found:

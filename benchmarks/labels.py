@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from _runs import Figures, found, options, place, table, trained
 
 from monoblock.tasks.evaluation import Asked, evaluate
-from runs import Figures, found, options, table, trained
 
 KINDS = ("LOC", "MISC", "ORG", "PER")
 SMALL = ["train.steps=2", "train.eval_every=2", "train.save_every=1", "train.warmup=1", "train.batch=4"]
@@ -94,16 +94,16 @@ def main() -> None:
     parser.add_argument("--choose", action="store_true", help="leave the test split alone")
     given = parser.parse_args()
     lines = []
-    with tempfile.TemporaryDirectory() as place:
-        data = made_up(Path(place)) if given.smoke else given.data
-        folder = given.keep or Path(place) / "runs"
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        data = made_up(made) if given.smoke else given.data
         for name in given.runs:
             if name == "minilm" and given.minilm is None:
                 print("minilm: left out, there is no folder of it; give --minilm FOLDER", flush=True)
                 continue
 
             def make(seed: int, name: str = name) -> Figures:
-                return run(name, seed, folder / f"{name}-{seed}", data, given)
+                return run(name, seed, place(given, made, name, seed, *given.hidden), data, given)
 
             rows = found(name, given, make, *given.hidden)
             names = ["F1", *KINDS, "F1 on valid", "accuracy"]

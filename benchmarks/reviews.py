@@ -23,13 +23,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from _runs import Figures, found, options, place, table, trained
+
 from monoblock.data import corpora
 from monoblock.tasks.evaluation import evaluate
 from monoblock.tasks.finetuning import recipe_for
 from monoblock.tasks.measured import Asked
 from monoblock.tasks.pipeline import load
 from monoblock.training import metrics
-from runs import Figures, found, options, table, trained
 
 SMALL = ["model.width=16", "model.heads=2"]
 SHORT = ["data.limit=90", "train.epochs=1", "train.save_every=2", "train.eval_every=0.5", "train.warmup=1"]
@@ -165,7 +166,8 @@ def main() -> None:
             given.seeds = seeds[:1] if name == "tfidf" else seeds  # which has no seed
 
             def make(seed: int, name: str = name) -> Figures:
-                return RUNS[name](seed, (given.keep or Path(made)) / f"seed-{seed}", given)
+                changed = [*given.masked, *given.tune, *(["choose"] if given.choose else [])]
+                return RUNS[name](seed, place(given, Path(made), "reviews", seed, *changed), given)
 
             rows = found(name, given, make, *given.masked, *given.tune)
             lines += table(name, rows, ["accuracy %", "macro F1 %"])

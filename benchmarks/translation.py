@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from _runs import Figures, found, options, place, table, trained
+
 from monoblock.tasks.evaluation import Asked, evaluate
 from monoblock.tasks.recipe import read
-from runs import Figures, found, options, table, trained
 
 
 class Job(NamedTuple):
@@ -115,13 +116,13 @@ def main() -> None:
     parser.add_argument("--split", help="what is measured  [test]; `valid` to choose by")
     given = parser.parse_args()
     lines = []
-    with tempfile.TemporaryDirectory() as place:
-        data = made_up(Path(place)) if given.smoke else given.data
-        folder = given.keep or Path(place) / "runs"
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        data = made_up(made) if given.smoke else given.data
         for name in given.runs:
 
             def make(seed: int, name: str = name) -> Figures:
-                return run(JOBS[name], seed, folder / f"{name}-{seed}", data, given)
+                return run(JOBS[name], seed, place(given, made, name, seed), data, given)
 
             lines += shown(JOBS[name], found(name, given, make))
     print("\n".join(lines))

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from _runs import Figures, found, options, place, table, trained
 
 from monoblock.tasks.evaluation import Asked, evaluate
 from monoblock.tasks.recipe import read
 from monoblock.training import metrics
-from runs import Figures, found, options, table, trained
 
 
 class Job(NamedTuple):
@@ -77,13 +77,13 @@ def main() -> None:
     options(parser, list(JOBS), ["digits", "mnist", "fashion"])
     given = parser.parse_args()
     lines = []
-    with tempfile.TemporaryDirectory() as place:
-        data = made_up(Path(place)) if given.smoke else given.data
-        folder = given.keep or Path(place) / "runs"
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder)
+        data = made_up(made) if given.smoke else given.data
         for name, job in ((name, JOBS[name]) for name in given.runs):
 
             def make(seed: int, name: str = name, job: Job = job) -> Figures:
-                return run(job, seed, folder / f"{name}-{seed}", data, given)
+                return run(job, seed, place(given, made, name, seed), data, given)
 
             rows = found(name, given, make)
             notes = [f"Split: {job.split}.", job.published and f"Published: {job.published}."]

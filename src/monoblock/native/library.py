@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def load() -> Kernels:
-    """Compile if need be (some twenty seconds, once a machine); there are torch.ops.monoblock.* and a Plan then."""
+    """Compile if need be (half a minute, once a machine); there are torch.ops.monoblock.* and a Plan then."""
     compiler = find_compiler()
     if compiler is None:
         return Kernels(False, f"no C++ compiler here (looked for {', '.join(COMPILERS)}), so weights are widened first")
@@ -59,10 +59,22 @@ def _shape(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+@functools.cache
+def name() -> str:
+    """Which kernels this machine has or would make: what the bits of a training step hang on; "" without a compiler."""
+    compiler = find_compiler()
+    broken = load.cache_info().currsize > 0 and not load().ready
+    return "" if compiler is None or broken else f"kernels-{_key(_command(compiler))}"
+
+
+def _command(compiler: str) -> list[str]:
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return [compiler, *FLAGS, native]
+
+
 def _library(compiler: str) -> Path:
     """The compiled kernels, made now if nobody has made them yet."""
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    command = [compiler, *FLAGS, native]
+    command = _command(compiler)
     place = cache_folder() / f"kernels-{_key(command)}.so"
     if place.is_file():
         return place

@@ -1,12 +1,12 @@
 """Hypotheses ordered anew by how frequent a word is: log-linear, a list built from the training targets.
 
     words = Frequencies.of(train.rows)
-    weight = tune(words, valid_answers, valid_references)
-    best = words.order(answers, weight)
+    words = tune(words, valid_answers, valid_references)
+    best = words.order(answers)
 
-A hypothesis has score + weight · log((count + 1) / (total + kinds)); weight 0 leaves the order as it was.  The weight
-is negative where held-out sources want other words than the training targets, as in a lexicon whose splits share none:
-a model knows its training targets by heart and says them too often.
+A hypothesis has score + weight · log((count + 1) / (total + kinds + 1)); weight 0 leaves the order as it was.  It is
+negative where held-out sources want other words than the training targets, as in a lexicon whose splits share none: a
+model knows its training targets by heart and says them too often.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def choose(
         compiled = place.type == "cuda" and steps >= 300
         why = "it pays on a GPU" if compiled else "it would take longer than it saves"
     said.append(Chosen(f"compiled{' to graphs' if graphs else ''}" if compiled else "not compiled", why))
-    if place.type == "cpu":
+    if place.type == "cpu" and name == "fp32" and not compiled:
         said.append(_kernels())
     exact = deterministic or place.type == "cpu"
     said.append(

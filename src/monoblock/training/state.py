@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import FileError
-from monoblock.native.library import find_compiler
+from monoblock.native import library
 from monoblock.training.optimizer import Optimizers
 
 
@@ -94,7 +94,7 @@ def circumstances(device: torch.device, compiled: bool, processes: int = 1) -> d
         "python": platform.python_version(),
         "device": f"{device.type} {name}",
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
-        "kernels": device.type == "cpu" and find_compiler() is not None,
+        "kernels": library.name() if device.type == "cpu" else "",
         "compiled": compiled,
         "processes": processes,
     }

@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ def machine() -> str:
 def found(name: str, given: argparse.Namespace, make: Callable[[int], Figures], *changes: str) -> list[Figures]:
     """The figures of a run, a seed each: those of --rows, and those that are made now and added there."""
     if given.table:
-        return list({row["seed"]: row for row in _lines(given.rows) if row["run"] == name}.values())
+        return _tabled(name, given)
     out = []
     for seed in given.seeds:
-        key = {"run": name, "seed": seed, "changes": " ".join([*given.more, *changes])}
+        key = {"run": name, "seed": seed, "changes": " ".join([*given.more, *changes]), "measured": measured(given)}
         known = [row for row in _lines(given.rows) if all(row[word] == value for word, value in key.items())]
         if not known:
             known = [key | {"machine": machine(), "note": given.note} | make(seed)]
@@ -74,10 +75,30 @@ def found(name: str, given: argparse.Namespace, make: Callable[[int], Figures], 
     return out
 
 
+def measured(given: argparse.Namespace) -> str:
+    """What figures are of: the test split, or something to choose by."""
+    chosen = "rows held back" if getattr(given, "choose", False) else getattr(given, "split", None) or "test"
+    return f"{chosen}, a smoke run" if given.smoke else chosen
+
+
+def place(given: argparse.Namespace, otherwise: Path, name: str, seed: int, *changes: str) -> Path:
+    """The folder of a run: other changes, other folder."""
+    words = " ".join([*given.more, *changes, *(["smoke"] if given.smoke else [])])
+    key = f"-{blake2b(words.encode(), digest_size=3).hexdigest()}" if words else ""
+    return (given.keep or otherwise) / f"{name}-{seed}{key}"
+
+
+def _tabled(name: str, given: argparse.Namespace) -> list[Figures]:
+    if given.rows is None:
+        raise SystemExit("--table needs --rows FILE: it trains nothing")
+    rows = [row for row in _lines(given.rows) if row["run"] == name and row["measured"] == measured(given)]
+    return list({(row["changes"], row["machine"], row["seed"]): row for row in rows}.values())
+
+
 def _lines(path: Path | None) -> list[Figures]:
     if path is None or not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{"measured": "test"} | json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _add(path: Path | None, row: Figures) -> None:
@@ -97,9 +118,14 @@ def mean(values: Iterable[float | None], digits: int = 2) -> str:
 
 
 def table(title: str, rows: Sequence[Figures], names: Sequence[str], *notes: str) -> list[str]:
-    """The means of the named figures, then every seed, then where and how."""
-    if not rows:
-        return []
+    """A table for each way it was run (changes, machine): the means of the named figures, every seed, where and how."""
+    ways: dict[tuple[str, str], list[Figures]] = {}
+    for row in rows:
+        ways.setdefault((row["changes"], row["machine"]), []).append(row)
+    return [line for same in ways.values() for line in _table(title, same, names, *notes)]
+
+
+def _table(title: str, rows: Sequence[Figures], names: Sequence[str], *notes: str) -> list[str]:
     lines = [f"### {title}", "", f"| {' | '.join(['seed', *names, 'parameters', 'training seconds'])} |"]
     lines.append("|---" * (len(names) + 3) + "|")
     cells = [mean(row[name] for row in rows) for name in names]
