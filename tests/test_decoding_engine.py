@@ -98,6 +98,19 @@ def test_beams_and_single_texts_take_turns():
     assert run(Engine(net), asked) == [alone(net, one, settings) for one, settings in asked]
 
 
+def test_samples_beams_and_groups_take_turns_though_they_need_as_many_rows():
+    net, ids = model(), prompts(5)
+    kinds = [
+        Settings(max_new_tokens=7, num_return_sequences=4, temperature=1.0, seed=1),
+        Settings(max_new_tokens=6, num_beams=4, num_return_sequences=2),
+        Settings(max_new_tokens=7, num_beams=4, num_beam_groups=2, diversity_penalty=0.7),
+        Settings(max_new_tokens=6, num_beams=4, num_return_sequences=2),
+        Settings(max_new_tokens=5, num_return_sequences=4, temperature=1.0, seed=2),
+    ]
+    asked = list(zip(ids, kinds, strict=True))
+    assert run(Engine(net), asked) == [alone(net, one, settings) for one, settings in asked]
+
+
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_cancelled_request_says_no_more_and_leaves_the_others_alone(after):
     net, asked = model(), [(ids, Settings(max_new_tokens=9)) for ids in prompts(5)]
@@ -226,6 +239,28 @@ def test_a_refused_request_leaves_no_trace(case):
     with pytest.raises(mb.InputError):
         BAD[case][0](net)
     assert torch.equal(net.generate(ONE, max_new_tokens=5), wanted)
+
+
+@pytest.mark.parametrize("proposer", ["draft", "look-up"])
+def test_several_samples_of_a_source_are_the_same_with_proposals(proposer):
+    """Requests end at different steps, and the others go on with sources of their own."""
+    both, small = (
+        build(mb.vaswani(vocab=23, width=16, depth=1, heads=2, context=40), seed=seed).eval() for seed in (0, 1)
+    )
+    draw = torch.Generator().manual_seed(1)
+    sources = [torch.randint(3, 23, (2 + n % 5,), generator=draw).tolist() for n in range(7)]
+
+    def texts(made):
+        engine, found = Engine(both, capacity=30, proposer=made), {}
+        for n, source in enumerate(sources):
+            settings = Settings(max_new_tokens=3 + 3 * n, num_return_sequences=3, temperature=1.0, seed=n)
+            engine.add([1], settings, source)
+        while engine.busy:
+            for event in engine.step():
+                found.setdefault((event.id, event.number), []).extend(event.tokens)
+        return found
+
+    assert texts(Draft(small, 3) if proposer == "draft" else LookUp(3)) == texts(None)
 
 
 def test_sources_that_come_while_others_are_searched_change_nothing():

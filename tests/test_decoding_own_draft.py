@@ -7,7 +7,7 @@ import torch
 from support import build, has_both, source, tokens, toy
 
 import monoblock as mb
-from monoblock.decoding import own_draft, prepare
+from monoblock.decoding import own_draft, prepare, step_cpu
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import Draft
@@ -51,6 +51,14 @@ def test_the_text_is_what_the_model_says_alone(name, way, kind):
         assert torch.equal(model.generate(ids, max_new_tokens=19, draft=kind, **WAYS[way]), alone)
 
 
+@pytest.mark.parametrize("name", ["t5-small", "bart-base"])
+def test_several_samples_of_one_source_are_those_of_the_model_alone(name):
+    model, asked = toy(name), {"max_new_tokens": 13, "num_return_sequences": 2, "temperature": 0.9, "seed": 3}
+    for rows in (1, 3):
+        alone = model.generate(source(rows), **asked)
+        assert torch.equal(model.generate(source(rows), draft="8-bit", **asked), alone)
+
+
 def drafted(model, draft, ids, **settings):
     engine = Engine(model, capacity=41, proposer=draft)
     engine.add(ids, Settings(max_new_tokens=30, **settings))
@@ -91,6 +99,59 @@ def test_the_copy_is_kept_and_made_anew_when_a_weight_has_changed():
     assert own_draft.own_draft(model, "4-bit").model.config.quantize.bits == 4
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_what_is_proposed_is_checked_by_the_operator_that_takes_steps_alone(rows, monkeypatch):
+    """So that sums are made in the same order, and near ties fall alike."""
+    taken, run = [], step_cpu.Whole.__call__
+
+    def noted(self, x, *given):
+        found = run(self, x, *given)
+        if found is not None:
+            taken.append((self, x.shape[1]))
+        return found
+
+    monkeypatch.setattr(step_cpu.Whole, "__call__", noted)
+    engine = Engine(gpt(), capacity=41)
+    for ids in tokens(rows, 5).tolist():
+        engine.add(ids, Settings(max_new_tokens=20, draft="8-bit"))
+    engine.step()  # the prompts
+    taken.clear()
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+    sizes = [size for whole, size in taken if whole is engine.model.decoder.whole]
+    assert len(sizes) == steps
+    assert 1 < max(sizes) <= step_cpu.MOST // rows
+
+
+def all_of(engine, ids, **asked):
+    engine.add(ids, Settings(max_new_tokens=9, **asked))
+    said = []
+    while engine.busy:
+        said += [token for event in engine.step() for token in event.tokens]
+    return said
+
+
+def test_a_draft_that_a_request_names_is_gone_when_the_next_names_none():
+    model, ids = gpt(), tokens(1, 5)
+    engine = Engine(model, capacity=41)
+    for asked in ({"draft": "8-bit"}, {"num_beams": 4}, {"draft": "4-bit"}, {"draft": "8-bit"}, {}):
+        said = all_of(engine, ids[0].tolist(), **asked)
+        plain = {name: value for name, value in asked.items() if name != "draft"}
+        assert said == model.generate(ids, max_new_tokens=9, **plain)[0, 5:].tolist()
+        bits = None if engine.proposer is None else f"{engine.proposer.model.config.quantize.bits}-bit"
+        assert bits == asked.get("draft")
+
+
+def test_a_proposer_that_the_engine_was_given_stays():
+    given = Draft(gpt(seed=1))
+    engine, ids = Engine(gpt(), capacity=41, proposer=given), tokens(1, 5)[0].tolist()
+    for asked in ({"draft": "8-bit"}, {}):
+        all_of(engine, ids, **asked)
+        assert engine.proposer is given
+
+
 def test_a_stream_says_the_same():
     model, ids = gpt(), tokens(2, 5)
     said = torch.stack(list(model.stream(ids, max_new_tokens=23, draft="8-bit")), 1)
@@ -115,6 +176,14 @@ BAD = {
     "beams": (lambda m: m.generate(ONE, draft="8-bit", num_beams=2), "single sequences"),
     "looking up as well": (lambda m: m.generate(ONE, draft="8-bit", prompt_lookup=2), "give one of them"),
     "no cache": (lambda m: m.generate(ONE, draft="8-bit", use_cache=False), "use_cache=True"),
+    "an engine without a cache": (
+        lambda m: Engine(m, use_cache=False).add([1], Settings(draft="8-bit")),
+        "use_cache=True",
+    ),
+    "an engine without a cache and a draft of its own": (
+        lambda m: Engine(m, use_cache=False, proposer=Draft(m)),
+        "use_cache=True",
+    ),
     "a model that is quantised": (lambda m: mb.quantized(m).generate(ONE, draft="8-bit"), "has 8 bits already"),
     "an engine, another word": (lambda m: Engine(m).add([1], Settings(draft="fast")), "draft='fast' cannot be"),
     "an LSTM": (

@@ -1,5 +1,7 @@
 """Low-rank adapters: the formula, what is trained and what is not, merging that can be taken back bit for bit."""
 
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.testing import assert_close
 from training_support import assert_same_run, assert_same_weights, train, train_until, weights, write_recipe
 
 import monoblock as mb
+from monoblock.decoding import prepare as preparing
 from monoblock.errors import ConfigError, InputError
 from monoblock.lora import Adapted, adapted, add_lora, folded, merge_lora, projections, unmerge_lora
 from monoblock.quantize.convert import quantized, widened
@@ -179,6 +182,27 @@ def test_adapters_learn_beside_small_weights_and_fold_into_ordinary_ones(bits):
     assert_close(plain(ids()), tiny(ids()), rtol=0, atol=2e-5)
     with pytest.raises(InputError, match="no room for an adapter"):
         merge_lora(tiny)
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["value", "up", "all"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_a_model_says_with_live_adapters_what_it_says_when_they_are_folded(bits, target, monkeypatch):
+    """Also where steps would go by one operator, which reads nothing but plain matrices."""
+    monkeypatch.setattr(preparing, "LARGE", 0)
+    monkeypatch.setattr(preparing, "TWINS_MADE", WeakKeyDictionary())
+    model = small() if bits is None else quantized(small(), bits=bits, group=32)
+    before = model(x := ids(3, 5))
+    add_lora(model, rank=5, alpha=20, targets=(target,))
+    drawn(model)
+    plain, limit = (folded(model), 1e-5) if bits is None else (widened(folded(model)), 5e-4)
+    plain.double()
+    assert (plain(x) - before).abs().max() > 10 * limit  # adapters that say something
+    said = model.generate(x, max_new_tokens=11)
+    logits = plain(said[:, :-1])[:, 4:]
+    assert (logits.amax(-1) - logits.gather(-1, said[:, 5:, None])[..., 0]).max() < limit  # the best, or as good
 
 
 # -- rates by layer ----------------------------------------------------------------------------------------------------

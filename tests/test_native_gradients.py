@@ -236,7 +236,8 @@ def test_without_a_compiler_all_is_torch(monkeypatch, calls):
     monkeypatch.setattr(gradients, "load", lambda: library.Kernels(False, "none here"))
     x = numbers(ODD).requires_grad_()
     assert torch.equal(gradients.gelu_tanh(x), F.gelu(x, approximate="tanh"))
-    assert not gradients.fits(*heads(2, 6, 6, 257, 32, 32))
+    q, k, v = heads(2, 6, 6, 257, 32, 32)
+    assert not gradients.fits(q.requires_grad_(), k, v)
     assert calls["gelu"] == 0
 
 

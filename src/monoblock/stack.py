@@ -65,7 +65,8 @@ class Stack(nn.Module):
         """x (B, T, D) at the given places, perhaps looking at memory (B, S, D) -> (B, T, D)."""
         entries: list[Entry | None] = [None] * len(self.order) if cache is None else list(cache.enter(where))
         views: list[View | None] = [None] * len(self.kinds)
-        memory_view = None if memory_where is None else View(everything.between(where, memory_where)).prepare(x)
+        asking = where if cache is None or cache.copies == 1 else Where(where.at[:, :1])  # beside others, any number
+        memory_view = None if memory_where is None else View(everything.between(asking, memory_where)).prepare(x)
         for layer, block in enumerate(self.blocks):
             kind, entry = self.kind_of[layer], entries[layer]
             view = views[kind] or self._view(kind, where, entry, x)

@@ -7,7 +7,7 @@
             ...
 
 `generate`, `stream`, beam search and speculative decoding are callers of it.  Rows of a batch have settings and lengths
-of their own and do not change each other.  Requests that want another number of rows wait for the present ones.
+of their own and do not change each other.  Requests that want other rows or beams wait for the present ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from monoblock.decoding.prepare import prepared
 from monoblock.decoding.remembered import Remembered, vocabulary
 from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
 from monoblock.decoding.searched import Searched, operators
-from monoblock.decoding.settings import Settings
+from monoblock.decoding.settings import SINGLE, Settings
 from monoblock.decoding.speculative import Proposer, speculate
 from monoblock.errors import InputError, with_article
 from monoblock.model import Transformer
 from monoblock.recurrent import Recurrent
 
 GREEDY = Settings()
+TAKES_BACK = "speculative decoding takes tokens back from the cache; write use_cache=True"
 
 
 class Engine:
@@ -59,6 +60,8 @@ class Engine:
                 raise InputError(f"{kind} model without a language-model head continues no text")
         elif proposer is not None or not use_cache:
             raise InputError("an LSTM has one way to go on, from its state; leave out the draft and use_cache")
+        if proposer is not None and not use_cache:
+            raise InputError(TAKES_BACK)
         self.given = model
         self.model = prepared(model) if fast and isinstance(model, Transformer) else model
         self.limit, self.burst = rows, burst
@@ -68,6 +71,7 @@ class Engine:
             raise InputError("this model sets no length; say how many tokens a text may have: capacity=…")
         self.capacity = limit
         self.use_cache, self.chunk, self.proposer = use_cache, chunk, proposer
+        self.named = False  # by a request: such a proposer goes with the requests beside it
         self.vocabulary = vocabulary(model)
         self.waiting: deque[Lane] = deque()
         self.lanes: list[Lane] = []  # their rows lie one below the other
@@ -80,9 +84,11 @@ class Engine:
     def add(self, ids: Sequence[int], settings: Settings = GREEDY, source: Sequence[int] | None = None) -> int:
         """A prompt (with an encoder: what the target begins with, and the source) to continue; its number."""
         prompt = Prompt(tuple(ids), None if source is None else tuple(source))
+        if self.named and not self.busy:
+            self.proposer, self.named = None, False
         self._check(prompt, settings)
         if settings.draft is not None and self.proposer is None and not self.busy:
-            self.proposer = own_draft(self.given, settings.draft)
+            self.proposer, self.named = own_draft(self.given, settings.draft), True
         room = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
         if settings.num_beams > 1:  # a search that meets the end of the context ends there
             settings = replace(settings, max_new_tokens=room, min_new_tokens=min(room, settings.min_new_tokens))
@@ -113,7 +119,9 @@ class Engine:
         if settings.rows > self.limit:
             raise InputError(f"{settings.rows} sequences for one prompt are more than the engine's {self.limit} rows")
         if settings.num_beams > 1 and self.proposer is not None:
-            raise InputError("speculative decoding works on single sequences; write num_beams=1 or leave out the draft")
+            raise InputError(SINGLE)
+        if settings.draft is not None and not self.use_cache:
+            raise InputError(TAKES_BACK)
 
     def cancel(self, request: int) -> None:
         """Forget a request, waiting or running."""
@@ -157,13 +165,13 @@ class Engine:
         return events
 
     def _admit(self) -> list[Lane]:
-        """Take in what fits: the same number of rows each as those that run."""
+        """Take in what fits: rows and beams as those that run."""
         taken: list[Lane] = []
         used = sum(len(lane.rows) if lane.beams is None else lane.settings.num_beams for lane in self.lanes)
         while self.waiting:
             lane = self.waiting[0]
             size = lane.settings.rows
-            alike = not (self.lanes + taken) or (self.lanes + taken)[0].settings.rows == size
+            alike = not (self.lanes + taken) or (self.lanes + taken)[0].settings.shape == lane.settings.shape
             if not alike or used + size > self.limit:
                 break
             taken.append(self.waiting.popleft())
@@ -278,15 +286,14 @@ class Engine:
             return None
         rows.move(running, beam.advance_found(searches, *found, self.vocabulary))
         events = [event for number in running if lanes[number].done for event in lanes[number].verdicts()]
-        self._retire()
+        self._retire(patient=not self.waiting)  # rows that are over cost the operator nothing
         return events
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
-    def _retire(self) -> None:
+    def _retire(self, patient: bool = False) -> None:
         """Let finished requests go, when enough of them have gathered to be worth the copying."""
         done = [lane for lane in self.lanes if lane.done]
-        patient = isinstance(self.rows, Searched) and not self.waiting  # rows that are over cost it nothing
         if done and (4 * len(done) >= len(self.lanes)) and (not patient or len(done) == len(self.lanes)):
             self._drop(done)
 
@@ -305,6 +312,6 @@ class Engine:
         sources = torch.tensor(kept, device=self.rows.device)
         self.rows.select(rows, sources)
         if self.proposer is not None:
-            self.proposer.select(rows)
+            self.proposer.select(rows, sources)
         self.lanes = [self.lanes[number] for number in kept]
         self.filters = None

@@ -64,8 +64,6 @@ class Asked:
             options["draft"], draft = draft, None
         self.settings, self.model, self.ids = settings(options), model, ids
         proposer = _proposer(model, draft, lookup, self.settings.draft)
-        if proposer is not None and not use_cache:
-            raise InputError("speculative decoding takes tokens back from the cache; write use_cache=True")
         texts = _texts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]

@@ -14,6 +14,7 @@ import torch
 
 from monoblock.decoding.prepare import places, prepared
 from monoblock.decoding.speculative import Draft
+from monoblock.decoding.step_cpu import MOST
 from monoblock.errors import InputError
 from monoblock.model import Transformer
 from monoblock.native.library import load
@@ -21,7 +22,7 @@ from monoblock.quantize.convert import quantized
 from monoblock.recurrent import Recurrent
 
 BITS = {"8-bit": 8, "4-bit": 4}
-AHEAD = 7  # with the newest token eight rows are checked at once: what the kernel takes together
+AHEAD = MOST - 1  # with the newest token, what the operator takes at once; of several rows each gets its share
 
 Made = tuple[str, tuple[int, ...], Transformer]
 COPIES: WeakKeyDictionary[Transformer, Made] = WeakKeyDictionary()
@@ -44,4 +45,4 @@ def own_draft(model: Transformer | Recurrent, kind: str) -> Draft | None:
     if made is None or made[:2] != (kind, state):
         with torch.inference_mode(False), torch.no_grad():
             made = COPIES[model] = kind, state, quantized(model, bits=BITS[kind]).eval()
-    return Draft(made[2], AHEAD)
+    return Draft(made[2], AHEAD, most=MOST)

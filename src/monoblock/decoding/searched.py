@@ -17,7 +17,7 @@ from monoblock.attention import Attention
 from monoblock.block import Block
 from monoblock.decoding.beam import Beams, sums, wanted
 from monoblock.decoding.rows import Cached, Prompt, encoded, padded
-from monoblock.decoding.step_cpu import MOST, StepStack, Whole
+from monoblock.decoding.step_cpu import MOST, StepStack, Whole, legible
 from monoblock.experts import Experts
 from monoblock.masks import Where
 from monoblock.model import Transformer
@@ -71,7 +71,8 @@ def _sees_all(block: Block) -> bool:
     unusual = own.mask != "full" or own.global_tokens or own.random_blocks or own.positions is not None
     weights = [*block.parameters(), *block.buffers()]
     plain = all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in weights)
-    return plain and not unusual and block.cross is None and not isinstance(block.feedforward, Experts)
+    unusual = unusual or block.cross is not None or isinstance(block.feedforward, Experts)
+    return plain and not unusual and legible(block)
 
 
 class Searched(Cached):
@@ -193,9 +194,6 @@ class Searched(Cached):
         return super().ahead(tokens, live)
 
     def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        if self.origins is not None and sources is None:  # rows of one text are equally long
-            self.origins = self.origins[rows]
-            return
         self.settle()
         super().select(rows, sources)
 

@@ -79,7 +79,7 @@ class Settings:
                 f"by chance; write temperature=0 or num_beams=1"
             )
         if beams > 1 and self.draft is not None:
-            raise InputError("speculative decoding works on single sequences; write num_beams=1 or leave out the draft")
+            raise InputError(SINGLE)
         if beams % groups:
             raise InputError(f"num_beam_groups={groups} does not divide num_beams={beams}")
         if self.diversity_penalty and groups == 1:
@@ -101,6 +101,11 @@ class Settings:
         """Sequences worked on at once for one prompt."""
         return self.num_beams if self.num_beams > 1 else self.num_return_sequences
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What requests that are worked on together have in common."""
+        return self.rows, self.num_beams, self.num_beam_groups
+
     def check_vocabulary(self, size: int) -> None:
         """Every token named is one the model has."""
         named = {
@@ -119,6 +124,7 @@ class Settings:
 
 
 DRAFTS = ("8-bit", "4-bit")
+SINGLE = "speculative decoding works on single sequences; write num_beams=1 or leave out the draft"
 LEAST = {
     "max_new_tokens": 1,
     "min_new_tokens": 0,

@@ -31,7 +31,7 @@ class Proposer(Protocol):
     def begin(self, prompts: Sequence[Prompt]) -> None: ...
     def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor: ...
     def keep(self, counts: Tensor) -> None: ...
-    def select(self, rows: Tensor) -> None: ...
+    def select(self, rows: Tensor, sources: Tensor | None = None) -> None: ...
 
 
 def speculate(rows: Rows | None, proposer: Proposer, lanes: list[Lane], capacity: int) -> list[Event]:
@@ -84,7 +84,7 @@ class LookUp:
     def keep(self, counts: Tensor) -> None:
         """Nothing to take back."""
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
         """Nothing to reorder."""
 
     def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor:
@@ -105,13 +105,14 @@ class LookUp:
 class Draft:
     """A quick model that runs ahead with the settings and the random numbers of each row, at most `count` tokens.
 
-    After a wrong one it runs less far, until it is right again.
+    After a wrong one it runs less far, until it is right again.  With `most`, what is checked at once in all rows
+    together, the newest tokens too, is no more than that, as long as each row gets one proposal.
     """
 
-    def __init__(self, model: Transformer, count: int = 4) -> None:
+    def __init__(self, model: Transformer, count: int = 4, most: int | None = None) -> None:
         if model.decoder is None:
             raise InputError(f"{with_article(model.config.family)} model proposes no text; a draft is a decoder")
-        self.model, self.count, self.ahead = model, count, count
+        self.model, self.count, self.ahead, self.most = model, count, count, most
         self.proposed = self.accepted = 0  # tokens, of all rows
         self.rows: Cached | None = None
         self.known: list[int] = []  # tokens of each text before this proposal
@@ -136,9 +137,9 @@ class Draft:
             raise InputError(f"a prompt of {longest} tokens is too long for a draft of context {limit}; leave it out")
         self.rows.begin(prompts)
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
         assert self.rows is not None
-        self.rows.select(rows)
+        self.rows.select(rows, sources)
 
     def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor:
         """The draft's own continuation of what it has not read yet: the newest token, and mostly one before it."""
@@ -147,7 +148,9 @@ class Draft:
         going = [True] * len(texts) if live is None else live.tolist()
         self.known = [len(text) for text in texts]
         longest = max(length for length, goes in zip(self.known, going, strict=True) if goes)
-        self.size = max(0, min(self.ahead, room, self.rows.capacity - longest + 1))
+        few = self.ahead if self.most is None else self.most // len(texts) - 1
+        ahead = min(self.ahead, few) if few >= 1 else self.ahead
+        self.size = max(0, min(ahead, room, self.rows.capacity - longest + 1))
         proposed: list[Tensor] = []
         filters = Filters([lane.settings for lane, _ in each(lanes)], self.rows.device)
         for step in range(self.size):

@@ -33,6 +33,12 @@ PLACES = {"pre": 0, "post": 1, "output": 2, "sandwich": 3}
 RESIDUALS = {"sequential": 0, "parallel": 1, "parallel_shared": 2}
 OVER = {"head": 1, "each_head": 2, "width": 3}
 BY_LENGTH = ("dynamic", "longrope")  # angles that depend on how long a text is
+# The matrices that the operator reads, in its order; what a source gives lies in the cache.
+READ = {
+    "attention": ("query", "key", "value", "output"),
+    "cross": ("query", "output"),
+    "feedforward": ("gate", "up", "down"),
+}
 
 
 class StepStack(Stack):
@@ -74,7 +80,13 @@ def plain(block: Block) -> bool:
         return False
     if cross is not None and (cross.qk_norm or cross.softcap or cross.sinks or cross.clip or cross.positions):
         return False
-    return all(_fits(module) for module in block.modules())
+    return legible(block) and all(_fits(module) for module in block.modules())
+
+
+def legible(block: Block) -> bool:
+    """Whether every matrix that the operator reads is one, and nothing beside it, such as an adapter."""
+    layers = (getattr(getattr(block, part), name, None) for part, names in READ.items() for name in names)
+    return all(layer is None or isinstance(layer, (nn.Linear, Fast)) for layer in layers)
 
 
 def _fits(module: nn.Module) -> bool:
@@ -164,13 +176,13 @@ class Whole:
             for norm in (f"{name}_norm", f"{name}_output_norm"):
                 yield from self._norm(getattr(block, norm, None))
             yield getattr(block, f"{name}_gain", None)
-        for name in ("query", "key", "value", "output"):
+        for name in READ["attention"]:
             yield from _matrix(getattr(attention, name))
         yield from self._norm(attention.query_norm) + self._norm(attention.key_norm)
         yield attention.sinks
-        for name in ("query", "output"):
+        for name in READ["cross"]:
             yield from _matrix(getattr(cross, name, None))
-        for name in ("gate", "up", "down"):
+        for name in READ["feedforward"]:
             yield from _matrix(getattr(feedforward, name))
 
     @staticmethod

@@ -15,7 +15,7 @@ struct Matrix {
   const void* weight = nullptr;
   const uint16_t *scale = nullptr, *least = nullptr;
   const float* bias = nullptr;
-  int64_t rows = 0, columns = 0, inputs = 0, groups = 1;  // columns: as stored, in whole groups
+  int64_t rows = 0, columns = 0, groups = 1;  // columns: as stored, in whole groups
 };
 
 struct Sublayer {
@@ -75,7 +75,7 @@ struct Reader {
     m.kind = type == at::kFloat ? Matrix::DENSE : type == at::kChar ? Matrix::INT8 : Matrix::INT4;
     m.weight = weight.const_data_ptr();
     m.rows = weight.size(0), m.columns = weight.size(1) * (m.kind == Matrix::INT4 ? 2 : 1);
-    m.inputs = inputs, m.groups = groups;
+    m.groups = groups;
     const bool fits = m.kind == Matrix::DENSE ? m.columns == inputs : m.scale && m.columns >= inputs;
     TORCH_CHECK(fits, "a matrix that does not fit");
     TORCH_CHECK(m.kind != Matrix::INT4 || m.least, "least values are missing");

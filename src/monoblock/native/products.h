@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -86,6 +87,11 @@ struct Products {
       }
     in.sums = sums.data();
     return in;
+  }
+
+  // Whole groups are read; behind the inputs of a matrix a larger layer may have left something.
+  static void clear(const Matrix& m, float* row, int64_t inputs) {
+    if (inputs < m.columns) std::fill(row + inputs, row + m.columns, 0.0f);
   }
 
   void rows(const Matrix& m, const float* from, int64_t stride, int64_t begin, int64_t end, float* y,

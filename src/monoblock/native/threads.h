@@ -106,6 +106,7 @@ struct Thread : Products {
       if (layer.sinks) sight.sink = layer.sinks + h;
       sight.scale = layer.scale, sight.softcap = layer.softcap;
       look(sight, query.data(), scores.data(), step.looked + b * step.plan.heads + h * V);
+      if (h == H - 1) clear(layer.output, step.looked + b * step.plan.heads, H * V);
       if (sight.own_key && h % (H / G) == 0) store(held, b, g, key.data(), own, K, V);  // nobody reads it in this step
     }
   }
@@ -159,6 +160,7 @@ struct Thread : Products {
       if (step.seen) sight.seen = step.seen + source * step.seen_row;
       sight.scale = layer.cross_scale;
       look(sight, step.queries + b * step.query_step + h * K, scores.data(), step.looked + b * step.plan.heads + h * V);
+      if (h == H - 1) clear(layer.cross_output, step.looked + b * step.plan.heads, H * V);
     }
     barrier.wait();
     products({{&layer.cross_output, y, step.plan.width}}, step.looked, step.plan.heads);
@@ -180,6 +182,7 @@ struct Thread : Products {
         v = v > most ? most : v < -most ? -most : v;
         return activated(gate > most ? most : gate, layer.activation) * (v + 1.0f);
       });
+    for (int64_t b = number; b < step.batch; b += count) clear(layer.down, step.hidden + b * stride, F);
     barrier.wait();
     products({{&layer.down, y, step.plan.width}}, step.hidden, stride);
     barrier.wait();

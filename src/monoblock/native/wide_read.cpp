@@ -30,9 +30,9 @@ at::Tensor read(const c10::intrusive_ptr<Plan>& plan, const at::Tensor& x, const
   at::Tensor memory = at::empty({N * (keys + values)}, x.options()), out = at::empty({N, D}, x.options());
   float *key = memory.mutable_data_ptr<float>(), *value = key + N * keys;
   Many many{*plan, x.const_data_ptr<float>()};
-  for (const Layer& l : plan->layers) {
+  for (const Layer& l : plan->layers) {  // one step for all: a thread may be layers ahead of its neighbour
     const int64_t size = l.key.rows / l.groups, value_size = l.value.rows / l.groups;
-    many.own.push_back({key, value, l.key.rows, size, 0, l.value.rows, value_size, 0, size, value_size});
+    many.own.push_back({key, value, keys, size, 0, values, value_size, 0, size, value_size});
   }
   std::vector<int64_t> tokens(N), begins{0};
   std::iota(tokens.begin(), tokens.end(), 0);
