@@ -15,10 +15,7 @@ void product(const Format& format, const Input& in, const float* bias, float* y,
   int64_t bands = (rows + ROWS - 1) / ROWS, grain = std::max<int64_t>(1, GRAIN / (ROWS * in.columns));
   at::parallel_for(0, bands, grain, [&](int64_t from, int64_t to) {
     std::vector<float> scales(ROWS * in.groups), leasts(ROWS * in.groups);
-    for (int64_t n = from; n < to; ++n) {
-      int count = int(std::min<int64_t>(ROWS, rows - n * ROWS));
-      band(format, in, n * ROWS, count, bias, y, rows, scales.data(), leasts.data());
-    }
+    part_of(format, in, from * ROWS, std::min(to * ROWS, rows), bias, y, rows, scales.data(), leasts.data());
   });
 }
 

@@ -97,30 +97,27 @@ struct Products {
   void rows(const Matrix& m, const float* from, int64_t stride, int64_t begin, int64_t end, float* y,
             int64_t y_stride) {
     const Input in = input(m, from, stride);
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t row = n * ROWS;
-      const int size = int(std::min<int64_t>(ROWS, m.rows - row));
-      switch (m.kind) {
-        case Matrix::DENSE: dense(m, in, row, size, y, y_stride); break;
-        case Matrix::INT8:
-          band(Int8{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, in, row, size, m.bias, y,
-               y_stride, scales.data(), leasts.data());
-          break;
-        default:
-          band(Int4{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups}, in, row, size,
-               m.bias, y, y_stride, scales.data(), leasts.data());
-      }
+    const int64_t low = begin * ROWS, high = std::min(end * ROWS, m.rows);
+    switch (m.kind) {
+      case Matrix::DENSE: dense(m, in, low, high, y, y_stride); break;
+      case Matrix::INT8:
+        part_of(Int8{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, in, low, high, m.bias, y,
+                y_stride, scales.data(), leasts.data());
+        break;
+      default:
+        part_of(Int4{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups}, in, low, high,
+                m.bias, y, y_stride, scales.data(), leasts.data());
     }
   }
 
-  void dense(const Matrix& m, const Input& in, int64_t row, int size, float* y, int64_t y_stride) {
+  void dense(const Matrix& m, const Input& in, int64_t low, int64_t high, float* y, int64_t y_stride) {
     const float* weight = static_cast<const float*>(m.weight);
-    band(Single{weight, m.columns}, in, row, size, m.bias, y, y_stride, nullptr, nullptr);
+    part_of(Single{weight, m.columns}, in, low, high, m.bias, y, y_stride, nullptr, nullptr);
     if (in.columns == m.columns) return;
     for (int64_t b = 0; b < step.batch; ++b)  // rows that are no whole chunks
-      for (int r = 0; r < size; ++r)
-        y[b * y_stride + row + r] += dot(in.x + b * in.stride + in.columns, weight + (row + r) * m.columns + in.columns,
-                                         m.columns - in.columns);
+      for (int64_t row = low; row < high; ++row)
+        y[b * y_stride + row] += dot(in.x + b * in.stride + in.columns, weight + row * m.columns + in.columns,
+                                     m.columns - in.columns);
   }
 
   void products(std::initializer_list<Job> jobs, const float* from, int64_t stride) {

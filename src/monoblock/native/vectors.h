@@ -23,7 +23,7 @@ constexpr int LANES = 16;  // numbers in a vector
 constexpr int LANES = 8;
 #endif
 constexpr int64_t GRAIN = 1 << 15;  // weights worth a thread
-constexpr int AHEAD = 8192;         // bytes fetched in advance
+constexpr int AHEAD = 2048;         // bytes fetched in advance
 
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Words = int32_t __attribute__((vector_size(4 * LANES)));
@@ -95,7 +95,7 @@ inline Floats lower(Words given) {
 inline void widen(const uint16_t* from, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
-    prefetch(from + i, AHEAD / 4);
+    prefetch(from + i);
     Words bits = words(from + i) << 16;
     std::memcpy(to + i, &bits, sizeof bits);
   }
