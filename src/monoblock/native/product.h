@@ -105,7 +105,7 @@ struct Input {
 };
 
 // Rows of a weight that are worked on together.  They lie far apart: each is a stream of its own, which a processor
-// fetches in advance as it does not where short rows follow each other (37 GB/s for 23 with 768 weights of one byte).
+// fetches in advance; short rows that follow each other are one stream that is read in leaps, and are not.
 struct Lines {
   int64_t first, step;
   int count;
