@@ -30,6 +30,7 @@ from monoblock.tasks.pipeline import Pipeline
 from monoblock.tasks.recipe import TRAINS, Recipe, check_family, is_vision, model_config
 from monoblock.tasks.starting import Start
 from monoblock.training import averaging, checkpoint, optimizer
+from monoblock.training.adversarial import Adversarial
 from monoblock.training.events import Chosen, Event, Finished, Warned
 from monoblock.training.guard import Guard
 from monoblock.training.loop import Plan, Trainer
@@ -169,7 +170,8 @@ def _prepared(
     ground = lay(recipe, context, data=data, folder=folder if resume or not world.leads else None, start=start)
     asked, recipe = recipe, tuning.resolved(recipe, ground)
     part = recipe.train
-    choice = choose(part.device, part.precision, part.compile, deterministic=part.deterministic, steps=part.steps)
+    compiled = "no" if part.adversarial else part.compile  # its loss needs a gradient on the way
+    choice = choose(part.device, part.precision, compiled, deterministic=part.deterministic, steps=part.steps)
     vocab = None if ground.tokenizer is None else ground.tokenizer.vocab_size
     config = model_config(recipe, vocab, None if start is None else start.config, **ground.sizes)
     torch.manual_seed(part.seed)
@@ -231,7 +233,8 @@ def _trainer(
     part = recipe.train
     blocks = [b for s in config.stacks.values() for b in s.layers()] if isinstance(config, ModelConfig) else []
     experts = next((b.feedforward.experts for b in blocks if b.feedforward.experts is not None), None)
-    loss = Loss(part.label_smoothing, part.balance if experts else 0.0, experts.top_k if experts else 1, ground.places)
+    plain = Loss(part.label_smoothing, part.balance if experts else 0.0, experts.top_k if experts else 1, ground.places)
+    loss = Adversarial(plain, part.adversarial) if part.adversarial else plain
 
     def make(batch: Batch) -> Prepared:
         """This process's part of a batch, which may be nothing; it names the samples of the whole."""

@@ -107,6 +107,7 @@ class TrainPart:
     freeze: int | None = None  # the embedding and so many first layers stay as they are; None: nothing does
     clip: float = 1.0
     label_smoothing: float = 0.0
+    adversarial: float = 0.0  # how far words move to where they are worst, in lengths of a word's vector; 0: nowhere
     balance: float = 0.01  # experts: weight of the load-balancing loss
     mask_rate: float = 0.15
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -138,6 +139,7 @@ class TrainPart:
             "clip",
             "weight_decay",
             "table_decay",
+            "adversarial",
             "save_every",
             "eval_every",
             "workers",
@@ -146,6 +148,8 @@ class TrainPart:
         check_fraction(self, "label_smoothing", "ema", "mask_rate")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(f"train.layer_decay={self.layer_decay} is no share; write above 0, and 1 for none")
+        if self.adversarial and self.objective not in ("classify", "label", "answers"):
+            raise ConfigError(f"train.adversarial is for classify, label and answers, not {self.objective}; leave it out")
         if self.average > self.keep:
             raise ConfigError(f"train.average={self.average} checkpoints need train.keep={self.average} or more")
 

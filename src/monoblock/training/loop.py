@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.training import checkpoint
+from monoblock.training.adversarial import Adversarial
 from monoblock.training.averaging import Average
 from monoblock.training.events import Evaluated, Event, Finished, Sampled, Saved, Skipped, Stepped, Warned
 from monoblock.training.guard import Guard
@@ -58,7 +59,7 @@ class Trainer:
     model: nn.Module
     optimizers: Optimizers
     rate: Callable[[int], float]
-    loss: Loss
+    loss: Loss | Adversarial
     batches: Callable[[int], Iterator[Prepared]]
     plan: Plan
     choice: Choice

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from monoblock.experts import load_balancing_loss
 from monoblock.norm import HALF
+from monoblock.tap import Tap, tapped, wants
 from monoblock.training.corruption import IGNORE, corrupt_spans, generator, mask_tokens
 
 Ids = NDArray[np.int64]
@@ -200,18 +201,19 @@ def _padded(samples: Sequence[dict[str, Any]], special: Special) -> dict[str, Te
 
 
 class Routers:
-    """A tap that keeps what the routers of experts said."""
+    """A tap that keeps what the routers of experts said, and hands everything on to another."""
 
-    def __init__(self) -> None:
+    def __init__(self, tap: Tap | None = None) -> None:
         self.logits: list[Tensor] = []
+        self.tap = tap
 
     def wants(self, name: str) -> bool:
-        return False
+        return wants(self.tap, name)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if name.endswith(".feedforward.router"):
             self.logits.append(tensor)
-        return tensor
+        return tapped(self.tap, name, tensor)
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,16 @@ class Loss:
         """The loss evaluations report: no smoothing, no balancing."""
         return replace(self, label_smoothing=0.0, balance=0.0)
 
-    def __call__(self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        routers = Routers() if self.balance else None
-        logits = self.logits(model, inputs) if routers is None else self.logits(model, inputs, tap=routers)
-        loss = self.of(logits, labels)
+    def __call__(
+        self,
+        model: Callable[..., Tensor] | nn.Module,
+        inputs: dict[str, Tensor],
+        labels: Tensor,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        routers = Routers(tap) if self.balance else None
+        heard = tap if routers is None else routers
+        loss = self.of(self.logits(model, inputs, **({} if heard is None else {"tap": heard})), labels)
         if routers is not None and routers.logits:
             real = (labels != IGNORE) if labels.shape == routers.logits[0].shape[:-1] else None
             even = torch.stack([load_balancing_loss(one, self.top_k, real) for one in routers.logits]).mean()
