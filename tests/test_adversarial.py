@@ -102,4 +102,3 @@ def test_what_has_no_words_is_refused():
         Adversarial(Loss(), SIZE)(model, {"source": torch.randn(2, 3, 8, 8)}, torch.tensor([0, 1]))
     with pytest.raises(ConfigError, match="not causal; leave it out"):
         read("gpt-tiny", ["train.adversarial=0.1"])
-

@@ -60,6 +60,15 @@ assert not found, found
     assert done.returncode == 0, done.stderr
 
 
+def test_files_in_the_data_folder_come_before_those_of_a_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpora, "find_spec", lambda name: object())
+    assert place_of("reviews", tmp_path) == "package"
+    (tmp_path / "reviews").mkdir()
+    (tmp_path / "reviews/train.tsv").write_text("positive\tmine\n")
+    assert place_of("reviews", tmp_path) == "folder"
+    assert [row.text for row in load("reviews", folder=tmp_path)] == ["mine"]
+
+
 def test_ls_lists_the_corpora_and_says_how_to_get_the_missing(capsys, monkeypatch, tmp_path):
     from monoblock.cli.main import run
 

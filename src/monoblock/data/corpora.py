@@ -108,12 +108,12 @@ def kind_of(name: str | Path, wanted: Sequence[Kind], *, folder: str | Path | No
 
 
 def place_of(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
-    """Where a corpus of the table would come from here: "package", "folder", "system", "cache"; None: from nowhere."""
+    """Where a corpus of the table would come from here: "folder", "package", "system", "cache"; None: from nowhere."""
     source = CORPORA[name]
+    if source.path and folder is not None and _lies_at(source, Path(folder) / source.path):
+        return "folder"  # files that a user laid there come before those of a package
     if source.packages and all(find_spec(package) for package in source.packages):
         return "package"
-    if source.path and folder is not None and _lies_at(source, Path(folder) / source.path):
-        return "folder"
     if source.system and _lies_at(source, _of_the_system(source)):
         return "system"
     return "cache" if source.url and _cached(name, cache).is_file() else None

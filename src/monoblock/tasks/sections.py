@@ -149,7 +149,9 @@ class TrainPart:
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(f"train.layer_decay={self.layer_decay} is no share; write above 0, and 1 for none")
         if self.adversarial and self.objective not in ("classify", "label", "answers"):
-            raise ConfigError(f"train.adversarial is for classify, label and answers, not {self.objective}; leave it out")
+            raise ConfigError(
+                f"train.adversarial is for classify, label and answers, not {self.objective}; leave it out"
+            )
         if self.average > self.keep:
             raise ConfigError(f"train.average={self.average} checkpoints need train.keep={self.average} or more")
 
