@@ -27,6 +27,7 @@ READ = {
     "context": (GPT, 17, lambda c: c.input.context),
     "segments": (GPT, 3, lambda c: c.input.segments),
     "embedding_scale": (GPT, "sqrt_width", lambda c: c.input.scale),
+    "embedding_norm": (BERT, False, lambda c: c.input.norm is not None),
     "image": (VIT, 12, lambda c: c.input.image),
     "patch": (VIT, 3, lambda c: c.input.patch),
     "channels": (VIT, 1, lambda c: c.input.channels),

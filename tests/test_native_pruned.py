@@ -13,7 +13,7 @@ from monoblock.decoding import prepare, step_cpu
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prepare import prepared
 from monoblock.decoding.rows import Prompt
-from monoblock.decoding.searched import Searched, operators
+from monoblock.decoding.search_cpu import Searched, operators
 from monoblock.decoding.settings import Settings
 from monoblock.inspection.heads import prune_heads
 from monoblock.native import library

@@ -167,6 +167,11 @@ def _qk_norm(part: BlockConfig, values: Values, wanted: bool) -> None:
     values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
 
 
+def _embedding_norm(part: EmbeddingConfig, values: Values, wanted: bool) -> None:
+    _true_or_false("embedding_norm", wanted)
+    values["norm"] = (part.norm or NormConfig()) if wanted else None
+
+
 def bert_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
     """A head by name; classifier and tagger know two classes where nothing is said."""
     asked = 2 if classes is None else classes
@@ -202,6 +207,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
     "context": (((EmbeddingConfig,), _field("context")),),
     "segments": (((EmbeddingConfig,), _field("segments")),),
     "embedding_scale": (((EmbeddingConfig,), _field("scale")),),
+    "embedding_norm": (((EmbeddingConfig,), _embedding_norm),),
     "image": (((PatchConfig,), _field("image")),),
     "patch": (((PatchConfig,), _field("patch")),),
     "channels": (((PatchConfig,), _field("channels")),),

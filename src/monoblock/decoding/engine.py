@@ -28,7 +28,7 @@ from monoblock.decoding.own_draft import own_draft
 from monoblock.decoding.prepare import prepared
 from monoblock.decoding.remembered import Remembered, vocabulary
 from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
-from monoblock.decoding.searched import Searched, operators
+from monoblock.decoding.search_cpu import Searched, operators
 from monoblock.decoding.settings import SINGLE, Settings
 from monoblock.decoding.speculative import Proposer, speculate
 from monoblock.errors import InputError, with_article
@@ -123,6 +123,7 @@ class Engine:
         if settings.draft is not None and not self.use_cache:
             raise InputError(TAKES_BACK)
 
+    @torch.inference_mode()
     def cancel(self, request: int) -> None:
         """Forget a request, waiting or running."""
         self.waiting = deque(lane for lane in self.waiting if lane.id != request)
@@ -147,6 +148,8 @@ class Engine:
         found = self._searched(old, new)
         if found is not None:
             return found
+        if isinstance(self.rows, Searched):
+            self.rows.settle()
         events: list[Event] = []
         if old and self.proposer is not None:
             assert not isinstance(self.rows, Remembered)
@@ -272,21 +275,21 @@ class Engine:
     def _searched(self, old: list[Lane], new: list[Lane]) -> list[Event] | None:
         """A step of a plain search by one operator; None where there is none for these rows."""
         lanes = old + new
-        running = [number for number, lane in enumerate(lanes) if not lane.done]
-        searches = [search for number in running if (search := lanes[number].beams) is not None]
-        if not searches or len(searches[0].groups) > 1 or (old and (new or not isinstance(self.rows, Searched))):
+        searches = [lane.beams for lane in lanes if lane.beams is not None]
+        lengths = [search.length for search in searches if not search.done]
+        if not lengths or len(searches[0].groups) > 1 or (old and (new or not isinstance(self.rows, Searched))):
             return None
-        without = self._filtering(lanes).ruled_out([search.length for search in searches])
+        without = self._filtering(lanes).ruled_out(lengths)
         rows = self._fresh_rows(new[0].settings.rows) if new and without is not None else self.rows
         if without is None or not isinstance(rows, Searched) or (new and not rows.enter([one.prompt for one in new])):
             return None
         self.rows, self.lanes = rows, lanes
-        found = rows.best(searches, running, without)
-        if found is None:
+        over = rows.advance(searches, without)
+        if over is None:
             return None
-        rows.move(running, beam.advance_found(searches, *found, self.vocabulary))
-        events = [event for number in running if lanes[number].done for event in lanes[number].verdicts()]
-        self._retire(patient=not self.waiting)  # rows that are over cost the operator nothing
+        events = [event for number in over for event in lanes[number].verdicts()]
+        if over:
+            self._retire(patient=not self.waiting)  # rows that are over cost the operator nothing
         return events
 
     # -- leaving --------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-SOURCES = sorted(FOLDER.glob("*.cpp"))
+FIRST = "step.cpp"  # makes the Plan known that others are given
+SOURCES = sorted(FOLDER.glob("*.cpp"), key=lambda file: (file.name != FIRST, file.name))
 HEADERS = sorted(FOLDER.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")

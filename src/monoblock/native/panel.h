@@ -16,7 +16,23 @@ namespace panels {
 constexpr int TALL = LANES == 16 ? 12 : 6;  // rows of a weight at once: as many sums as there are registers for
 constexpr int BROAD = 2;                    // vectors of rows in a panel
 constexpr int64_t BLOCK = 8 * TALL;         // rows of a weight that stay near while the panels pass
-constexpr int64_t LINE = 16, SOON = 64;     // weights in a line of memory, and how many before they are read it is fetched
+constexpr int64_t LINE = 16;                // weights in a line of memory
+
+// Weights that will be read after these: a few lines of them are fetched for each line that is multiplied.
+struct Soon {
+  const float* next;
+  int64_t lines, each;  // still to be fetched, and how many at a time
+
+  // All of them in the time that `tiles` takes `times`.
+  Soon(const float* from, int64_t weights, int64_t rows, int64_t K, int64_t times)
+      : next(from), lines((weights + LINE - 1) / LINE) {
+    const int64_t steps = std::max<int64_t>(1, rows / TALL * (K / LINE) * times);
+    each = (lines + steps - 1) / steps;
+  }
+  void fetch() {
+    for (int64_t n = std::min(each, lines); n > 0; --n, --lines, next += LINE) __builtin_prefetch(next, 0, 2);
+  }
+};
 
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
@@ -24,7 +40,7 @@ inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
 // R rows of a weight (stride K) with a panel x (K, C LANES) -> y (R, C LANES).
 template <int R, int C>
-inline void tile(const float* weight, int64_t K, const float* x, const float* bias, float* y) {
+inline void tile(const float* weight, int64_t K, const float* x, const float* bias, float* y, Soon& soon) {
   Floats sums[R][C];
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int c = 0; c < C; ++c) sums[r][c] = all(bias ? bias[r] : 0.0f);
@@ -38,7 +54,7 @@ inline void tile(const float* weight, int64_t K, const float* x, const float* bi
   };
   int64_t k = 0;
   for (; k + LINE <= K; k += LINE) {
-    UNROLL for (int r = 0; r < R; ++r) prefetch(weight + r * K + k, 4 * SOON);
+    soon.fetch();
     for (int64_t n = k; n < k + LINE; ++n) add(n);
   }
   for (; k < K; ++k) add(k);
@@ -47,19 +63,20 @@ inline void tile(const float* weight, int64_t K, const float* x, const float* bi
 }
 
 template <int C>
-inline void tiles(const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y) {
+inline void tiles(const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y, Soon& soon) {
   int64_t n = 0;
   const auto next = [&]<int R>() {
     for (; n + R <= count; n += R)
-      tile<R, C>(weight + n * K, K, x, bias ? bias + n : nullptr, y + n * C * LANES);
+      tile<R, C>(weight + n * K, K, x, bias ? bias + n : nullptr, y + n * C * LANES, soon);
   };
   next.template operator()<TALL>();
   next.template operator()<4>();
   next.template operator()<1>();
 }
 
-inline void tiles(int broad, const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y) {
-  broad == BROAD ? tiles<BROAD>(weight, count, K, x, bias, y) : tiles<1>(weight, count, K, x, bias, y);
+inline void tiles(int broad, const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y,
+                  Soon& soon) {
+  broad == BROAD ? tiles<BROAD>(weight, count, K, x, bias, y, soon) : tiles<1>(weight, count, K, x, bias, y, soon);
 }
 
 // -- between products -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ struct Row {
 
 struct Many {
   const Plan& plan;
-  const float* x;  // (rows, D)
+  const float* x = nullptr;  // (rows, D)
   std::vector<Row> rows;  // those that go on
   int64_t copies = 1;     // rows that look at one source
   std::vector<Held> own, sources;
@@ -182,10 +182,13 @@ class Share {
   // All panels with one weight, a block of its rows at a time.
   void product(const Matrix& m, float* Panel::*from, float* Panel::*to, int64_t offset = 0) {
     const float* weight = static_cast<const float*>(m.weight);
-    for (int64_t n = 0; n < m.rows; n += BLOCK)
+    for (int64_t n = 0; n < m.rows; n += BLOCK) {
+      const int64_t rows = std::min(BLOCK, m.rows - n), left = m.rows - n - rows;
+      Soon soon(weight + (n + rows) * m.columns, std::min(BLOCK, left) * m.columns, rows, m.columns, panels.size());
       for (Panel& p : panels)
-        tiles(p.broad, weight + n * m.columns, std::min(BLOCK, m.rows - n), m.columns, p.*from, m.bias ? m.bias + n : nullptr,
-              p.*to + (offset + n) * p.step());
+        tiles(p.broad, weight + n * m.columns, rows, m.columns, p.*from, m.bias ? m.bias + n : nullptr,
+              p.*to + (offset + n) * p.step(), soon);
+    }
   }
 
   const Row& row(const Panel& p, int64_t i) const { return many.rows[p.first + i]; }

@@ -5,13 +5,12 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <omp.h>
-
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <vector>
 
-#include "many.h"
+#include "many_rows.h"
 
 namespace {
 namespace panels {
@@ -20,7 +19,7 @@ constexpr int64_t AT_ONCE = 128;  // rows of a thread that pass the weights toge
 
 bool sayable(const c10::intrusive_ptr<Plan>& plan) { return says(*plan); }
 
-// x (N, D), the tokens of texts of these lengths one after the other -> (N, D).  Each thread reads some of the texts.
+// x (N, D), the tokens of texts of these lengths one after the other -> (N, D).  A thread reads some texts at a time.
 at::Tensor read(const c10::intrusive_ptr<Plan>& plan, const at::Tensor& x, const at::Tensor& lengths) {
   const int64_t N = x.size(0), D = plan->width, *length = lengths.const_data_ptr<int64_t>();
   TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.numel() == N * D && N > 0, "expected fp32 rows");
@@ -44,15 +43,16 @@ at::Tensor read(const c10::intrusive_ptr<Plan>& plan, const at::Tensor& x, const
   }
   TORCH_CHECK(begins.back() == N, "fewer tokens than rows");
   float* to = out.mutable_data_ptr<float>();
+  const auto border = [&](int64_t row) { return *std::lower_bound(begins.begin(), begins.end(), std::min(row, N)); };
+  std::vector<int64_t> pieces{0};
+  while (pieces.back() < N) pieces.push_back(border(pieces.back() + AT_ONCE));
+  std::atomic<size_t> next{0};  // threads are not equally quick: who comes first takes the next piece
   const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
 #pragma omp parallel num_threads(threads)
   {
     thread_local std::vector<float> room;
-    const auto border = [&](int64_t row) { return *std::lower_bound(begins.begin(), begins.end(), std::min(row, N)); };
-    const int64_t of = omp_get_num_threads(), until = border(N * (omp_get_thread_num() + 1) / of);
-    for (int64_t first = border(N * omp_get_thread_num() / of), next; first < until; first = next) {
-      next = std::min(until, border(first + AT_ONCE));
-      Share share(many, first, next, room);
+    for (size_t n; (n = next++) + 1 < pieces.size();) {
+      Share share(many, pieces[n], pieces[n + 1], room);
       share.run();
       share.leave(to);
     }

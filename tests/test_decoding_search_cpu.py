@@ -1,14 +1,16 @@
 """Searches whose steps are one operator: the texts and scores of the plain model in fp64, whatever goes on beside."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import build
 
 import monoblock as mb
-from monoblock.decoding import prepare, searched
+from monoblock.decoding import prepare, search_cpu
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prepare import prepared
-from monoblock.decoding.searched import Searched, operators
+from monoblock.decoding.search_cpu import Searched, operators
 from monoblock.decoding.settings import Settings
 from monoblock.lora import adapted, add_lora, folded
 from monoblock.native import library
@@ -34,7 +36,7 @@ def compiled(monkeypatch):
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """Whether searches were begun, and their steps taken, by the operator."""
-    taken = {"enter": [], "best": []}
+    taken = {"enter": [], "advance": []}
 
     def counted(name, run):
         def noted(self, *given):
@@ -45,7 +47,7 @@ def served(monkeypatch):
         return noted
 
     for name in taken:
-        monkeypatch.setattr(searched.Searched, name, counted(name, getattr(Searched, name)))
+        monkeypatch.setattr(search_cpu.Searched, name, counted(name, getattr(Searched, name)))
     return taken
 
 
@@ -75,7 +77,7 @@ def texts(model, given, asked=ASKED, late=0, rows=1000, **options):
 def same(found, wanted):
     assert {key: tokens for key, (tokens, _) in found.items()} == {key: tokens for key, (tokens, _) in wanted.items()}
     for key, (_, score) in found.items():
-        assert score == pytest.approx(wanted[key][1], abs=2e-5)
+        assert score == pytest.approx(wanted[key][1], abs=2e-5, rel=2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,15 +85,74 @@ def test_texts_and_scores_are_those_of_the_plain_model_in_fp64(kind, served):
     model = translator(**KINDS[kind])
     assert operators(prepared(model)) is not None
     found = texts(model, sources(11))
-    assert served == {"enter": [True], "best": [True] * 17}
+    assert served == {"enter": [True], "advance": [True] * 17}
     same(found, texts(model.double(), sources(11), fast=False, use_cache=False))
+
+
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("penalty", [-0.7, 0.0, 1.3])
+def test_searches_end_as_those_of_the_plain_model_do(early, penalty, served):
+    model, asked = translator(), Settings(max_new_tokens=13, num_beams=3, num_return_sequences=3)
+    said = texts(model, sources(11), asked)
+    ends = tuple({tokens[3 + n % 7] for (n, _), (tokens, _) in said.items()} - {said[0, 0][0][0]})
+    asked = replace(asked, eos_token_id=ends, early_stopping=early, length_penalty=penalty)
+    found = texts(model, sources(11), asked)
+    assert all(served["advance"])
+    assert len({len(tokens) for tokens, _ in found.values()}) > 1
+    same(found, texts(model.double(), sources(11), asked, fast=False, use_cache=False))
+
+
+@pytest.mark.parametrize("changes", [{"embedding_norm": True}, {"positions": "learned"}, {"positions": "none"}])
+def test_tokens_are_embedded_as_the_model_does(changes, served):
+    model = translator(**changes)
+    by = operators(prepared(model))
+    assert (by.embedding is None) == ("embedding_norm" in changes)  # one with a norm is not the operator's
+    found = texts(model, sources(11))
+    assert served["advance"] == [True] * 17
+    same(found, texts(model.double(), sources(11), fast=False, use_cache=False))
+
+
+def test_neighbours_and_threads_change_nothing():
+    model, given = translator(), sources(23)
+    threads = torch.get_num_threads()
+    wanted = texts(model, given)
+    try:
+        torch.set_num_threads(1 if threads > 1 else 3)
+        same(texts(model, given), wanted)
+    finally:
+        torch.set_num_threads(threads)
+    for first, count in ((0, 7), (7, 16)):
+        found = texts(model, given[first : first + count])
+        same(found, {(n - first, rank): one for (n, rank), one in wanted.items() if first <= n < first + count})
+
+
+def test_two_engines_at_once_do_not_share_what_they_remember():
+    model, given = translator(), sources(11)
+    wanted, engines = texts(model, given), [Engine(model, rows=1000) for _ in range(2)]
+    orders = [{engine.add((1,), ASKED, source): n for n, source in enumerate(given)} for engine in engines]
+    found = [{}, {}]
+    while any(engine.busy for engine in engines):
+        for engine, order, one in zip(engines, orders, found, strict=True):
+            one |= {(order[event.id], event.number): (event.tokens, event.score) for event in engine.step()}
+    assert found == [wanted, wanted]
+
+
+def test_a_request_that_is_cancelled_leaves_the_others_as_they_were():
+    model, given = translator(), sources(11)
+    wanted, engine, found = texts(model, given), Engine(model, rows=1000), {}
+    order = {engine.add((1,), ASKED, source): n for n, source in enumerate(given)}
+    for steps in range(100):
+        found |= {(order[event.id], event.number): (event.tokens, event.score) for event in engine.step()}
+        if steps == 4:
+            engine.cancel(5)
+    same(found, {key: one for key, one in wanted.items() if order[5] != key[0]})
 
 
 def test_what_is_ruled_out_is_never_said_and_a_shorter_text_may_not_end(served):
     asked = Settings(max_new_tokens=9, min_new_tokens=5, num_beams=4, eos_token_id=(2,), suppress_tokens=(11, 13))
     model = translator()
     found = texts(model, sources(7), asked)
-    assert served == {"enter": [True], "best": [True] * 9}
+    assert served == {"enter": [True], "advance": [True] * 9}
     same(found, texts(model.double(), sources(7), asked, fast=False, use_cache=False))
 
 
@@ -100,7 +161,7 @@ def test_newcomers_change_nothing(rows, served):
     """They come while others are under way, at once or as soon as there is room."""
     model = translator()
     found = texts(model, sources(11), late=4, rows=rows)
-    assert sum(served["best"]) > 10
+    assert sum(served["advance"]) > 10
     same(found, texts(model.double(), sources(11), fast=False, use_cache=False))
 
 
@@ -116,7 +177,7 @@ def test_rows_that_are_over_go_where_the_operator_does_not_run(served):
         assert 4 * sum(lane.done for lane in engine.lanes) < len(engine.lanes)
         assert engine.rows.cache.batch == 3 * len(engine.lanes)
         engine.step()
-    assert not any(served["best"])
+    assert not any(served["advance"])
 
 
 @pytest.mark.parametrize("target", ["encoder.0.attention.query", "decoder.1.cross.output", "decoder.0.cross.key"])
@@ -137,7 +198,7 @@ def test_a_decoder_alone_is_searched_from_prompts_of_several_tokens(served):
     ids = torch.arange(3 * 5).view(3, 5) % 37
     asked = {"max_new_tokens": 11, "num_beams": 4, "eos_token_id": 2}
     found = model.generate(ids, **asked)
-    assert served == {"enter": [False], "best": [True] * 10}  # the prompts are read the plain way
+    assert served == {"enter": [False], "advance": [True] * 10}  # the prompts are read the plain way
     assert torch.equal(found, model.double().generate(ids, use_cache=False, **asked))
 
 
