@@ -62,11 +62,15 @@ def command(
     asked = options(module.Options, own if jobs is None else {**own, "jobs": jobs})
     folder = out if out is not None else Path("runs") / f"compare-{experiment}"
     folder.mkdir(parents=True, exist_ok=True)
-    for said in module.run(asked, overrides, folder, data_folder(data)):
-        if isinstance(said, Result):
-            _report(said, folder, as_json)
-        else:
-            click.echo(said, err=True)
+    try:
+        for said in module.run(asked, overrides, folder, data_folder(data)):
+            if isinstance(said, Result):
+                _report(said, folder, as_json)
+            else:
+                click.echo(said, err=True)
+    finally:
+        if not any(folder.iterdir()):  # refused before anything was done
+            folder.rmdir()
 
 
 def _sorted(words: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
