@@ -87,6 +87,15 @@ def test_the_move_is_a_constant_of_the_gradient():
     torch.testing.assert_close(found, expected)
 
 
+def test_an_embedding_that_is_frozen_changes_nothing_for_the_rest():
+    model, inputs, labels = texts()
+    weight = model.encoder.blocks[0].attention.query.weight
+    (expected,) = torch.autograd.grad(Adversarial(Loss(), SIZE)(model, inputs, labels), weight)
+    model.input.requires_grad_(False)
+    (found,) = torch.autograd.grad(Adversarial(Loss(), SIZE)(model, inputs, labels), weight)
+    torch.testing.assert_close(found, expected)
+
+
 def test_padding_changes_nothing():
     model, inputs, labels = texts()
     alone = sum(

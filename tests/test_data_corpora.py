@@ -65,6 +65,8 @@ def test_files_in_the_data_folder_come_before_those_of_a_package(monkeypatch, tm
     assert place_of("reviews", tmp_path) == "package"
     (tmp_path / "reviews").mkdir()
     (tmp_path / "reviews/train.tsv").write_text("positive\tmine\n")
+    assert place_of("reviews", tmp_path) == "package", "half of a corpus is none"
+    (tmp_path / "reviews/test.tsv").write_text("negative\tyours\n")
     assert place_of("reviews", tmp_path) == "folder"
     assert [row.text for row in load("reviews", folder=tmp_path)] == ["mine"]
 

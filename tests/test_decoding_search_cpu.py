@@ -148,6 +148,43 @@ def test_a_request_that_is_cancelled_leaves_the_others_as_they_were():
     same(found, {key: one for key, one in wanted.items() if order[5] != key[0]})
 
 
+@pytest.mark.parametrize("left", [0, 1, 4])
+def test_cancelling_beside_texts_that_are_over(left):
+    """All that run but a few are forgotten as soon as one text is over."""
+    asked = Settings(max_new_tokens=13, num_beams=3, eos_token_id=tuple(range(3, 18)))
+    model, given = translator(), sources(11)
+    wanted, engine, found, gone = texts(model, given, asked), Engine(model, rows=1000), {}, set()
+    order = {engine.add((1,), asked, source): n for n, source in enumerate(given)}
+    while engine.busy:
+        found |= {(order[event.id], event.number): (event.tokens, event.score) for event in engine.step()}
+        running = [lane.id for lane in engine.lanes if not lane.done]
+        if not gone and len(running) < len(engine.lanes):
+            gone |= {order[one] for one in running[left:]}
+            for one in running[left:]:
+                engine.cancel(one)
+    assert 0 < len(gone) < len(given)
+    same(found, {key: one for key, one in wanted.items() if key[0] not in gone})
+
+
+def test_a_newcomer_takes_the_room_of_a_text_that_is_over():
+    asked = Settings(max_new_tokens=20, num_beams=5, eos_token_id=tuple(range(3, 18)))
+    engine = Engine(translator(), rows=55)
+    for source in sources(11):
+        engine.add((1,), asked, source)
+    while not any(lane.done for lane in engine.lanes):
+        engine.step()
+    assert len(engine.lanes) == 11
+    late = engine.add((1,), asked, [4, 5])
+    engine.step()
+    assert late in {lane.id for lane in engine.lanes}
+
+
+def test_under_autocast_the_plain_path_searches(served):
+    with torch.autocast("cpu", torch.bfloat16):
+        texts(translator(), sources(7))
+    assert not any(served["advance"])
+
+
 def test_what_is_ruled_out_is_never_said_and_a_shorter_text_may_not_end(served):
     asked = Settings(max_new_tokens=9, min_new_tokens=5, num_beams=4, eos_token_id=(2,), suppress_tokens=(11, 13))
     model = translator()

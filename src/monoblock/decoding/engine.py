@@ -127,7 +127,7 @@ class Engine:
     def cancel(self, request: int) -> None:
         """Forget a request, waiting or running."""
         self.waiting = deque(lane for lane in self.waiting if lane.id != request)
-        self._drop([lane for lane in self.lanes if lane.id == request])
+        self._drop([lane for lane in self.lanes if lane.id == request or lane.done])
 
     @property
     def busy(self) -> bool:
@@ -170,15 +170,14 @@ class Engine:
     def _admit(self) -> list[Lane]:
         """Take in what fits: rows and beams as those that run."""
         taken: list[Lane] = []
-        used = sum(len(lane.rows) if lane.beams is None else lane.settings.num_beams for lane in self.lanes)
+        used = sum(lane.settings.rows for lane in self.lanes if not lane.done)
         while self.waiting:
             lane = self.waiting[0]
-            size = lane.settings.rows
             alike = not (self.lanes + taken) or (self.lanes + taken)[0].settings.shape == lane.settings.shape
-            if not alike or used + size > self.limit:
+            if not alike or used + lane.settings.rows > self.limit:
                 break
             taken.append(self.waiting.popleft())
-            used += size
+            used += lane.settings.rows
         if taken and self.lanes:
             self._drop([lane for lane in self.lanes if lane.done])
         return taken
@@ -288,8 +287,7 @@ class Engine:
         if over is None:
             return None
         events = [event for number in over for event in lanes[number].verdicts()]
-        if over:
-            self._retire(patient=not self.waiting)  # rows that are over cost the operator nothing
+        self._retire(patient=not self.waiting)  # rows that are over cost the operator nothing
         return events
 
     # -- leaving --------------------------------------------------------------------------------------------------
@@ -309,6 +307,8 @@ class Engine:
             self.lanes, self.filters = [], None
             if isinstance(self.rows, Captured):
                 self.rows.rest()
+            elif isinstance(self.rows, Searched):
+                self.rows = None  # others may have its room
             return
         assert self.rows is not None
         rows = torch.tensor([number * size + row for number in kept for row in range(size)], device=self.rows.device)

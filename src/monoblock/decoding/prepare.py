@@ -47,7 +47,9 @@ TWINS_MADE: WeakKeyDictionary[Transformer, tuple[tuple[int, ...], Transformer]] 
 
 
 def prepared(model: Transformer) -> Transformer:
-    """A twin of the model for fast steps."""
+    """A twin of the model for fast steps; the model itself where its number format is not that of its weights."""
+    if torch.is_autocast_enabled("cpu") and _on_cpu(model):
+        return model
     made = TWINS_MADE.get(model)
     if made is None or made[0] != places(model):
         with torch.inference_mode(False), torch.no_grad():

@@ -89,6 +89,8 @@ def _searcher(model: Transformer, embedding: Embedding | None) -> Any:
         return None
     bias = head.bias if head.bias is not None else head.fixed_bias
     given = None if bias is None else bias.detach().flatten()
+    if given is not None and not _fp32(given):
+        return None
     tokens, scale = (None, 1.0) if embedding is None else (_tokens(model, embedding), embedding.scale)
     made = torch.classes.monoblock.Searcher(whole.plan, table.detach(), given, head.scale, tokens, scale)
     return made if made.fits() else None
@@ -188,7 +190,8 @@ class Searched(Cached):
             text.length += not text.done
         for number in over:
             group = texts[number].groups[0]
-            group.done, group.ended = True, _hypotheses(*self.search.text(number)[1])
+            group.running, group.ended = (_hypotheses(*some) for some in self.search.text(number))
+            group.done = True
         return over
 
     def _begun(self, texts: list[Beams]) -> bool:

@@ -56,7 +56,7 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise InputError(f"{name}={value!r} cannot be: {advice}")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InputError(f"early_stopping={self.early_stopping!r} is none of True, False, 'never'")
         if self.draft not in (None, *DRAFTS):
             listed = " or ".join(map(repr, DRAFTS))
@@ -141,7 +141,7 @@ RANGES = {
     "typical_p": (1e-9, 1.0, "write a share of the probability, above 0 and at most 1"),
     "repetition_penalty": (1e-3, 1e3, "write 1 for none, about 1.2 to discourage repetition"),
     "diversity_penalty": (0.0, 1e6, "write 0 or more"),
-    "length_penalty": (-1e3, 1e3, "write 0 for none, above 0 to prefer long texts"),
+    "length_penalty": (-50, 50, "write 0 for none, above 0 to prefer long texts"),
 }
 
 

@@ -170,8 +170,9 @@ def _prepared(
     ground = lay(recipe, context, data=data, folder=folder if resume or not world.leads else None, start=start)
     asked, recipe = recipe, tuning.resolved(recipe, ground)
     part = recipe.train
-    compiled = "no" if part.adversarial else part.compile  # its loss needs a gradient on the way
-    choice = choose(part.device, part.precision, compiled, deterministic=part.deterministic, steps=part.steps)
+    plain = "adversarial training needs a gradient on the way" if part.adversarial else None
+    exact, steps = part.deterministic, part.steps
+    choice = choose(part.device, part.precision, part.compile, deterministic=exact, steps=steps, plain=plain)
     vocab = None if ground.tokenizer is None else ground.tokenizer.vocab_size
     config = model_config(recipe, vocab, None if start is None else start.config, **ground.sizes)
     torch.manual_seed(part.seed)

@@ -32,8 +32,11 @@ class Words:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if name != WORDS:
             return tensor
-        self.seen = tensor
-        return tensor if self.instead is None else self.instead
+        if self.instead is not None:
+            return self.instead
+        frozen = not tensor.requires_grad
+        self.seen = tensor.detach().requires_grad_() if frozen else tensor
+        return self.seen
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,15 @@ class Choice:
 
 
 def choose(
-    device: str = "auto", precision: str = "auto", compile: str = "auto", *, deterministic: bool = False, steps: int = 0
+    device: str = "auto",
+    precision: str = "auto",
+    compile: str = "auto",
+    *,
+    deterministic: bool = False,
+    steps: int = 0,
+    plain: str | None = None,
 ) -> Choice:
-    """Decide, and say why."""
+    """Decide, and say why; `plain` is why nothing can be compiled."""
     cuda = torch.cuda.is_available()
     place = torch.device(("cuda" if cuda else "cpu") if device == "auto" else device)
     said = [
@@ -68,6 +74,8 @@ def choose(
     if compile == "auto" or (compile == "graphs" and not graphs):
         compiled = place.type == "cuda" and steps >= 300
         why = "it pays on a GPU" if compiled else "it would take longer than it saves"
+    if plain is not None:
+        graphs, compiled, why = False, False, plain
     said.append(Chosen(f"compiled{' to graphs' if graphs else ''}" if compiled else "not compiled", why))
     if place.type == "cpu" and name == "fp32" and not compiled:
         said.append(_kernels())
