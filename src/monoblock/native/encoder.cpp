@@ -48,15 +48,17 @@ at::Tensor read(const c10::intrusive_ptr<Plan>& plan, const at::Tensor& x, const
   while (pieces.back() < N) pieces.push_back(border(pieces.back() + AT_ONCE));
   std::atomic<size_t> next{0};  // threads are not equally quick: who comes first takes the next piece
   const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  Failure failure;
 #pragma omp parallel num_threads(threads)
-  {
+  failure.keep([&] {
     thread_local std::vector<float> room;
     for (size_t n; (n = next++) + 1 < pieces.size();) {
       Share share(many, pieces[n], pieces[n + 1], room);
       share.run();
       share.leave(to);
     }
-  }
+  });
+  failure.tell();
   return out;
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <exception>
+#include <mutex>
 #include <vector>
 
 #include "panel.h"
@@ -101,6 +103,28 @@ inline void look_at(int64_t count, Key key, Value value, int64_t size, int64_t v
     std::memcpy(out + i, sums, 4 * width);
   }
 }
+
+// What went wrong first in one of several threads: none may throw past the others, so it is thrown when all have ended.
+class Failure {
+ public:
+  template <class Work>
+  void keep(Work work) noexcept {
+    try {
+      work();
+    } catch (...) {
+      const std::lock_guard<std::mutex> alone(lock);
+      if (!first) first = std::current_exception();
+    }
+  }
+
+  void tell() const {
+    if (first) std::rethrow_exception(first);
+  }
+
+ private:
+  std::mutex lock;
+  std::exception_ptr first;
+};
 
 // Whether this says all that a stack does.
 inline bool says(const Plan& plan) {

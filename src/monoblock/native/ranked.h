@@ -121,15 +121,18 @@ inline void rank(const std::vector<Panel>& panels, const Output& out) {
 // Panels that wait to be ranked by whoever comes first: threads are not equally quick.
 class Waiting {
  public:
-  explicit Waiting(int threads) : coming(threads) {}
-
   void add(const std::vector<Panel>& some) {
     const std::lock_guard<std::mutex> alone(lock);
     panels.insert(panels.end(), some.begin(), some.end());
-    --coming;
   }
 
-  // Some of them, and none when there will be no more.  A few at a time share what is read of the table.
+  // A thread adds no more; each says so once, whatever has become of it.
+  void leave() {
+    const std::lock_guard<std::mutex> alone(lock);
+    ++left;
+  }
+
+  // Some of them, and none when all threads of the team have left.  A few at a time share what is read of the table.
   std::vector<Panel> take(int threads) {
     for (int tries = 0;; ++tries) {
       {
@@ -140,7 +143,7 @@ class Waiting {
           panels.erase(first, panels.end());
           return some;
         }
-        if (!coming) return {};
+        if (left == threads) return {};
       }
       if (tries > 100) sched_yield();
     }
@@ -149,7 +152,7 @@ class Waiting {
  private:
   std::mutex lock;
   std::vector<Panel> panels;
-  int coming;  // threads that are still in the stack
+  int left = 0;  // threads that have come out of the stack
 };
 
 }  // namespace panels

@@ -41,21 +41,25 @@ struct Searcher : torch::CustomClassHolder {
         scale(scale_), token_scale(token_scale_) {
     check(table);
     if (tokens) check(*tokens);
+    TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->is_cpu() &&
+                          bias->numel() == table.size(0)), "expected an fp32 number for each row of the table");
   }
 
   void check(const at::Tensor& t) const {
-    TORCH_CHECK(t.dim() == 2 && t.scalar_type() == at::kFloat && t.is_contiguous(), "expected an fp32 table");
+    TORCH_CHECK(t.dim() == 2 && t.scalar_type() == at::kFloat && t.is_contiguous() && t.is_cpu(), "expected an fp32 table");
     TORCH_CHECK(t.size(1) == plan->width, "a table of another width");
   }
 
   bool fits() const { return says(*plan); }
 
   // Memory for what rows remember: that of the last search once nobody reads it any more.  Fresh pages cost more than
-  // what is written to them.
+  // what is written to them; but what one large search needed is not kept for ever.
   at::Tensor room(int64_t size) {
     const std::lock_guard<std::mutex> alone(lock);
-    if (!memory.defined() || memory.storage().use_count() > 1 || memory.numel() < size)
+    if (!memory.defined() || memory.storage().use_count() > 1 || memory.numel() < size || memory.numel() / 2 > size) {
+      memory.reset();
       memory = at::empty({size}, table.options());
+    }
     return memory.alias();
   }
 
@@ -64,9 +68,14 @@ struct Searcher : torch::CustomClassHolder {
   at::Tensor memory;
 };
 
-Held held(const at::Tensor& keys, const at::Tensor& values) {
-  for (const at::Tensor* t : {&keys, &values})
+// Keys and values of a block for at least so many columns; `made`, `made_values`: how many numbers a token has in each.
+Held held(const at::Tensor& keys, const at::Tensor& values, int64_t rows, int64_t groups, int64_t columns, int64_t made,
+          int64_t made_values) {
+  for (const auto& [t, size] : {std::pair{&keys, made}, {&values, made_values}}) {
     TORCH_CHECK(t->dim() == 4 && t->scalar_type() == at::kFloat && t->stride(3) == 1 && t->is_cpu(), "expected fp32 heads");
+    TORCH_CHECK(t->size(0) == rows && t->size(1) == groups && t->size(2) >= columns && t->size(3) * groups == size,
+                "keys or values that do not fit");
+  }
   return {static_cast<float*>(keys.data_ptr()), static_cast<float*>(values.data_ptr()), keys.stride(0), keys.stride(1),
           keys.stride(2), values.stride(0), values.stride(1), values.stride(2), keys.size(3), values.size(3)};
 }
@@ -84,14 +93,7 @@ struct Search : torch::CustomClassHolder {
     rows = lengths.numel(), many.copies = asked.size;
     TORCH_CHECK(lengths.scalar_type() == at::kLong && lengths.is_contiguous() && rows % asked.size == 0, "rows that do not fit");
     length.assign(lengths.const_data_ptr<int64_t>(), lengths.const_data_ptr<int64_t>() + rows);
-    TORCH_CHECK(keys.size() == by->plan->layers.size() && values.size() == keys.size(), "a slot for each block");
-    columns = keys[0].size(2) - 1;  // the last one is for padding
-    for (size_t l = 0; l < keys.size(); ++l) {
-      TORCH_CHECK(keys[l].size(0) == rows && keys[l].size(2) > columns, "a slot that does not fit");
-      many.own.push_back(held(keys[l], values[l]));
-    }
-    for (size_t l = 0; l < source_keys.size(); ++l) many.sources.push_back(held(source_keys[l], source_values[l]));
-    if (!source_keys.empty()) looked_at(rows / asked.size, source_keys[0].size(2));
+    hold(by->plan->layers);
     TORCH_CHECK(!places || (places->size(0) >= columns && places->size(1) == by->plan->width && places->is_contiguous() &&
                             places->scalar_type() == at::kFloat), "places that do not fit");
     origins.resize(rows * columns);
@@ -102,6 +104,7 @@ struct Search : torch::CustomClassHolder {
   void add(int64_t first, const std::vector<double>& scores, const at::Tensor& running, const std::vector<double>& ended,
            const Tensors& texts, bool done) {
     TORCH_CHECK(int64_t(scores.size()) == asked.size && running.size(0) == asked.size, "another number of beams");
+    TORCH_CHECK(ended.size() == texts.size(), "a score for each text");
     Beams one;
     for (int64_t n = 0; n < asked.size; ++n) one.running.push_back({list(running[n]), scores[n]});
     for (size_t n = 0; n < texts.size(); ++n) one.ended.push_back({list(texts[n]), ended[n]});
@@ -194,10 +197,31 @@ struct Search : torch::CustomClassHolder {
     return said.empty() ? firsts[text] : said.back();
   }
 
+  // Where keys and values lie: a slot for each block, and a source for each that looks at one.
+  void hold(const std::vector<Layer>& layers) {
+    TORCH_CHECK(!keys.empty() && keys.size() == layers.size() && values.size() == keys.size(), "a slot for each block");
+    const size_t looking = std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.cross_heads > 0; });
+    TORCH_CHECK(source_keys.size() == looking && source_values.size() == looking, "a source for each block that looks at it");
+    const int64_t texts = rows / asked.size, size = looking ? source_keys[0].size(2) : 0;
+    columns = keys[0].size(2) - 1;  // the last one is for padding
+    for (size_t l = 0, s = 0; l < layers.size(); ++l) {
+      const Layer& own = layers[l];
+      many.own.push_back(held(keys[l], values[l], rows, own.groups, columns + 1, own.key.rows, own.value.rows));
+      many.sources.emplace_back();
+      if (!own.cross_heads) continue;
+      const int64_t each = own.cross_heads / own.cross_groups;
+      many.sources.back() = held(source_keys[s], source_values[s], texts, own.cross_groups, size,
+                                 own.cross_query.rows / each, own.cross_output.columns / each);
+      ++s;
+    }
+    if (looking) looked_at(texts, size);
+  }
+
   void looked_at(int64_t texts, int64_t size) {
     many.source_lengths.assign(texts, size);
     if (!seen) return;
-    TORCH_CHECK(seen->scalar_type() == at::kBool && seen->is_contiguous() && seen->size(1) == size, "a mask that does not fit");
+    TORCH_CHECK(seen->scalar_type() == at::kBool && seen->is_contiguous() && seen->dim() == 2 && seen->size(1) == size &&
+                (seen->size(0) == 1 || seen->size(0) == texts), "a mask that does not fit");
     many.seen = seen->const_data_ptr<bool>(), many.seen_row = seen->size(0) > 1 ? size : 0;
     bool holes = false;
     for (int64_t t = 0; t < texts; ++t) {
@@ -226,17 +250,23 @@ struct Search : torch::CustomClassHolder {
   static void run(const Many& many, const Output& out) {
     const int64_t rows = int64_t(many.rows.size()), vectors = (rows + LANES - 1) / LANES;
     const int threads = at::in_parallel_region() ? 1 : int(std::min<int64_t>(at::get_num_threads(), vectors));
-    Waiting waiting(std::max(1, threads));
+    Waiting waiting;
+    Failure failure;
 #pragma omp parallel num_threads(std::max(1, threads))
     {
-      thread_local std::vector<float> memory;  // the same for all steps: fresh pages would cost more than they hold
-      const int64_t number = omp_get_thread_num(), of = omp_get_num_threads();
-      const int64_t first = vectors * number / of * LANES, until = std::min(rows, vectors * (number + 1) / of * LANES);
-      Share share(many, first, until, memory);
-      share.run();
-      waiting.add(share.panels);
-      for (std::vector<Panel> some; !(some = waiting.take(of)).empty();) rank(some, out);
+      const int64_t number = omp_get_thread_num(), of = omp_get_num_threads();  // perhaps fewer than were asked for
+      failure.keep([&] {
+        thread_local std::vector<float> memory;  // the same for all steps: fresh pages would cost more than they hold
+        Share share(many, vectors * number / of * LANES, std::min(rows, vectors * (number + 1) / of * LANES), memory);
+        share.run();
+        waiting.add(share.panels);
+      });
+      waiting.leave();
+      failure.keep([&] {
+        for (std::vector<Panel> some; !(some = waiting.take(of)).empty();) rank(some, out);
+      });
     }
+    failure.tell();
   }
 
   // The best of what was found in the rows of a text are its candidates; rows go on where their beams come from.
