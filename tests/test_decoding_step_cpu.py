@@ -1,9 +1,8 @@
 """A step of a whole stack by one operator says what the plain path says, and leaves the cache as it would."""
 
-from weakref import WeakKeyDictionary
-
 import pytest
 import torch
+from operator_support import watched
 from support import build, close, has_both, is_decoder, near, presets, source, tokens, toy
 
 import monoblock as mb
@@ -26,18 +25,7 @@ def compiler():
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """Whether each step was taken by the operator; toys are given to it too."""
-    taken = []
-    run = step_cpu.Whole.__call__
-
-    def counted(self, *given):
-        found = run(self, *given)
-        taken.append(found is not None)
-        return found
-
-    monkeypatch.setattr(step_cpu.Whole, "__call__", counted)
-    monkeypatch.setattr(prepare, "LARGE", 0)
-    monkeypatch.setattr(prepare, "TWINS_MADE", WeakKeyDictionary())  # no twin that was made while toys were too small
-    return taken
+    return watched(monkeypatch)
 
 
 def twin_of(model):

@@ -1,15 +1,15 @@
 """Layers of different sizes by the operators: each reads what it made itself, and nothing that a larger one left."""
 
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from operator_support import watched
 from support import build, near, source, tokens
 
 import monoblock as mb
 from monoblock.config import Repeat
-from monoblock.decoding import prepare, step_cpu
+from monoblock.decoding import prepare
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prepare import prepared
 from monoblock.decoding.rows import Prompt
@@ -32,18 +32,9 @@ FAR = 2.0**13  # how much more a large layer leaves than a small one has
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """Whether each step was taken by the operator; toys are given to it too."""
-    found, taken, run = library.load(), [], step_cpu.Whole.__call__
+    found = library.load()
     assert found.ready, found.reason
-
-    def counted(self, *given):
-        made = run(self, *given)
-        taken.append(made is not None)
-        return made
-
-    monkeypatch.setattr(step_cpu.Whole, "__call__", counted)
-    monkeypatch.setattr(prepare, "LARGE", 0)
-    monkeypatch.setattr(prepare, "TWINS_MADE", WeakKeyDictionary())
-    return taken
+    return watched(monkeypatch)
 
 
 @pytest.fixture
