@@ -1,11 +1,11 @@
-"""Decoding on the CPU, one text: this package beside transformers and CTranslate2, each in a process of its own.
+"""Decoding one sequence on the CPU, compared with transformers, CTranslate2 and llama.cpp.
 
-Random weights, the first 32 bytes of five texts as prompts and 64 new tokens, greedy, no end token; medians are shown.
-In one process the threads of one runner would spin while another works.  The figures are those of `monoblock bench`,
-with the ratios that matter.  A token needs every weight once, so beside each stands how fast weights were read, and
-what share that is of the fastest this machine reads memory, measured in the same run; where a draft runs ahead, weights
-are read once for several tokens.  How many of its proposals are kept, and that the text is the same, is told of all
-five.  --smoke runs a toy size once; --write keeps the table.
+Random weights; prompts are the first 32 bytes of five texts; 64 new tokens, greedy, no end token; medians. Every runner
+has its own process, because the idle threads of one would slow down another. The columns are those of `monoblock
+bench`. A token reads every weight once, so the table also gives the bytes of weights read per second, and their share
+of the memory bandwidth, measured in the same run; with a draft, weights are read once for several tokens. The number of
+accepted proposals, and whether the text is unchanged, is reported over all five texts. --smoke runs a toy size once;
+--write saves the table.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from _report import processor_name, write_section
 
 import monoblock as mb
-from monoblock.cli.bench import measured, report
-from monoblock.cli.peers import PLAIN
+from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
+from monoblock.cli.bench import measure_runners, print_report
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import Draft
+from monoblock.decoding.speculative import DraftModel
 
 RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"
-SHARED = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")
-DRAFTED = "monoblock, own 8-bit draft"
+COMMON_KEYS = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")
+SELF_DRAFT = "monoblock, own 8-bit draft"
 TEXTS = (
     "In the beginning God created the heaven and the earth. And the earth was without form, and void.",
     "It is a truth universally acknowledged, that a single man in possession of a good fortune must want a wife.",
@@ -40,8 +42,8 @@ TEXTS = (
     "First Citizen: Before we proceed any further, hear me speak. All: Speak, speak. First Citizen: You are resolved.",
 )
 RATIOS = (
-    (DRAFTED, "transformers"),
-    (DRAFTED, "CTranslate2, fp32"),
+    (SELF_DRAFT, "transformers"),
+    (SELF_DRAFT, "CTranslate2, fp32"),
     ("monoblock", "transformers"),
     ("monoblock", "CTranslate2, fp32"),
     ("monoblock, 8 bits", "CTranslate2, int8"),
@@ -51,162 +53,160 @@ RATIOS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", action="append", help="gpt2 when not given; may be given several times")
+    parser.add_argument("--preset", action="append", help="may be repeated  [gpt2]")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=3, help="every runner so often, in turn; its best turn is told")
-    parser.add_argument("--only", action="append", help="run these alone")
+    parser.add_argument("--turns", type=int, default=3, help="processes per runner, taking turns; the best is reported")
+    parser.add_argument("--only", action="append", help="run only this runner; may be repeated")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into results/{RESULTS.name}")
-    parser.add_argument("--here", action="store_true", help="all in this process")
-    parser.add_argument("--memory", action="store_true", help="only tell how fast memory is read")
-    parser.add_argument("--proposals", action="store_true", help="only tell how many proposals are kept")
-    given = parser.parse_args()
-    if given.memory or given.proposals:
-        print(reading() if given.memory else json.dumps(proposals((given.preset or ["gpt2"])[0], given)))
+    parser.add_argument("--write", action="store_true", help=f"write the tables to results/{RESULTS.name}")
+    parser.add_argument("--here", action="store_true", help="run everything in this process")
+    parser.add_argument("--memory", action="store_true", help="only print the memory bandwidth")
+    parser.add_argument("--proposals", action="store_true", help="only print the number of accepted proposals")
+    args = parser.parse_args()
+    if args.memory or args.proposals:
+        preset = (args.preset or ["gpt2"])[0]
+        print(memory_bandwidth() if args.memory else json.dumps(count_proposals(preset, args)))
         return
-    for name in given.preset or ["gpt2"]:
-        found = in_turn(name, given) if given.here or given.smoke else apart(name, given)
-        found["ratios"] = ratios(found)
-        if given.json:
-            print(json.dumps(found))
+    for name in args.preset or ["gpt2"]:
+        report = measure_here(name, args) if args.here or args.smoke else measure_in_processes(name, args)
+        report["ratios"] = speed_ratios(report)
+        if args.json:
+            print(json.dumps(report))
             continue
-        report(found)
-        for pair, ratio in found["ratios"].items():
+        print_report(report)
+        for pair, ratio in report["ratios"].items():
             print(f"  {pair}: {ratio:.2f} ×")
-        if given.write:
-            kept(found)
+        if args.write:
+            write_section(RESULTS, "Decoding on the CPU, one sequence", format_section(report))
 
 
-def in_turn(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """The runners in this process, round after round."""
+def measure_here(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the runners in this process, in turns."""
     torch.manual_seed(0)
     toy = mb.gpt(vocab=256, width=64, depth=2, heads=4, context=64, activation="gelu_tanh")
-    model = mb.Transformer(toy if given.smoke else mb.preset(name)).eval()
-    prompt, new, rounds = (5, 8, 1) if given.smoke else (given.prompt, given.new, given.rounds)
+    model = mb.Transformer(toy if args.smoke else mb.preset(name)).eval()
+    prompt, new, rounds = (5, 8, 1) if args.smoke else (args.prompt, args.new, args.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        texts = [[ids] for ids in prompts(prompt)]
-        found = measured(model, Path(folder), given.only or PLAIN, prompt, new, 1, rounds, texts)
-    return {"model": "a toy" if given.smoke else name} | found
+        batches = [[ids] for ids in encode_prompts(prompt)]
+        report = measure_runners(model, Path(folder), args.only or DEFAULT_RUNNERS, prompt, new, 1, rounds, batches)
+    return {"model": "a toy" if args.smoke else name} | report
 
 
-def prompts(length: int) -> list[list[int]]:
-    """The first bytes of each text, which stand for themselves among the tokens."""
+def encode_prompts(length: int) -> list[list[int]]:
+    """Return the first bytes of each text, used as token ids."""
     return [list(text.encode()[:length]) for text in TEXTS]
 
 
-def proposals(name: str, given: argparse.Namespace) -> dict[str, int]:
-    """Of all texts: tokens that the model's own copy proposed, those that were kept, and texts that are the same."""
+def count_proposals(name: str, args: argparse.Namespace) -> dict[str, int]:
+    """Count the tokens the draft proposed, those accepted, and the texts equal to plain greedy decoding."""
     torch.manual_seed(0)
     model = mb.Transformer(mb.preset(name)).eval()
-    found = {"proposed": 0, "kept": 0, "same": 0, "texts": len(TEXTS)}
-    for ids in prompts(given.prompt):
-        engine = Engine(model, capacity=given.prompt + given.new)
-        engine.add(ids, Settings(max_new_tokens=given.new, draft="8-bit"))
-        said: list[int] = []
+    counts = {"proposed": 0, "kept": 0, "same": 0, "texts": len(TEXTS)}
+    for ids in encode_prompts(args.prompt):
+        engine = Engine(model, capacity=args.prompt + args.new)
+        engine.add(ids, Settings(max_new_tokens=args.new, draft="8-bit"))
+        tokens: list[int] = []
         while engine.busy:
-            said += [token for event in engine.step() for token in event.tokens]
-        assert isinstance(engine.proposer, Draft)
-        found["proposed"] += engine.proposer.proposed
-        found["kept"] += engine.proposer.accepted
-        found["same"] += (
-            model.generate(torch.tensor([ids]), max_new_tokens=given.new)[0, given.prompt :].tolist() == said
-        )
-    return found
+            tokens += [token for event in engine.step() for token in event.tokens]
+        assert isinstance(engine.proposer, DraftModel)
+        counts["proposed"] += engine.proposer.proposed
+        counts["kept"] += engine.proposer.accepted
+        greedy = model.generate(torch.tensor([ids]), max_new_tokens=args.new)[0, args.prompt :]
+        counts["same"] += greedy.tolist() == tokens
+    return counts
 
 
-def reading(size: int = 1 << 29, rounds: int = 15) -> float:
-    """Bytes a second: the fastest of some passes over half a gigabyte, added up or multiplied as a step does it."""
+def memory_bandwidth(size: int = 1 << 29, rounds: int = 15) -> float:
+    """Return bytes per second: the fastest of several passes over half a gigabyte."""
     numbers = torch.ones(size // 4)
     rows, vector = numbers.view(-1, 4096), torch.ones(4096)
     seconds = []
-    for run in (numbers.sum, lambda: torch.mv(rows, vector), lambda: torch.dot(numbers, numbers)):
+    passes: list[Callable[[], Any]] = [
+        numbers.sum,
+        lambda: torch.mv(rows, vector),
+        lambda: torch.dot(numbers, numbers),
+    ]
+    for run in passes:
         for _ in range(rounds):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             run()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
     return size / min(seconds)
 
 
-def apart(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Every runner in a process of its own, one after the other, in turn."""
-    found: dict[str, Any] = {"model": name, "runners": {}, "absent": {}}
-    memory = [_said(["--memory"])]
-    sizes = ["--prompt", str(given.prompt), "--new", str(given.new), "--rounds", str(given.rounds)]
-    for runner in given.turns * list(given.only or PLAIN):
-        one = json.loads(_said(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
-        found["absent"] |= one["absent"]
-        for who, row in one["runners"].items():  # what else runs on the machine only ever makes a turn slower
-            before = found["runners"].get(who, row)
-            found["runners"][who] = max(before, row, key=lambda turn: turn["decode_tokens_per_second"] or 0)
-        found |= {key: one[key] for key in SHARED}
-        memory.append(_said(["--memory"]))
-    if DRAFTED in found["runners"]:
-        found["proposals"] = json.loads(_said(["--proposals", "--preset", name, *sizes]))
-    return found | {"turns": given.turns, "memory_bytes_per_second": max(map(float, memory))}
+def measure_in_processes(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every runner in its own process, one after the other, in turns."""
+    report: dict[str, Any] = {"model": name, "runners": {}, "absent": {}}
+    bandwidths = [_last_line(["--memory"])]
+    sizes = ["--prompt", str(args.prompt), "--new", str(args.new), "--rounds", str(args.rounds)]
+    for runner in args.turns * list(args.only or DEFAULT_RUNNERS):
+        turn = json.loads(_last_line(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
+        report["absent"] |= turn["absent"]
+        for key, row in turn["runners"].items():  # other load on the machine only makes a turn slower
+            best = report["runners"].get(key, row)
+            report["runners"][key] = max(best, row, key=lambda result: result["decode_tokens_per_second"] or 0)
+        report |= {key: turn[key] for key in COMMON_KEYS}
+        bandwidths.append(_last_line(["--memory"]))
+    if SELF_DRAFT in report["runners"]:
+        report["proposals"] = json.loads(_last_line(["--proposals", "--preset", name, *sizes]))
+    return report | {"turns": args.turns, "memory_bytes_per_second": max(map(float, bandwidths))}
 
 
-def _said(words: list[str]) -> str:
-    """The last line of this file run with these words."""
-    command = [sys.executable, __file__, *words]
+def _last_line(arguments: list[str]) -> str:
+    """Run this file with these arguments and return the last line of its output."""
+    command = [sys.executable, __file__, *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
 
 
-def ratios(found: dict[str, Any]) -> dict[str, float]:
-    speeds = {name: row["decode_tokens_per_second"] for name, row in found["runners"].items()}
+def speed_ratios(report: dict[str, Any]) -> dict[str, float]:
+    speeds = {name: row["decode_tokens_per_second"] for name, row in report["runners"].items()}
     pairs = [pair for pair in RATIOS if all(speeds.get(name) for name in pair)]
-    return {f"{one} / {other}": speeds[one] / speeds[other] for one, other in pairs}
+    return {f"{first} / {second}": speeds[first] / speeds[second] for first, second in pairs}
 
 
-def kept(found: dict[str, Any]) -> None:
-    """Put this model's table into the file of results, in the place of an older one."""
-    text = RESULTS.read_text(encoding="utf-8") if RESULTS.is_file() else "# Decoding on the CPU, one text\n"
-    head, *tables = text.split("\n## ")
-    tables = [table.strip() for table in tables if table.split("\n")[0] != found["model"]]
-    tables.append(_table(found).strip())
-    RESULTS.write_text("\n\n## ".join([head.strip(), *sorted(tables)]) + "\n", encoding="utf-8")
-
-
-def _table(found: dict[str, Any]) -> str:
-    sizes = f"--preset {found['model']} --rounds {found['rounds']} --turns {found['turns']}"
+def format_section(report: dict[str, Any]) -> str:
+    """Return the table of a model as a section of Markdown."""
+    sizes = f"--preset {report['model']} --rounds {report['rounds']} --turns {report['turns']}"
+    bandwidth = report["memory_bytes_per_second"]
     lines = [
-        found["model"],
+        report["model"],
         "",
-        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}: {_processor()}, "
-        f"{found['threads']} threads, torch {found['torch']}; random weights, {found['prompt']} bytes of a text are "
-        f"read and {found['new']} tokens made, another text each round, median of {found['rounds']} rounds, the best "
-        f"of {found['turns']} turns, each in a process of its own.",
+        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}: {processor_name()}, "
+        f"{report['threads']} threads, torch {report['torch']}; random weights, a prompt of {report['prompt']} "
+        f"bytes and {report['new']} new tokens, another text each round, median of {report['rounds']} rounds, the "
+        f"best of {report['turns']} turns, each in its own process.",
         "",
-        "| runner | prefill tok/s | decode tok/s | ms a token | weights | read GB/s | of what memory gives |",
+        "| runner | prefill tok/s | decode tok/s | ms per token | weights | read GB/s | share of bandwidth |",
         "|---|---|---|---|---|---|---|",
+        *(_format_row(name, row, bandwidth) for name, row in report["runners"].items()),
+        "",
+        f"The memory bandwidth is {bandwidth / 1e9:.1f} GB/s with all threads.",
     ]
-    memory = found["memory_bytes_per_second"]
-    for name, row in found["runners"].items():
-        speed, size = row["decode_tokens_per_second"], row["weight_bytes"]
-        decode = "| | |" if speed is None else f"| {speed:.1f} | {1000 / speed:.2f} |"
-        read = "| | | |" if speed is None else f" {size / 1e6:.0f} MB | {speed * size / 1e9:.1f} | "
-        share = "" if speed is None else f"{speed * size / memory:.0%} |"
-        if name == DRAFTED:  # one reading for several tokens, and several of the copy
-            read, share = f" {size / 1e6:.0f} MB and the 8-bit copy | | ", "|"
-        lines.append(f"| {name} | {row['prefill_tokens_per_second']:.1f} {decode}{read}{share}")
-    lines += ["", f"Memory is read at {memory / 1e9:.1f} GB/s at best, with all threads."]
-    if "proposals" in found:
-        seen = found["proposals"]
+    if "proposals" in report:
+        counts = report["proposals"]
         lines += [
-            f"The own 8-bit draft: {seen['kept']} of {seen['proposed']} proposals were kept "
-            f"({seen['kept'] / seen['proposed']:.1%}); {seen['same']} of {seen['texts']} texts are token by token "
-            "those of plain greedy decoding.",
+            f"8-bit self-draft: {counts['kept']} of {counts['proposed']} proposals were accepted "
+            f"({counts['kept'] / counts['proposed']:.1%}); {counts['same']} of {counts['texts']} texts equal plain "
+            "greedy decoding token by token.",
         ]
-    lines += ["", *(f"- {pair}: {ratio:.2f} ×" for pair, ratio in found["ratios"].items())]
-    lines += [f"- {name}: {why}" for name, why in found["absent"].items()]
+    lines += ["", *(f"- {pair}: {ratio:.2f} ×" for pair, ratio in report["ratios"].items())]
+    lines += [f"- {name}: {reason}" for name, reason in report["absent"].items()]
     return "\n".join(lines)
 
 
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "this processor")
+def _format_row(name: str, row: dict[str, Any], bandwidth: float) -> str:
+    speed, size = row["decode_tokens_per_second"], row["weight_bytes"]
+    cells = [name, f"{row['prefill_tokens_per_second']:.1f}", "", "", "", "", ""]
+    if speed is not None:
+        cells[2:5] = [f"{speed:.1f}", f"{1000 / speed:.2f}", f"{size / 1e6:.0f} MB"]
+        if name == SELF_DRAFT:  # weights are read once for several tokens, and those of the copy several times
+            cells[4] += " and the 8-bit copy"
+        else:
+            cells[5:] = [f"{speed * size / 1e9:.1f}", f"{speed * size / bandwidth:.0%}"]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Tokens a second on one GPU: GPT-2 124M with batch 1 and 64, a 7B LLaMA shape with batch 1; beside transformers.
+"""Tokens per second on one GPU, compared with transformers: GPT-2 124M with batch 1 and 64, LLaMA 7B with batch 1.
 
-    python benchmarks/decode_gpu.py --out table.md          # checks first, then times
+    python benchmarks/decode_gpu.py --out table.md          # checks correctness first, then measures
     python benchmarks/decode_gpu.py --only ours
 
-Weights are random, bf16; 128 tokens of prompt, 256 new ones, greedy, nothing ends early.  The second call of a shape is
-timed (the first records CUDA graphs and compiles kernels); time includes reading the prompt.
+Random weights in bf16, a prompt of 128 tokens and 256 new tokens, greedy, no end token. The second call is timed (the
+first records CUDA graphs and compiles kernels); the time includes the prompt.
 """
 
 from __future__ import annotations
@@ -12,66 +12,62 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import monoblock as mb
-from monoblock import kernels
-from monoblock.config import ModelConfig
+from monoblock.config.model import ModelConfig
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.kernels import gpu as kernels
+from monoblock.nn.attention import attend
+from monoblock.nn.norm import rms_norm
+from monoblock.nn.positions import RotaryAngles, apply_rotary
 
 PROMPT, NEW = 128, 256
 
 
-def close(name: str, one: torch.Tensor, two: torch.Tensor, tolerance: float) -> str:
-    worst = (one.float() - two.float()).abs().max().item() / max(two.float().abs().max().item(), 1e-9)
-    assert worst <= tolerance, f"{name}: {worst:.2e} apart"
-    return f"{name} {worst:.1e}"
+def check_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    error = (actual.float() - expected.float()).abs().max().item() / max(expected.float().abs().max().item(), 1e-9)
+    assert error <= tolerance, f"{name}: relative error {error:.2e}"
+    return f"{name} {error:.1e}"
 
 
 def check_kernels() -> list[str]:
-    """Each kernel against the plain path in fp64."""
+    """Compare each kernel with the plain path in fp64."""
     torch.manual_seed(0)
-    found = []
+    checks = []
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     for N, K in ((2304, 768), (768, 3072), (50257, 768), (4096, 11008), (37, 100)):
         x, w, b = make(1, 1, K), make(N, K), make(N)
-        wanted = x.double() @ w.double().T + b.double()
-        found.append(close(f"matvec {N}×{K}", kernels.matvec(x, w, b), wanted, 1e-2))
-        added = make(1, 1, N)
-        found.append(close("  added", kernels.matvec(x, w, None, added), wanted - b.double() + added.double(), 1e-2))
+        expected = x.double() @ w.double().T + b.double()
+        checks.append(check_close(f"matvec {N}×{K}", kernels.matvec(x, w, b), expected, 1e-2))
+        residual = make(1, 1, N)
+        sum_expected = expected - b.double() + residual.double()
+        checks.append(check_close("  with residual", kernels.matvec(x, w, None, residual), sum_expected, 1e-2))
     x, w = make(5, 1, 300), make(300)
-    plain, more = mb_rms(x, w), make(300)
-    kind = {"centered": False, "cast_after_scale": False}
-    found.append(close("rms", kernels.norm(x, w, None, 1e-6, **kind), plain, 1e-2))
-    kind = {"centered": True, "cast_after_scale": True}
-    wide = torch.nn.functional.layer_norm(x.double(), (300,), w.double(), more.double(), 1e-5)
-    found.append(close("layer norm", kernels.norm(x, w, more, 1e-5, **kind), wide, 1e-2))
-    both = make(3, 1, 2 * 700)
-    gate, up = both.double().chunk(2, -1)
-    found.append(close("gated", kernels.gated(both, "silu"), torch.nn.functional.silu(gate) * up, 2e-2))
-    for B, H, G, K, turned in (
+    options = {"centered": False, "cast_after_scale": False}
+    checks.append(check_close("rms", kernels.norm(x, w, None, 1e-6, **options), rms_norm(x, w, 1e-6), 1e-2))
+    options, bias = {"centered": True, "cast_after_scale": True}, make(300)
+    expected = F.layer_norm(x.double(), (300,), w.double(), bias.double(), 1e-5)
+    checks.append(check_close("layer norm", kernels.norm(x, w, bias, 1e-5, **options), expected, 1e-2))
+    gate_and_up = make(3, 1, 2 * 700)
+    gate, up = gate_and_up.double().chunk(2, -1)
+    checks.append(check_close("gated", kernels.gated_activation(gate_and_up, "silu"), F.silu(gate) * up, 2e-2))
+    for B, H, G, K, layout in (
         (1, 12, 12, 64, None),
         (3, 6, 2, 32, "halves"),
         (64, 12, 12, 64, "halves"),
         (2, 8, 1, 128, "interleaved"),
     ):
-        found.append(check_attention(B, H, G, K, turned))
-    return found
-
-
-def mb_rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    from monoblock.norm import rms_norm
-
-    return rms_norm(x, w, 1e-6)
+        checks.append(check_attention(B, H, G, K, layout))
+    return checks
 
 
 def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
-    from monoblock.attention import attend
-    from monoblock.positions import Turn, rotate
-
     capacity = 320
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     q, k, v = make(B, H, 1, K), make(B, G, 1, K), make(B, G, 1, K)
@@ -82,23 +78,23 @@ def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
     if layout is not None:
         angle = torch.rand(B, 1, 1, K // 4, device="cuda") * 6
         cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-        turn = Turn(cos.double(), sin.double(), layout == "interleaved")
-        wide_q, wide_k = rotate(wide_q, turn), rotate(wide_k, turn)
+        angles = RotaryAngles(cos.double(), sin.double(), layout == "interleaved")
+        wide_q, wide_k = apply_rotary(wide_q, angles), apply_rotary(wide_k, angles)
     all_k, all_v = keys.double(), values.double()
     for row in range(B):
         all_k[row, :, lengths[row]], all_v[row, :, lengths[row]] = wide_k[row, :, 0], v[row, :, 0].double()
     mask = (torch.arange(capacity + 1, device="cuda")[None] <= lengths[:, None])[:, None, None]
-    wanted = attend(wide_q, all_k, all_v, mask)
+    expected = attend(wide_q, all_k, all_v, mask)
     out = kernels.attend_step(q, k, v, keys, values, lengths, scale=None, cos=cos, sin=sin, layout=layout)
     stored = torch.stack([keys[row, :, lengths[row]] for row in range(B)])
     assert (stored.double() - wide_k[:, :, 0]).abs().max() < 0.05, "the new key was not stored"
-    return close(f"attention {B}×{H}/{G}×{K} {layout}", out, wanted, 2e-2)
+    return check_close(f"attention {B}×{H}/{G}×{K} {layout}", out, expected, 2e-2)
 
 
 def check_tokens() -> list[str]:
-    """Recorded steps give the tokens of plain steps, fp32, for every decoder preset made tiny."""
+    """Compare tokens of recorded and plain steps in fp32 for a tiny model of every decoder preset."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    said, wrong = [], []
+    checked, failures = [], []
     for name in sorted(mb.PRESETS):
         config = mb.tiny(name)
         if config.decoder is None:
@@ -107,31 +103,33 @@ def check_tokens() -> list[str]:
         model = mb.Transformer(config).cuda().eval()
         for settings in (Settings(max_new_tokens=9), Settings(max_new_tokens=9, temperature=1.0, seed=3)):
             try:
-                fast, plain = (texts_of(model, settings, fast) for fast in (True, False))
+                fast, plain = (generate_tokens(model, settings, fast) for fast in (True, False))
                 if fast != plain:
-                    wrong.append(f"{name}: {fast} instead of {plain}")
+                    failures.append(f"{name}: {fast} instead of {plain}")
             except RuntimeError as problem:
-                wrong.append(f"{name}: {str(problem)[:300]}")
+                failures.append(f"{name}: {str(problem)[:300]}")
                 torch.cuda.synchronize()
-        said.append(name)
-    for line in wrong:
+        checked.append(name)
+    for line in failures:
         print("WRONG", line, flush=True)
-    return said if not wrong else [f"only {len(said) - len(wrong)}"]
+    return checked if not failures else [f"only {len(checked) - len(failures)}"]
 
 
-def texts_of(model: mb.Transformer, settings: Settings, fast: bool) -> list[list[int]]:
-    """What the engine makes of three prompts of different lengths."""
+def generate_tokens(model: mb.Transformer, settings: Settings, fast: bool) -> list[list[int]]:
+    """Continue three prompts of different lengths."""
     config = model.config
     vocab = config.input.vocab
-    prompts = [[(7 * place + 3 * n) % vocab for place in range(n)] for n in (5, 3, 7)]
-    engine = Engine(model, capacity=24, fast=fast, burst=4)
-    both = config.encoder is not None
-    asked = [engine.add([0] if both else prompt, settings, prompt if both else None) for prompt in prompts]
-    new: dict[int, list[int]] = {number: [] for number in asked}
+    prompts = [[(7 * index + 3 * n) % vocab for index in range(n)] for n in (5, 3, 7)]
+    engine = Engine(model, capacity=24, optimize=fast, max_burst=4)
+    if config.encoder is not None:
+        requests = [engine.add([0], settings, prompt) for prompt in prompts]
+    else:
+        requests = [engine.add(prompt, settings, None) for prompt in prompts]
+    tokens: dict[int, list[int]] = {request: [] for request in requests}
     while engine.busy:
         for event in engine.step():
-            new[event.id] += event.tokens
-    return [new[number] for number in asked]
+            tokens[event.request_id] += event.tokens
+    return [tokens[request] for request in requests]
 
 
 def random_model(config: ModelConfig) -> mb.Transformer:
@@ -139,31 +137,33 @@ def random_model(config: ModelConfig) -> mb.Transformer:
         model = mb.Transformer(config)
     model = model.to(torch.bfloat16).to_empty(device="cuda").eval()
     for name, weight in model.state_dict().items():
-        torch.nn.init.ones_(weight) if "norm" in name and name.endswith("weight") else torch.nn.init.normal_(
-            weight, 0, 0.02
-        )
+        if "norm" in name and name.endswith("weight"):
+            torch.nn.init.ones_(weight)
+        else:
+            torch.nn.init.normal_(weight, 0, 0.02)
     return model
 
 
-def timed(run, repeats: int = 3) -> float:
+def median_seconds(run: Callable[[], object], repeats: int = 3) -> float:
+    """Return the median time of `run`, after one call to warm up."""
     run()
     seconds = []
     for _ in range(repeats):
         torch.cuda.synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
 
-def ours(config: ModelConfig, batch: int) -> float:
+def measure_monoblock(config: ModelConfig, batch: int) -> float:
     model = random_model(config)
     ids = torch.randint(1000, (batch, PROMPT), device="cuda")
-    return batch * NEW / timed(lambda: model.generate(ids, max_new_tokens=NEW))
+    return batch * NEW / median_seconds(lambda: model.generate(ids, max_new_tokens=NEW))
 
 
-def theirs(kind: str, batch: int, cache: str) -> float:
+def measure_transformers(kind: str, batch: int, cache: str) -> float:
     import transformers as tf
 
     if kind == "gpt2":
@@ -185,9 +185,8 @@ def theirs(kind: str, batch: int, cache: str) -> float:
     if cache == "static":
         options["cache_implementation"] = "static"
     with torch.inference_mode():
-        return (
-            batch * NEW / timed(lambda: model.generate(ids, **options), 1 if cache == "static" or kind != "gpt2" else 2)
-        )
+        repeats = 1 if cache == "static" or kind != "gpt2" else 2
+        return batch * NEW / median_seconds(lambda: model.generate(ids, **options), repeats)
 
 
 def main() -> None:
@@ -195,38 +194,45 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("all", "ours", "checks"), default="all")
     parser.add_argument("--skip-checks", action="store_true")
-    given = parser.parse_args()
-    if not given.skip_checks:
+    parser.add_argument("--smoke", action="store_true", help="check correctness only; without a GPU, do nothing")
+    args = parser.parse_args()
+    if args.smoke and not torch.cuda.is_available():
+        print("skipped: there is no GPU")
+        return
+    if not args.skip_checks:
         for line in check_kernels():
             print("ok", line, flush=True)
         names = check_tokens()
-        print(f"ok recorded = plain tokens for {len(names)} presets: {' '.join(names)}", flush=True)
-    if given.only == "checks":
+        print(f"ok recorded steps = plain steps for {len(names)} presets: {' '.join(names)}", flush=True)
+    if args.only == "checks" or args.smoke:
         return
     rows = []
     shapes = (("gpt2", mb.preset("gpt2"), 1), ("gpt2", mb.preset("gpt2"), 64), ("llama-7b", mb.preset("llama-7b"), 1))
     for name, config, batch in shapes:
-        row = {"model": name, "batch": batch, "monoblock": ours(config, batch)}
+        row = {"model": name, "batch": batch, "monoblock": measure_monoblock(config, batch)}
         print(row, flush=True)
         torch.cuda.empty_cache()
-        if given.only == "all":
+        if args.only == "all":
             for cache in ("dynamic", "static"):
                 try:
-                    row[cache] = theirs(name, batch, cache)
+                    row[cache] = measure_transformers(name, batch, cache)
                 except Exception as problem:
                     row[cache] = float("nan")
                     print("transformers", cache, type(problem).__name__, str(problem)[:200], flush=True)
                 torch.cuda.empty_cache()
                 print(row, flush=True)
         rows.append(row)
-    lines = [f"Tokens a second, {PROMPT} + {NEW}, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}", ""]
+    lines = [
+        f"Tokens per second, {PROMPT} + {NEW}, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}",
+        "",
+    ]
     lines += ["| model | batch | monoblock | transformers, dynamic cache | static cache |", "|---|---|---|---|---|"]
     for row in rows:
         rates = " | ".join(f"{row[key]:,.0f}" if key in row else "" for key in ("monoblock", "dynamic", "static"))
         lines.append(f"| {row['model']} | {row['batch']} | {rates} |")
     print("\n".join(lines))
-    if given.out:
-        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the time of a recorded step goes on a GPU: the replay, its kernels, the host around it.
+"""Profile a recorded decoding step on a GPU: the replay, its kernels, and the work of the host.
 
 python benchmarks/decode_profile.py gpt2 --batch 64
 """
@@ -16,55 +16,63 @@ from decode_gpu import NEW, PROMPT, random_model
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
-from monoblock.decoding.captured import Captured
-from monoblock.decoding.generate import KEPT
+from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
+from monoblock.decoding.backends.prepared import prepare
 
 STEPS = 64
 
 
-def replayed(rows: Captured) -> tuple[float, float]:
-    """Milliseconds of a step, and those of them in which the host is busy starting it."""
-    assert rows.graph is not None
+def time_replay(state: CudaGraphDecoderState) -> tuple[float, float]:
+    """Return the milliseconds of a step, and of its launch on the host."""
+    assert state.graph is not None
     torch.cuda.synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(STEPS):
-        rows.graph.replay()
-    host = time.perf_counter() - begun
+        state.graph.replay()
+    host = time.perf_counter() - start
     torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begun) / STEPS, 1e3 * host / STEPS
+    return 1e3 * (time.perf_counter() - start) / STEPS, 1e3 * host / STEPS
 
 
-def rewound(rows: Captured) -> None:
-    assert rows.cache is not None
+def rewind(state: CudaGraphDecoderState) -> None:
+    """Set the cache back to the middle of the generated text."""
+    assert state.cache is not None
     with torch.inference_mode():
-        rows.cache.lengths.fill_(PROMPT + NEW // 2)
+        state.cache.lengths.fill_(PROMPT + NEW // 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", nargs="?", default="gpt2")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--kernels", type=int, default=20, help="how many to list")
-    given = parser.parse_args()
-    model = random_model(mb.preset(given.preset))
-    ids = torch.randint(1000, (given.batch, PROMPT), device="cuda")
+    parser.add_argument("--kernels", type=int, default=20, help="number of kernels to list")
+    parser.add_argument("--smoke", action="store_true", help="a small batch; without a GPU, do nothing")
+    args = parser.parse_args()
+    if args.smoke and not torch.cuda.is_available():
+        print("skipped: there is no GPU")
+        return
+    args.batch = 1 if args.smoke else args.batch
+    model = random_model(mb.preset(args.preset))
+    ids = torch.randint(1000, (args.batch, PROMPT), device="cuda")
     model.generate(ids, max_new_tokens=NEW)
     torch.cuda.synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     model.generate(ids, max_new_tokens=NEW)
     torch.cuda.synchronize()
-    print(f"{given.preset}, batch {given.batch}: {time.perf_counter() - begun:.3f} s for {NEW} steps and the prompt")
-    rows = KEPT[model][1].rows
-    assert isinstance(rows, Captured)
-    rewound(rows)
-    print("a replayed step: {:.3f} ms, of them {:.3f} on the host".format(*replayed(rows)))
-    rewound(rows)
-    assert rows.graph is not None
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        rows.graph.replay()
+    print(f"{args.preset}, batch {args.batch}: {time.perf_counter() - start:.3f} s for the prompt and {NEW} steps")
+    prepared = prepare(model)
+    assert prepared is not None
+    state = prepared.graph_state(PROMPT + NEW, rows_per_prompt=1, prefill_chunk=None)  # the idle state of the last call
+    rewind(state)
+    print("replayed step: {:.3f} ms, launch on the host {:.3f} ms".format(*time_replay(state)))
+    rewind(state)
+    assert state.graph is not None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        state.graph.replay()
         torch.cuda.synchronize()
-    for kernel in sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)[: given.kernels]:
+    for kernel in sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)[: args.kernels]:
         print(f"{kernel.device_time_total:9.1f} us  {kernel.count:4d} ×  {kernel.key[:100]}")
+    state.release()
     host = cProfile.Profile()
     host.enable()
     model.generate(ids, max_new_tokens=NEW)

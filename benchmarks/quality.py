@@ -1,9 +1,9 @@
-"""Train recipes with several seeds and write the table of what they reached: loss, time, device.
+"""Train a recipe with several seeds and write a table of losses and times.
 
     python benchmarks/quality.py shakespeare-char --seeds 1 2 3 --data DIR --out table.md
     python benchmarks/quality.py shakespeare-cpu train.lr=2e-3
 
-The loss is the exact mean over the whole validation split, every token asked once with the context of its block.
+The loss is the exact mean over the validation split: every token is predicted once, with the context of its block.
 """
 
 from __future__ import annotations
@@ -22,110 +22,115 @@ from pathlib import Path
 import torch
 
 from monoblock.accounting.report import account
-from monoblock.data import corpora
-from monoblock.recurrent import Recurrent
-from monoblock.tasks.ground import evaluate
-from monoblock.tasks.recipe import Recipe, read
-from monoblock.tasks.run import Run, prepare
-from monoblock.tasks.texts import held_out
-from monoblock.training.events import Evaluated, Skipped, Stepped
-from monoblock.training.objectives import Loss, Prepared
+from monoblock.data.corpora import load as corpora
+from monoblock.nn.lstm import Recurrent
+from monoblock.recipes.parse import read_recipe
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.train import Run, prepare_run
+from monoblock.tasks.language_modeling.data import build_test_data
+from monoblock.tasks.task_data import validate
+from monoblock.training.collate import TensorBatch
+from monoblock.training.events import EvaluationEvent, SkippedUpdateEvent, StepEvent
+from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.schedule import learning_rate
 
 
 def train(
     recipe_name: str, overrides: list[str], seed: int, data: Path | None, seconds: float | None = None
 ) -> dict[str, object]:
-    recipe = read(recipe_name, [*overrides, f"train.seed={seed}"])
+    recipe = read_recipe(recipe_name, [*overrides, f"train.seed={seed}"])
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
-        run = prepare(recipe, Path(folder) / "run", data=data)
-        laid = time.perf_counter()
+        start = time.perf_counter()
+        run = prepare_run(recipe, Path(folder) / "run", data=data)
+        prepared = time.perf_counter()
         if seconds is not None:
-            by_the_clock(run, begun + seconds)
-        stepping, curve, losses, skipped = 0.0, [], [], 0
+            limit_by_time(run, start + seconds)
+        step_seconds, curve, losses, skipped = 0.0, [], [], 0
         for event in run.events():
-            if isinstance(event, Stepped):
-                stepping += event.seconds
+            if isinstance(event, StepEvent):
+                step_seconds += event.seconds
                 losses.append(event.loss)
-            if isinstance(event, Skipped):
+            if isinstance(event, SkippedUpdateEvent):
                 skipped += 1
-            if isinstance(event, Evaluated):
+            if isinstance(event, EvaluationEvent):
                 curve.append([event.step, round(event.metrics["val_loss"], 4)])
-                told = f"{curve[-1]} (training {sum(losses) / max(1, len(losses)):.4f}, skipped {skipped})"
-                print(f"{recipe.name} {seed}: {told} {stepping:.0f} s", file=sys.stderr, flush=True)
+                training_loss = sum(losses) / max(1, len(losses))
+                progress = f"{curve[-1]} (training {training_loss:.4f}, skipped {skipped}) {step_seconds:.0f} s"
+                print(f"{recipe.name} {seed}: {progress}", file=sys.stderr, flush=True)
                 losses = []
-        ended = time.perf_counter()
-        figures = run.measure()
-        found: dict[str, object] = {
+        end = time.perf_counter()
+        result: dict[str, object] = {
             "recipe": recipe.name,
             "overrides": overrides,
             "seed": seed,
             "seconds": seconds,
             "parameters": account(run.model.config).parameters,
-            "val_loss": figures["val_loss"],
+            "val_loss": run.validate()["val_loss"],
             "best": min([loss for _, loss in curve], default=None),
             "steps": run.trainer.step,
             "curve": curve,
             "skipped": skipped,
             "tokens": run.trainer.tokens,
-            "training_seconds": stepping,
-            "wall_seconds": ended - laid,
-            "preparing_seconds": laid - begun,
+            "training_seconds": step_seconds,
+            "wall_seconds": end - prepared,
+            "preparing_seconds": prepared - start,
         }
         if recipe.train.objective == "causal" and "test" in getattr(
-            corpora.CORPORA.get(recipe.data.corpus), "splits", {}
+            corpora.CORPORA.get(recipe.data.corpus), "split_names", {}
         ):
-            found["test"] = test(run, recipe, data)
-    return found
+            result["test"] = test_perplexity(run, recipe, data)
+    return result
 
 
-def by_the_clock(run: Run, end: float) -> None:
-    """Let the rate fall with the time that passes and end with it: what a machine reaches in so many seconds."""
-    part, trainer = run.recipe.train, run.trainer
-    first: list[float] = []  # when the warm-up ended
+def limit_by_time(run: Run, end: float) -> None:
+    """Decay the learning rate with the time that has passed, and stop at `end`."""
+    section, trainer = run.recipe.train, run.trainer
+    warmup_end: list[float] = []
 
     def rate(step: int) -> float:
-        if step <= part.warmup:
-            first[:] = [time.perf_counter()]
-            return part.lr * (step + 1) / (part.warmup + 1)
-        passed = (time.perf_counter() - first[0]) / max(1e-9, end - first[0])
-        return learning_rate(part.schedule, round(1000 * min(1.0, passed)), peak=part.lr, steps=1000, floor=part.floor)
+        if step <= section.warmup:
+            warmup_end[:] = [time.perf_counter()]
+            return section.lr * (step + 1) / (section.warmup + 1)
+        passed = (time.perf_counter() - warmup_end[0]) / max(1e-9, end - warmup_end[0])
+        scaled_step = round(1000 * min(1.0, passed))
+        return learning_rate(section.schedule, scaled_step, peak=section.lr, steps=1000, floor=section.floor)
 
     def stop() -> bool:
-        if time.perf_counter() >= end:  # this is the last step, and the run is whole
-            trainer.plan = replace(trainer.plan, steps=trainer.step + 1)
+        if time.perf_counter() >= end:  # the current step is the last one
+            trainer.args = replace(trainer.args, steps=trainer.step + 1)
         return False
 
-    trainer.rate, trainer.stop = rate, stop
+    trainer.learning_rate, trainer.should_stop = rate, stop
 
 
-def test(run: Run, recipe: Recipe, data: Path | None) -> dict[str, float]:
-    """Perplexity on the test split: in blocks, in windows that move on by 32, and of an LSTM reading it in one go."""
-    out, choice, loss = {}, run.trainer.choice, run.trainer.loss.plain()
-    assert run.ground.tokenizer is not None
+def test_perplexity(run: Run, recipe: Recipe, data: Path | None) -> dict[str, float]:
+    """Return the test perplexity in blocks, in windows that move by 32, and for an LSTM with carried state."""
+    perplexities, runtime, loss = {}, run.trainer.runtime, run.trainer.loss.evaluation_loss()
+    assert run.task_data.tokenizer is not None
     for name, stride in (("blocks", None), ("sliding", 32)):
-        ground = held_out(recipe, run.model.config, run.ground.tokenizer, data, stride)
-        with choice.computing():
-            out[name] = math.exp(evaluate(run.model, ground, loss, choice.device)["val_loss"])
+        test_data = build_test_data(recipe, run.model.config, run.task_data.tokenizer, data, stride)
+        with runtime.autocast():
+            perplexities[name] = math.exp(validate(run.model, test_data, loss, runtime.device)["val_loss"])
     if isinstance(run.model, Recurrent):
-        blocks = held_out(recipe, run.model.config, run.ground.tokenizer, data, None).evaluation
+        blocks = build_test_data(recipe, run.model.config, run.task_data.tokenizer, data, None).evaluation_batches
         assert blocks is not None
-        with choice.computing():
-            out["carried"] = math.exp(carried(run.model, blocks(), loss, choice.device))
-    return out
+        with runtime.autocast():
+            perplexities["carried"] = math.exp(carried_loss(run.model, blocks(), loss, runtime.device))
+    return perplexities
 
 
 @torch.no_grad()
-def carried(model: Recurrent, blocks: Iterable[Prepared], loss: Loss, device: torch.device) -> float:
-    """The loss of one reader of the whole split, whose state goes on from block to block."""
-    state, total, asked = None, 0.0, 0
+def carried_loss(
+    model: Recurrent, blocks: Iterable[TensorBatch], loss: CrossEntropyLoss, device: torch.device
+) -> float:
+    """Return the loss over the whole split, with the state of the LSTM carried from block to block."""
+    state, total, count = None, 0.0, 0
     for block in blocks:
-        part = block.to(device)
-        logits, state = model.read(part.inputs["source"].reshape(1, -1), state=state)
-        total += float(loss.of(logits, part.labels.reshape(1, -1)))
-        asked += block.asked
-    return total / asked
+        batch = block.to(device)
+        logits, state = model.forward_with_state(batch.inputs["source"].reshape(1, -1), state=state)
+        total += float(loss.from_logits(logits, batch.labels.reshape(1, -1)))
+        count += block.target_count
+    return total / count
 
 
 def main() -> None:
@@ -136,30 +141,30 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true")
-    given = parser.parse_args()
-    if given.smoke:
-        given.recipe, given.overrides = (
+    args = parser.parse_args()
+    if args.smoke:
+        args.recipe, args.overrides = (
             "gpt-tiny",
             ["train.steps=2", "model.width=24", "model.heads=3", "model.context=32"],
         )
-    rows = [train(given.recipe, given.overrides, seed, given.data) for seed in given.seeds]
+    rows = [train(args.recipe, args.overrides, seed, args.data) for seed in args.seeds]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    lines = [f"{given.recipe} {' '.join(given.overrides)} on {device}, torch {torch.__version__}", ""]
+    lines = [f"{args.recipe} {' '.join(args.overrides)} on {device}, torch {torch.__version__}", ""]
     lines += [
         "| seed | parameters | validation loss | tokens | training s | wall s | test |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        tested = json.dumps({k: round(v, 2) for k, v in row["test"].items()}) if "test" in row else ""  # type: ignore[attr-defined]
+        test = json.dumps({k: round(v, 2) for k, v in row["test"].items()}) if "test" in row else ""  # type: ignore[attr-defined]
         numbers = (
             f"{row['val_loss']:.4f} | {row['tokens']:,} | {row['training_seconds']:.1f} | {row['wall_seconds']:.1f}"
         )
-        lines.append(f"| {row['seed']} | {row['parameters']:,} | {numbers} | {tested} |")
+        lines.append(f"| {row['seed']} | {row['parameters']:,} | {numbers} | {test} |")
     print("\n".join(lines))
     for row in rows:
         print(json.dumps(row))
-    if given.out:
-        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

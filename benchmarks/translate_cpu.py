@@ -1,11 +1,11 @@
-"""Translating on the CPU, beam 4: this package beside transformers' Marian class and CTranslate2, the same weights.
+"""Translation on the CPU with beam 4, compared with transformers (Marian) and CTranslate2 on the same weights.
 
     python benchmarks/translate_cpu.py --threads 2 --write
 
-A Marian model with random weights reads 1,000 sources as long as Multi30k's and writes as many tokens as their targets
-would have on average; no text ends earlier, so that all do the same work.  Sources are sorted by length and read 64 at
-a time.  All take turns, and the quickest round of each counts: the one that was disturbed least.
-The texts of this package and of transformers are compared: the share that is the same token by token is told.
+A Marian model with random weights translates 1,000 sources of the lengths of Multi30k into targets of its average
+length; no target ends earlier, so that all do the same work. Sources are sorted by length and decoded in batches of 64.
+The runners take turns, and the fastest round of each counts. The table also gives the share of targets that are equal
+to those of monoblock, token by token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import random
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,19 @@ from monoblock.decoding.settings import Settings
 RESULTS = Path(__file__).with_name("results") / "translate-cpu.md"
 BEAMS, NEW, BATCH = 4, 14, 64
 EOS, PAD = 0, 1
-REST = 0.3  # seconds in which the threads of the one before stop waiting for more work
-Rows = list[list[int]]
+PAUSE_SECONDS = 0.3  # until the threads of the previous runner stop spinning
+TokenRows = list[list[int]]
 
 
-def marian(folder: Path, width: int, depth: int, heads: int, vocab: int) -> Any:
-    """The model as transformers writes it."""
+def save_marian(folder: Path, width: int, depth: int, heads: int, vocab: int) -> Any:
+    """Save a Marian model with random weights, and return it."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    sides = {"encoder_layers": depth, "decoder_layers": depth}
-    sides |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
-    sides |= {"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width}
+    sizes = {"encoder_layers": depth, "decoder_layers": depth}
+    sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads}
+    sizes |= {"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width}
     config = transformers.MarianConfig(
         vocab_size=vocab,
         d_model=width,
@@ -49,7 +50,7 @@ def marian(folder: Path, width: int, depth: int, heads: int, vocab: int) -> Any:
         pad_token_id=PAD,
         decoder_start_token_id=PAD,
         scale_embedding=True,
-        **sides,
+        **sizes,
     )
     torch.manual_seed(1)
     model = transformers.MarianMTModel(config).eval()
@@ -63,44 +64,50 @@ def marian(folder: Path, width: int, depth: int, heads: int, vocab: int) -> Any:
     return model
 
 
-def sources(count: int, vocab: int) -> Rows:
-    """Lengths like Multi30k's: mostly 8 to 20 tokens."""
-    chance = random.Random(1)
-    lengths = [min(40, max(4, round(chance.gauss(14, 5)))) for _ in range(count)]
-    return [[chance.randrange(2, vocab) for _ in range(length)] + [EOS] for length in lengths]
+def random_sources(count: int, vocab: int) -> TokenRows:
+    """Return random sources of lengths like those of Multi30k, mostly 8 to 20 tokens."""
+    rng = random.Random(1)
+    lengths = [min(40, max(4, round(rng.gauss(14, 5)))) for _ in range(count)]
+    return [[rng.randrange(2, vocab) for _ in range(length)] + [EOS] for length in lengths]
 
 
-def batches(rows: Rows) -> list[list[int]]:
-    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+def batch_indices(rows: TokenRows) -> list[list[int]]:
+    """Return the indices of the rows in batches, longest rows first."""
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     return [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
 
 
 @functools.cache
-def loaded(folder: Path) -> mb.Transformer:
+def load_model(folder: Path) -> mb.Transformer:
     return mb.Transformer.from_pretrained(folder).eval()
 
 
-def ours(folder: Path, rows: Rows, **_: Any) -> Rows:
-    model = loaded(folder)
-    asked = Settings(
+def run_monoblock(folder: Path, rows: TokenRows, **_: Any) -> TokenRows:
+    model = load_model(folder)
+    settings = Settings(
         max_new_tokens=NEW, min_new_tokens=NEW, num_beams=BEAMS, eos_token_id=(EOS,), suppress_tokens=(PAD,)
     )
-    found: Rows = [[] for _ in rows]
-    for some in batches(rows):
-        engine = Engine(model, rows=BATCH * BEAMS, capacity=NEW + 1)
-        order = {engine.add((PAD,), asked, rows[number]): number for number in some}
+    targets: TokenRows = [[] for _ in rows]
+    for indices in batch_indices(rows):
+        engine = Engine(model, max_rows=BATCH * BEAMS, capacity=NEW + 1)
+        index_by_request = {engine.add((PAD,), settings, rows[index]): index for index in indices}
         while engine.busy:
             for event in engine.step():
-                found[order[event.id]] = list(event.tokens)
-    return found
+                targets[index_by_request[event.request_id]] = list(event.tokens)
+    return targets
+
+
+def pad_rows(rows: TokenRows, indices: list[int], pad: int) -> torch.Tensor:
+    """Pad some rows on the right to (B, S)."""
+    longest = max(len(rows[index]) for index in indices)
+    return torch.tensor([rows[index] + [pad] * (longest - len(rows[index])) for index in indices])
 
 
 @torch.inference_mode()
-def theirs(folder: Path, rows: Rows, model: Any, **_: Any) -> Rows:
-    found: Rows = [[] for _ in rows]
-    for some in batches(rows):
-        longest = max(len(rows[number]) for number in some)
-        ids = torch.tensor([rows[number] + [PAD] * (longest - len(rows[number])) for number in some])
+def run_transformers(folder: Path, rows: TokenRows, model: Any, **_: Any) -> TokenRows:
+    targets: TokenRows = [[] for _ in rows]
+    for indices in batch_indices(rows):
+        ids = pad_rows(rows, indices, PAD)
         out = model.generate(
             ids,
             attention_mask=(ids != PAD).long(),
@@ -110,22 +117,24 @@ def theirs(folder: Path, rows: Rows, model: Any, **_: Any) -> Rows:
             suppress_tokens=[PAD],
             do_sample=False,
         )
-        for number, row in zip(some, out[:, 1:].tolist(), strict=True):
-            found[number] = row
-    return found
+        for index, row in zip(indices, out[:, 1:].tolist(), strict=True):
+            targets[index] = row
+    return targets
 
 
 @functools.cache
-def converted(folder: Path, model: Any, threads: int) -> Any:
-    """The same weights as CTranslate2 reads them."""
+def load_ctranslate2(folder: Path, model: Any, threads: int) -> Any:
+    """Convert the model for CTranslate2, and load it."""
     import ctranslate2 as ct2
     from ctranslate2.converters import transformers as converters
 
     target = folder / "ctranslate2"
     if not target.exists():
-        vocab = [f"t{number}" for number in range(model.config.vocab_size)]
+        vocab = [f"t{index}" for index in range(model.config.vocab_size)]
         vocab[EOS] = "</s>"
-        model.config.normalize_before = model.config.normalize_embedding = False  # what sets Marian apart from BART
+        model.config.normalize_before = model.config.normalize_embedding = (
+            False  # the differences between Marian and BART
+        )
         spec = converters.BartLoader().get_model_spec(model)
         spec.register_source_vocabulary(vocab)
         spec.register_target_vocabulary(vocab)
@@ -138,49 +147,56 @@ def converted(folder: Path, model: Any, threads: int) -> Any:
     return ct2.Translator(str(target), device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads)
 
 
-def ctranslate2(folder: Path, rows: Rows, model: Any, threads: int, **_: Any) -> Rows:
-    translator = converted(folder, model, threads)
-    texts = [[f"t{number}" for number in row[:-1]] + ["</s>"] for row in rows]
-    lengths, never = {"min_decoding_length": NEW, "max_decoding_length": NEW}, {"suppress_sequences": [[f"t{PAD}"]]}
-    out = translator.translate_batch(texts, beam_size=BEAMS, max_batch_size=BATCH, **lengths, **never)
-    return [[int(token[1:]) for token in one.hypotheses[0]] for one in out]
+def run_ctranslate2(folder: Path, rows: TokenRows, model: Any, threads: int, **_: Any) -> TokenRows:
+    translator = load_ctranslate2(folder, model, threads)
+    sources = [[f"t{token}" for token in row[:-1]] + ["</s>"] for row in rows]
+    options = {"min_decoding_length": NEW, "max_decoding_length": NEW, "suppress_sequences": [[f"t{PAD}"]]}
+    results = translator.translate_batch(sources, beam_size=BEAMS, max_batch_size=BATCH, **options)
+    return [[int(token[1:]) for token in result.hypotheses[0]] for result in results]
 
 
-RUNNERS = {"monoblock": ours, "transformers": theirs, "CTranslate2, fp32": ctranslate2}
+RUNNERS = {"monoblock": run_monoblock, "transformers": run_transformers, "CTranslate2, fp32": run_ctranslate2}
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(given.threads)
-    rows = sources(given.count, given.vocab)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        model = marian(folder, given.width, given.depth, given.heads, given.vocab)
-        runners = {name: run for name, run in RUNNERS.items() if not given.only or name in given.only}
+def installed_runners(runners: dict[str, Any]) -> dict[str, Any]:
+    """Return the runners without CTranslate2 if that is not installed."""
+    return {name: run for name, run in runners.items() if "CTranslate2" not in name or find_spec("ctranslate2")}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(args.threads)
+    rows = random_sources(args.count, args.vocab)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = save_marian(folder, args.width, args.depth, args.heads, args.vocab)
+        runners = {name: run for name, run in installed_runners(RUNNERS).items() if not args.only or name in args.only}
         seconds = dict.fromkeys(runners, float("inf"))
-        texts: dict[str, Rows] = {}
-        for _ in range(given.rounds):
+        targets: dict[str, TokenRows] = {}
+        for _ in range(args.rounds):
             for name, run in runners.items():
-                time.sleep(REST)
-                run(folder, rows[:BATCH], model=model, threads=given.threads)  # what is made once is not measured
-                begun = time.perf_counter()
-                texts[name] = run(folder, rows, model=model, threads=given.threads)
-                seconds[name] = min(seconds[name], time.perf_counter() - begun)
-    same = {name: sum(a == b for a, b in zip(rows_, texts["monoblock"], strict=True)) for name, rows_ in texts.items()}
+                time.sleep(PAUSE_SECONDS)
+                run(folder, rows[:BATCH], model=model, threads=args.threads)  # warm up
+                start = time.perf_counter()
+                targets[name] = run(folder, rows, model=model, threads=args.threads)
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    same = {
+        name: sum(a == b for a, b in zip(tokens, targets["monoblock"], strict=True)) for name, tokens in targets.items()
+    }
     parameters = sum(weight.numel() for weight in model.parameters())
-    return {"seconds": seconds, "same": same, "count": given.count, "threads": given.threads, "parameters": parameters}
+    return {"seconds": seconds, "same": same, "count": args.count, "threads": args.threads, "parameters": parameters}
 
 
-def table(found: dict[str, Any]) -> str:
-    ours, count = found["seconds"]["monoblock"], found["count"]
+def format_table(result: dict[str, Any]) -> str:
+    ours, count = result["seconds"]["monoblock"], result["count"]
     lines = [
-        f"{count:,} sources, beam {BEAMS}, {NEW} tokens each, {found['parameters']:,} parameters, "
-        f"{found['threads']} threads, fp32, torch {torch.__version__}",
+        f"{count:,} sources, beam {BEAMS}, {NEW} tokens each, {result['parameters']:,} parameters, "
+        f"{result['threads']} threads, fp32, torch {torch.__version__}",
         "",
-        "| who | seconds | sentences a second | monoblock is faster by | same texts |",
+        "| runner | seconds | sentences per second | speedup of monoblock | same targets |",
         "|---|---|---|---|---|",
     ]
-    for name, seconds in found["seconds"].items():
-        same = f"{100 * found['same'][name] / count:.1f} %"
+    for name, seconds in result["seconds"].items():
+        same = f"{100 * result['same'][name] / count:.1f} %"
         lines.append(f"| {name} | {seconds:.2f} | {count / seconds:.0f} | {seconds / ours:.2f} × | {same} |")
     return "\n".join(lines) + "\n"
 
@@ -200,14 +216,14 @@ def main() -> None:
     parser.add_argument("--only", action="append")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", action="store_true", help=f"put the table into results/{RESULTS.name}")
-    given = parser.parse_args()
-    if given.smoke:
-        given.count, given.width, given.depth, given.vocab, given.rounds = 7, 32, 1, 61, 1
-    found = measured(given)
-    print(json.dumps(found) if given.json else table(found))
-    if given.write:
-        RESULTS.write_text(table(found), encoding="utf-8")
+    parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")
+    args = parser.parse_args()
+    if args.smoke:
+        args.count, args.width, args.depth, args.vocab, args.rounds = 7, 32, 1, 61, 1
+    result = measure(args)
+    print(json.dumps(result) if args.json else format_table(result))
+    if args.write:
+        RESULTS.write_text(format_table(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

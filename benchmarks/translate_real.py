@@ -1,11 +1,11 @@
-"""Translating Multi30k on the CPU with trained weights, beam 4: this package, transformers and CTranslate2.
+"""Translation of Multi30k on the CPU with trained weights and beam 4, compared with transformers and CTranslate2.
 
-    monoblock train multi30k-cpu                    # or any run folder of an encoder-decoder with norms in front
+    monoblock train multi30k-cpu                    # or any run folder of an encoder-decoder with pre-norm
     python benchmarks/translate_real.py runs/multi30k-cpu --data DIR --threads 2 --write
 
-All read the same tokens of test 2016, the longest first and 64 at a time, and end a search when four texts have ended
-or are 100 tokens long.  transformers runs the weights in its M2M100 class (Marian's with the norms in front), and
-CTranslate2 as converted from that.  All take turns, and the quickest round of each counts.
+All read the same tokens of test 2016, longest sources first, in batches of 64; a search ends when four hypotheses are
+finished or 100 tokens are generated. transformers runs the weights in its M2M100 class (Marian with pre-norm), and
+CTranslate2 a conversion of that. The runners take turns, and the fastest round of each counts.
 """
 
 from __future__ import annotations
@@ -21,54 +21,55 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from translate_cpu import BATCH, BEAMS, PAUSE_SECONDS, TokenRows, batch_indices, installed_runners, pad_rows
 
 import monoblock as mb
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.positions import sinusoid
-from monoblock.tasks import scores
-from monoblock.tasks.pipeline import Pipeline, load
+from monoblock.metrics import text as scores
+from monoblock.nn.positions import sinusoid
+from monoblock.runs.load import load
+from monoblock.runs.pipeline import Pipeline
 
 RESULTS = Path(__file__).with_name("results") / "translate-real-cpu.md"
-BEAMS, NEW, BATCH = 4, 100, 64
-REST = 0.3  # seconds in which the threads of the one before stop waiting for more work
-Rows = list[list[int]]
+NEW = 100  # tokens of a target at most
 
-NORMS = {"attention_norm": "self_attn_layer_norm", "cross_norm": "encoder_attn_layer_norm"}
-LAYER = NORMS | {"feedforward_norm": "final_layer_norm", "feedforward.up": "fc1", "feedforward.down": "fc2"}
-PARTS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
-HEADS = {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in PARTS.items()}
-HEADS |= {f"cross.{ours}": f"encoder_attn.{theirs}" for ours, theirs in PARTS.items()}
+NORM_NAMES = {"attention_norm": "self_attn_layer_norm", "cross_norm": "encoder_attn_layer_norm"}
+LAYER_NAMES = NORM_NAMES | {"feedforward_norm": "final_layer_norm", "feedforward.up": "fc1", "feedforward.down": "fc2"}
+PROJECTION_NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+LAYER_NAMES |= {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in PROJECTION_NAMES.items()}
+LAYER_NAMES |= {f"cross.{ours}": f"encoder_attn.{theirs}" for ours, theirs in PROJECTION_NAMES.items()}
 
 
-def renamed(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights by the names that transformers gives them."""
+def rename_weights(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under their names in transformers."""
     for name, weight in weights.items():
         stack, _, rest = name.partition(".")
         if stack == "input":
-            yield from ((place, weight) for place in ("model.shared.weight", "lm_head.weight"))
+            yield from ((shared, weight) for shared in ("model.shared.weight", "lm_head.weight"))
         elif rest.startswith("norm."):
             yield f"model.{stack}.layer_norm.{rest.removeprefix('norm.')}", weight
         else:
-            number, _, part = rest.partition(".")
-            layer, _, kind = part.rpartition(".")
-            yield f"model.{stack}.layers.{number}.{(LAYER | HEADS)[layer]}.{kind}", weight
+            index, _, module = rest.partition(".")
+            module, _, kind = module.rpartition(".")
+            yield f"model.{stack}.layers.{index}.{LAYER_NAMES[module]}.{kind}", weight
 
 
-class Placed(nn.Module):
-    """Places as the trained model has them; padding comes last, so that they are counted from the first token."""
+class PositionTable(nn.Module):
+    """The positions of the trained model, counted from the first token: padding is on the right."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, input_ids: Any = None, inputs_embeds: Any = None, past_key_values_length: int = 0) -> Tensor:
-        given = input_ids if input_ids is not None else inputs_embeds
-        return self.weight[past_key_values_length : past_key_values_length + given.shape[1]].expand(len(given), -1, -1)
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        end = past_key_values_length + inputs.shape[1]
+        return self.weight[past_key_values_length:end].expand(len(inputs), -1, -1)
 
 
-def theirs_of(pipe: Pipeline) -> Any:
-    """The model in transformers' class."""
+def to_transformers(pipe: Pipeline) -> Any:
+    """Return the model in the M2M100 class of transformers."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -81,58 +82,53 @@ def theirs_of(pipe: Pipeline) -> Any:
         vocab_size=model.config.input.vocab,
         d_model=model.config.width,
         activation_function=block.feedforward.activation,
-        decoder_start_token_id=pipe.defaults.start,
+        decoder_start_token_id=pipe.defaults.decoder_start_token_id,
         scale_embedding=True,
-        max_position_embeddings=model.config.input.vocab,  # its own places are not used, yet begin at the padding's id
+        max_position_embeddings=model.config.input.vocab,  # its positions are not used, but start at the id of padding
         **depths,
         **sizes,
         **tokens,
     )
-    other = transformers.M2M100ForConditionalGeneration(config).eval()
-    missing, unexpected = other.load_state_dict(dict(renamed(model.state_dict())), strict=False)
+    converted = transformers.M2M100ForConditionalGeneration(config).eval()
+    missing, unexpected = converted.load_state_dict(dict(rename_weights(model.state_dict())), strict=False)
     if unexpected or [name for name in missing if "embed_tokens" not in name]:
-        raise SystemExit(f"weights that do not fit: {unexpected or missing}")
-    places = sinusoid(torch.arange(model.config.context), model.config.width, model.config.input.positions)
-    other.model.encoder.embed_positions = other.model.decoder.embed_positions = Placed(places)
-    return other
+        raise SystemExit(f"weights that do not match: {unexpected or missing}")
+    positions = sinusoid(torch.arange(model.config.context), model.config.width, model.config.input.positions)
+    converted.model.encoder.embed_positions = converted.model.decoder.embed_positions = PositionTable(positions)
+    return converted
 
 
-def batches(rows: Rows) -> list[list[int]]:
-    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-    return [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
-
-
-def ours(pipe: Pipeline, rows: Rows, **_: Any) -> Rows:
-    asked = Settings(max_new_tokens=NEW, num_beams=BEAMS, early_stopping=True, eos_token_id=(pipe.tokenizer.eos_id,))
-    found: Rows = [[] for _ in rows]
-    for some in batches(rows):
-        engine = Engine(pipe.model, rows=BATCH * BEAMS, capacity=NEW + 1)
-        order = {engine.add((pipe.defaults.start,), asked, rows[number]): number for number in some}
+def run_monoblock(pipe: Pipeline, rows: TokenRows, **_: Any) -> TokenRows:
+    settings = Settings(max_new_tokens=NEW, num_beams=BEAMS, early_stopping=True, eos_token_id=(pipe.tokenizer.eos_id,))
+    start = (pipe.defaults.decoder_start_token_id,)
+    targets: TokenRows = [[] for _ in rows]
+    for indices in batch_indices(rows):
+        engine = Engine(pipe.model, max_rows=BATCH * BEAMS, capacity=NEW + 1)
+        index_by_request = {engine.add(start, settings, rows[index]): index for index in indices}
         while engine.busy:
             for event in engine.step():
-                found[order[event.id]] = list(event.tokens)
-    return found
+                targets[index_by_request[event.request_id]] = list(event.tokens)
+    return targets
 
 
 @torch.inference_mode()
-def theirs(pipe: Pipeline, rows: Rows, model: Any, **_: Any) -> Rows:
-    pad, found = pipe.tokenizer.pad_id, [[] for _ in rows]
-    for some in batches(rows):
-        longest = max(len(rows[number]) for number in some)
-        ids = torch.tensor([rows[number] + [pad] * (longest - len(rows[number])) for number in some])
-        asked = {"num_beams": BEAMS, "max_new_tokens": NEW, "early_stopping": True, "do_sample": False}
-        out = model.generate(ids, attention_mask=(ids != pad).long(), **asked)
-        for number, row in zip(some, out[:, 1:].tolist(), strict=True):
-            found[number] = row
-    return found
+def run_transformers(pipe: Pipeline, rows: TokenRows, model: Any, **_: Any) -> TokenRows:
+    pad, targets = pipe.tokenizer.pad_id, [[] for _ in rows]
+    options = {"num_beams": BEAMS, "max_new_tokens": NEW, "early_stopping": True, "do_sample": False}
+    for indices in batch_indices(rows):
+        ids = pad_rows(rows, indices, pad)
+        out = model.generate(ids, attention_mask=(ids != pad).long(), **options)
+        for index, row in zip(indices, out[:, 1:].tolist(), strict=True):
+            targets[index] = row
+    return targets
 
 
 @functools.cache
-def converted(folder: str, model: Any, eos: int, threads: int) -> Any:
+def load_ctranslate2(folder: str, model: Any, eos: int, threads: int) -> Any:
     import ctranslate2 as ct2
     from ctranslate2.converters import transformers as converters
 
-    vocab = [f"t{number}" for number in range(model.config.vocab_size)]
+    vocab = [f"t{index}" for index in range(model.config.vocab_size)]
     model.config.normalize_before, model.config.normalize_embedding = True, False
     spec = converters.BartLoader().get_model_spec(model)
     spec.register_source_vocabulary(vocab)
@@ -146,90 +142,90 @@ def converted(folder: str, model: Any, eos: int, threads: int) -> Any:
     return ct2.Translator(folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads)
 
 
-def ctranslate2(pipe: Pipeline, rows: Rows, model: Any, folder: str, threads: int) -> Rows:
-    translator = converted(folder, model, pipe.tokenizer.eos_id, threads)
-    texts = [[f"t{number}" for number in row] for row in rows]
-    out = translator.translate_batch(texts, beam_size=BEAMS, max_batch_size=BATCH, max_decoding_length=NEW)
-    return [[int(token[1:]) for token in one.hypotheses[0]] for one in out]
+def run_ctranslate2(pipe: Pipeline, rows: TokenRows, model: Any, folder: str, threads: int) -> TokenRows:
+    translator = load_ctranslate2(folder, model, pipe.tokenizer.eos_id, threads)
+    sources = [[f"t{token}" for token in row] for row in rows]
+    results = translator.translate_batch(sources, beam_size=BEAMS, max_batch_size=BATCH, max_decoding_length=NEW)
+    return [[int(token[1:]) for token in result.hypotheses[0]] for result in results]
 
 
-RUNNERS = {"monoblock": ours, "transformers": theirs, "CTranslate2, fp32": ctranslate2}
+RUNNERS = {"monoblock": run_monoblock, "transformers": run_transformers, "CTranslate2, fp32": run_ctranslate2}
 
 
-def trained(given: argparse.Namespace) -> tuple[Pipeline, Rows, list[str]]:
-    """The model, its sources and what they should become."""
-    if given.model is None or given.data is None:
-        raise SystemExit(
-            "give the folder of a run and --data with multi30k/test_2016_flickr.de and .en in it, or --smoke"
-        )
-    pipe, folder = load(given.model), Path(given.data) / "multi30k"
+def load_run(args: argparse.Namespace) -> tuple[Pipeline, TokenRows, list[str]]:
+    """Return the model, the sources and the references."""
+    if args.model is None or args.data is None:
+        raise SystemExit("give a run folder and --data with multi30k/test_2016_flickr.de and .en, or --smoke")
+    pipe, folder = load(args.model), Path(args.data) / "multi30k"
     german, english = (
-        (folder / f"test_2016_flickr.{side}").read_text(encoding="utf-8").splitlines()[: given.count]
+        (folder / f"test_2016_flickr.{side}").read_text(encoding="utf-8").splitlines()[: args.count]
         for side in ("de", "en")
     )
-    return pipe, [list(pipe.prompt(line).source or ()) for line in german], english
+    return pipe, [list(pipe.encode_prompt(line).source or ()) for line in german], english
 
 
-def made_up() -> tuple[Any, Rows, list[str]]:
-    """The same of a model that has learnt nothing."""
+def build_toy() -> tuple[Any, TokenRows, list[str]]:
+    """Return an untrained model with toy sources and references."""
     model = mb.Transformer(mb.vaswani(vocab=61, width=32, depth=1, heads=2, hidden=64, context=128, norm_place="pre"))
     tokenizer = SimpleNamespace(eos_id=2, pad_id=0, decode=lambda ids: " ".join(map(str, ids)))
-    pipe = SimpleNamespace(model=model.eval(), tokenizer=tokenizer, defaults=SimpleNamespace(start=1))
+    pipe = SimpleNamespace(model=model.eval(), tokenizer=tokenizer, defaults=SimpleNamespace(decoder_start_token_id=1))
     return pipe, [[*range(5, 9 + n), 2] for n in range(7)], ["5 6 7 8"] * 7
 
 
-def measured(given: argparse.Namespace) -> str:
-    torch.set_num_threads(given.threads)
-    pipe, rows, english = made_up() if given.smoke else trained(given)
-    model = theirs_of(pipe)
-    seconds, found = dict.fromkeys(RUNNERS, float("inf")), {}
-    with tempfile.TemporaryDirectory() as place:
-        for _ in range(given.rounds):
-            for name, run in RUNNERS.items():
-                time.sleep(REST)
-                options = {"model": model, "folder": place, "threads": given.threads}
-                run(pipe, rows[:BATCH], **options)  # what is made once is not measured
-                begun = time.perf_counter()
-                texts = run(pipe, rows, **options)
-                seconds[name] = min(seconds[name], time.perf_counter() - begun)
-                special = {pipe.tokenizer.eos_id, pipe.tokenizer.pad_id, pipe.defaults.start}
-                found[name] = [pipe.tokenizer.decode([t for t in row if t not in special]) for row in texts]
-    return table(found, english, seconds, sum(weight.numel() for weight in pipe.model.parameters()), given.threads)
+def measure(args: argparse.Namespace) -> str:
+    torch.set_num_threads(args.threads)
+    pipe, rows, references = build_toy() if args.smoke else load_run(args)
+    model = to_transformers(pipe)
+    special = {pipe.tokenizer.eos_id, pipe.tokenizer.pad_id, pipe.defaults.decoder_start_token_id}
+    runners = installed_runners(RUNNERS)
+    seconds, texts = dict.fromkeys(runners, float("inf")), {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for _ in range(args.rounds):
+            for name, run in runners.items():
+                time.sleep(PAUSE_SECONDS)
+                options = {"model": model, "folder": temporary, "threads": args.threads}
+                run(pipe, rows[:BATCH], **options)  # warm up
+                start = time.perf_counter()
+                targets = run(pipe, rows, **options)
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+                texts[name] = [pipe.tokenizer.decode([t for t in row if t not in special]) for row in targets]
+    parameters = sum(weight.numel() for weight in pipe.model.parameters())
+    return format_table(texts, references, seconds, parameters, args.threads)
 
 
-def table(
-    found: dict[str, list[str]], english: list[str], seconds: dict[str, float], parameters: int, threads: int
+def format_table(
+    texts: dict[str, list[str]], references: list[str], seconds: dict[str, float], parameters: int, threads: int
 ) -> str:
-    count, ours = len(english), seconds["monoblock"]
+    count, ours = len(references), seconds["monoblock"]
     lines = [
         f"{count:,} sentences of Multi30k test 2016, de→en, beam {BEAMS}, {parameters:,} trained parameters, "
         f"{threads} threads, fp32, torch {torch.__version__}",
         "",
-        "| who | seconds | sentences a second | monoblock is faster by | BLEU | same texts |",
+        "| runner | seconds | sentences per second | speedup of monoblock | BLEU | same targets |",
         "|---|---|---|---|---|---|",
     ]
-    for name, spent in seconds.items():
-        bleu = scores.bleu(found[name], [[line] for line in english])
-        same = sum(a == b for a, b in zip(found[name], found["monoblock"], strict=True))
-        speed = f"{spent:.2f} | {count / spent:.0f} | {spent / ours:.2f} ×"
+    for name, total in seconds.items():
+        bleu = scores.bleu(texts[name], [[line] for line in references])
+        same = sum(a == b for a, b in zip(texts[name], texts["monoblock"], strict=True))
+        speed = f"{total:.2f} | {count / total:.0f} | {total / ours:.2f} ×"
         lines.append(f"| {name} | {speed} | {bleu.value:.2f} | {100 * same / count:.1f} % |")
     return "\n".join([*lines, "", f"BLEU: {bleu.signature}"]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="the folder of a run")
-    parser.add_argument("--smoke", action="store_true", help="a made-up model and a few sentences")
-    parser.add_argument("--data", help="the folder that holds multi30k/test_2016_flickr.de and .en")
+    parser.add_argument("model", nargs="?", help="run folder")
+    parser.add_argument("--smoke", action="store_true", help="a toy model and a few sentences")
+    parser.add_argument("--data", help="folder with multi30k/test_2016_flickr.de and .en")
     for name, value in {"count": 1000, "threads": 2, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--write", action="store_true", help=f"put the table into results/{RESULTS.name}")
-    given = parser.parse_args()
-    given.rounds = 1 if given.smoke else given.rounds
-    found = measured(given)
-    print(found)
-    if given.write:
-        RESULTS.write_text(found, encoding="utf-8")
+    parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")
+    args = parser.parse_args()
+    args.rounds = 1 if args.smoke else args.rounds
+    table = measure(args)
+    print(table)
+    if args.write:
+        RESULTS.write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Translation and transliteration beside published tables: trained from recipes, some seeds each, one table.
+"""Translation and transliteration recipes over several seeds, compared with published results.
 
     python benchmarks/translation.py --data DIR --runs de-en en-de --seeds 1 2 3 --out benchmarks/results/multi30k.md
     python benchmarks/translation.py --runs de-en-cpu --keep runs/bench --out benchmarks/results/multi30k-cpu.md
     python benchmarks/translation.py --runs hi hi-back --more train.steps=8000
-    python benchmarks/translation.py --smoke                # everything once, on a few made-up pairs
+    python benchmarks/translation.py --smoke                # everything once, on toy pairs
 
-Seconds are those of the training steps alone.  BLEU is sacreBLEU (13a); its signature stands below the table.  A run
-that is finished under --keep or has its line in --rows is not trained again.
+Seconds are those of the training steps. BLEU is sacreBLEU (13a), with its signature below the table. Runs that are
+finished in --keep or have a line in --rows are not trained again.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from _runs import Figures, found, options, place, table, trained
+from _runs import Metrics, add_arguments, collect_rows, format_tables, run_folder, train_or_load
 
-from monoblock.tasks.evaluation import Asked, evaluate
-from monoblock.tasks.recipe import read
+from monoblock.recipes.parse import read_recipe
+from monoblock.runs.evaluate import evaluate
+from monoblock.tasks.evaluation_report import EvaluationRequest
 
 
 class Job(NamedTuple):
-    what: str
+    title: str
     recipe: str
     overrides: tuple[str, ...] = ()
-    figures: tuple[str, ...] = ("bleu_lowercased", "bleu", "bleu_tokenized", "chrf")
+    metrics: tuple[str, ...] = ("bleu_lowercased", "bleu", "bleu_tokenized", "chrf")
     published: str = ""
 
 
-WORDS = ("accuracy", "top_k", "cer")
-RESCORED = ("attested", "rescored top-1", "rescored top_k", "weight")
-COUNTED = (
-    "Each source counts once; any target that the test split attests for it is right (`attested`: those of the "
-    "training split, too).  Rescored: with the frequency of words among the training targets, its weight tuned on the "
+WORD_METRICS = ("accuracy", "top_k", "cer")
+RESCORED_METRICS = ("attested", "rescored top-1", "rescored top_k", "weight")
+WORD_NOTE = (
+    "Each source counts once; any target that the test split has for it is correct (`attested`: also those of the "
+    "training split). Rescored: with the frequencies of words among the training targets, weight tuned on the "
     "validation split."
 )
 JOBS = {
@@ -48,53 +49,54 @@ JOBS = {
         "Dakshina Hindi, Roman→native",
         "dakshina-hi",
         (),
-        WORDS,
+        WORD_METRICS,
         "top-1 50.0 (paper), 53.5 (best repository without outside data)",
     ),
     "hi-back": Job(
         "Dakshina Hindi, native→Roman",
         "dakshina-hi",
         ("data.direction=backward",),
-        WORDS,
+        WORD_METRICS,
     ),
-    "names": Job("names of places and languages, Roman→Hindi", "transliterate-hi", (), WORDS),
+    "names": Job("names of places and languages, Roman→Hindi", "transliterate-hi", (), WORD_METRICS),
     "names-back": Job(
-        "names of places and languages, Hindi→Roman", "transliterate-hi", ("data.direction=backward",), WORDS
+        "names of places and languages, Hindi→Roman", "transliterate-hi", ("data.direction=backward",), WORD_METRICS
     ),
-    "reverse": Job("reversed letters", "reverse", (), ("accuracy",)),
+    "reverse": Job("reversed strings", "reverse", (), ("accuracy",)),
 }
-SMALL = ["train.steps=2", "train.eval_every=2", "train.save_every=1", "train.warmup=1", "model.width=16"]
+SMOKE_OVERRIDES = ["train.steps=2", "train.eval_every=2", "train.save_every=1", "train.warmup=1", "model.width=16"]
 
 
-def run(job: Job, seed: int, folder: Path, data: Path | None, given: argparse.Namespace) -> Figures:
-    """One training and its figures on the test split, or the one asked for."""
-    words = [*job.overrides, *given.more, f"train.seed={seed}", *(SMALL if given.smoke else ())]
-    pipe, about = trained(job.recipe, words, folder, data)
-    single = job.figures == WORDS
-    corpus, limit = read(job.recipe, words).data.corpus, 8 if given.smoke else None
-    asked = Asked(data=corpus, folder=data, split=given.split, rescore=single, n_best=5, limit=limit)
-    figures = evaluate(pipe, asked).figures
-    if single:
-        again = figures["rescored"]
-        figures |= {"rescored top-1": again["accuracy"], "rescored top_k": again["top_k"], "weight": again["weight"]}
-    kept = [*job.figures, *(RESCORED if single else ()), "signature", "split"]
-    return about | {name: figures[name] for name in kept if name in figures}
+def run(job: Job, seed: int, folder: Path, data: Path | None, args: argparse.Namespace) -> Metrics:
+    """Train once and return the metrics on the test split, or on --split."""
+    overrides = [*job.overrides, *args.more, f"train.seed={seed}", *(SMOKE_OVERRIDES if args.smoke else ())]
+    pipe, summary = train_or_load(job.recipe, overrides, folder, data)
+    is_word_task = job.metrics == WORD_METRICS
+    corpus, limit = read_recipe(job.recipe, overrides).data.corpus, 8 if args.smoke else None
+    request = EvaluationRequest(data=corpus, folder=data, split=args.split, rescore=is_word_task, n_best=5, limit=limit)
+    metrics = evaluate(pipe, request).metrics
+    if is_word_task:
+        rescored = metrics["rescored"]
+        metrics |= {"rescored top-1": rescored["accuracy"], "rescored top_k": rescored["top_k"]}
+        metrics["weight"] = rescored["weight"]
+    names = [*job.metrics, *(RESCORED_METRICS if is_word_task else ()), "signature", "split"]
+    return summary | {name: metrics[name] for name in names if name in metrics}
 
 
-def shown(job: Job, rows: list[Figures]) -> list[str]:
+def format_job(job: Job, rows: list[Metrics]) -> list[str]:
     if not rows:
         return []
-    single = job.figures == WORDS
+    is_word_task = job.metrics == WORD_METRICS
     notes = [
         job.published and f"Published: {job.published}.",
-        f"`{rows[0]['signature']}`" if "bleu" in job.figures else "",
+        f"`{rows[0]['signature']}`" if "bleu" in job.metrics else "",
     ]
-    notes.append(COUNTED if single else "")
-    return table(job.what, rows, [*job.figures, *(RESCORED if single else ())], *notes)
+    notes.append(WORD_NOTE if is_word_task else "")
+    return format_tables(job.title, rows, [*job.metrics, *(RESCORED_METRICS if is_word_task else ())], *notes)
 
 
-def made_up(folder: Path) -> Path:
-    """Corpora of the right shape, for a run that only shows that everything works."""
+def write_toy_corpora(folder: Path) -> Path:
+    """Write small corpora in the right formats, for a smoke run."""
     for name in ("multi30k", "dakshina_hi"):
         (folder / name).mkdir()
     for split in ("train", "val", "test_2016_flickr"):
@@ -104,30 +106,30 @@ def made_up(folder: Path) -> Path:
     for split in ("train", "dev", "test"):
         lines = "".join(f"{a}{b}{a}\t{a}{b}\t2\n" for a in "kgcj" for b in "aeiou")
         native = lines.translate({ord(roman): sign for roman, sign in zip("kgcjaeiou", "कगचजाेिोु", strict=True)})
-        both = zip(lines.splitlines(), native.splitlines(), strict=True)
-        rows = "".join(f"{one.split(chr(9))[0]}\t{other.split(chr(9))[1]}\t2\n" for one, other in both)
+        pairs = zip(lines.splitlines(), native.splitlines(), strict=True)
+        rows = "".join(f"{roman.split(chr(9))[0]}\t{hindi.split(chr(9))[1]}\t2\n" for roman, hindi in pairs)
         (folder / "dakshina_hi" / f"hi.translit.sampled.{split}.tsv").write_text(rows, encoding="utf-8")
     return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, list(JOBS))
-    parser.add_argument("--split", help="what is measured  [test]; `valid` to choose by")
-    given = parser.parse_args()
+    add_arguments(parser, list(JOBS))
+    parser.add_argument("--split", help="split to evaluate on; use `valid` for choosing options  [test]")
+    args = parser.parse_args()
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder)
-        data = made_up(made) if given.smoke else given.data
-        for name in given.runs:
+        temporary = Path(folder)
+        data = write_toy_corpora(temporary) if args.smoke else args.data
+        for name in args.runs:
 
-            def make(seed: int, name: str = name) -> Figures:
-                return run(JOBS[name], seed, place(given, made, name, seed), data, given)
+            def run_seed(seed: int, name: str = name) -> Metrics:
+                return run(JOBS[name], seed, run_folder(args, temporary, name, seed), data, args)
 
-            lines += shown(JOBS[name], found(name, given, make))
+            lines += format_job(JOBS[name], collect_rows(name, args, run_seed))
     print("\n".join(lines))
-    if given.out is not None:
-        given.out.write_text("\n".join(lines), encoding="utf-8")
+    if args.out is not None:
+        args.out.write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A Transformer and an LSTM of as many weights on WikiText-2 by words, trained in one run, and their table.
+"""A Transformer and an LSTM with as many parameters on WikiText-2 by words, trained at the same time.
 
     python benchmarks/wikitext2.py --data DIR --out benchmarks/results/wikitext2.md
     python benchmarks/wikitext2.py --transformer train.steps=20000 --lstm train.steps=9000
-    python benchmarks/wikitext2.py --seconds 330 250     # as many steps as fit, the rate falling with the time
+    python benchmarks/wikitext2.py --seconds 330 250     # as many steps as fit, learning rate decayed over time
 
-Both are trained at once, each by a process of its own: on a shared GPU the seconds are not those of a model alone.
-Test perplexity is told in every way a model can be asked: in blocks of its context, in windows that move on by 32
-words (each word has almost a whole context before it), and of the LSTM also read in one go, its state carried along.
+Each is trained in its own process; on a shared GPU, the seconds are not those of one model alone. Test perplexity is
+reported in blocks of the context, in windows that move by 32 words (so that each word has almost a full context before
+it), and for the LSTM also over the whole split with its state carried along.
 """
 
 from __future__ import annotations
@@ -22,61 +22,62 @@ from pathlib import Path
 import torch
 from quality import train
 
-from monoblock.config import ModelConfig
-from monoblock.recurrent import matching
-from monoblock.tasks.recipe import model_config, read
+from monoblock.config.model import ModelConfig
+from monoblock.accounting.lstm_matching import matching_config
+from monoblock.recipes.model_config import build_model_config
+from monoblock.recipes.parse import read_recipe
 
-TYPES = 33_278  # the published vocabulary, as the tokenizer finds it
-ALIGNED = 8  # matrix units want sizes that 8 divides
+WORDS = 33_278  # size of the published vocabulary
+ALIGNMENT = 8  # tensor cores need sizes divisible by 8
 PUBLISHED = (("LSTM 650, tied", "86.7"), ("LSTM 1500, tied", "84.1"))
-SMALL = ["train.steps=3", "train.eval_every=3", "train.warmup=1", "model.context=32", "train.batch=2"]
+SMOKE_OVERRIDES = ["train.steps=3", "train.eval_every=3", "train.warmup=1", "model.context=32", "train.batch=2"]
 COLUMNS = ("blocks", "sliding", "carried", "parameters", "validation loss", "steps", "tokens", "seconds")
 
 
-def equal_width(overrides: list[str]) -> int:
-    """The width at which the LSTM has as many weights as the Transformer, to the nearest multiple of eight."""
-    config = model_config(read("wikitext2", overrides), TYPES)
+def matching_width(overrides: list[str]) -> int:
+    """Return the width at which the LSTM has about as many parameters as the Transformer, a multiple of ALIGNMENT."""
+    config = build_model_config(read_recipe("wikitext2", overrides), WORDS)
     assert isinstance(config, ModelConfig)
-    return ALIGNED * max(1, round(matching(config).width / ALIGNED))
+    return ALIGNMENT * max(1, round(matching_config(config).width / ALIGNMENT))
 
 
-def row(name: str, found: dict) -> str:
-    test = found["test"]
-    ways = [f"{test[way]:.2f}" if way in test else "" for way in ("blocks", "sliding", "carried")]
-    steps, tokens = found["steps"], found["tokens"]
-    rest = [f"{found['parameters']:,}", f"{found['val_loss']:.4f}", f"{steps:,}", f"{tokens:,}"]
-    return f"| {' | '.join([name, *ways, *rest])} | {found['training_seconds']:.0f} |"
+def format_row(name: str, result: dict) -> str:
+    test = result["test"]
+    perplexities = [f"{test[mode]:.2f}" if mode in test else "" for mode in ("blocks", "sliding", "carried")]
+    rest = [f"{result['parameters']:,}", f"{result['val_loss']:.4f}", f"{result['steps']:,}", f"{result['tokens']:,}"]
+    return f"| {' | '.join([name, *perplexities, *rest])} | {result['training_seconds']:.0f} |"
 
 
-def table(found: dict[str, dict]) -> str:
+def format_table(results: dict[str, dict]) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
-        f"WikiText-2, {TYPES:,} types, trained at once on one {device}, torch {torch.__version__}: test perplexity",
+        f"WikiText-2, {WORDS:,} words, trained at the same time on one {device}, torch {torch.__version__}: "
+        "test perplexity",
         "",
         f"| model | {' | '.join(COLUMNS)} |",
         "|---" * (1 + len(COLUMNS)) + "|",
     ]
-    lines += [row(name, found[name]) for name in sorted(found, reverse=True)]
-    lines += [f"| published: {name} | | | {figure} |{' |' * (len(COLUMNS) - 3)}" for name, figure in PUBLISHED]
-    lines += ["", *(f"{name}: {told(found[name])}" for name in sorted(found, reverse=True))]
+    lines += [format_row(name, results[name]) for name in sorted(results, reverse=True)]
+    lines += [f"| published: {name} | | | {perplexity} |{' |' * (len(COLUMNS) - 3)}" for name, perplexity in PUBLISHED]
+    lines += ["", *(f"{name}: {describe_training(results[name])}" for name in sorted(results, reverse=True))]
     return "\n".join(lines) + "\n"
 
 
-def told(found: dict) -> str:
-    """How the training went on: what was overridden, how long it was to take, the validation loss by step."""
-    allowed = [] if found["seconds"] is None else [f"as many steps as fit in {found['seconds']:.0f} s"]
-    curve = ", ".join(f"{loss:.3f} at {step:,}" for step, loss in found["curve"])
+def describe_training(result: dict) -> str:
+    """Describe the overrides, the time limit and the validation loss by step."""
+    limit = [] if result["seconds"] is None else [f"as many steps as fit in {result['seconds']:.0f} s"]
+    curve = ", ".join(f"{loss:.3f} at {step:,}" for step, loss in result["curve"])
     return "; ".join(
-        ["recipe " + " ".join([found["recipe"], *found["overrides"]]), *allowed, f"validation loss {curve}"]
+        ["recipe " + " ".join([result["recipe"], *result["overrides"]]), *limit, f"validation loss {curve}"]
     )
 
 
-def made_up(folder: Path) -> Path:
-    """A corpus of the right shape, for a run that only shows that everything works."""
-    place = folder / "wikitext2"
-    place.mkdir()
+def write_toy_corpus(folder: Path) -> Path:
+    """Write a small corpus in the right format, for a smoke run."""
+    corpus = folder / "wikitext2"
+    corpus.mkdir()
     for split in ("train", "valid", "test"):
-        (place / f"{split}.txt").write_text(" = A = \n a word and another word \n" * 40, encoding="utf-8")
+        (corpus / f"{split}.txt").write_text(" = A = \n a word and another word \n" * 40, encoding="utf-8")
     return folder
 
 
@@ -89,27 +90,27 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("MONOBLOCK_DATA"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if given.smoke:
-            given.data = made_up(Path(folder))
-            given.transformer = [*SMALL, "model.vocab=64", "model.width=24", "model.heads=3", "model.depth=1"]
-            given.lstm = [*SMALL, "model.vocab=64", "model.width=24"]
+        if args.smoke:
+            args.data = write_toy_corpus(Path(folder))
+            args.transformer = [*SMOKE_OVERRIDES, "model.vocab=64", "model.width=24", "model.heads=3", "model.depth=1"]
+            args.lstm = [*SMOKE_OVERRIDES, "model.vocab=64", "model.width=24"]
         else:
-            given.lstm = [f"model.width={equal_width(given.transformer)}", *given.lstm]
-        jobs = {"Transformer": ("wikitext2", given.transformer), "LSTM": ("wikitext2-lstm", given.lstm)}
-        found: dict[str, dict] = {}
+            args.lstm = [f"model.width={matching_width(args.transformer)}", *args.lstm]
+        jobs = {"Transformer": ("wikitext2", args.transformer), "LSTM": ("wikitext2-lstm", args.lstm)}
+        results: dict[str, dict] = {}
         with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn")) as pool:
-            going = {
-                pool.submit(train, *job, given.seed, given.data, seconds): name
-                for (name, job), seconds in zip(jobs.items(), given.seconds, strict=True)
+            running = {
+                pool.submit(train, *job, args.seed, args.data, seconds): name
+                for (name, job), seconds in zip(jobs.items(), args.seconds, strict=True)
             }
-            for done in as_completed(going):
-                found[going[done]] = done.result()
-                print(json.dumps(found[going[done]]), flush=True)
-                if given.out:  # after each: what is there is not lost with the rest
-                    given.out.write_text(table(found), encoding="utf-8")
-    print(table(found))
+            for future in as_completed(running):
+                results[running[future]] = future.result()
+                print(json.dumps(results[running[future]]), flush=True)
+                if args.out:  # after each model, so that its result is kept if the other fails
+                    args.out.write_text(format_table(results), encoding="utf-8")
+    print(format_table(results))
 
 
 if __name__ == "__main__":

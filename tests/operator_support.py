@@ -1,20 +1,31 @@
-"""What tests of the operators that take whole steps on a CPU share."""
+"""Helpers for tests of the CPU operators of decoding."""
 
 from weakref import WeakKeyDictionary
 
-from monoblock.decoding import prepare, step_cpu
+from monoblock.decoding.backends import cpu_step, inference_copy, prepared
 
 
-def watched(monkeypatch):
-    """A list that grows by one a step: whether the operator took it.  Toys are given to it too."""
-    taken, run = [], step_cpu.Whole.__call__
+def record_operator_steps(monkeypatch):
+    """Return a list that records for each step whether the operator took it; it is used for toy models too."""
+    taken, run = [], cpu_step.FusedStack.__call__
 
-    def noted(self, *given):
-        found = run(self, *given)
-        taken.append(found is not None)
-        return found
+    def record(self, *args):
+        out = run(self, *args)
+        taken.append(out is not None)
+        return out
 
-    monkeypatch.setattr(step_cpu.Whole, "__call__", noted)
-    monkeypatch.setattr(prepare, "LARGE", 0)
-    monkeypatch.setattr(prepare, "TWINS_MADE", WeakKeyDictionary())  # no twin that was made while toys were too small
+    monkeypatch.setattr(cpu_step.FusedStack, "__call__", record)
+    use_kernels_for_toys(monkeypatch)
     return taken
+
+
+def use_kernels_for_toys(monkeypatch):
+    """Use the CPU kernels for models of every size, and forget what was prepared without them."""
+    monkeypatch.setattr(inference_copy, "MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr(prepared, "_PREPARED", WeakKeyDictionary())
+
+
+def search_operators(model):
+    """The operators of a beam search with this model, None if it has none."""
+    prepared_model = prepared.prepare(model)
+    return None if prepared_model is None else prepared_model.search_operators()

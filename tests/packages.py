@@ -1,5 +1,4 @@
-"""Files inside installed packages: real vocabularies and checkpoints. A test that needs one says plainly when it is not
-there; nothing of the package is imported."""
+"""Real vocabularies and checkpoints inside installed packages, found without importing the package."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,10 +7,10 @@ import pytest
 
 
 def package_file(package, *parts):
-    """The path of a file in a package, or the test is skipped."""
-    found = find_spec(package)
-    places = list(found.submodule_search_locations or []) if found else []
-    path = Path(places[0], *parts) if places else None
+    """Return the path of a file in a package, or skip the test if it is not installed."""
+    spec = find_spec(package)
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    path = Path(locations[0], *parts) if locations else None
     if path is None or not path.exists():
         pytest.skip(f"{'/'.join(parts)} of the package {package} is not installed here")
     return path

@@ -1,4 +1,4 @@
-"""What each of two processes does for test_training_parallel; started by torchrun, it writes what it saw to a file."""
+"""The worker of test_distributed: torchrun starts it in two processes, and each writes its observations to a file."""
 
 import hashlib
 import json
@@ -10,72 +10,72 @@ import torch
 from torch import nn
 
 from monoblock.errors import MonoblockError
-from monoblock.tasks.recipe import read
-from monoblock.tasks.run import prepare
-from monoblock.training.events import Skipped, Stepped, Warned
-from monoblock.training.parallel import ALONE, join
+from monoblock.recipes.parse import read_recipe
+from monoblock.runs.train import prepare_run
+from monoblock.training.distributed import SINGLE_PROCESS, init_distributed
+from monoblock.training.events import SkippedUpdateEvent, StepEvent, WarningEvent
 
 
-def nothing(run):
-    """A run as it is."""
+def leave_unchanged(run):
+    """Change nothing."""
 
 
-def poisoned_at(*steps):
-    """NaN in the losses of the second process alone."""
+def nan_losses_at(*steps):
+    """Make the losses of the second process NaN at these steps."""
 
     def change(run):
         loss, trainer = run.trainer.loss, run.trainer
-        spoilt = lambda *given: loss(*given) * (float("nan") if trainer.world.rank and trainer.step in steps else 1.0)
-        trainer.compute = lambda inputs, labels: spoilt(run.model, inputs, labels)
+        factor = lambda: float("nan") if trainer.world.rank and trainer.step in steps else 1.0
+        trainer.compute_loss = lambda inputs, labels: loss(run.model, inputs, labels) * factor()
 
     return change
 
 
-def full(run):
-    """Memory runs out in the second process alone, once."""
-    compute, left = run.trainer.compute, [1] * run.trainer.world.rank
+def run_out_of_memory_once(run):
+    """Make the second process run out of memory once."""
+    compute_loss, failures = run.trainer.compute_loss, [1] * run.trainer.world.rank
 
-    def once(inputs, labels):
-        if left and run.trainer.step == 2:
-            left.pop()
-            raise torch.OutOfMemoryError("all gone")
-        return compute(inputs, labels)
+    def fail_once(inputs, labels):
+        if failures and run.trainer.step == 2:
+            failures.pop()
+            raise torch.OutOfMemoryError("out of memory")
+        return compute_loss(inputs, labels)
 
-    run.trainer.compute = once
+    run.trainer.compute_loss = fail_once
 
 
-def stopped_by_one(run):
-    """The second process is asked to stop, the first is not."""
-    run.trainer.stop = lambda: run.trainer.world.rank == 1 and run.trainer.step >= 4
+def stop_second_process(run):
+    """Request the second process to stop, but not the first."""
+    run.trainer.should_stop = lambda: run.trainer.world.rank == 1 and run.trainer.step >= 4
 
 
 CHANGES = {
-    "plain": nothing,
-    "alone": nothing,
-    "dropout": nothing,
-    "poisoned": poisoned_at(3, 5),
-    "lost": poisoned_at(*range(6, 99)),
-    "full": full,
-    "stopped": stopped_by_one,
+    "plain": leave_unchanged,
+    "alone": leave_unchanged,
+    "dropout": leave_unchanged,
+    "bad losses": nan_losses_at(3, 5),
+    "only bad losses": nan_losses_at(*range(6, 99)),
+    "out of memory": run_out_of_memory_once,
+    "stopped": stop_second_process,
 }
 
 
-def trained(recipe, folder, world, change, *, resume=False, until=None):
-    """Train, or drop the run after a step; what was told, and the weights as a hash."""
-    run = prepare(read(str(recipe)), folder, world=world, resume=resume)
+def train_run(recipe, folder, world, change, *, resume=False, until=None):
+    """Train to the end or to step `until`; return the events and a hash of the weights."""
+    run = prepare_run(read_recipe(str(recipe)), folder, world=world, resume=resume)
     change(run)
-    seen = {"losses": [], "norms": [], "skipped": [], "warned": [], "error": None}
+    seen = {"losses": [], "norms": [], "skipped": [], "warnings": [], "error": None}
     events = run.events(resume=resume)
     try:
         for event in events:
             match event:
-                case Stepped():
+                case StepEvent():
                     seen["losses"].append(event.loss)
                     seen["norms"].append(event.grad_norm)
-                case Skipped():
-                    seen["skipped"].append(event.line())
-                case Warned():
-                    seen["warned"].append(event.text)
+                case SkippedUpdateEvent():
+                    seen["skipped"].append(event.to_dict())
+                case WarningEvent():
+                    seen["warnings"].append(event.text)
             if until is not None and run.trainer.step >= until:
                 events.close()
                 break
@@ -83,50 +83,54 @@ def trained(recipe, folder, world, change, *, resume=False, until=None):
         seen["error"] = str(problem)
     state = run.model.state_dict()
     seen["weights"] = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
-    seen["step"], seen["parts"], seen["guard"] = run.trainer.step, run.trainer.parts, run.trainer.guard.facts()
+    seen["step"], seen["parts"], seen["guard"] = (
+        run.trainer.step,
+        run.trainer.num_micro_batches,
+        run.trainer.guard.state_dict(),
+    )
     return seen
 
 
-def words(world):
-    """What the processes say to one another."""
+def exchange_values(world):
+    """Use every collective."""
     both, second, none = (nn.Parameter(torch.zeros(3)) for _ in range(3))
     both.grad = torch.full((3,), 2.0 + world.rank)
     second.grad = torch.full((3,), 5.0) if world.rank else None
-    world.add_gradients([both, second, none])
+    world.all_reduce_gradients([both, second, none])
     return {
         "rank": world.rank,
-        "total": world.total(world.rank + 1, 0.5),
-        "told": world.told(7 + world.rank),
-        "gathered": [part["x"].tolist() for part in world.gathered({"x": torch.tensor([world.rank, 4])})],
+        "total": world.all_reduce_sum(world.rank + 1, 0.5),
+        "broadcast": world.broadcast(7 + world.rank),
+        "gathered": [part["x"].tolist() for part in world.all_gather({"x": torch.tensor([world.rank, 4])})],
         "gradients": [None if w.grad is None else w.grad.tolist() for w in (both, second, none)],
     }
 
 
-def moved(place, world):
-    """From two processes to one and to two again, each going on for some steps."""
-    recipe, folder = place / "recipe.toml", place / "run"
-    trained(recipe, folder, world, nothing, until=6)
-    world.wait()
-    if world.leads:
-        trained(recipe, folder, ALONE, nothing, resume=True, until=10)
-    world.wait()
-    return trained(recipe, folder, world, nothing, resume=True)
+def resume_with_other_sizes(parent, world):
+    """Train in two processes, resume in one, and resume in two again."""
+    recipe, folder = parent / "recipe.toml", parent / "run"
+    train_run(recipe, folder, world, leave_unchanged, until=6)
+    world.barrier()
+    if world.is_main:
+        train_run(recipe, folder, SINGLE_PROCESS, leave_unchanged, resume=True, until=10)
+    world.barrier()
+    return train_run(recipe, folder, world, leave_unchanged, resume=True)
 
 
-def main(place):
-    world = join(os.environ, "cpu")
-    seen = {"words": words(world)}
+def main(folder):
+    world = init_distributed(os.environ, "cpu")
+    seen = {"collectives": exchange_values(world)}
     for name, change in CHANGES.items():
-        recipe = place / name / "recipe.toml"
-        seen[name] = trained(recipe, place / name / "run", world, change)
-    broken = place / "dropout/broken"
-    trained(place / "dropout/recipe.toml", broken, world, nothing, until=7)
-    world.wait()
-    seen["resumed"] = trained(place / "dropout/recipe.toml", broken, world, nothing, resume=True)
-    seen["moved"] = moved(place / "moved", world)
-    seen["drawn"] = torch.rand(1).item()
-    (place / f"rank-{world.rank}.json").write_text(json.dumps(seen))
-    world.leave()
+        recipe = folder / name / "recipe.toml"
+        seen[name] = train_run(recipe, folder / name / "run", world, change)
+    broken = folder / "dropout/broken"
+    train_run(folder / "dropout/recipe.toml", broken, world, leave_unchanged, until=7)
+    world.barrier()
+    seen["resumed"] = train_run(folder / "dropout/recipe.toml", broken, world, leave_unchanged, resume=True)
+    seen["resized"] = resume_with_other_sizes(folder / "resized", world)
+    seen["random"] = torch.rand(1).item()
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(seen))
+    world.shut_down()
 
 
 if __name__ == "__main__":

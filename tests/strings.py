@@ -1,8 +1,8 @@
-"""Texts that tokenizers disagree about, and as many more as are wanted, drawn from a seed."""
+"""Texts that tokenizers disagree about, and random ones from a seed."""
 
 import random
 
-ODD = [
+EDGE_CASES = [
     "Hello world",
     " leading space",
     "trailing  ",
@@ -41,15 +41,16 @@ ODD = [
     "“quotes” ‘single’ — dash… · ·",
     "x" * 99 + " " * 30 + "y",
 ]
-TEXT = """the of and to in that is was he for it with as his on be at by this had not are but from or have an they
-    which one you were all her she there would their we him been has when who will no more if out so said what up its
-    about into than them can only other new some could time these two may then do first any my now such like our over"""
-WORDS = TEXT.split()
-LETTERS = (
+COMMON_WORDS = """the of and to in that is was he for it with as his on be at by this had not are but from or have an
+    they which one you were all her she there would their we him been has when who will no more if out so said what up
+    its about into than them can only other new some could time these two may then do first any my now such like
+    our over"""
+WORDS = COMMON_WORDS.split()
+CHARACTERS = (
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:!?'\"()-_/\\\n\t$%&@#*+=<>{}[]|~`^äöüéèçñßøå"
 )
-LETTERS += "Łžšđαβγδεжшяюबकतम中文字日本語한국어😀🎉٠١٢№€£¥"
-RANGES = [
+CHARACTERS += "Łžšđαβγδεжшяюबकतम中文字日本語한국어😀🎉٠١٢№€£¥"
+CODE_POINT_RANGES = [
     (32, 126),
     (160, 0x24F),
     (0x370, 0x52F),
@@ -60,18 +61,18 @@ RANGES = [
 ]
 
 
-def strings(count=500, seed=7):
-    draw = random.Random(seed)
+def sample_strings(count=500, seed=7):
+    rng = random.Random(seed)
 
-    def one():
-        match draw.randrange(5):
+    def random_text():
+        match rng.randrange(5):
             case 0 | 1:
-                return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, 30)))
+                return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 30)))
             case 2:
-                return "".join(draw.choice(LETTERS) for _ in range(draw.randint(1, 60)))
+                return "".join(rng.choice(CHARACTERS) for _ in range(rng.randint(1, 60)))
             case 3:
-                return draw.choice(["", " ", "  ", "\n"]).join(draw.choice(ODD)[:40] for _ in range(3))
+                return rng.choice(["", " ", "  ", "\n"]).join(rng.choice(EDGE_CASES)[:40] for _ in range(3))
             case _:
-                return "".join(chr(draw.randint(*draw.choice(RANGES))) for _ in range(draw.randint(1, 30)))
+                return "".join(chr(rng.randint(*rng.choice(CODE_POINT_RANGES))) for _ in range(rng.randint(1, 30)))
 
-    return (ODD + [one() for _ in range(count)])[:count]
+    return (EDGE_CASES + [random_text() for _ in range(count)])[:count]

@@ -1,7 +1,7 @@
-"""What the tests share: toy models of every preset with weights that matter, tokens, padding, cached runs.
+"""Helpers of the tests: tiny models of every preset, inputs, padding, cached runs, taps and comparisons.
 
 Sizes differ from each other and from those of `tiny` (vocabulary 61, width 36, hidden 46, window 5, heads 3 or 6), so
-that no swapped axis passes: B rows, T tokens of a text or a target, S tokens of a source.
+that a swapped axis fails: B rows, T tokens of a text or a target, S tokens of a source.
 """
 
 import functools
@@ -10,24 +10,24 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from monoblock.config import EmbeddingConfig, ModelConfig
-from monoblock.model import Transformer
-from monoblock.norm import Norm
-from monoblock.presets import PRESETS, tiny
+from monoblock.config.model import EmbeddingConfig, ModelConfig
+from monoblock.config.presets import PRESETS, tiny
+from monoblock.nn.norm import Norm
+from monoblock.nn.transformer import Transformer
 
 B, T, S = 11, 13, 17
-CLOSE = {torch.float32: 2e-5, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}
 
 
 # -- presets and models ---------------------------------------------------------------------------------------------
 
 
-def presets(keep=lambda config: True):
-    """The names of all presets, or of those whose configuration passes."""
+def preset_names(keep=lambda config: True):
+    """The names of the presets whose configuration passes `keep`."""
     return [name for name, row in PRESETS.items() if keep(row.config)]
 
 
-def is_decoder(config):
+def has_decoder(config):
     return config.decoder is not None
 
 
@@ -39,7 +39,7 @@ def has_encoder(config):
     return is_text(config) and config.encoder is not None
 
 
-def has_both(config):
+def is_encoder_decoder(config):
     return config.family == "encoder-decoder"
 
 
@@ -47,17 +47,17 @@ def is_single_text(config):
     return is_text(config) and config.family != "encoder-decoder"
 
 
-def blocks(config):
+def block_configs(config):
     return [block for stack in config.stacks.values() for block in stack.layers()]
 
 
 def has_experts(config):
-    return any(block.feedforward.experts for block in blocks(config))
+    return any(block.feedforward.experts for block in block_configs(config))
 
 
 @torch.no_grad()
-def stir(model, seed=0):
-    """Give every weight a value that matters: matrices by fan in, norms around their start, biases and gains near 0."""
+def randomize_weights(model, seed=0):
+    """Randomize every weight: matrices by fan in, norms around their start, biases and gains around 0."""
     generator = torch.Generator().manual_seed(seed)
     norms = {id(p) for m in model.modules() if isinstance(m, Norm) for p in m.parameters(recurse=False)}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -72,118 +72,118 @@ def stir(model, seed=0):
     return model
 
 
-def build(config: ModelConfig, dtype=torch.float32, seed=0):
-    """A model of this configuration, stirred, in evaluation mode."""
+def build_model(config: ModelConfig, dtype=torch.float32, seed=0):
+    """A model of this configuration with random weights, in evaluation mode."""
     torch.manual_seed(seed)
-    return stir(Transformer(config).to(dtype), seed).eval()
+    return randomize_weights(Transformer(config).to(dtype), seed).eval()
 
 
 @functools.cache
-def toy(name, dtype=torch.float32):
-    """The tiny model of a preset, built once."""
-    return build(tiny(name), dtype)
+def tiny_model(name, dtype=torch.float32):
+    """The cached tiny model of a preset."""
+    return build_model(tiny(name), dtype)
 
 
 # -- input ----------------------------------------------------------------------------------------------------------
 
 
-def tokens(rows=B, length=T, vocab=61, seed=0):
-    """Ids from 1 up: 0 is left for padding and for changes."""
+def random_tokens(rows=B, length=T, vocab=61, seed=0):
+    """Random ids (B, T) from 1 up; 0 is left for padding and for changes."""
     return torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def source(rows=B, length=S):
-    return tokens(rows, length, seed=5)
+def random_source(rows=B, length=S):
+    return random_tokens(rows, length, seed=5)
 
 
-def pixels(config, rows=B, dtype=torch.float32):
-    given = config.input
-    shape = (rows, given.channels, given.image, given.image)
+def random_pixels(config, rows=B, dtype=torch.float32):
+    patches = config.input
+    shape = (rows, patches.channels, patches.image, patches.image)
     return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
 
 
-def given(model, rows=B, length=T):
-    """What a model of any family reads, as positional arguments."""
+def example_inputs(model, rows=B, length=T):
+    """Positional arguments for a model of any family."""
     if not is_text(model.config):
-        return (pixels(model.config, rows, next(model.parameters()).dtype),)
-    ids = tokens(rows, length)
-    return (source(rows), ids) if has_both(model.config) else (ids,)
+        return (random_pixels(model.config, rows, next(model.parameters()).dtype),)
+    ids = random_tokens(rows, length)
+    return (random_source(rows), ids) if is_encoder_decoder(model.config) else (ids,)
 
 
-def read(model, ids, mask=None, *, src=None, **options):
-    """The model's answer to a text, or to a target beside a source that is always the same."""
-    if has_both(model.config):
-        src = source(ids.shape[0]) if src is None else src
-        return model(src, ids, target_mask=mask, **options)
+def run_model(model, ids, mask=None, *, source_ids=None, **options):
+    """The output of a model for a text, or for a target with a source that is always the same by default."""
+    if is_encoder_decoder(model.config):
+        source_ids = random_source(ids.shape[0]) if source_ids is None else source_ids
+        return model(source_ids, ids, target_mask=mask, **options)
     return model(ids, attention_mask=mask, **options)
 
 
-def padded(ids, left, right):
-    """Rows of one length with so much padding before and after each (numbers, or one a row); and the mask."""
+def pad_rows(ids, left, right):
+    """Pad rows with `left` and `right` tokens (numbers, or one for each row); also return the mask of valid tokens."""
     rows, length = ids.shape
     left, right = (torch.as_tensor(n).expand(rows) for n in (left, right))
-    wide = int((left + right).max()) + length
-    places = torch.arange(wide).expand(rows, wide)
-    real = (places >= left[:, None]) & (places < left[:, None] + length)
-    out = torch.zeros(rows, wide, dtype=ids.dtype)
-    out[real] = ids.flatten()
-    return out, real
+    width = int((left + right).max()) + length
+    index = torch.arange(width).expand(rows, width)
+    valid = (index >= left[:, None]) & (index < left[:, None] + length)
+    out = torch.zeros(rows, width, dtype=ids.dtype)
+    out[valid] = ids.flatten()
+    return out, valid
 
 
-def ragged(rows=B, most=4):
-    """0, 1, 2 … of padding, a different number in neighbouring rows."""
-    return torch.arange(rows) % most
+def ragged_padding(rows=B, limit=4):
+    """0, 1, 2, … padding tokens, a different number in neighbouring rows."""
+    return torch.arange(rows) % limit
 
 
-PADDINGS = {"left": (3, 0), "right": (0, 5), "both": (2, 3), "ragged": (ragged(), ragged().flip(0))}
+PADDINGS = {"left": (3, 0), "right": (0, 5), "both": (2, 3), "ragged": (ragged_padding(), ragged_padding().flip(0))}
 
 
-def real_part(out, real):
-    """The real places of (B, T, …); one vector a sequence stays as it is."""
-    return out[real].unflatten(0, (out.shape[0], -1)) if out.dim() == 3 else out
+def unpad_rows(out, valid):
+    """The valid tokens of (B, T, D); an output (B, D) stays as it is."""
+    return out[valid].unflatten(0, (out.shape[0], -1)) if out.dim() == 3 else out
 
 
 # -- cached runs ----------------------------------------------------------------------------------------------------
 
 
-def cut(length, sizes):
-    """Lengths of chunks: `sizes` again and again until `length` is used up."""
-    out, place = [], 0
-    while sum(out) < length:
-        out.append(min(sizes[place % len(sizes)], length - sum(out)))
-        place += 1
-    return out
+def chunk_lengths(length, sizes):
+    """Lengths of chunks that add up to `length`, repeating `sizes`."""
+    lengths, index = [], 0
+    while sum(lengths) < length:
+        lengths.append(min(sizes[index % len(sizes)], length - sum(lengths)))
+        index += 1
+    return lengths
 
 
-def cached(model, ids, sizes, *, chunk=16, src=None):
-    """Logits of a text read through a cache in pieces of the given sizes."""
+def run_cached(model, ids, sizes, *, chunk=16, source_ids=None):
+    """Logits of a text read through a cache in chunks of the given sizes."""
     cache, out = model.make_cache(ids.shape[0], ids.shape[1], chunk=chunk), []
-    for piece in ids.split(cut(ids.shape[1], sizes), dim=1):
-        out.append(read(model, piece, cache=cache, src=src))
-        cache.advance(piece.shape[1])
+    for chunk_ids in ids.split(chunk_lengths(ids.shape[1], sizes), dim=1):
+        out.append(run_model(model, chunk_ids, cache=cache, source_ids=source_ids))
+        cache.advance(chunk_ids.shape[1])
     return torch.cat(out, 1)
 
 
 # -- taps -----------------------------------------------------------------------------------------------------------
 
 
-class Asks:
-    """A tap that changes nothing and asks for the activations whose names end so: it picks the plain path."""
+class ActivationTap:
+    """A tap that records and wants activations by the ends of their names, and so selects the plain path."""
 
     def __init__(self, *endings):
-        self.endings, self.seen = endings, {}
+        self.endings, self.activations = endings, {}
 
     def wants(self, name):
         return name.endswith(self.endings)
 
     def __call__(self, name, tensor):
         if self.endings and name.endswith(self.endings):
-            self.seen[name] = tensor
+            self.activations[name] = tensor
         return tensor
 
 
-class Leaf:
-    """A tap that makes one activation a leaf, so that gradients can be asked of it."""
+class LeafTap:
+    """A tap that makes one activation a leaf of the graph, to read its gradient."""
 
     def __init__(self, name):
         self.name, self.leaf = name, None
@@ -198,23 +198,23 @@ class Leaf:
         return self.leaf
 
 
-def all_experts():
-    """A tap that sends every token through every expert, so that neighbours cannot move a bit."""
-    return Asks("feedforward.outputs")
+def all_experts_tap():
+    """A tap that runs every token through every expert, so that no bit depends on other rows."""
+    return ActivationTap("feedforward.outputs")
 
 
-def close(actual, expected, dtype=None):
-    """Equal up to rounding: other shapes or another kernel."""
-    limit = CLOSE[dtype or expected.dtype]
+def assert_near(actual, expected, dtype=None):
+    """Compare up to rounding, for other shapes or another kernel."""
+    limit = TOLERANCE[dtype or expected.dtype]
     assert_close(actual, expected, atol=limit, rtol=limit)
 
 
-def near(actual, expected, limit=5e-4):
-    """Equal up to activations rounded to 16 bits, as quantised matrices are multiplied on a CPU, through a model."""
+def assert_near_in_norm(actual, expected, limit=5e-4):
+    """Compare up to activations rounded to 16 bits, as in products with quantized matrices on a CPU."""
     assert actual.shape == expected.shape
     assert float((actual - expected).norm()) <= limit * float(expected.norm())
 
 
-def bit_equal(actual, expected):
-    """The same bits: same shapes, threads and kernels."""
+def assert_bit_equal(actual, expected):
+    """Compare bits, for the same shapes, threads and kernels."""
     assert_close(actual, expected, atol=0, rtol=0)

@@ -1,4 +1,4 @@
-"""The pages say what is so: the README's code runs, errata name tests that exist, names in shapes.md are real."""
+"""The documentation is true: its code runs, the files and tests it names exist, and shapes.md lists every name."""
 
 import ast
 import functools
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import pixels, tokens
+from support import random_pixels, random_tokens
 
 import monoblock as mb
-from monoblock.config import (
+from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
     Buckets,
@@ -31,10 +31,30 @@ from monoblock.config import (
     Repeat,
     StackConfig,
 )
-from monoblock.presets import PRESETS
+from monoblock.config.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = str(ROOT / "src")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_named_in_the_documentation_exists(page):
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|h|cpp))`", text) + re.findall(r"\]\(([\w./-]+\.md)\)", text)
+    names += re.findall(r"\b(benchmarks/\w+\.py|scripts/\w+)", text)
+    folders = (ROOT, ROOT / "src" / "monoblock", page.parent)
+    missing = [name for name in names if not any((folder / name).is_file() for folder in folders)]
+    assert not missing
+
+
+def test_every_name_in_the_guide_to_extending_is_in_its_file():
+    text = (ROOT / "docs/adding.md").read_text(encoding="utf-8")
+    pairs = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", text) + re.findall(r"`(\w+)` in `(tests/[\w/]+\.py)`", text)
+    assert len(pairs) > 15
+    for name, file in pairs:
+        path = ROOT / file if file.startswith("tests") else ROOT / "src/monoblock" / file
+        assert all(re.search(rf"\b{part}\b", path.read_text(encoding="utf-8")) for part in name.split(".")), name
 
 
 def test_every_erratum_names_a_test_that_exists():
@@ -54,96 +74,99 @@ def test_the_code_of_the_readme_runs(tmp_path):
         )
 
 
-def listed(chapter):
-    """The names in the first column of a table of docs/shapes.md, braces written out."""
+def listed_names(chapter):
+    """Return the names in the first column of a table of docs/shapes.md, with braces expanded."""
     text = (ROOT / "docs/shapes.md").read_text(encoding="utf-8")
     rows = re.search(rf"## {chapter}\n(.*?)(?=\n## |\Z)", text, flags=re.S)[1].splitlines()
-    spelled = [name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
-    pieces = [[part.split(",") for part in re.split(r"[{}]", name)] for name in spelled]
-    return {"".join(choice) for name in pieces for choice in itertools.product(*name)}
+    patterns = [name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    alternatives = [[part.split(",") for part in re.split(r"[{}]", name)] for name in patterns]
+    return {"".join(choice) for name in alternatives for choice in itertools.product(*name)}
 
 
-def spoken(name):
-    """A name as docs/shapes.md writes it: decoder.3.norm is stack.N.norm."""
+def generic_name(name):
+    """Return a name as docs/shapes.md writes it: decoder.3.norm is stack.N.norm."""
     return re.sub(r"\.\d+\.", ".N.", re.sub(r"^(encoder|decoder)\.", "stack.", name))
 
 
 NORM = NormConfig()
 GATED = {"hidden": 7, "gated": True, "bias": True}
-OWN = AttentionConfig(heads=3, sinks=True, qk_norm=NORM, positions=Buckets(shared=False), mask="full")
+ATTENTION = AttentionConfig(heads=3, sinks=True, qk_norm=NORM, positions=Buckets(shared=False), mask="full")
 BLOCK = BlockConfig(
     width=12,
-    attention=OWN,
+    attention=ATTENTION,
     feedforward=FeedForwardConfig(**GATED),
     norm_place="sandwich",
     layer_scale=0.1,
 )
 DECODER = replace(
     BLOCK,
-    attention=replace(OWN, mask="causal"),
-    cross=replace(OWN, positions=None),
+    attention=replace(ATTENTION, mask="causal"),
+    cross=replace(ATTENTION, positions=None),
     feedforward=FeedForwardConfig(**GATED, experts=ExpertsConfig(count=5, router_bias=True)),
 )
 TOKENS = EmbeddingConfig(vocab=61, context=37, dim=10, positions=Learned(), segments=2, norm=NORM)
-MASKED = HeadConfig(kind="masked_lm", transform="gelu", norm=NORM, bias="learned")
+MASKED_LM_HEAD = HeadConfig(kind="masked_lm", transform="gelu", norm=NORM, bias="learned")
 ENCODER = StackConfig(pattern=(Repeat(blocks=(BLOCK,)),), norm=NORM)
-EXTRA = {
-    "everything on both sides": ModelConfig(
+EXTRA_CONFIGS = {
+    "encoder-decoder with every option": ModelConfig(
         input=TOKENS,
         target=TOKENS,
         encoder=ENCODER,
         decoder=StackConfig(pattern=(Repeat(blocks=(DECODER,)),), norm=NORM),
         head=HeadConfig(kind="language_model", bias="fixed"),
     ),
-    "masked words": ModelConfig(input=TOKENS, encoder=ENCODER, head=MASKED),
-    "a tied output of a factorised embedding": replace(
+    "masked language model": ModelConfig(input=TOKENS, encoder=ENCODER, head=MASKED_LM_HEAD),
+    "tied output of a factorized embedding": replace(
         mb.gpt(vocab=61, width=12, depth=1, heads=3, context=37), input=replace(TOKENS, segments=0)
     ),
     "registers": replace(
         mb.vit(image=12, patch=4, width=12, depth=1, heads=3, classes=7),
         input=PatchConfig(image=12, patch=4, registers=3, norm=NORM),
     ),
-    "a teacher": replace(
+    "distillation": replace(
         mb.vit(image=12, patch=4, width=12, depth=1, heads=3, classes=7),
         input=PatchConfig(image=12, patch=4, distillation_token=True, mask_token=True),
         head=HeadConfig(kind="classifier", classes=7, bias="learned", teacher=True),
     ),
-    "sound": replace(
+    "audio": replace(
         mb.vaswani(vocab=61, target_vocab=61, width=12, depth=1, heads=3), input=FramesConfig(channels=7, context=13)
     ),
-    "tags": mb.bert(vocab=61, width=12, depth=1, heads=3, context=37, head="tagger", classes=7),
+    "tagger": mb.bert(vocab=61, width=12, depth=1, heads=3, context=37, head="tagger", classes=7),
 }
-CONFIGS = {name: mb.tiny(name) for name in PRESETS} | EXTRA
+CONFIGS = {name: mb.tiny(name) for name in PRESETS} | EXTRA_CONFIGS
 
 
 @functools.cache
-def weights(name):
+def weight_names(name):
     with torch.device("meta"):
-        return {spoken(weight) for weight in mb.Transformer(CONFIGS[name]).state_dict()}
+        return {generic_name(weight) for weight in mb.Transformer(CONFIGS[name]).state_dict()}
 
 
 @functools.cache
-def activations(name):
-    seen, config = set(), CONFIGS[name]
+def activation_names(name):
+    names, config = set(), CONFIGS[name]
 
     def tap(activation, tensor):
-        seen.add(spoken(activation))
+        names.add(generic_name(activation))
         return tensor
 
-    ids = tokens(2, 13)
+    ids = random_tokens(2, 13)
     source = torch.zeros(2, config.input.channels, 2 * 13) if isinstance(config.input, FramesConfig) else ids
-    inputs = {"vision": (pixels(config, 2),) if config.family == "vision" else (), "encoder-decoder": (source, ids)}
+    inputs = {
+        "vision": (random_pixels(config, 2),) if config.family == "vision" else (),
+        "encoder-decoder": (source, ids),
+    }
     with torch.no_grad():
         mb.Transformer(config)(*inputs.get(config.family, (ids,)), tap=tap)
-    return seen
+    return names
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_weight_and_activation_is_listed_in_shapes(name):
-    assert weights(name) - listed("Weights") == set()
-    assert activations(name) - listed("Activations") == set()
+    assert weight_names(name) - listed_names("Weights") == set()
+    assert activation_names(name) - listed_names("Activations") == set()
 
 
-def test_every_weight_and_activation_in_shapes_is_one_of_some_model():
-    assert listed("Weights") == set().union(*(weights(name) for name in CONFIGS))
-    assert listed("Activations") == set().union(*(activations(name) for name in CONFIGS))
+def test_every_weight_and_activation_in_shapes_belongs_to_some_model():
+    assert listed_names("Weights") == set().union(*(weight_names(name) for name in CONFIGS))
+    assert listed_names("Activations") == set().union(*(activation_names(name) for name in CONFIGS))

@@ -1,4 +1,4 @@
-"""What the source documents get wrong, shown on the mathematics (the counts and sizes are in test_documents.py)."""
+"""Mistakes of the source documents in the mathematics (docs/errata.md); counts are in test_source_documents.py."""
 
 import inspect
 import itertools
@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import monoblock as mb
-from monoblock.attention import attend
-from monoblock.config import Alibi, Learned, Rotary, Sinusoid
-from monoblock.masks import causal, everything, run
-from monoblock.norm import layer_norm
-from monoblock.positions import alibi_slopes, rotate, sinusoid, turn
+from monoblock.config.model import Alibi, Learned, Rotary, Sinusoid
+from monoblock.nn.attention import attend
+from monoblock.nn.masks import causal, everything
+from monoblock.nn.norm import layer_norm
+from monoblock.nn.positions import alibi_slopes, apply_rotary, rotary_angles, sinusoid
+from monoblock.nn.token_positions import arange_positions
 
 
-def blind(depth, **knobs):
-    """A decoder without any positions."""
+def decoder_without_positions(depth, **knobs):
     torch.manual_seed(depth)
     config = mb.gpt(vocab=23, width=12, depth=depth, heads=3, context=17, positions="none", std=0.4, **knobs)
     return mb.Transformer(config).double().eval()
@@ -40,26 +40,26 @@ def test_a_decoder_trained_without_a_mask_sees_the_answer():
 
 def test_label_smoothing_spreads_over_all_classes_the_target_included():
     logits, target, epsilon = torch.tensor([[2.0, -1.0, 1.5, 0.0, 1.0]]).double(), torch.tensor([2]), 0.1
-    given = F.cross_entropy(logits, target, label_smoothing=epsilon)
-    wanted = torch.full((1, 5), epsilon / 5).double()
-    wanted[0, 2] += 1 - epsilon
-    torch.testing.assert_close(given, -(wanted * logits.log_softmax(-1)).sum())
+    loss = F.cross_entropy(logits, target, label_smoothing=epsilon)
+    expected = torch.full((1, 5), epsilon / 5).double()
+    expected[0, 2] += 1 - epsilon
+    torch.testing.assert_close(loss, -(expected * logits.log_softmax(-1)).sum())
     others = torch.full((1, 5), epsilon / 4).double()
     others[0, 2] = 1 - epsilon
-    assert abs(given + (others * logits.log_softmax(-1)).sum()) > 1e-3
+    assert abs(loss + (others * logits.log_softmax(-1)).sum()) > 1e-3
 
 
 def test_a_fresh_classifier_says_nothing_about_the_text():
-    ids, answers = torch.tensor([[3, 5, 7, 11]]), set()
+    ids, predictions = torch.tensor([[3, 5, 7, 11]]), set()
     for seed in range(12):
         torch.manual_seed(seed)
         config = mb.bert(vocab=23, width=12, depth=2, heads=3, context=16, head="classifier", classes=2)
-        answers.add(int(mb.Transformer(config).eval()(ids).argmax()))
-    assert answers == {0, 1}
+        predictions.add(int(mb.Transformer(config).eval()(ids).argmax()))
+    assert predictions == {0, 1}
 
 
 def test_a_token_sees_itself():
-    assert causal.dense(run(5), run(5))[0, 0].diagonal().all()
+    assert causal.dense(arange_positions(5), arange_positions(5))[0, 0].diagonal().all()
 
 
 def test_the_best_sequence_of_the_greedy_example_has_probability_016():
@@ -71,8 +71,8 @@ def test_the_best_sequence_of_the_greedy_example_has_probability_016():
 
 
 def test_sinusoid_exponents_start_at_zero():
-    places = torch.arange(9)
-    torch.testing.assert_close(sinusoid(places, 8, Sinusoid())[:, 0], places.float().sin())
+    positions = torch.arange(9)
+    torch.testing.assert_close(sinusoid(positions, 8, Sinusoid())[:, 0], positions.float().sin())
 
 
 def test_layer_norm_divides_by_the_root_of_variance_plus_epsilon():
@@ -100,9 +100,9 @@ def test_byte_pair_encoding_has_a_three_way_tie_and_the_library_takes_de():
 def test_attention_is_not_linear_in_its_input():
     torch.manual_seed(1)
     x, y = torch.randn(2, 1, 1, 5, 4).double()
-    together = attend(x + y, x + y, x + y)
-    assert (together - attend(x, x, x) - attend(y, y, y)).abs().max() > 0.1
-    weights = torch.randn(5, 5).double().softmax(-1)  # linear once the weights are held fast
+    joint = attend(x + y, x + y, x + y)
+    assert (joint - attend(x, x, x) - attend(y, y, y)).abs().max() > 0.1
+    weights = torch.randn(5, 5).double().softmax(-1)  # linear for fixed weights
     torch.testing.assert_close(weights @ (x + y), weights @ x + weights @ y)
 
 
@@ -115,15 +115,15 @@ def test_the_walk_through_sums_to_7736():
 def test_attention_without_a_mask_is_equivariant_not_invariant():
     torch.manual_seed(2)
     x, order = torch.randn(1, 1, 5, 4).double(), torch.tensor([3, 1, 4, 0, 2])
-    out, moved = attend(x, x, x), attend(x[:, :, order], x[:, :, order], x[:, :, order])
-    torch.testing.assert_close(moved, out[:, :, order])
-    assert (moved - out).abs().max() > 0.1
+    out, permuted = attend(x, x, x), attend(x[:, :, order], x[:, :, order], x[:, :, order])
+    torch.testing.assert_close(permuted, out[:, :, order])
+    assert (permuted - out).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("depth", "notices"), [(1, False), (2, True)])
 def test_with_a_causal_mask_two_layers_without_positions_tell_an_order(depth, notices):
     ids, swapped = torch.tensor([[3, 5, 7, 11]]), torch.tensor([[5, 3, 7, 11]])
-    model = blind(depth)
+    model = decoder_without_positions(depth)
     difference = (model(ids)[:, -1] - model(swapped)[:, -1]).abs().max()
     assert bool(difference > 1e-6) is notices
 
@@ -137,12 +137,12 @@ def test_alibi_slopes_end_at_two_to_the_minus_eight(heads):
 
 def test_the_residual_stream_grows_with_pre_norm_and_not_with_post_norm():
     sizes = {}
-    for place in ("pre", "post"):
+    for norm_place in ("pre", "post"):
         torch.manual_seed(4)
-        config = mb.gpt(vocab=23, width=32, depth=16, heads=4, context=17, norm_place=place, init="xavier")
+        config = mb.gpt(vocab=23, width=32, depth=16, heads=4, context=17, norm_place=norm_place, init="xavier")
         model = mb.Transformer(config).eval()
-        seen = mb.trace(model, torch.arange(2, 15)[None], names="decoder.*.output")
-        sizes[place] = [float(seen[f"decoder.{n}.output"].square().mean().sqrt()) for n in range(16)]
+        traced = mb.trace(model, torch.arange(2, 15)[None], names="decoder.*.output")
+        sizes[norm_place] = [float(traced[f"decoder.{n}.output"].square().mean().sqrt()) for n in range(16)]
     assert sizes["pre"][-1] > 2 * sizes["pre"][0]
     assert max(sizes["post"]) < 1.1 * min(sizes["post"])
     assert model.decoder.norm is None
@@ -150,7 +150,7 @@ def test_the_residual_stream_grows_with_pre_norm_and_not_with_post_norm():
 
 @pytest.mark.parametrize(("depth", "matters"), [(1, False), (2, True)])
 def test_a_mask_matters_when_a_whole_prefix_is_processed(depth, matters):
-    model = blind(depth)
+    model = decoder_without_positions(depth)
     ids = torch.tensor([[3, 5, 7, 11]])
     masked = model(ids)[:, -1]
     model.decoder.masks = [everything for _ in model.decoder.masks]
@@ -159,19 +159,19 @@ def test_a_mask_matters_when_a_whole_prefix_is_processed(depth, matters):
 
 
 def test_similarity_of_sinusoids_depends_exactly_on_distance():
-    waves = sinusoid(torch.arange(256), 128, Sinusoid()).double()
-    alike = F.cosine_similarity(waves[:, None], waves[None], dim=-1)
+    encodings = sinusoid(torch.arange(256), 128, Sinusoid()).double()
+    similarity = F.cosine_similarity(encodings[:, None], encodings[None], dim=-1)
     for distance in (1, 7, 100):
-        assert alike.diagonal(distance).std() < 1e-6
+        assert similarity.diagonal(distance).std() < 1e-6
 
 
 def test_rotary_scores_are_equal_only_for_the_same_query_and_key():
     torch.manual_seed(6)
     q, k, other = torch.randn(3, 1, 1, 1, 8).double()
 
-    def score(one, two, m, n):
-        at = [turn(Rotary(), 8, torch.tensor([[place]]), torch.float64) for place in (m, n)]
-        return float((rotate(one, at[0]) * rotate(two, at[1])).sum())
+    def score(query, key, m, n):
+        angles = [rotary_angles(Rotary(), 8, torch.tensor([[position]]), torch.float64) for position in (m, n)]
+        return float((apply_rotary(query, angles[0]) * apply_rotary(key, angles[1])).sum())
 
     assert abs(score(q, k, 5, 12) - score(q, k, 10, 17)) < 1e-5
     assert abs(score(q, k, 5, 12) - score(q, other, 10, 17)) > 1e-2
@@ -196,6 +196,6 @@ def test_a_deviation_outside_autograd_cuts_the_gradient():
         return torch.autograd.grad((y * torch.tensor([1.0, -2.0, 0.5])).sum(), x)[0]
 
     centred = x - x.mean()
-    cut = centred / (centred.square().mean() + 1e-5).detach().sqrt()
+    detached = centred / (centred.square().mean() + 1e-5).detach().sqrt()
     assert torch.autograd.gradcheck(lambda t: layer_norm(t), x)
-    assert (gradient(cut) - gradient(layer_norm(x))).abs().max() > 1e-2
+    assert (gradient(detached) - gradient(layer_norm(x))).abs().max() > 1e-2

@@ -1,4 +1,4 @@
-"""The tree of errors, and the end of a message that guesses what was meant."""
+"""The exceptions, and the suggestion at the end of a message."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from monoblock.errors import ConfigError, FileError, InputError, MonoblockError,
 
 
 @pytest.mark.parametrize("child", [ConfigError, InputError, FileError])
-def test_every_child_is_caught_as_ours_and_as_a_value_error(child):
-    with pytest.raises(MonoblockError, match="what was given"):
-        raise child("what was given")
+def test_every_error_is_a_monoblock_error_and_a_value_error(child):
+    with pytest.raises(MonoblockError, match="a message"):
+        raise child("a message")
     assert issubclass(child, ValueError)
 
 
-def test_the_docstring_draws_every_error_of_the_module():
+def test_the_module_docstring_lists_every_error():
     defined = {
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
@@ -21,7 +21,7 @@ def test_the_docstring_draws_every_error_of_the_module():
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "suggestion"),
     [
         ("widht", "; did you mean 'width'?"),
         ("WIDTH", "; did you mean 'width'?"),
@@ -30,8 +30,8 @@ def test_the_docstring_draws_every_error_of_the_module():
         ("", ""),
     ],
 )
-def test_did_you_mean_names_the_nearest_choice_or_nothing(word, said):
-    assert did_you_mean(word, ["width", "depth", "kv_heads"]) == said
+def test_did_you_mean_suggests_the_nearest_choice_or_nothing(word, suggestion):
+    assert did_you_mean(word, ["width", "depth", "kv_heads"]) == suggestion
 
 
 def test_did_you_mean_accepts_any_iterable_even_an_empty_one():

@@ -1,4 +1,4 @@
-"""The public names: few, sorted, all there, and reached without importing torch before it is needed."""
+"""The public names: sorted, complete, importable, and available without importing torch before it is needed."""
 
 import re
 import subprocess
@@ -21,10 +21,10 @@ def test_all_is_sorted_and_is_what_dir_shows():
 
 
 @pytest.mark.parametrize("name", monoblock.__all__)
-def test_every_public_name_resolves_to_what_its_home_calls_by_it(name):
+def test_every_public_name_is_the_object_of_its_module(name):
     value = getattr(monoblock, name)
-    home = sys.modules[f"monoblock.{monoblock._HOME[name]}"]
-    assert value is getattr(home, name)
+    module = sys.modules[f"monoblock.{monoblock._HOME[name]}"]
+    assert value is getattr(module, name)
 
 
 def test_no_public_name_is_also_a_module_or_a_folder():
@@ -32,13 +32,25 @@ def test_no_public_name_is_also_a_module_or_a_folder():
     assert not modules & set(monoblock.__all__), "importing the module would hide the name"
 
 
-def test_an_unknown_name_is_an_attribute_error_that_guesses():
+def test_an_unknown_name_raises_an_attribute_error_with_a_suggestion():
     with pytest.raises(AttributeError, match="did you mean 'Transformer'"):
         _ = monoblock.Transfomer
     assert not hasattr(monoblock, "nothing_like_this")
 
 
-def test_the_version_is_the_packages():
+@pytest.mark.parametrize(("old", "new"), monoblock._RENAMED.items())
+def test_a_renamed_name_warns_once_and_is_the_new_object(old, new):
+    vars(monoblock).pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"monoblock.{old} is now monoblock.{new}") as caught:
+        value = getattr(monoblock, old)
+    assert value is getattr(monoblock, new)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert getattr(monoblock, old) is value  # a second warning would be an error
+    assert old not in monoblock.__all__
+    del vars(monoblock)[old]
+
+
+def test_the_version_is_that_of_the_project():
     assert monoblock.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -48,16 +60,16 @@ def test_the_version_is_the_packages():
 )
 def test_configurations_never_import_torch(statement):
     heavy = "{'torch', 'numpy', 'rich', 'click'}"
-    code = f"import sys\n{statement}\nfound = {heavy} & set(sys.modules)\nassert not found, found"
+    code = f"import sys\n{statement}\nloaded = {heavy} & set(sys.modules)\nassert not loaded, loaded"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_type_checkers_see_the_same_names():
     stub = (PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
-    seen = {
-        (name, home)
-        for home, names in re.findall(r"from monoblock\.([\w.]+) import ([^\n(]+|\([^)]*\))", stub)
+    imported = {
+        (name, module)
+        for module, names in re.findall(r"from monoblock\.([\w.]+) import ([^\n(]+|\([^)]*\))", stub)
         for name in re.findall(r"(\w+) as \1", names)
     }
-    assert seen == set(monoblock._HOME.items())
+    assert imported == set(monoblock._HOME.items())

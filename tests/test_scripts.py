@@ -1,4 +1,4 @@
-"""The scripts: that they parse, and that install asks pip for the right things once. No pip is run here."""
+"""The scripts parse, and scripts/install asks pip for the right packages once. pip itself is not run."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run"]
 
-# Stands in for an interpreter: makes a .venv that is itself again, and writes down what pip was asked for.
+# A fake interpreter: it creates a .venv with a copy of itself, and logs the arguments of pip.
 STUB = """#!/usr/bin/env bash
 case "$*" in
     *version_info*) exit {too_old} ;;
@@ -47,9 +47,9 @@ def test_every_script_is_bash_that_parses_and_stops_at_the_first_error(script):
     assert os.access(script, os.X_OK)
 
 
-def test_install_takes_the_pinned_torch_by_itself_first(project):
-    done = install(project)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+def test_install_installs_the_pinned_torch_first(project):
+    result = install(project)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
     first, second, third = (project / "pip.log").read_text().splitlines()
     pin = re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin
@@ -68,19 +68,19 @@ def test_install_does_nothing_until_a_requirement_changes(project):
     assert len((project / "pip.log").read_text().splitlines()) == 6
 
 
-def test_an_old_python_is_refused_in_one_line(project):
-    done = install(project, minor=10)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "Python 3.10.0" in done.stderr
-    assert "3.11 or newer" in done.stderr
+def test_an_old_python_is_a_one_line_error(project):
+    result = install(project, minor=10)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "Python 3.10.0" in result.stderr
+    assert "3.11 or newer" in result.stderr
     assert not (project / ".venv").exists()
 
 
-def test_everything_needed_is_pinned():
+def test_every_requirement_is_pinned():
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = (
+    requirements = (
         project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["plot"]
     )
-    assert {re.match(r"[\w-]+", requirement)[0].lower() for requirement in needed} <= pinned
+    assert {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements} <= pinned

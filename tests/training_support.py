@@ -1,4 +1,4 @@
-"""What the tests of training share: tiny corpora and recipes, runs in this process and in one of their own."""
+"""Helpers for the tests of training: small corpora and recipes, and runs in this or a separate process."""
 
 import copy
 import hashlib
@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 import monoblock
 from monoblock.cli.main import run as cli
-from monoblock.tasks.recipe import read
-from monoblock.tasks.run import prepare
-from monoblock.training import metrics
-from monoblock.training.events import Stepped
+from monoblock.recipes.parse import read_recipe
+from monoblock.runs.train import prepare_run
+from monoblock.training import metrics_file
+from monoblock.training.events import StepEvent
 
 WORDS = ("and", "the", "king", "said", "unto", "them", "go", "up", "out", "of", "my", "land", "for", "it", "is", "day")
-# Sizes differ, so that no swapped axis passes; dropout is on, so that a lost random state shows.
-RECIPE = {
+# Sizes differ, so that swapped axes fail; with dropout a lost random state changes the losses.
+CAUSAL_RECIPE = {
     "tokenizer": {"kind": "char"},
     "model": {"family": "gpt", "width": 21, "depth": 2, "heads": 3, "context": 13, "dropout": 0.1},
     "train": {
@@ -36,18 +36,18 @@ RECIPE = {
         "device": "cpu",
     },
 }
-PAIRS = {
+SEQ2SEQ_RECIPE = {
     "data": {"corpus": "pairs.tsv"},
     "tokenizer": {"kind": "bpe", "vocab": 60, "marker": "@@", "dropout": 0.1},
     "model": {"family": "vaswani", "width": 21, "depth": 1, "heads": 3, "hidden": 34, "context": 47, "dropout": 0.1},
     "train": {"objective": "pairs", "tokens": 260, "label_smoothing": 0.1, "schedule": "noam", "optimizer": "adam"},
 }
-MASKED = {
+MASKED_LM_RECIPE = {
     "tokenizer": {"kind": "char"},
     "model": {"family": "bert", "width": 21, "depth": 1, "heads": 3, "hidden": 34, "context": 13, "head": "masked_lm"},
     "train": {"objective": "masked"},
 }
-VARIATIONS = {
+RECIPE_VARIATIONS = {
     "a stream of text": {},
     "two workers": {"train": {"workers": 2}},
     "packed documents": {"data": {"corpus": "documents.jsonl", "packing": "documents"}},
@@ -55,89 +55,89 @@ VARIATIONS = {
     "a moving average": {"train": {"ema": 0.99}},
     "an average of checkpoints": {"train": {"average": 2}},
     "Muon": {"train": {"optimizer": "muon"}},
-    "pairs by length with cut words": PAIRS,
-    "masked tokens": MASKED,
+    "pairs by length with cut words": SEQ2SEQ_RECIPE,
+    "masked tokens": MASKED_LM_RECIPE,
 }
 
 
-def sentence(draw, least=3, most=17):
-    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(least, most)))
+def random_sentence(rng, shortest=3, longest=17):
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(shortest, longest)))
 
 
 def write_corpora(folder, sentences=160, seed=3):
-    """The same sentences as one text, as documents and as pairs."""
-    draw = random.Random(seed)
-    rows = [sentence(draw) for _ in range(sentences)]
+    """Write random sentences as a text and as documents, and pairs of a sentence and its reverse."""
+    rng = random.Random(seed)
+    rows = [random_sentence(rng) for _ in range(sentences)]
     (folder / "text.txt").write_text(".\n".join(rows))
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    pairs = [sentence(draw, 2, 6) for _ in range(sentences)]
+    pairs = [random_sentence(rng, 2, 6) for _ in range(sentences)]
     (folder / "pairs.tsv").write_text("".join(f"{row}\t{' '.join(reversed(row.split()))}\n" for row in pairs))
 
 
-def merged(base, *changes):
-    """Tables of a recipe, later ones over earlier ones; another [model] family replaces the whole table."""
-    out = copy.deepcopy(base)
+def merge_recipes(base, *changes):
+    """Merge recipes, later ones over earlier ones; another model family replaces the [model] section."""
+    merged = copy.deepcopy(base)
     for change in changes:
         for section, table in change.items():
-            fresh = section == "model" and "family" in table
-            out[section] = copy.deepcopy(table) if fresh else {**out.get(section, {}), **table}
-    return out
+            is_new_model = section == "model" and "family" in table
+            merged[section] = copy.deepcopy(table) if is_new_model else {**merged.get(section, {}), **table}
+    return merged
 
 
 def write_recipe(folder, *changes):
-    """A recipe file beside its corpora."""
+    """Write a recipe file next to its corpora."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "text.txt").exists():
         write_corpora(folder)
-    table = merged({"data": {"corpus": "text.txt"}}, RECIPE, *changes)
+    table = merge_recipes({"data": {"corpus": "text.txt"}}, CAUSAL_RECIPE, *changes)
     table["data"]["corpus"] = str(folder / table["data"]["corpus"])
     path = folder / "recipe.toml"
     path.write_text(tomli_w.dumps(table))
     return path
 
 
-# -- runs in this process -------------------------------------------------------------------------------------------
+# -- runs in this process --------------------------------------------------------------------------------------------
 
 
-def start(recipe, out, *, resume=False, stop=lambda: False):
-    """A run that is ready to go."""
-    return prepare(read(str(recipe)), out, resume=resume, stop=stop)
+def start_run(recipe, out, *, resume=False, stop=lambda: False):
+    """Prepare a run without training."""
+    return prepare_run(read_recipe(str(recipe)), out, resume=resume, stop=stop)
 
 
-def train(recipe, out, *, resume=False, change=lambda run: None):
-    """Run to the end; `change` may lay hands on the run first.  Returns the run and its events."""
-    run = start(recipe, out, resume=resume)
+def train_to_end(recipe, out, *, resume=False, change=lambda run: None):
+    """Train to the end, after `change(run)`; return the run and its events."""
+    run = start_run(recipe, out, resume=resume)
     change(run)
     try:
         return run, list(run.events(resume=resume))
     finally:
-        torch.use_deterministic_algorithms(False)  # the loop sets it for its process
+        torch.use_deterministic_algorithms(False)  # the trainer sets it globally
 
 
-def train_until(recipe, out, step, *, resume=False, saving=False):
-    """Run up to a step and drop it there as a kill would, or let it save as Ctrl-C would."""
-    asked = False
-    run = start(recipe, out, resume=resume, stop=lambda: asked)
+def train_until(recipe, out, step, *, resume=False, save=False):
+    """Train up to a step and abandon the run as a kill would, or save as Ctrl-C would."""
+    should_stop = False
+    run = start_run(recipe, out, resume=resume, stop=lambda: should_stop)
     events = run.events(resume=resume)
     for event in events:
-        if isinstance(event, Stepped) and event.step >= step:
-            asked = True
-            if not saving:
+        if isinstance(event, StepEvent) and event.step >= step:
+            should_stop = True
+            if not save:
                 events.close()
                 break
     torch.use_deterministic_algorithms(False)
     return run
 
 
-def command(*words):
-    """The command line in this process; its exit code."""
+def run_command(*words):
+    """Run the command line in this process; return the exit code."""
     try:
         return cli([str(word) for word in words])
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def weights(model):
+def clone_weights(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -147,39 +147,39 @@ def assert_same_weights(actual, expected):
         assert torch.equal(actual[name], expected[name]), name
 
 
-# -- what a run leaves ----------------------------------------------------------------------------------------------
+# -- files of a run --------------------------------------------------------------------------------------------------
 
 
-def digest(path):
+def file_digest(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def told(folder):
-    """All lines of the metrics, without what a clock said."""
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in metrics.read(folder)]
+def read_metrics(folder):
+    """All lines of the metrics, without times."""
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in metrics_file.read(folder)]
 
 
 def assert_same_run(actual, expected, steps):
-    """Every step told once and in order, the same bits in every figure, the same bits in the final weights."""
-    lines = told(actual)
+    """Assert that every step is logged once and in order, and that all metrics and final weights are equal."""
+    lines = read_metrics(actual)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
-    assert lines == told(expected)
-    assert digest(actual / "model.safetensors") == digest(expected / "model.safetensors")
+    assert lines == read_metrics(expected)
+    assert file_digest(actual / "model.safetensors") == file_digest(expected / "model.safetensors")
     last = f"checkpoints/step-{steps}/model.safetensors"
     assert_same_weights(load_file(actual / last), load_file(expected / last))
 
 
-def listing(folder):
-    """Every file below a folder with its time and its hash."""
+def list_files(folder):
+    """Every file below a folder, with its modification time and hash."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    return [(str(path), path.stat().st_mtime_ns, digest(path)) for path in files]
+    return [(str(path), path.stat().st_mtime_ns, file_digest(path)) for path in files]
 
 
-# -- runs in a process of their own ---------------------------------------------------------------------------------
+# -- runs in a separate process --------------------------------------------------------------------------------------
 
 
-def launch(recipe, out, *words, **options):
-    """`monoblock train` on one thread; what it says goes to a file, so that nobody waits for a reader."""
+def launch_training(recipe, out, *words, **options):
+    """Start `monoblock train` on one thread, with its output in a log file."""
     source = str(Path(monoblock.__file__).parent.parent)
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "monoblock", "train", str(recipe), "--out", str(out), *words]
@@ -187,13 +187,13 @@ def launch(recipe, out, *words, **options):
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, **options)
 
 
-def said(out):
+def read_log(out):
     return out.with_suffix(".log").read_text()
 
 
-def steps_told(out):
-    """The last step in the metrics of a run that may be writing them."""
-    path = out / metrics.FILE
+def last_logged_step(out):
+    """The last step in the metrics of a run, which may be writing them."""
+    path = out / metrics_file.METRICS_FILE
     lines = path.read_bytes().splitlines()[-2:] if path.exists() else []
     for line in reversed(lines):
         try:

@@ -6,8 +6,8 @@
     model = mb.Transformer(config)
     logits = model(ids)                         # (B, T, V)
 
-The public names are `__all__`. Each is imported when it is first used, so that `import monoblock` costs milliseconds
-and whoever only wants to count parameters never waits for torch.
+The public names are listed in `__all__`. Each is imported when it is first used, so that `import monoblock` takes
+milliseconds and counting parameters does not import torch.
 """
 
 from importlib import import_module
@@ -15,75 +15,90 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module it lives in.
+# Public name -> the module that defines it.
 _HOME = {
-    "Alibi": "config",
-    "AttentionConfig": "config",
-    "BlockConfig": "config",
-    "Buckets": "config",
-    "Cache": "cache",
+    "Alibi": "config.model",
+    "AttentionConfig": "config.model",
+    "BlockConfig": "config.model",
+    "Buckets": "config.model",
+    "Cache": "nn.cache",
     "ConfigError": "errors",
-    "EmbeddingConfig": "config",
-    "ExpertsConfig": "config",
-    "FeedForwardConfig": "config",
+    "EmbeddingConfig": "config.model",
+    "ExpertsConfig": "config.model",
+    "FeedForwardConfig": "config.model",
     "FileError": "errors",
-    "FramesConfig": "config",
-    "HeadConfig": "config",
-    "InitConfig": "config",
+    "FramesConfig": "config.model",
+    "HeadConfig": "config.model",
+    "InitConfig": "config.model",
     "InputError": "errors",
-    "Learned": "config",
-    "ModelConfig": "config",
+    "Learned": "config.model",
+    "ModelConfig": "config.model",
     "MonoblockError": "errors",
-    "NormConfig": "config",
-    "PRESETS": "presets",
-    "PatchConfig": "config",
-    "QuantizeConfig": "config",
-    "Recurrent": "recurrent",
-    "RecurrentConfig": "config",
-    "Repeat": "config",
-    "Rotary": "config",
-    "Scaling": "config",
-    "Sinusoid": "config",
-    "StackConfig": "config",
+    "NormConfig": "config.model",
+    "PRESETS": "config.presets",
+    "PatchConfig": "config.model",
+    "QuantizeConfig": "config.model",
+    "Recurrent": "nn.lstm",
+    "RecurrentConfig": "config.model",
+    "Repeat": "config.model",
+    "Rotary": "config.model",
+    "Scaling": "config.model",
+    "Sinusoid": "config.model",
+    "StackConfig": "config.model",
+    "TokenPositions": "nn.token_positions",
     "Tokenizer": "tokenizers.tokenizer",
-    "Transformer": "model",
-    "Where": "masks",
+    "Transformer": "nn.transformer",
     "account": "accounting.report",
-    "add_lora": "lora",
-    "bart": "families",
-    "bert": "families",
-    "causal": "masks",
-    "export_hf": "interop.hf",
-    "gpt": "families",
-    "interpolated": "resizing",
-    "llama": "families",
-    "load": "tasks.pipeline",
+    "add_lora": "nn.lora",
+    "bart": "config.families",
+    "bert": "config.families",
+    "causal": "nn.masks",
+    "export_hf": "interop.huggingface.export",
+    "gpt": "config.families",
+    "interpolate": "nn.interpolate",
+    "llama": "config.families",
+    "load": "runs.load",
     "load_adapter": "interop.adapters",
-    "merge_lora": "lora",
-    "preset": "presets",
-    "quantized": "quantize.convert",
-    "same_document": "masks",
+    "merge_lora": "nn.lora",
+    "optimize": "decoding.backends.optimize",
+    "preset": "config.presets",
+    "quantize": "quantization.convert",
+    "release": "decoding.backends.prepared",
+    "same_document": "nn.masks",
     "save_adapter": "interop.adapters",
-    "t5": "families",
-    "tiny": "presets",
+    "t5": "config.families",
+    "tiny": "config.presets",
     "trace": "inspection.trace",
-    "unmerge_lora": "lora",
-    "vary": "knobs",
-    "vaswani": "families",
-    "vit": "families",
-    "window": "masks",
+    "unmerge_lora": "nn.lora",
+    "vary": "config.knobs",
+    "vaswani": "config.families",
+    "vit": "config.families",
+    "window": "nn.masks",
 }
+
+# Old name -> new name; the old one still works in this release, with a warning.
+_RENAMED = {"Where": "TokenPositions", "interpolated": "interpolate", "quantized": "quantize"}
 
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    public_name = name
+    if name in _RENAMED:
+        from warnings import warn
+
+        public_name = _RENAMED[name]
+        warn(
+            f"monoblock.{name} is now monoblock.{public_name}; the old name will be removed in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    if public_name not in _HOME:
         from monoblock.errors import did_you_mean
 
         raise AttributeError(f"module 'monoblock' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-    value = getattr(import_module(f"monoblock.{_HOME[name]}"), name)
-    globals()[name] = value  # the next use of the name is a plain lookup
+    value = getattr(import_module(f"monoblock.{_HOME[public_name]}"), public_name)
+    globals()[name] = value  # later uses are plain lookups, so that the warning comes once
     return value
 
 

@@ -1,8 +1,17 @@
 """The public names for type checkers; at run time each is imported when first used (see __init__.py)."""
 
 from monoblock.accounting.report import account as account
-from monoblock.cache import Cache as Cache
-from monoblock.config import (
+from monoblock.config.families import (
+    bart as bart,
+    bert as bert,
+    gpt as gpt,
+    llama as llama,
+    t5 as t5,
+    vaswani as vaswani,
+    vit as vit,
+)
+from monoblock.config.knobs import vary as vary
+from monoblock.config.model import (
     Alibi as Alibi,
     AttentionConfig as AttentionConfig,
     BlockConfig as BlockConfig,
@@ -25,33 +34,27 @@ from monoblock.config import (
     Sinusoid as Sinusoid,
     StackConfig as StackConfig,
 )
+from monoblock.config.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
+from monoblock.decoding.backends.optimize import optimize as optimize
+from monoblock.decoding.backends.prepared import release as release
 from monoblock.errors import (
     ConfigError as ConfigError,
     FileError as FileError,
     InputError as InputError,
     MonoblockError as MonoblockError,
 )
-from monoblock.families import (
-    bart as bart,
-    bert as bert,
-    gpt as gpt,
-    llama as llama,
-    t5 as t5,
-    vaswani as vaswani,
-    vit as vit,
-)
 from monoblock.inspection.trace import trace as trace
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
-from monoblock.interop.hf import export_hf as export_hf
-from monoblock.knobs import vary as vary
-from monoblock.lora import add_lora as add_lora, merge_lora as merge_lora, unmerge_lora as unmerge_lora
-from monoblock.masks import Where as Where, causal as causal, same_document as same_document, window as window
-from monoblock.model import Transformer as Transformer
-from monoblock.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
-from monoblock.quantize.convert import quantized as quantized
-from monoblock.recurrent import Recurrent as Recurrent
-from monoblock.resizing import interpolated as interpolated
-from monoblock.tasks.pipeline import load as load
+from monoblock.interop.huggingface.export import export_hf as export_hf
+from monoblock.nn.cache import Cache as Cache
+from monoblock.nn.interpolate import interpolate as interpolate
+from monoblock.nn.lora import add_lora as add_lora, merge_lora as merge_lora, unmerge_lora as unmerge_lora
+from monoblock.nn.lstm import Recurrent as Recurrent
+from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
+from monoblock.nn.token_positions import TokenPositions as TokenPositions
+from monoblock.nn.transformer import Transformer as Transformer
+from monoblock.quantization.convert import quantize as quantize
+from monoblock.runs.load import load as load
 from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer
 
 __version__: str

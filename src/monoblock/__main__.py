@@ -1,4 +1,4 @@
-"""`python -m monoblock` is the command `monoblock`."""
+"""Run the command line with `python -m monoblock`."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""Random configurations for property tests: every choice a block, an input or a head has, at toy size.
+"""Random configurations for property tests: every option of a block, an input or a head, in small models.
 
-Width 12, vocabulary 19, context 29, hidden 7: small, different from each other, and 12 has many divisors.
+Width 12, vocabulary 19, context 29 and hidden size 7 are small and different, and 12 has many divisors.
 """
 
 from hypothesis import strategies as st
 
-from monoblock.config import (
+from monoblock.config.model import (
     Alibi,
     AttentionConfig,
     BlockConfig,
@@ -30,12 +30,12 @@ WIDTH, VOCAB, CONTEXT, HIDDEN = 12, 19, 29, 7
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity")
 
 
-def maybe(strategy):
+def optional(strategy):
     return st.one_of(st.none(), strategy)
 
 
 @st.composite
-def norms(draw):
+def norm_configs(draw):
     kind = draw(st.sampled_from(("layer", "rms")))
     affine = draw(st.sampled_from(("scale_shift", "scale", "none") if kind == "layer" else ("scale", "none")))
     return NormConfig(
@@ -47,8 +47,7 @@ def norms(draw):
     )
 
 
-# The two scalings that look at how long the text has become (dynamic, longrope) are left out: under them a longer text
-# moves earlier logits by design.
+# The two scalings that depend on the length (dynamic, longrope) are left out: a longer text changes earlier logits.
 SCALINGS = (
     Scaling(kind="linear", factor=3.0),
     Scaling(kind="ntk", factor=5.0),
@@ -60,7 +59,7 @@ SCALINGS = (
 
 
 @st.composite
-def rotaries(draw, size):
+def rotary_configs(draw, size):
     return Rotary(
         base=draw(st.sampled_from((100.0, 10_000.0))),
         dim=draw(st.sampled_from((None, *range(2, size + 1, 2)))),
@@ -69,7 +68,7 @@ def rotaries(draw, size):
     )
 
 
-BIASES = (
+BIAS_POSITIONS = (
     Alibi(),
     Alibi(max_bias=4.0),
     Alibi(form="falcon"),
@@ -78,18 +77,19 @@ BIASES = (
 )
 
 
-POSITIONS = ("none", *BIASES, "rotary", "rotary", "rotary", "rotary", "rotary")
-RARELY = st.sampled_from((False, False, False, True))
+POSITION_CHOICES = ("none", *BIAS_POSITIONS, "rotary", "rotary", "rotary", "rotary", "rotary")
+RARE_FLAG = st.sampled_from((False, False, False, True))
 
 
 @st.composite
-def attentions(draw, heads, mask, positions):
-    """Positions: "none", "rotary", or the bias itself."""
-    rotary = positions == "rotary"
-    free = (2, 4, 6) if rotary else (2, 4, 5)
-    divides = WIDTH % heads == 0 and (not rotary or WIDTH // heads % 2 == 0)
-    head_dim = draw(st.sampled_from((None, *free) if divides else free))
+def attention_configs(draw, heads, mask, positions):
+    """`positions` is "none", "rotary", or the configuration of a bias."""
+    is_rotary = positions == "rotary"
+    sizes = (2, 4, 6) if is_rotary else (2, 4, 5)
+    divides_width = WIDTH % heads == 0 and (not is_rotary or WIDTH // heads % 2 == 0)
+    head_dim = draw(st.sampled_from((None, *sizes) if divides_width else sizes))
     size = WIDTH // heads if head_dim is None else head_dim
+    bias = None if positions == "none" or mask == "cross" else positions
     window = draw(st.sampled_from((None, None, 1, 3, 6))) if mask in ("causal", "full") else None
     return AttentionConfig(
         heads=heads,
@@ -103,19 +103,19 @@ def attentions(draw, heads, mask, positions):
         global_tokens=window is not None and draw(st.booleans()),
         random_blocks=draw(st.integers(0, 2)) if window is not None else 0,
         block_size=3,
-        positions=draw(rotaries(size)) if rotary else None if positions == "none" or mask == "cross" else positions,
-        qk_norm=draw(maybe(norms())),
+        positions=draw(rotary_configs(size)) if is_rotary else bias,
+        qk_norm=draw(optional(norm_configs())),
         qk_norm_over=draw(st.sampled_from(("head", "each_head", "width"))),
-        softcap=5.0 if draw(RARELY) else None,
-        clip=0.7 if draw(RARELY) else None,
-        sinks=draw(RARELY),
+        softcap=5.0 if draw(RARE_FLAG) else None,
+        clip=0.7 if draw(RARE_FLAG) else None,
+        sinks=draw(RARE_FLAG),
     )
 
 
 @st.composite
-def feedforwards(draw):
+def feedforward_configs(draw):
     experts = None
-    if draw(RARELY):
+    if draw(RARE_FLAG):
         router = draw(st.sampled_from(("softmax_renormalized", "softmax", "top_k_softmax")))
         top_k = draw(st.integers(1, 3))
         experts = ExpertsConfig(count=3, top_k=top_k, router=router, router_bias=draw(st.booleans()))
@@ -130,17 +130,17 @@ def feedforwards(draw):
 
 @st.composite
 def block_configs(draw, heads, mask, positions, cross):
-    place = draw(st.sampled_from(("pre", "post", "output", "sandwich")))
-    residuals = ("sequential", "parallel", "parallel_shared") if place == "pre" and not cross else ("sequential",)
+    norm_place = draw(st.sampled_from(("pre", "post", "output", "sandwich")))
+    residuals = ("sequential", "parallel", "parallel_shared") if norm_place == "pre" and not cross else ("sequential",)
     residual = draw(st.sampled_from(residuals))
     return BlockConfig(
         width=WIDTH,
-        attention=draw(attentions(heads, mask, positions)),
-        feedforward=draw(feedforwards()),
-        cross=draw(attentions(draw(st.sampled_from((1, 3, 4))), "cross", "none")) if cross else None,
-        norm=draw(norms()),
-        norm_place=place,
-        attention_norm=place != "pre" or residual == "parallel_shared" or draw(st.booleans()),
+        attention=draw(attention_configs(heads, mask, positions)),
+        feedforward=draw(feedforward_configs()),
+        cross=draw(attention_configs(draw(st.sampled_from((1, 3, 4))), "cross", "none")) if cross else None,
+        norm=draw(norm_configs()),
+        norm_place=norm_place,
+        attention_norm=norm_place != "pre" or residual == "parallel_shared" or draw(st.booleans()),
         residual=residual,
         residual_scale=draw(st.sampled_from((1.0, 0.5))),
         layer_scale=draw(st.sampled_from((None, 0.1))),
@@ -149,20 +149,22 @@ def block_configs(draw, heads, mask, positions, cross):
 
 
 @st.composite
-def stacks(draw, mask, *, cross=False):
-    heads, positions = draw(st.sampled_from((1, 2, 3, 4, 5, 6))), draw(st.sampled_from(POSITIONS))
-    parts = block_configs(heads, mask, positions, cross)
-    runs = st.builds(
-        lambda run, times, tied: Repeat(blocks=tuple(run), times=times, tied=tied),
-        st.lists(parts, min_size=1, max_size=2),
+def stack_configs(draw, mask, *, cross=False):
+    heads, positions = draw(st.sampled_from((1, 2, 3, 4, 5, 6))), draw(st.sampled_from(POSITION_CHOICES))
+    blocks = block_configs(heads, mask, positions, cross)
+    repeats = st.builds(
+        lambda blocks_of_repeat, times, tied: Repeat(blocks=tuple(blocks_of_repeat), times=times, tied=tied),
+        st.lists(blocks, min_size=1, max_size=2),
         st.integers(1, 2),
         st.booleans(),
     )
-    return StackConfig(pattern=tuple(draw(st.lists(runs, min_size=1, max_size=2))), norm=draw(maybe(norms())))
+    return StackConfig(
+        pattern=tuple(draw(st.lists(repeats, min_size=1, max_size=2))), norm=draw(optional(norm_configs()))
+    )
 
 
 @st.composite
-def embeddings(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
+def embedding_configs(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
     sinusoids = [Sinusoid(form=form, offset=1) for form in ("interleaved", "halves", "fairseq")]
     return EmbeddingConfig(
         vocab=vocab,
@@ -172,16 +174,16 @@ def embeddings(draw, vocab=VOCAB, dims=(None, None, 5, WIDTH)):
         scale=draw(st.sampled_from((1.0, 0.5, "sqrt_width"))),
         positions=draw(st.sampled_from((None, Learned(), Learned(offset=2), *sinusoids))),
         segments=draw(st.sampled_from((0, 2))),
-        norm=draw(maybe(norms())),
+        norm=draw(optional(norm_configs())),
     )
 
 
 @st.composite
-def heads_over(draw, kinds):
+def head_configs(draw, kinds):
     kind = draw(st.sampled_from(kinds))
     if kind is None:
         return None
-    speaks, pools, has_logits = (
+    has_vocabulary, is_pooled, has_logits = (
         kind in ("language_model", "masked_lm"),
         kind in ("classifier", "pooled"),
         kind != "pooled",
@@ -190,60 +192,62 @@ def heads_over(draw, kinds):
         kind=kind,
         classes=5 if kind in ("classifier", "tagger") else None,
         bias=draw(st.sampled_from(("none", "learned", "fixed"))) if has_logits else "none",
-        pooling=draw(st.sampled_from(("first", "last", "mean"))) if pools else "first",
-        pooler=draw(st.sampled_from(("none", "tanh"))) if pools else "none",
+        pooling=draw(st.sampled_from(("first", "last", "mean"))) if is_pooled else "first",
+        pooler=draw(st.sampled_from(("none", "tanh"))) if is_pooled else "none",
         normalize=kind == "pooled" and draw(st.booleans()),
         transform=draw(st.sampled_from((None, "gelu", "tanh"))) if kind == "masked_lm" else None,
         transform_bias=draw(st.booleans()),
-        norm=draw(maybe(norms())) if speaks else None,
+        norm=draw(optional(norm_configs())) if has_vocabulary else None,
         scale=draw(st.sampled_from((1.0, 0.5, "inverse_sqrt_width"))) if has_logits else 1.0,
-        softcap=5.0 if has_logits and draw(RARELY) else None,
+        softcap=5.0 if has_logits and draw(RARE_FLAG) else None,
     )
 
 
-INITS = st.sampled_from([InitConfig(kind=kind) for kind in ("normal", "xavier", "t5", "small")])
-READS = ("masked_lm", "classifier", "tagger", "spans", "pooled", None)
+INIT_CONFIGS = st.sampled_from([InitConfig(kind=kind) for kind in ("normal", "xavier", "t5", "small")])
+ENCODER_HEADS = ("masked_lm", "classifier", "tagger", "spans", "pooled", None)
 
 
 @st.composite
-def decoder_only(draw):
-    head = draw(heads_over(("language_model", "language_model", None)))
+def decoder_models(draw):
+    head = draw(head_configs(("language_model", "language_model", None)))
     return ModelConfig(
-        input=draw(embeddings()),
-        decoder=draw(stacks(draw(st.sampled_from(("causal", "causal", "prefix"))))),
+        input=draw(embedding_configs()),
+        decoder=draw(stack_configs(draw(st.sampled_from(("causal", "causal", "prefix"))))),
         head=head,
         tie=draw(st.sampled_from(("none", "output"))) if head else "none",
-        init=draw(INITS),
+        init=draw(INIT_CONFIGS),
     )
 
 
 @st.composite
-def encoder_only(draw):
-    given, head = draw(embeddings()), draw(heads_over(READS))
-    speaks = head is not None and head.kind == "masked_lm"
-    tie = draw(st.sampled_from(("none", "output"))) if speaks else "none"
-    return ModelConfig(input=given, encoder=draw(stacks("full")), head=head, tie=tie, init=draw(INITS))
+def encoder_models(draw):
+    embedding, head = draw(embedding_configs()), draw(head_configs(ENCODER_HEADS))
+    has_vocabulary = head is not None and head.kind == "masked_lm"
+    tie = draw(st.sampled_from(("none", "output"))) if has_vocabulary else "none"
+    return ModelConfig(
+        input=embedding, encoder=draw(stack_configs("full")), head=head, tie=tie, init=draw(INIT_CONFIGS)
+    )
 
 
 @st.composite
-def encoder_decoders(draw):
-    source, head = draw(embeddings()), draw(heads_over(("language_model",)))
+def encoder_decoder_models(draw):
+    source, head = draw(embedding_configs()), draw(head_configs(("language_model",)))
     tie = draw(st.sampled_from(("none", "output", "source_target", "three_way")))
-    shares = tie in ("source_target", "three_way")
-    target = draw(embeddings(*((VOCAB, (source.dim,)) if shares else (17,))))
+    is_tied = tie in ("source_target", "three_way")
+    target = draw(embedding_configs(*((VOCAB, (source.dim,)) if is_tied else (17,))))
     return ModelConfig(
         input=source,
-        target=None if shares and draw(st.booleans()) else target,
-        encoder=draw(stacks("full")),
-        decoder=draw(stacks("causal", cross=True)),
+        target=None if is_tied and draw(st.booleans()) else target,
+        encoder=draw(stack_configs("full")),
+        decoder=draw(stack_configs("causal", cross=True)),
         head=head,
         tie=tie,
-        init=draw(INITS),
+        init=draw(INIT_CONFIGS),
     )
 
 
 @st.composite
-def visions(draw):
+def vision_models(draw):
     patches = PatchConfig(
         image=6,
         patch=draw(st.sampled_from((2, 3))),
@@ -252,19 +256,19 @@ def visions(draw):
         registers=draw(st.integers(0, 2)),
         bias=draw(st.booleans()),
         positions=draw(st.sampled_from((None, Learned(), Sinusoid(), Sinusoid(form="grid")))),
-        norm=draw(maybe(norms())),
+        norm=draw(optional(norm_configs())),
     )
-    head = draw(heads_over(("classifier", "pooled", None)))
-    return ModelConfig(input=patches, encoder=draw(stacks("full")), head=head, init=draw(INITS))
+    head = draw(head_configs(("classifier", "pooled", None)))
+    return ModelConfig(input=patches, encoder=draw(stack_configs("full")), head=head, init=draw(INIT_CONFIGS))
 
 
-def decoders():
-    return st.one_of(decoder_only(), encoder_decoders())
+def models_with_decoder():
+    return st.one_of(decoder_models(), encoder_decoder_models())
 
 
-def texts():
-    return st.one_of(decoder_only(), encoder_only(), encoder_decoders())
+def text_models():
+    return st.one_of(decoder_models(), encoder_models(), encoder_decoder_models())
 
 
-def models():
-    return st.one_of(decoder_only(), encoder_only(), encoder_decoders(), visions())
+def all_models():
+    return st.one_of(decoder_models(), encoder_models(), encoder_decoder_models(), vision_models())

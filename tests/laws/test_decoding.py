@@ -1,4 +1,4 @@
-"""Laws of decoding, token-equal over every decoder preset: however a text is computed, it is the same text.
+"""Laws of decoding for every decoder preset: batching, caching and speculation give the same tokens.
 
 Prompts of 7 different lengths, padded on the left; with an encoder they are sources, and targets begin with START.
 """
@@ -8,79 +8,81 @@ import functools
 
 import pytest
 import torch
-from support import has_both, is_decoder, presets, toy
+from support import has_decoder, is_encoder_decoder, preset_names, tiny_model
 
-from monoblock.decoding.beam import Beams
+from monoblock.decoding.beam import BeamSearch
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 
-DECODERS = presets(is_decoder)
+DECODERS = preset_names(has_decoder)
 ROWS, SHORTEST, NEW, VOCAB = 7, 2, 8, 61
 CAPACITY = SHORTEST + ROWS - 1 + NEW
 START, PAD = 5, 0
 GREEDY = {"max_new_tokens": NEW, "suppress_tokens": (PAD,)}
 SAMPLED = GREEDY | {"temperature": 1.1, "top_p": 0.95, "top_k": 29, "seed": 3}
 BEAMS = GREEDY | {"num_beams": 4, "length_penalty": 0.6}
-WAYS = {"greedy": GREEDY, "beams": BEAMS, "sampled": SAMPLED}
+METHODS = {"greedy": GREEDY, "beams": BEAMS, "sampled": SAMPLED}
 
 
 @functools.cache
-def texts():
-    draw = torch.Generator().manual_seed(2)
-    return [torch.randint(6, VOCAB, (SHORTEST + n,), generator=draw) for n in range(ROWS)]
+def prompts():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(6, VOCAB, (SHORTEST + n,), generator=generator) for n in range(ROWS)]
 
 
 @functools.cache
-def batch():
+def padded_batch():
     """All prompts, padded on the left, and the mask."""
-    wide = SHORTEST + ROWS - 1
-    ids = torch.stack([torch.cat((torch.full((wide - len(text),), PAD), text)) for text in texts()])
-    return ids, torch.arange(wide) >= wide - torch.tensor([len(text) for text in texts()])[:, None]
+    width = SHORTEST + ROWS - 1
+    ids = torch.stack([torch.cat((torch.full((width - len(prompt),), PAD), prompt)) for prompt in prompts()])
+    return ids, torch.arange(width) >= width - torch.tensor([len(prompt) for prompt in prompts()])[:, None]
 
 
 @functools.cache
-def ends(name):
-    """Two tokens that greedy texts contain, so that some of them stop before the last token."""
-    model = toy(name)
-    said = asked(model, *batch(), **GREEDY)[:, -NEW:]
-    return tuple(dict.fromkeys([int(said[0, 4]), int(said[-1, 6])]))
+def eos_tokens(name):
+    """Two tokens that greedy decoding produces, so that some rows stop early."""
+    model = tiny_model(name)
+    tokens = generate(model, *padded_batch(), **GREEDY)[:, -NEW:]
+    return tuple(dict.fromkeys([int(tokens[0, 4]), int(tokens[-1, 6])]))
 
 
-def asked(model, ids, mask=None, **options):
-    both = {"decoder_start_token_id": START} if has_both(model.config) else {}
-    return model.generate(ids, attention_mask=mask, pad_token_id=PAD, **both, **options)
+def generate(model, ids, mask=None, **options):
+    start = {"decoder_start_token_id": START} if is_encoder_decoder(model.config) else {}
+    return model.generate(ids, attention_mask=mask, pad_token_id=PAD, **start, **options)
 
 
-def new(name, out, width):
-    return out[:, 1 if has_both(toy(name).config) else width :]
+def new_tokens(name, out, width):
+    return out[:, 1 if is_encoder_decoder(tiny_model(name).config) else width :]
 
 
-def together(name, options):
-    """The new tokens of the whole batch."""
-    ids, mask = batch()
-    return new(name, asked(toy(name), ids, mask, eos_token_id=ends(name), **options), ids.shape[1])
+def generate_batch(name, options):
+    """The new tokens of all prompts in one batch."""
+    ids, mask = padded_batch()
+    return new_tokens(
+        name, generate(tiny_model(name), ids, mask, eos_token_id=eos_tokens(name), **options), ids.shape[1]
+    )
 
 
-def steps(engine):
-    """Run an engine dry: the new tokens of each request."""
-    found = {}
+def run_engine(engine):
+    """The new tokens of each request of an engine."""
+    outputs = {}
     while engine.busy:
         for event in engine.step():
-            found.setdefault(event.id, []).extend(event.tokens)
-    return [found[number] for number in sorted(found)]
+            outputs.setdefault(event.request_id, []).extend(event.tokens)
+    return [outputs[number] for number in sorted(outputs)]
 
 
-def fill(engine, settings, *, beams=False):
-    for text in texts():
-        both = engine.model.encoder is not None
-        engine.add([START] if both else text.tolist(), settings, text.tolist() if both else None)
+def add_requests(engine, settings, *, beams=False):
+    for prompt in prompts():
+        start = engine.model.encoder is not None
+        engine.add([START] if start else prompt.tolist(), settings, prompt.tolist() if start else None)
         if beams:
-            engine.waiting[-1].beams = Beams(settings)
+            engine.waiting[-1].beam_search = BeamSearch(settings)
     return engine
 
 
-def cut(rows):
-    """Rows without the padding at their ends."""
+def strip_padding(rows):
+    """Rows without padding on the right."""
     out = []
     for row in rows.tolist():
         while row and row[-1] == PAD:
@@ -91,56 +93,56 @@ def cut(rows):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_beam_of_one_is_greedy(name):
-    wanted = cut(together(name, GREEDY))
-    assert min(map(len, wanted)) < NEW, "none ends early: stopping is not tried"
-    settings = Settings(eos_token_id=ends(name), early_stopping=True, **GREEDY)
-    assert steps(fill(Engine(toy(name), capacity=CAPACITY), settings, beams=True)) == wanted
+    expected = strip_padding(generate_batch(name, GREEDY))
+    assert min(map(len, expected)) < NEW, "no row ends early, so stopping is not tested"
+    settings = Settings(eos_token_id=eos_tokens(name), early_stopping=True, **GREEDY)
+    assert run_engine(add_requests(Engine(tiny_model(name), capacity=CAPACITY), settings, beams=True)) == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_batch_says_what_each_prompt_says_alone(name, way):
-    got = cut(together(name, WAYS[way]))
-    for row, text in enumerate(texts()):
-        alone = asked(toy(name), text[None], eos_token_id=ends(name), **WAYS[way])
-        assert got[row] == cut(new(name, alone, len(text)))[0], f"prompt {row}"
+def test_a_batch_gives_what_each_prompt_gives_alone(name, method):
+    expected = strip_padding(generate_batch(name, METHODS[method]))
+    for row, prompt in enumerate(prompts()):
+        alone = generate(tiny_model(name), prompt[None], eos_token_id=eos_tokens(name), **METHODS[method])
+        assert expected[row] == strip_padding(new_tokens(name, alone, len(prompt)))[0], f"prompt {row}"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_the_cache_changes_nothing(name, way):
-    """Everything read anew at each step, and prompts read three tokens at a time."""
-    got = cut(together(name, WAYS[way]))
-    assert cut(together(name, WAYS[way] | {"use_cache": False})) == got
-    settings = Settings(eos_token_id=ends(name), **WAYS[way])
-    assert steps(fill(Engine(toy(name), capacity=CAPACITY, chunk=3), settings)) == got
+def test_the_cache_changes_nothing(name, method):
+    """Neither without a cache nor with prompts read three tokens at a time."""
+    expected = strip_padding(generate_batch(name, METHODS[method]))
+    assert strip_padding(generate_batch(name, METHODS[method] | {"use_cache": False})) == expected
+    settings = Settings(eos_token_id=eos_tokens(name), **METHODS[method])
+    assert run_engine(add_requests(Engine(tiny_model(name), capacity=CAPACITY, prefill_chunk=3), settings)) == expected
 
 
 @functools.cache
 def draft(name, noise):
-    """The model with its weights shaken: it agrees always (no noise), often or seldom."""
-    model = copy.deepcopy(toy(name))
-    draw = torch.Generator().manual_seed(9)
+    """A copy of the model with noise on its weights, which agrees with it more or less often."""
+    model = copy.deepcopy(tiny_model(name))
+    generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(noise * weight.std().nan_to_num(0.0) * torch.randn(weight.shape, generator=draw))
+            weight.add_(noise * weight.std().nan_to_num(0.0) * torch.randn(weight.shape, generator=generator))
     return model
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_proposals_change_nothing(name, way):
-    """A draft that is often right, and looking up the text: token by token what is said without them."""
-    got = cut(together(name, WAYS[way]))
-    assert cut(together(name, WAYS[way] | {"draft": draft(name, 0.1)})) == got
-    assert cut(together(name, WAYS[way] | {"prompt_lookup": 3})) == got
+def test_speculation_changes_nothing(name, method):
+    """Neither a draft model that is often right nor prompt lookup changes a token."""
+    expected = strip_padding(generate_batch(name, METHODS[method]))
+    assert strip_padding(generate_batch(name, METHODS[method] | {"draft": draft(name, 0.1)})) == expected
+    assert strip_padding(generate_batch(name, METHODS[method] | {"prompt_lookup": 3})) == expected
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_stream_is_what_generate_says(name):
-    ids, mask = batch()
-    both = {"decoder_start_token_id": START} if has_both(toy(name).config) else {}
-    options = SAMPLED | {"eos_token_id": ends(name), "pad_token_id": PAD}
-    said = list(toy(name).stream(ids, attention_mask=mask, **both, **options))
-    assert all(step.shape == (ROWS,) for step in said)
-    assert torch.equal(torch.stack(said, 1), together(name, SAMPLED))
+def test_a_stream_yields_the_tokens_of_generate(name):
+    ids, mask = padded_batch()
+    start = {"decoder_start_token_id": START} if is_encoder_decoder(tiny_model(name).config) else {}
+    options = SAMPLED | {"eos_token_id": eos_tokens(name), "pad_token_id": PAD}
+    tokens = list(tiny_model(name).stream(ids, attention_mask=mask, **start, **options))
+    assert all(step.shape == (ROWS,) for step in tokens)
+    assert torch.equal(torch.stack(tokens, 1), generate_batch(name, SAMPLED))

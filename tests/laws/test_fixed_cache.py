@@ -1,29 +1,38 @@
-"""Law: a cache of one shape, written in place, gives the logits of one that grows; so its passes can be replayed."""
+"""A static cache, written in place, gives the logits of a dynamic one, so that its passes can be replayed."""
 
 import pytest
 import torch
-from support import T, close, has_both, is_decoder, presets, source, tokens, toy
+from support import (
+    T,
+    assert_near,
+    has_decoder,
+    is_encoder_decoder,
+    preset_names,
+    random_source,
+    random_tokens,
+    tiny_model,
+)
 
 
-@pytest.mark.parametrize("name", presets(is_decoder))
-def test_a_fixed_cache_gives_the_logits_of_a_growing_one(name):
-    model, ids = toy(name), tokens()
-    memory = model.encode(source()) if has_both(model.config) else None
+@pytest.mark.parametrize("name", preset_names(has_decoder))
+def test_a_static_cache_gives_the_logits_of_a_dynamic_one(name):
+    model, ids = tiny_model(name), random_tokens()
+    memory = model.encode(random_source()) if is_encoder_decoder(model.config) else None
 
-    def run(cache, part):
-        return model(part, cache=cache) if memory is None else model.decode(part, memory, cache=cache)
+    def run(cache, ids_chunk):
+        return model(ids_chunk, cache=cache) if memory is None else model.decode(ids_chunk, memory, cache=cache)
 
-    grown, fixed = (model.make_cache(len(ids), T + 5) for _ in range(2))
-    for cache in (grown, fixed):
+    dynamic, static = (model.make_cache(len(ids), T + 5) for _ in range(2))
+    for cache in (dynamic, static):
         run(cache, ids[:, :7])
         cache.advance(7)
-    fixed.fix()
-    held = fixed.lengths.data_ptr(), fixed.slots[0].keys.data_ptr()
-    for place in range(7, T):
-        close(*(run(cache, ids[:, place : place + 1]) for cache in (fixed, grown)))
-        grown.advance(1)
-        fixed.lengths.add_(1)
-    assert held == (fixed.lengths.data_ptr(), fixed.slots[0].keys.data_ptr())
-    fixed.loosen()
-    assert torch.equal(fixed.lengths, grown.lengths)
-    close(run(fixed, ids[:, :3]), run(grown, ids[:, :3]))
+    static.make_static()
+    addresses = static.lengths.data_ptr(), static.layers[0].keys.data_ptr()
+    for index in range(7, T):
+        assert_near(*(run(cache, ids[:, index : index + 1]) for cache in (static, dynamic)))
+        dynamic.advance(1)
+        static.lengths.add_(1)
+    assert addresses == (static.lengths.data_ptr(), static.layers[0].keys.data_ptr())
+    static.make_dynamic()
+    assert torch.equal(static.lengths, dynamic.lengths)
+    assert_near(run(static, ids[:, :3]), run(dynamic, ids[:, :3]))

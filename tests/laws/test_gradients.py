@@ -1,82 +1,94 @@
-"""Gradients reach every parameter and are finite, also beside rows that see nothing and in 16 bit."""
+"""Gradients reach every parameter and are finite, also with rows of padding only and in 16 bits."""
 
 import pytest
 import torch
-from support import Asks, blocks, build, given, has_both, is_text, padded, presets, read, source, tokens
+from support import (
+    ActivationTap,
+    block_configs,
+    build_model,
+    example_inputs,
+    is_encoder_decoder,
+    is_text,
+    pad_rows,
+    preset_names,
+    random_source,
+    random_tokens,
+    run_model,
+)
 
-from monoblock.presets import tiny
+from monoblock.config.presets import tiny
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def weigh(out):
-    """A loss in which every output counts differently."""
+def weighted_mean(out):
+    """A loss that weights every output differently."""
     return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).mean()
 
 
-@pytest.mark.parametrize("name", presets())
-@pytest.mark.parametrize("tap", [None, Asks("weights", "outputs")], ids=["fused", "plain"])
-def test_every_parameter_learns(name, tap):
-    model = build(tiny(name)).train()
-    weigh(model(*given(model), tap=tap)).backward()
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("tap", [None, ActivationTap("weights", "outputs")], ids=["fused", "plain"])
+def test_every_parameter_has_a_gradient(name, tap):
+    model = build_model(tiny(name)).train()
+    weighted_mean(model(*example_inputs(model), tap=tap)).backward()
     for key, weight in model.named_parameters():
         assert weight.grad is not None, key
         assert weight.grad.isfinite().all(), key
         assert weight.grad.any(), key
 
 
-@pytest.mark.parametrize("name", presets(is_text))
+@pytest.mark.parametrize("name", preset_names(is_text))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tap", [None, Asks("weights")], ids=["fused", "plain"])
+@pytest.mark.parametrize("tap", [None, ActivationTap("weights")], ids=["fused", "plain"])
 def test_rows_that_see_nothing_give_no_nan(name, dtype, tap):
-    """One row is padding from end to end, others begin or end with it."""
-    model = build(tiny(name), dtype)
-    wide, real = padded(tokens(), 2, 3)
-    real[4] = False
-    out = read(model, wide, real, tap=tap)
+    """One row is all padding; the others begin and end with it."""
+    model = build_model(tiny(name), dtype)
+    padded, valid = pad_rows(random_tokens(), 2, 3)
+    valid[4] = False
+    out = run_model(model, padded, valid, tap=tap)
     assert out.isfinite().all()
-    weigh(out).backward()
+    weighted_mean(out).backward()
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("name", presets(has_both))
+@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tap", [None, Asks("weights")], ids=["fused", "plain"])
+@pytest.mark.parametrize("tap", [None, ActivationTap("weights")], ids=["fused", "plain"])
 def test_an_empty_source_gives_no_nan(name, dtype, tap):
-    model, src = build(tiny(name), dtype), source()
-    real = torch.ones_like(src)
-    real[2] = 0
-    out = model(src, tokens(), source_mask=real, tap=tap)
+    model, source = build_model(tiny(name), dtype), random_source()
+    valid = torch.ones_like(source)
+    valid[2] = 0
+    out = model(source, random_tokens(), source_mask=valid, tap=tap)
     assert out.isfinite().all()
-    weigh(out).backward()
+    weighted_mean(out).backward()
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("name", presets(is_text))
+@pytest.mark.parametrize("name", preset_names(is_text))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_token_and_the_last_of_the_vocabulary_are_fine(name, dtype):
-    model = build(tiny(name), dtype)
+    model = build_model(tiny(name), dtype)
     ids = torch.tensor([[0], [model.config.input.vocab - 1]])
-    out = read(model, ids)
+    out = run_model(model, ids)
     assert out.dtype == dtype
     assert out.isfinite().all()
 
 
-def norms_first(config):
-    """Whether every sublayer norms what it reads: only then may fp16 hold numbers that no matrix could be given."""
-    return all(block.norm_place in ("pre", "sandwich") and block.attention_norm for block in blocks(config))
+def has_norm_before_every_sublayer(config):
+    """Whether every sublayer normalizes its input, which keeps large fp16 activations out of products."""
+    return all(block.norm_place in ("pre", "sandwich") and block.attention_norm for block in block_configs(config))
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_embeddings_at_the_edge_of_sixteen_bits_give_no_nan(name, dtype):
+def test_embeddings_near_the_largest_fp16_number_give_no_nan(name, dtype):
     """Activations of up to 6e4 enter the first block (fp16 ends at 65,504)."""
-    model = build(tiny(name), dtype)
-    size = 6e4 if dtype != torch.float16 or norms_first(model.config) else 1e2
+    model = build_model(tiny(name), dtype)
+    size = 6e4 if dtype != torch.float16 or has_norm_before_every_sublayer(model.config) else 1e2
 
     def tap(name, tensor):
         return tensor * (size / tensor.abs().max()) if name in ("input.output", "target.output") else tensor
 
     tap.wants = lambda name: False
     with torch.no_grad():
-        assert not model(*given(model), tap=tap).isnan().any()
+        assert not model(*example_inputs(model), tap=tap).isnan().any()

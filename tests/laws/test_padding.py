@@ -1,89 +1,91 @@
-"""Padding, left or right or both, changes nothing for real tokens, whatever stands in it."""
+"""Padding, left or right or both, changes nothing for real tokens, whatever ids it has."""
 
 import pytest
 import torch
 from support import (
     PADDINGS,
     B,
-    close,
-    given,
-    has_both,
+    assert_near,
+    example_inputs,
+    is_encoder_decoder,
     is_text,
-    padded,
-    presets,
-    read,
-    real_part,
-    source,
-    tokens,
-    toy,
+    pad_rows,
+    preset_names,
+    random_source,
+    random_tokens,
+    run_model,
+    tiny_model,
+    unpad_rows,
 )
 
 
-@pytest.mark.parametrize("name", presets(is_text))
+@pytest.mark.parametrize("name", preset_names(is_text))
 @pytest.mark.parametrize("side", PADDINGS)
 def test_padding_changes_nothing_for_real_tokens(name, side):
-    model, ids = toy(name), tokens()
-    wide, real = padded(ids, *PADDINGS[side])
+    model, ids = tiny_model(name), random_tokens()
+    padded, valid = pad_rows(ids, *PADDINGS[side])
     with torch.no_grad():
-        expected, found = read(model, ids), read(model, wide, real)
-    close(real_part(found, real), expected)
+        expected, actual = run_model(model, ids), run_model(model, padded, valid)
+    assert_near(unpad_rows(actual, valid), expected)
 
 
-@pytest.mark.parametrize("name", presets(is_text))
+@pytest.mark.parametrize("name", preset_names(is_text))
 def test_padding_changes_nothing_in_double_precision(name):
-    model, ids = toy(name, torch.float64), tokens()
-    wide, real = padded(ids, *PADDINGS["ragged"])
+    model, ids = tiny_model(name, torch.float64), random_tokens()
+    padded, valid = pad_rows(ids, *PADDINGS["ragged"])
     with torch.no_grad():
-        expected, found = read(model, ids), read(model, wide, real)
-    close(real_part(found, real), expected)
+        expected, actual = run_model(model, ids), run_model(model, padded, valid)
+    assert_near(unpad_rows(actual, valid), expected)
 
 
-@pytest.mark.parametrize("name", presets(has_both))
+@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
 @pytest.mark.parametrize("side", PADDINGS)
 def test_padding_of_the_source_changes_nothing(name, side):
-    model, ids, src = toy(name), tokens(), source()
-    wide, real = padded(src, *PADDINGS[side])
+    model, ids, source = tiny_model(name), random_tokens(), random_source()
+    padded, valid = pad_rows(source, *PADDINGS[side])
     with torch.no_grad():
-        close(real_part(model.encode(wide, real), real), model.encode(src))
-        close(model(wide, ids, source_mask=real), model(src, ids))
+        assert_near(unpad_rows(model.encode(padded, valid), valid), model.encode(source))
+        assert_near(model(padded, ids, source_mask=valid), model(source, ids))
 
 
-@pytest.mark.parametrize("name", presets(has_both))
+@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
 def test_padding_of_source_and_target_together_changes_nothing(name):
-    model, ids, src = toy(name), tokens(), source()
-    wide, real = padded(src, *PADDINGS["ragged"])
-    wide_ids, real_ids = padded(ids, *PADDINGS["both"])
+    model, ids, source = tiny_model(name), random_tokens(), random_source()
+    padded, valid = pad_rows(source, *PADDINGS["ragged"])
+    padded_ids, valid_ids = pad_rows(ids, *PADDINGS["both"])
     with torch.no_grad():
-        found = model(wide, wide_ids, source_mask=real, target_mask=real_ids)
-        close(real_part(found, real_ids), model(src, ids))
+        actual = model(padded, padded_ids, source_mask=valid, target_mask=valid_ids)
+        assert_near(unpad_rows(actual, valid_ids), model(source, ids))
 
 
-@pytest.mark.parametrize("name", presets(is_text))
-def test_what_stands_in_the_padding_does_not_matter(name):
-    model = toy(name)
-    wide, real = padded(tokens(), *PADDINGS["ragged"])
-    other = torch.where(real, wide, tokens(*wide.shape, seed=9))
+@pytest.mark.parametrize("name", preset_names(is_text))
+def test_the_ids_of_padding_do_not_matter(name):
+    model = tiny_model(name)
+    padded, valid = pad_rows(random_tokens(), *PADDINGS["ragged"])
+    other = torch.where(valid, padded, random_tokens(*padded.shape, seed=9))
     with torch.no_grad():
-        close(real_part(read(model, other, real), real), real_part(read(model, wide, real), real))
+        assert_near(
+            unpad_rows(run_model(model, other, valid), valid), unpad_rows(run_model(model, padded, valid), valid)
+        )
 
 
-@pytest.mark.parametrize("name", presets(is_text))
+@pytest.mark.parametrize("name", preset_names(is_text))
 def test_a_mask_of_ones_is_no_mask(name):
-    model, ids = toy(name), tokens()
+    model, ids = tiny_model(name), random_tokens()
     with torch.no_grad():
-        assert torch.equal(read(model, ids, torch.ones_like(ids)), read(model, ids))
+        assert torch.equal(run_model(model, ids, torch.ones_like(ids)), run_model(model, ids))
 
 
-@pytest.mark.parametrize("name", presets())
-def test_rows_move_with_the_batch(name):
-    model = toy(name)
+@pytest.mark.parametrize("name", preset_names())
+def test_permuting_the_batch_permutes_the_output(name):
+    model = tiny_model(name)
     order = torch.randperm(B, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        close(model(*(t[order] for t in given(model))), model(*given(model))[order])
+        assert_near(model(*(t[order] for t in example_inputs(model))), model(*example_inputs(model))[order])
 
 
-@pytest.mark.parametrize("name", presets())
-def test_a_row_alone_gives_what_it_gives_among_others(name):
-    model = toy(name)
+@pytest.mark.parametrize("name", preset_names())
+def test_a_row_alone_gives_what_it_gives_in_a_batch(name):
+    model = tiny_model(name)
     with torch.no_grad():
-        close(model(*(t[4:5] for t in given(model))), model(*given(model))[4:5])
+        assert_near(model(*(t[4:5] for t in example_inputs(model))), model(*example_inputs(model))[4:5])

@@ -1,27 +1,31 @@
-"""Closed form = built model = published count."""
+"""The closed form, the built model and the published count agree."""
 
 import pytest
 import torch
-from support import presets, toy
+from support import preset_names, tiny_model
 
 from monoblock.accounting.report import account
-from monoblock.model import Transformer
-from monoblock.presets import PRESETS, tiny
+from monoblock.config.presets import PRESETS, tiny
+from monoblock.nn.transformer import Transformer
 
 
-def built(config):
-    """Parameters of the model, made without memory."""
+def count_built(config):
+    """The number of parameters of a model on the meta device."""
     with torch.device("meta"):
         return sum(weight.numel() for weight in Transformer(config).parameters())
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", preset_names())
 def test_the_published_count_is_the_closed_form_and_the_built_model(name):
     row = PRESETS[name]
-    assert row.parameters == account(row.config).parameters == built(row.config)
+    assert row.parameters == account(row.config).parameters == count_built(row.config)
 
 
-@pytest.mark.parametrize("name", presets())
-def test_the_toy_is_counted_like_the_real_thing(name):
+@pytest.mark.parametrize("name", preset_names())
+def test_the_closed_form_counts_tiny_models_too(name):
     config = tiny(name)
-    assert account(config).parameters == built(config) == sum(weight.numel() for weight in toy(name).parameters())
+    assert (
+        account(config).parameters
+        == count_built(config)
+        == sum(weight.numel() for weight in tiny_model(name).parameters())
+    )

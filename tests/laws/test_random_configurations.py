@@ -1,138 +1,157 @@
-"""The laws hold for every configuration that can be written, not only for the published ones."""
+"""The laws hold for random configurations, not only for presets."""
 
 import tempfile
 
 import torch
-from configurations import CONTEXT, decoders, models, texts
+from configurations import CONTEXT, all_models, models_with_decoder, text_models
 from hypothesis import HealthCheck, given, settings
-from support import Asks, all_experts, bit_equal, build, cached, close, has_both, padded, read, real_part, tokens
+from support import (
+    ActivationTap,
+    all_experts_tap,
+    assert_bit_equal,
+    assert_near,
+    build_model,
+    is_encoder_decoder,
+    pad_rows,
+    random_tokens,
+    run_cached,
+    run_model,
+    unpad_rows,
+)
 
 from monoblock.accounting.report import account
-from monoblock.config import ModelConfig
-from monoblock.model import Transformer
+from monoblock.config.model import ModelConfig
+from monoblock.nn.transformer import Transformer
 
 ROWS, LENGTH = 3, 11
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-def drawn(examples):
-    """Always the same configurations: a failure is found again by running the test again."""
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
+def examples(count):
+    """Always the same configurations, so that a failure can be reproduced."""
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 
 
-def text(config, length=LENGTH, seed=0):
-    return tokens(ROWS, length, config.output_input.vocab, seed)
+def random_text(config, length=LENGTH, seed=0):
+    return random_tokens(ROWS, length, config.target_input.vocab, seed)
 
 
-def source_of(config):
-    return tokens(ROWS, 7, config.input.vocab, seed=5) if has_both(config) else None
+def random_source(config):
+    return random_tokens(ROWS, 7, config.input.vocab, seed=5) if is_encoder_decoder(config) else None
 
 
-@drawn(80)
-@given(decoders())
-def test_a_future_token_never_moves_a_past_logit(config):
-    model, ids, src = build(config), text(config), source_of(config)
-    changed = torch.cat((ids[:, :6], text(config, seed=1)[:, 6:]), 1)
+@examples(80)
+@given(models_with_decoder())
+def test_a_future_token_never_changes_a_past_logit(config):
+    model, ids, source = build_model(config), random_text(config), random_source(config)
+    changed = torch.cat((ids[:, :6], random_text(config, seed=1)[:, 6:]), 1)
     with torch.no_grad():
-        before, after = (read(model, one, src=src, tap=all_experts()) for one in (ids, changed))
+        before, after = (
+            run_model(model, tokens, source_ids=source, tap=all_experts_tap()) for tokens in (ids, changed)
+        )
     assert before.isfinite().all()
-    bit_equal(after[:, :6], before[:, :6])
+    assert_bit_equal(after[:, :6], before[:, :6])
 
 
-@drawn(80)
-@given(texts())
+@examples(80)
+@given(text_models())
 def test_padding_changes_nothing_for_real_tokens(config):
-    model, ids, src = build(config, torch.float64), text(config), source_of(config)
-    wide, real = padded(ids, torch.tensor([2, 0, 1]), torch.tensor([0, 3, 1]))
+    model, ids, source = build_model(config, torch.float64), random_text(config), random_source(config)
+    padded, valid = pad_rows(ids, torch.tensor([2, 0, 1]), torch.tensor([0, 3, 1]))
     with torch.no_grad():
-        close(real_part(read(model, wide, real, src=src), real), read(model, ids, src=src))
-        if src is not None:
-            wide, real = padded(src, torch.tensor([0, 2, 1]), torch.tensor([3, 0, 1]))
-            close(read(model, ids, src=wide, source_mask=real), read(model, ids, src=src))
+        assert_near(
+            unpad_rows(run_model(model, padded, valid, source_ids=source), valid),
+            run_model(model, ids, source_ids=source),
+        )
+        if source is not None:
+            padded, valid = pad_rows(source, torch.tensor([0, 2, 1]), torch.tensor([3, 0, 1]))
+            assert_near(
+                run_model(model, ids, source_ids=padded, source_mask=valid), run_model(model, ids, source_ids=source)
+            )
 
 
-@drawn(80)
-@given(decoders())
+@examples(80)
+@given(models_with_decoder())
 def test_cached_logits_are_the_full_ones(config):
-    model, ids, src = build(config, torch.float64), text(config, 13), source_of(config)
+    model, ids, source = build_model(config, torch.float64), random_text(config, 13), random_source(config)
     with torch.no_grad():
-        full = read(model, ids, src=src)
+        full = run_model(model, ids, source_ids=source)
         for sizes, chunk in (((1,), 1), ((7, 1, 2), 2), ((13,), 1)):
-            close(cached(model, ids, sizes, chunk=chunk, src=src), full)
+            assert_near(run_cached(model, ids, sizes, chunk=chunk, source_ids=source), full)
 
 
-@drawn(80)
-@given(decoders())
-def test_a_draft_taken_back_and_rows_moved_leave_no_trace(config):
-    model, ids, src = build(config, torch.float64), text(config, 12), source_of(config)
+@examples(80)
+@given(models_with_decoder())
+def test_a_truncated_draft_and_reordered_rows_leave_no_trace(config):
+    model, ids, source = build_model(config, torch.float64), random_text(config, 12), random_source(config)
     order = torch.tensor([2, 0, 0, 1])
     cache = model.make_cache(ROWS, CONTEXT, chunk=3)
     with torch.no_grad():
-        read(model, ids[:, :8], cache=cache, src=src)
+        run_model(model, ids[:, :8], cache=cache, source_ids=source)
         cache.advance(8)
-        read(model, ids[:, :3], cache=cache)
+        run_model(model, ids[:, :3], cache=cache)
         cache.advance(3)
         cache.truncate(torch.tensor([8, 8, 8]))
         cache.select(order)
-        found = [read(model, ids[order, 8:9], cache=cache)]
+        actual = [run_model(model, ids[order, 8:9], cache=cache)]
         cache.advance(1)
-        found.append(read(model, ids[order, 9:12], cache=cache))
-        expected = read(model, ids[order], src=src if src is None else src[order])
-    close(torch.cat(found, 1), expected[:, 8:12])
+        actual.append(run_model(model, ids[order, 9:12], cache=cache))
+        expected = run_model(model, ids[order], source_ids=source if source is None else source[order])
+    assert_near(torch.cat(actual, 1), expected[:, 8:12])
 
 
-@drawn(100)
-@given(models())
-def test_the_closed_form_counts_what_is_built(config):
+@examples(100)
+@given(all_models())
+def test_the_closed_form_counts_the_built_model(config):
     with torch.device("meta"):
         empty = Transformer(config)
     counts = [sum(weight.numel() for weight in model.parameters()) for model in (empty, Transformer(config))]
     assert counts == [account(config).parameters] * 2
 
 
-@drawn(60)
-@given(models())
+@examples(60)
+@given(all_models())
 def test_saved_then_loaded_is_the_same_model_bit_for_bit(config):
-    model = build(config)
+    model = build_model(config)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = Transformer.from_pretrained(folder).eval()
     assert loaded.config == config == ModelConfig.from_json(config.to_json())
     for key, weight in model.state_dict().items():
-        bit_equal(loaded.state_dict()[key], weight)
-    arguments = _given(config)
+        assert_bit_equal(loaded.state_dict()[key], weight)
+    inputs = random_inputs(config)
     with torch.no_grad():
-        bit_equal(loaded(*arguments), model(*arguments))
+        assert_bit_equal(loaded(*inputs), model(*inputs))
 
 
-@drawn(80)
-@given(models())
-def test_plain_attention_is_fused_attention_and_rows_move_with_the_batch(config):
-    model, arguments = build(config, torch.float64), _given(config, torch.float64)
+@examples(80)
+@given(all_models())
+def test_plain_attention_is_fused_attention_and_permuting_the_batch_permutes_the_output(config):
+    model, inputs = build_model(config, torch.float64), random_inputs(config, torch.float64)
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
-        expected = model(*arguments)
+        expected = model(*inputs)
         assert expected.isfinite().all()
-        close(model(*arguments, tap=Asks("weights", "outputs")), expected)
-        close(model(*(given[order] for given in arguments)), expected[order])
+        assert_near(model(*inputs, tap=ActivationTap("weights", "outputs")), expected)
+        assert_near(model(*(tensor[order] for tensor in inputs)), expected[order])
 
 
-@drawn(60)
-@given(texts())
+@examples(60)
+@given(text_models())
 def test_rows_that_see_nothing_give_no_nan_in_either_direction(config):
-    model, src = build(config), source_of(config)
-    wide, real = padded(text(config), 2, 1)
-    real[1] = False
-    for tap in (None, Asks("weights")):
-        out = read(model, wide, real, src=src, tap=tap)
+    model, source = build_model(config), random_source(config)
+    padded, valid = pad_rows(random_text(config), 2, 1)
+    valid[1] = False
+    for tap in (None, ActivationTap("weights")):
+        out = run_model(model, padded, valid, source_ids=source, tap=tap)
         assert out.isfinite().all()
         out.sin().sum().backward()
     for name, weight in model.named_parameters():
         assert weight.grad is None or weight.grad.isfinite().all(), name
 
 
-def _given(config, dtype=torch.float32):
+def random_inputs(config, dtype=torch.float32):
     if config.family == "vision":
         image = config.input.image
         return (torch.randn(ROWS, config.input.channels, image, image, dtype=dtype),)
-    return (source_of(config), text(config)) if has_both(config) else (text(config),)
+    return (random_source(config), random_text(config)) if is_encoder_decoder(config) else (random_text(config),)

@@ -1,29 +1,31 @@
-"""DATA: published classes at toy size, in the words of their own configurations.
+"""DATA: published classes at toy size, with the fields of their own configurations.
 
-Sizes are unlike each other and odd where the class allows: three key/value heads, heads of a size of their own, parts
-of them turned, a vocabulary of a prime number.  What is not given is the published class's own default.
+Sizes differ from each other and are odd where the class allows: three key/value heads, a head size that is not width /
+heads, partly rotated heads, a prime vocabulary.  Other fields have the defaults of the class.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-VOCAB, HIDDEN, CONTEXT, WINDOW, WIDTH, HEAD_DIM, EMBEDDED = 61, 46, 37, 5, 36, 10, 14
+VOCAB, HIDDEN, CONTEXT, WINDOW, WIDTH, HEAD_DIM, EMBEDDING_DIM = 61, 46, 37, 5, 36, 10, 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    model: str  # the published class
-    sizes: dict[str, Any]
-    places: bool = True  # the class takes position_ids; without, it counts as we do or only distances matter
-    padded: tuple[str, ...] = ("left", "right")
-    rounded: float = 0.0  # further from ours by a constant the class writes with so few digits
-    untie: bool = False  # the output is stored, although the configuration calls it tied
-    end: int | None = None  # the id of the last token, which stands nowhere else
-    kernel: str = "eager"  # which of its implementations the class is to run
-    only_tied: bool = False  # untied it is refused: its output would be projected, which no published file is
+class PublishedModel:
+    """A published class, the fields of its configuration, and how it is compared."""
+
+    class_name: str
+    config_fields: dict[str, Any]
+    accepts_position_ids: bool = True  # otherwise the class counts positions as we do, or only distances matter
+    padding_sides: tuple[str, ...] = ("left", "right")
+    extra_tolerance: float = 0.0  # for a constant that the class writes with few digits
+    stores_tied_output: bool = False  # although its configuration declares it tied
+    eos_token_id: int | None = None  # the id of the last token, which occurs nowhere else
+    attn_implementation: str = "eager"
+    requires_tying: bool = False  # refused if untied: its output would be projected, as in no published file
 
 
-NAMED = {
+STANDARD = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": HIDDEN,
@@ -31,10 +33,10 @@ NAMED = {
     "num_attention_heads": 3,
     "max_position_embeddings": CONTEXT,
 }
-GROUPED = NAMED | {"num_attention_heads": 6, "num_key_value_heads": 3}
-SIZED = GROUPED | {"head_dim": HEAD_DIM}
+GROUPED_QUERY = STANDARD | {"num_attention_heads": 6, "num_key_value_heads": 3}
+GROUPED_WITH_HEAD_DIM = GROUPED_QUERY | {"head_dim": HEAD_DIM}
 GPT = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_inner": HIDDEN, "n_layer": 3, "n_head": 3, "n_positions": CONTEXT}
-ROBERTA = NAMED | {"max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+ROBERTA = STANDARD | {"max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 DISTILBERT = {
     "vocab_size": VOCAB,
     "dim": WIDTH,
@@ -43,13 +45,13 @@ DISTILBERT = {
     "n_heads": 3,
     "max_position_embeddings": CONTEXT,
 }
-MODERNBERT = NAMED | {
+MODERNBERT = STANDARD | {
     "num_hidden_layers": 4,
     "local_attention": 2 * (WINDOW - 1),
     "cls_token_id": 0,
     "sep_token_id": 2,
 }
-SMALLER = NAMED | {"embedding_size": EMBEDDED}
+SMALL_EMBEDDING = STANDARD | {"embedding_size": EMBEDDING_DIM}
 T5 = {
     "vocab_size": VOCAB,
     "d_model": WIDTH,
@@ -116,8 +118,8 @@ IMAGE = {
     "patch_size": 4,
     "num_channels": 3,
 }
-LABELLED = IMAGE | {"num_labels": 7}
-TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+IMAGE_CLASSIFIER = IMAGE | {"num_labels": 7}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3}
 
 
@@ -140,34 +142,47 @@ LONGROPE = rope(
     long_factor=[2.0, 7.0],
 )
 
-ROWS: dict[str, Row] = {
-    "gpt2": Row(model="GPT2LMHeadModel", sizes=GPT),
-    "gpt2 by layer": Row(model="GPT2LMHeadModel", sizes=GPT | {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt2 headless": Row(model="GPT2Model", sizes=GPT),
-    "gpt2 untied": Row(model="GPT2LMHeadModel", sizes=GPT | {"tie_word_embeddings": False}),
-    "llama": Row(model="LlamaForCausalLM", sizes=SIZED),
-    "llama tied, with biases": Row(
-        model="LlamaForCausalLM", sizes=SIZED | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+PUBLISHED_MODELS: dict[str, PublishedModel] = {
+    "gpt2": PublishedModel(class_name="GPT2LMHeadModel", config_fields=GPT),
+    "gpt2 by layer": PublishedModel(
+        class_name="GPT2LMHeadModel", config_fields=GPT | {"scale_attn_by_inverse_layer_idx": True}
     ),
-    "llama3": Row(model="LlamaForCausalLM", sizes=SIZED | {"rms_norm_eps": 1e-5} | LLAMA3),
-    "llama yarn": Row(
-        model="LlamaForCausalLM",
-        sizes=SIZED | rope(kind="yarn", factor=4.0, original_max_position_embeddings=9),
+    "gpt2 headless": PublishedModel(class_name="GPT2Model", config_fields=GPT),
+    "gpt2 untied": PublishedModel(class_name="GPT2LMHeadModel", config_fields=GPT | {"tie_word_embeddings": False}),
+    "llama": PublishedModel(class_name="LlamaForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM),
+    "llama tied, with biases": PublishedModel(
+        class_name="LlamaForCausalLM",
+        config_fields=GROUPED_WITH_HEAD_DIM | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
-    "llama linear": Row(model="LlamaForCausalLM", sizes=SIZED | rope(kind="linear", factor=3.0)),
-    "mistral": Row(model="MistralForCausalLM", sizes=SIZED | {"sliding_window": WINDOW}),
-    "qwen2": Row(model="Qwen2ForCausalLM", sizes=GROUPED),
-    "qwen2 windowed": Row(
-        model="Qwen2ForCausalLM",
-        sizes=GROUPED
+    "llama3": PublishedModel(
+        class_name="LlamaForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | {"rms_norm_eps": 1e-5} | LLAMA3
+    ),
+    "llama yarn": PublishedModel(
+        class_name="LlamaForCausalLM",
+        config_fields=GROUPED_WITH_HEAD_DIM | rope(kind="yarn", factor=4.0, original_max_position_embeddings=9),
+    ),
+    "llama linear": PublishedModel(
+        class_name="LlamaForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | rope(kind="linear", factor=3.0)
+    ),
+    "mistral": PublishedModel(
+        class_name="MistralForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | {"sliding_window": WINDOW}
+    ),
+    "qwen2": PublishedModel(class_name="Qwen2ForCausalLM", config_fields=GROUPED_QUERY),
+    "qwen2 windowed": PublishedModel(
+        class_name="Qwen2ForCausalLM",
+        config_fields=GROUPED_QUERY
         | {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
-    "qwen3": Row(model="Qwen3ForCausalLM", sizes=SIZED | {"tie_word_embeddings": True} | rope(1e6)),
-    "phi3": Row(model="Phi3ForCausalLM", sizes=GROUPED | {"sliding_window": WINDOW}),
-    "phi3 longrope": Row(model="Phi3ForCausalLM", sizes=GROUPED | {"original_max_position_embeddings": 31} | LONGROPE),
-    "granite": Row(
-        model="GraniteForCausalLM",
-        sizes=GROUPED
+    "qwen3": PublishedModel(
+        class_name="Qwen3ForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | {"tie_word_embeddings": True} | rope(1e6)
+    ),
+    "phi3": PublishedModel(class_name="Phi3ForCausalLM", config_fields=GROUPED_QUERY | {"sliding_window": WINDOW}),
+    "phi3 longrope": PublishedModel(
+        class_name="Phi3ForCausalLM", config_fields=GROUPED_QUERY | {"original_max_position_embeddings": 31} | LONGROPE
+    ),
+    "granite": PublishedModel(
+        class_name="GraniteForCausalLM",
+        config_fields=GROUPED_QUERY
         | {
             "embedding_multiplier": 7.0,
             "residual_multiplier": 0.22,
@@ -175,135 +190,188 @@ ROWS: dict[str, Row] = {
             "logits_scaling": 3.0,
         },
     ),
-    "smollm3": Row(model="SmolLM3ForCausalLM", sizes=GROUPED | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
-    "olmo2": Row(model="Olmo2ForCausalLM", sizes=GROUPED),
-    "olmo3": Row(
-        model="Olmo3ForCausalLM",
-        sizes=GROUPED | {"num_hidden_layers": 3, "layer_types": TYPES, "sliding_window": WINDOW},
+    "smollm3": PublishedModel(
+        class_name="SmolLM3ForCausalLM",
+        config_fields=GROUPED_QUERY | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
     ),
-    "bert": Row(model="BertModel", sizes=NAMED, padded=("right",)),
-    "bert masked": Row(model="BertForMaskedLM", sizes=NAMED),
-    # The published poolers take the first column, which under left padding is no token.
-    "bert classifier": Row(model="BertForSequenceClassification", sizes=NAMED | {"num_labels": 7}, padded=("right",)),
-    "bert tagger": Row(model="BertForTokenClassification", sizes=NAMED | {"num_labels": 7}),
-    "roberta": Row(model="RobertaModel", sizes=ROBERTA, places=False, padded=("right",)),
-    "roberta masked": Row(model="RobertaForMaskedLM", sizes=ROBERTA, places=False),
-    "roberta classifier": Row(
-        model="RobertaForSequenceClassification", sizes=ROBERTA | {"num_labels": 7}, places=False, padded=("right",)
+    "olmo2": PublishedModel(class_name="Olmo2ForCausalLM", config_fields=GROUPED_QUERY),
+    "olmo3": PublishedModel(
+        class_name="Olmo3ForCausalLM",
+        config_fields=GROUPED_QUERY | {"num_hidden_layers": 3, "layer_types": LAYER_TYPES, "sliding_window": WINDOW},
     ),
-    "xlm-roberta": Row(model="XLMRobertaForMaskedLM", sizes=ROBERTA, places=False),
-    "camembert": Row(model="CamembertForMaskedLM", sizes=ROBERTA, places=False),
-    "distilbert": Row(model="DistilBertModel", sizes=DISTILBERT, places=False, padded=("right",)),
-    "distilbert masked": Row(model="DistilBertForMaskedLM", sizes=DISTILBERT, places=False, padded=("right",)),
-    "distilbert classifier": Row(
-        model="DistilBertForSequenceClassification",
-        sizes=DISTILBERT | {"num_labels": 7},
-        places=False,
-        padded=("right",),
+    "bert": PublishedModel(class_name="BertModel", config_fields=STANDARD, padding_sides=("right",)),
+    "bert masked": PublishedModel(class_name="BertForMaskedLM", config_fields=STANDARD),
+    # The published poolers take the first column, which is padding if the padding is on the left.
+    "bert classifier": PublishedModel(
+        class_name="BertForSequenceClassification", config_fields=STANDARD | {"num_labels": 7}, padding_sides=("right",)
     ),
-    "albert": Row(model="AlbertModel", sizes=SMALLER, padded=("right",)),
-    "albert masked": Row(model="AlbertForMaskedLM", sizes=SMALLER),
-    "electra": Row(model="ElectraModel", sizes=SMALLER),
-    "electra generator": Row(model="ElectraForMaskedLM", sizes=SMALLER),
-    "electra discriminator": Row(model="ElectraForPreTraining", sizes=SMALLER),
-    "electra classifier": Row(
-        model="ElectraForSequenceClassification", sizes=SMALLER | {"num_labels": 7}, padded=("right",)
+    "bert tagger": PublishedModel(class_name="BertForTokenClassification", config_fields=STANDARD | {"num_labels": 7}),
+    "roberta": PublishedModel(
+        class_name="RobertaModel", config_fields=ROBERTA, accepts_position_ids=False, padding_sides=("right",)
     ),
-    "t5": Row(model="T5ForConditionalGeneration", sizes=T5, places=False),
-    "t5 v1.1": Row(
-        model="T5ForConditionalGeneration",
-        sizes=T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        places=False,
-        untie=True,
+    "roberta masked": PublishedModel(
+        class_name="RobertaForMaskedLM", config_fields=ROBERTA, accepts_position_ids=False
     ),
-    "mt5": Row(model="MT5ForConditionalGeneration", sizes=T5, places=False, untie=True),
-    "umt5": Row(model="UMT5ForConditionalGeneration", sizes=T5, places=False),
-    # BART counts columns, padding too, and takes no places: only right padding leaves its real tokens where they were.
-    "bart": Row(model="BartForConditionalGeneration", sizes=BART, places=False, padded=("right",)),
-    "mbart": Row(
-        model="MBartForConditionalGeneration",
-        sizes=BART | {"scale_embedding": True},
-        places=False,
-        padded=("right",),
+    "roberta classifier": PublishedModel(
+        class_name="RobertaForSequenceClassification",
+        config_fields=ROBERTA | {"num_labels": 7},
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    "marian": Row(
-        model="MarianMTModel",
-        sizes=BART | {"activation_function": "swish", "scale_embedding": True},
-        places=False,
-        padded=("right",),
+    "xlm-roberta": PublishedModel(
+        class_name="XLMRobertaForMaskedLM", config_fields=ROBERTA, accepts_position_ids=False
     ),
-    "marian, two vocabularies": Row(
-        model="MarianMTModel",
-        sizes=BART | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 53},
-        places=False,
-        padded=("right",),
+    "camembert": PublishedModel(class_name="CamembertForMaskedLM", config_fields=ROBERTA, accepts_position_ids=False),
+    "distilbert": PublishedModel(
+        class_name="DistilBertModel", config_fields=DISTILBERT, accepts_position_ids=False, padding_sides=("right",)
     ),
-    "pegasus": Row(
-        model="PegasusForConditionalGeneration",
-        sizes=BART | {"activation_function": "relu"},
-        places=False,
-        padded=("right",),
+    "distilbert masked": PublishedModel(
+        class_name="DistilBertForMaskedLM",
+        config_fields=DISTILBERT,
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    "m2m100": Row(model="M2M100ForConditionalGeneration", sizes=BART, places=False),
-    "gpt_neox": Row(model="GPTNeoXForCausalLM", sizes=NAMED | rope(partial_rotary_factor=0.34)),
-    "gpt_neox in sequence": Row(
-        model="GPTNeoXForCausalLM",
-        sizes=NAMED | {"use_parallel_residual": False, "attention_bias": False} | rope(partial_rotary_factor=0.34),
+    "distilbert classifier": PublishedModel(
+        class_name="DistilBertForSequenceClassification",
+        config_fields=DISTILBERT | {"num_labels": 7},
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    "gptj": Row(model="GPTJForCausalLM", sizes=GPT | {"rotary_dim": 4}),
-    "phi": Row(model="PhiForCausalLM", sizes=GROUPED | {"qk_layernorm": True} | rope(partial_rotary_factor=0.67)),
-    "gpt_neo": Row(model="GPTNeoForCausalLM", sizes=NEO),
-    "codegen": Row(model="CodeGenForCausalLM", sizes=GPT | {"n_embd": 40, "n_head": 4, "rotary_dim": 4}),
-    "stablelm": Row(
-        model="StableLmForCausalLM", sizes=GROUPED | {"use_qkv_bias": True} | rope(partial_rotary_factor=0.34)
+    "albert": PublishedModel(class_name="AlbertModel", config_fields=SMALL_EMBEDDING, padding_sides=("right",)),
+    "albert masked": PublishedModel(class_name="AlbertForMaskedLM", config_fields=SMALL_EMBEDDING),
+    "electra": PublishedModel(class_name="ElectraModel", config_fields=SMALL_EMBEDDING),
+    "electra generator": PublishedModel(class_name="ElectraForMaskedLM", config_fields=SMALL_EMBEDDING),
+    "electra discriminator": PublishedModel(class_name="ElectraForPreTraining", config_fields=SMALL_EMBEDDING),
+    "electra classifier": PublishedModel(
+        class_name="ElectraForSequenceClassification",
+        config_fields=SMALL_EMBEDDING | {"num_labels": 7},
+        padding_sides=("right",),
     ),
-    "stablelm 2": Row(
-        model="StableLmForCausalLM",
-        sizes=GROUPED | {"use_parallel_residual": True, "qk_layernorm": True} | rope(partial_rotary_factor=0.34),
+    "t5": PublishedModel(class_name="T5ForConditionalGeneration", config_fields=T5, accepts_position_ids=False),
+    "t5 v1.1": PublishedModel(
+        class_name="T5ForConditionalGeneration",
+        config_fields=T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        accepts_position_ids=False,
+        stores_tied_output=True,
     ),
-    "starcoder2": Row(model="Starcoder2ForCausalLM", sizes=GROUPED | {"sliding_window": WINDOW}),
-    "cohere": Row(model="CohereForCausalLM", sizes=GROUPED),
-    "cohere plus": Row(model="CohereForCausalLM", sizes=GROUPED | {"use_qk_norm": True}),
-    "gemma": Row(model="GemmaForCausalLM", sizes=SIZED),
-    "gemma2": Row(
-        model="Gemma2ForCausalLM",
-        sizes=SIZED | {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 7},
+    "mt5": PublishedModel(
+        class_name="MT5ForConditionalGeneration", config_fields=T5, accepts_position_ids=False, stores_tied_output=True
     ),
-    "gemma3": Row(
-        model="Gemma3ForCausalLM",
-        sizes=SIZED
-        | {"num_hidden_layers": 3, "layer_types": TYPES, "sliding_window": WINDOW, "query_pre_attn_scalar": 7},
+    "umt5": PublishedModel(class_name="UMT5ForConditionalGeneration", config_fields=T5, accepts_position_ids=False),
+    # BART counts padding and takes no position_ids: its valid tokens keep their positions only with right padding.
+    "bart": PublishedModel(
+        class_name="BartForConditionalGeneration",
+        config_fields=BART,
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    # BLOOM's own GELU writes sqrt(2 / pi) as 0.79788456.
-    "bloom": Row(model="BloomForCausalLM", sizes=BLOOM, places=False, rounded=1e-9),
-    "mpt": Row(model="MptForCausalLM", sizes=MPT, places=False),
-    "mpt clipped": Row(
-        model="MptForCausalLM",
-        sizes=MPT | {"attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3}},
-        places=False,
+    "mbart": PublishedModel(
+        class_name="MBartForConditionalGeneration",
+        config_fields=BART | {"scale_embedding": True},
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    "falcon-7b": Row(model="FalconForCausalLM", sizes=FALCON),
-    "falcon-40b": Row(model="FalconForCausalLM", sizes=FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}),
-    "falcon-rw": Row(
-        model="FalconForCausalLM",
-        sizes=FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
-        places=False,
-        kernel="sdpa",  # the eager one adds the bias twice
+    "marian": PublishedModel(
+        class_name="MarianMTModel",
+        config_fields=BART | {"activation_function": "swish", "scale_embedding": True},
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    "opt": Row(model="OPTForCausalLM", sizes=OPT),
-    "opt-350m": Row(
-        only_tied=True,
-        model="OPTForCausalLM",
-        sizes=OPT | {"word_embed_proj_dim": EMBEDDED, "do_layer_norm_before": False},
+    "marian, two vocabularies": PublishedModel(
+        class_name="MarianMTModel",
+        config_fields=BART | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 53},
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
-    "xglm": Row(model="XGLMForCausalLM", sizes=XGLM),
-    "biogpt": Row(model="BioGptForCausalLM", sizes=NAMED),
-    "gpt_bigcode": Row(model="GPTBigCodeForCausalLM", sizes=GPT),
-    "gpt_bigcode, all heads": Row(model="GPTBigCodeForCausalLM", sizes=GPT | {"multi_query": False}),
-    "mixtral": Row(model="MixtralForCausalLM", sizes=SIZED | EXPERTS),
-    "qwen3_moe": Row(
-        model="Qwen3MoeForCausalLM",
-        sizes=SIZED
+    "pegasus": PublishedModel(
+        class_name="PegasusForConditionalGeneration",
+        config_fields=BART | {"activation_function": "relu"},
+        accepts_position_ids=False,
+        padding_sides=("right",),
+    ),
+    "m2m100": PublishedModel(
+        class_name="M2M100ForConditionalGeneration", config_fields=BART, accepts_position_ids=False
+    ),
+    "gpt_neox": PublishedModel(
+        class_name="GPTNeoXForCausalLM", config_fields=STANDARD | rope(partial_rotary_factor=0.34)
+    ),
+    "gpt_neox in sequence": PublishedModel(
+        class_name="GPTNeoXForCausalLM",
+        config_fields=STANDARD
+        | {"use_parallel_residual": False, "attention_bias": False}
+        | rope(partial_rotary_factor=0.34),
+    ),
+    "gptj": PublishedModel(class_name="GPTJForCausalLM", config_fields=GPT | {"rotary_dim": 4}),
+    "phi": PublishedModel(
+        class_name="PhiForCausalLM",
+        config_fields=GROUPED_QUERY | {"qk_layernorm": True} | rope(partial_rotary_factor=0.67),
+    ),
+    "gpt_neo": PublishedModel(class_name="GPTNeoForCausalLM", config_fields=NEO),
+    "codegen": PublishedModel(
+        class_name="CodeGenForCausalLM", config_fields=GPT | {"n_embd": 40, "n_head": 4, "rotary_dim": 4}
+    ),
+    "stablelm": PublishedModel(
+        class_name="StableLmForCausalLM",
+        config_fields=GROUPED_QUERY | {"use_qkv_bias": True} | rope(partial_rotary_factor=0.34),
+    ),
+    "stablelm 2": PublishedModel(
+        class_name="StableLmForCausalLM",
+        config_fields=GROUPED_QUERY
+        | {"use_parallel_residual": True, "qk_layernorm": True}
+        | rope(partial_rotary_factor=0.34),
+    ),
+    "starcoder2": PublishedModel(
+        class_name="Starcoder2ForCausalLM", config_fields=GROUPED_QUERY | {"sliding_window": WINDOW}
+    ),
+    "cohere": PublishedModel(class_name="CohereForCausalLM", config_fields=GROUPED_QUERY),
+    "cohere plus": PublishedModel(class_name="CohereForCausalLM", config_fields=GROUPED_QUERY | {"use_qk_norm": True}),
+    "gemma": PublishedModel(class_name="GemmaForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM),
+    "gemma2": PublishedModel(
+        class_name="Gemma2ForCausalLM",
+        config_fields=GROUPED_WITH_HEAD_DIM
+        | {"num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 7},
+    ),
+    "gemma3": PublishedModel(
+        class_name="Gemma3ForCausalLM",
+        config_fields=GROUPED_WITH_HEAD_DIM
+        | {"num_hidden_layers": 3, "layer_types": LAYER_TYPES, "sliding_window": WINDOW, "query_pre_attn_scalar": 7},
+    ),
+    # BLOOM's GELU rounds sqrt(2 / pi) to 0.79788456.
+    "bloom": PublishedModel(
+        class_name="BloomForCausalLM", config_fields=BLOOM, accepts_position_ids=False, extra_tolerance=1e-9
+    ),
+    "mpt": PublishedModel(class_name="MptForCausalLM", config_fields=MPT, accepts_position_ids=False),
+    "mpt clipped": PublishedModel(
+        class_name="MptForCausalLM",
+        config_fields=MPT | {"attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3}},
+        accepts_position_ids=False,
+    ),
+    "falcon-7b": PublishedModel(class_name="FalconForCausalLM", config_fields=FALCON),
+    "falcon-40b": PublishedModel(
+        class_name="FalconForCausalLM", config_fields=FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}
+    ),
+    "falcon-rw": PublishedModel(
+        class_name="FalconForCausalLM",
+        config_fields=FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        accepts_position_ids=False,
+        attn_implementation="sdpa",  # the eager implementation adds the bias twice
+    ),
+    "opt": PublishedModel(class_name="OPTForCausalLM", config_fields=OPT),
+    "opt-350m": PublishedModel(
+        requires_tying=True,
+        class_name="OPTForCausalLM",
+        config_fields=OPT | {"word_embed_proj_dim": EMBEDDING_DIM, "do_layer_norm_before": False},
+    ),
+    "xglm": PublishedModel(class_name="XGLMForCausalLM", config_fields=XGLM),
+    "biogpt": PublishedModel(class_name="BioGptForCausalLM", config_fields=STANDARD),
+    "gpt_bigcode": PublishedModel(class_name="GPTBigCodeForCausalLM", config_fields=GPT),
+    "gpt_bigcode, all heads": PublishedModel(
+        class_name="GPTBigCodeForCausalLM", config_fields=GPT | {"multi_query": False}
+    ),
+    "mixtral": PublishedModel(class_name="MixtralForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | EXPERTS),
+    "qwen3_moe": PublishedModel(
+        class_name="Qwen3MoeForCausalLM",
+        config_fields=GROUPED_WITH_HEAD_DIM
         | {
             "num_hidden_layers": 3,
             "num_experts": 5,
@@ -313,37 +381,49 @@ ROWS: dict[str, Row] = {
             "norm_topk_prob": True,
         },
     ),
-    "gpt_oss": Row(
-        model="GptOssForCausalLM",
-        sizes=SIZED
+    "gpt_oss": PublishedModel(
+        class_name="GptOssForCausalLM",
+        config_fields=GROUPED_WITH_HEAD_DIM
         | EXPERTS
         | {"sliding_window": WINDOW}
         | rope(150_000.0, "yarn", factor=4.0, truncate=False, original_max_position_embeddings=9),
     ),
-    "olmo": Row(model="OlmoForCausalLM", sizes=GROUPED | {"clip_qkv": 0.7}),
-    "nemotron": Row(model="NemotronForCausalLM", sizes=SIZED | rope(partial_rotary_factor=0.4)),
-    "persimmon": Row(model="PersimmonForCausalLM", sizes=NAMED | rope(partial_rotary_factor=0.34)),
-    "glm4": Row(model="Glm4ForCausalLM", sizes=SIZED | rope(partial_rotary_factor=0.4)),
-    "modernbert": Row(model="ModernBertModel", sizes=MODERNBERT),
-    "modernbert masked": Row(model="ModernBertForMaskedLM", sizes=MODERNBERT),
-    "vit": Row(model="ViTForImageClassification", sizes=LABELLED),
-    "vit without biases": Row(model="ViTModel", sizes=IMAGE | {"qkv_bias": False}),
-    "deit": Row(model="DeiTForImageClassification", sizes=LABELLED),
-    "deit with teacher": Row(model="DeiTForImageClassificationWithTeacher", sizes=LABELLED),
-    "dinov2": Row(model="Dinov2Model", sizes=IMAGE | {"mlp_ratio": 3}),
-    "dinov2 giant": Row(model="Dinov2Model", sizes=IMAGE | {"use_swiglu_ffn": True}),
-    "clip text": Row(model="CLIPTextModel", sizes=NAMED | {"eos_token_id": VOCAB - 1}, end=VOCAB - 1),
-    "clip text projected": Row(
-        model="CLIPTextModelWithProjection",
-        sizes=NAMED | {"eos_token_id": VOCAB - 1, "projection_dim": 13},
-        end=VOCAB - 1,
+    "olmo": PublishedModel(class_name="OlmoForCausalLM", config_fields=GROUPED_QUERY | {"clip_qkv": 0.7}),
+    "nemotron": PublishedModel(
+        class_name="NemotronForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | rope(partial_rotary_factor=0.4)
     ),
-    "clip vision": Row(model="CLIPVisionModel", sizes=IMAGE),
-    "clip vision projected": Row(model="CLIPVisionModelWithProjection", sizes=IMAGE | {"projection_dim": 13}),
-    "whisper": Row(
-        model="WhisperForConditionalGeneration",
-        sizes=BART | {"num_mel_bins": 11, "max_source_positions": 17, "max_target_positions": CONTEXT},
-        places=False,
-        padded=("right",),
+    "persimmon": PublishedModel(
+        class_name="PersimmonForCausalLM", config_fields=STANDARD | rope(partial_rotary_factor=0.34)
+    ),
+    "glm4": PublishedModel(
+        class_name="Glm4ForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | rope(partial_rotary_factor=0.4)
+    ),
+    "modernbert": PublishedModel(class_name="ModernBertModel", config_fields=MODERNBERT),
+    "modernbert masked": PublishedModel(class_name="ModernBertForMaskedLM", config_fields=MODERNBERT),
+    "vit": PublishedModel(class_name="ViTForImageClassification", config_fields=IMAGE_CLASSIFIER),
+    "vit without biases": PublishedModel(class_name="ViTModel", config_fields=IMAGE | {"qkv_bias": False}),
+    "deit": PublishedModel(class_name="DeiTForImageClassification", config_fields=IMAGE_CLASSIFIER),
+    "deit with teacher": PublishedModel(
+        class_name="DeiTForImageClassificationWithTeacher", config_fields=IMAGE_CLASSIFIER
+    ),
+    "dinov2": PublishedModel(class_name="Dinov2Model", config_fields=IMAGE | {"mlp_ratio": 3}),
+    "dinov2 giant": PublishedModel(class_name="Dinov2Model", config_fields=IMAGE | {"use_swiglu_ffn": True}),
+    "clip text": PublishedModel(
+        class_name="CLIPTextModel", config_fields=STANDARD | {"eos_token_id": VOCAB - 1}, eos_token_id=VOCAB - 1
+    ),
+    "clip text projected": PublishedModel(
+        class_name="CLIPTextModelWithProjection",
+        config_fields=STANDARD | {"eos_token_id": VOCAB - 1, "projection_dim": 13},
+        eos_token_id=VOCAB - 1,
+    ),
+    "clip vision": PublishedModel(class_name="CLIPVisionModel", config_fields=IMAGE),
+    "clip vision projected": PublishedModel(
+        class_name="CLIPVisionModelWithProjection", config_fields=IMAGE | {"projection_dim": 13}
+    ),
+    "whisper": PublishedModel(
+        class_name="WhisperForConditionalGeneration",
+        config_fields=BART | {"num_mel_bins": 11, "max_source_positions": 17, "max_target_positions": CONTEXT},
+        accepts_position_ids=False,
+        padding_sides=("right",),
     ),
 }

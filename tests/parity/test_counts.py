@@ -1,4 +1,4 @@
-"""Our closed forms against the reference library: the same sizes typed into its own configurations."""
+"""Presets against transformers: the same number of parameters and the same configuration."""
 
 import json
 
@@ -8,9 +8,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from monoblock.accounting.report import account  # noqa: E402
-from monoblock.interop.hf import find_family  # noqa: E402
-from monoblock.interop.hf_config import difference  # noqa: E402
-from monoblock.presets import preset  # noqa: E402
+from monoblock.config.presets import preset  # noqa: E402
+from monoblock.interop.huggingface.config_tree import config_difference  # noqa: E402
+from monoblock.interop.huggingface.load import find_family  # noqa: E402
 
 
 def gpt2(width, depth, heads):
@@ -37,11 +37,11 @@ def causal(name, **sizes):
     return getattr(transformers, f"{name}ForCausalLM"), getattr(transformers, f"{name}Config")(**sizes)
 
 
-def default(name, what, **sizes):
-    return getattr(transformers, f"{name}{what}"), getattr(transformers, f"{name}Config")(**sizes)
+def default(name, suffix, **sizes):
+    return getattr(transformers, f"{name}{suffix}"), getattr(transformers, f"{name}Config")(**sizes)
 
 
-def llama(name="Llama", *, vocab, width, depth, heads, kv_heads, hidden, **others):
+def llama(name="Llama", *, vocab, width, depth, heads, kv_heads, hidden, **options):
     return causal(
         name,
         vocab_size=vocab,
@@ -50,7 +50,7 @@ def llama(name="Llama", *, vocab, width, depth, heads, kv_heads, hidden, **other
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         intermediate_size=hidden,
-        **others,
+        **options,
     )
 
 
@@ -202,7 +202,7 @@ REFERENCES = {
 }
 
 
-UNTIED = {"mt5-small"}  # the published file has an output of its own, the class alone would tie it
+UNTIED = {"mt5-small"}  # the published file has a separate output matrix, which the class by itself would tie
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -217,10 +217,10 @@ def test_a_preset_has_as_many_parameters_as_the_reference_model(name):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_a_preset_is_the_structure_its_published_configuration_says(name):
+def test_a_preset_equals_its_published_configuration(name):
     model, config = REFERENCES[name]()
-    given = json.loads(config.to_json_string()) | {"architectures": [model.__name__]}
-    family, cls = find_family(given)
-    tied = bool(given.get("tie_word_embeddings", family.tied)) and name not in UNTIED
-    read = family.config(family.settle(family.tree(given, cls), given, tied), tied=tied)
-    assert difference(read, preset(name)) is None
+    fields = json.loads(config.to_json_string()) | {"architectures": [model.__name__]}
+    family, class_name = find_family(fields)
+    tied = bool(fields.get("tie_word_embeddings", family.tied_by_default)) and name not in UNTIED
+    converted = family.build_config(family.apply_tying(family.config_tree(fields, class_name), fields, tied), tied=tied)
+    assert config_difference(converted, preset(name)) is None

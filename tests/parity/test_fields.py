@@ -1,4 +1,4 @@
-"""What a file does not say is what the published class would take, and what it says is either read or refused."""
+"""Config fields against the published classes: the same defaults, and every field is either read or refused."""
 
 import json
 import warnings
@@ -8,46 +8,46 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from monoblock.errors import MonoblockError  # noqa: E402
-from monoblock.interop.hf_config import MISSING  # noqa: E402
-from monoblock.interop.hf_harmless import HARMLESS, NEUTRAL  # noqa: E402
-from monoblock.interop.hf_table import FAMILIES  # noqa: E402
+from monoblock.interop.huggingface.config_tree import MISSING  # noqa: E402
+from monoblock.interop.huggingface.families import FAMILIES  # noqa: E402
+from monoblock.interop.huggingface.ignored_fields import IGNORED_FIELDS, NEUTRAL_VALUES  # noqa: E402
 
 
-def published(kind):
+def default_config(model_type):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return transformers.CONFIG_MAPPING[kind]()
+        return transformers.CONFIG_MAPPING[model_type]()
 
 
-def fields(family):
-    return {name: default for row in family.rows for name, default in row.names.items()}
+def default_fields(family):
+    return {name: default for rule in family.fields for name, default in rule.defaults.items()}
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_defaults_are_those_of_the_published_class(kind):
-    """None stands for what follows from other fields, and is left to the comparison of logits."""
-    given = json.loads(published(kind).to_json_string())
-    for name, default in fields(FAMILIES[kind]).items():
-        if default is not MISSING and default is not None and given.get(name) is not None:
-            assert given[name] == (list(default) if isinstance(default, tuple) else default), name
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_the_published_class(model_type):
+    """Defaults of None, which follow from other fields, are left to the comparison of logits."""
+    published = json.loads(default_config(model_type).to_json_string())
+    for name, default in default_fields(FAMILIES[model_type]).items():
+        if default is not MISSING and default is not None and published.get(name) is not None:
+            assert published[name] == (list(default) if isinstance(default, tuple) else default), name
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_field_of_the_published_class_is_known(kind):
-    given = json.loads(published(kind).to_json_string())
-    known = {*fields(FAMILIES[kind]), *FAMILIES[kind].synonyms}
-    unknown = {name for name in given if name not in known and name not in HARMLESS}
-    assert not {name for name in unknown if given[name] not in NEUTRAL.get(name, ())}
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_field_of_the_published_class_has_a_rule_or_is_ignored(model_type):
+    published = json.loads(default_config(model_type).to_json_string())
+    known = {*default_fields(FAMILIES[model_type]), *FAMILIES[model_type].field_aliases}
+    unknown = {name for name in published if name not in known and name not in IGNORED_FIELDS}
+    assert not {name for name in unknown if published[name] not in NEUTRAL_VALUES.get(name, ())}
 
 
-# The published classes do not look at these, or only where another field does not speak, or under another class.
-SWITCH = {"use_sliding_window", "max_window_layers"}  # layer_types decides, or a window of None
-PARTIAL = {"partial_rotary_factor"}  # stands in rope_parameters as well, which decide
-UNHEEDED = {
-    "qwen2": SWITCH,
-    "qwen3": SWITCH,
-    "qwen3_moe": SWITCH | {"intermediate_size"},
-    "smollm3": SWITCH | {"no_rope_layer_interval"},
+# The published classes do not use these fields, or only if another one is absent, or only with another head.
+WINDOW_SWITCHES = {"use_sliding_window", "max_window_layers"}  # layer_types takes precedence, or a window of None
+PARTIAL_ROTARY = {"partial_rotary_factor"}  # rope_parameters takes precedence
+UNUSED_FIELDS = {
+    "qwen2": WINDOW_SWITCHES,
+    "qwen3": WINDOW_SWITCHES,
+    "qwen3_moe": WINDOW_SWITCHES | {"intermediate_size"},
+    "smollm3": WINDOW_SWITCHES | {"no_rope_layer_interval"},
     "phi3": {"original_max_position_embeddings"},
     "gemma3_text": {"_sliding_window_pattern"},
     "gpt_bigcode": {"num_key_value_heads"},
@@ -56,30 +56,32 @@ UNHEEDED = {
     "falcon": {"num_kv_heads"},
     "biogpt": {"layer_norm_eps"},
     "distilbert": {"sinusoidal_pos_embds"},
-    "t5": {"scale_decoder_outputs", "tie_word_embeddings"},  # settled with the tensors
+    "t5": {"scale_decoder_outputs", "tie_word_embeddings"},  # decided by the tensors
     "vit": {"pooler_output_size"},
     "deit": {"pooler_output_size"},
     "clip_vision_model": {"projection_dim"},
     "clip_text_model": {"projection_dim"},
 }
-OTHER = {bool: lambda v: not v, int: lambda v: v + 4, float: lambda v: v / 2 + 3e-3, str: lambda v: v + "x"}
+CHANGE_VALUE = {bool: lambda v: not v, int: lambda v: v + 4, float: lambda v: v / 2 + 3e-3, str: lambda v: v + "x"}
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_field_that_is_read_is_not_silently_dropped(kind):
-    """Another value gives another configuration, or is refused; what neither does must be known to be unheeded."""
-    family = FAMILIES[kind]
-    given = json.loads(published(kind).to_json_string())
-    name = next(iter(family.classes))
-    usual = family.config(family.tree(given, name), tied=False)
-    silent = set()
-    for field, value in given.items():
-        if field not in fields(family) or type(value) not in OTHER:
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_another_value_of_a_field_changes_the_configuration_or_is_refused(model_type):
+    """Fields for which neither happens must be known to be unused."""
+    family = FAMILIES[model_type]
+    published = json.loads(default_config(model_type).to_json_string())
+    class_name = next(iter(family.classes))
+    original = family.build_config(family.config_tree(published, class_name), tied=False)
+    ignored = set()
+    for field, value in published.items():
+        if field not in default_fields(family) or type(value) not in CHANGE_VALUE:
             continue
         try:
-            changed = family.config(family.tree(given | {field: OTHER[type(value)](value)}, name), tied=False)
+            changed = family.build_config(
+                family.config_tree(published | {field: CHANGE_VALUE[type(value)](value)}, class_name), tied=False
+            )
         except MonoblockError:
             continue
-        if changed == usual:
-            silent.add(field)
-    assert silent <= PARTIAL | UNHEEDED.get(kind, set()), silent
+        if changed == original:
+            ignored.add(field)
+    assert ignored <= PARTIAL_ROTARY | UNUSED_FIELDS.get(model_type, set()), ignored

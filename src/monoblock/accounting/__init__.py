@@ -1,1 +1,1 @@
-"""What a model costs, from its configuration alone: parameters, FLOPs, bytes. No torch, nothing is built."""
+"""The cost of a model computed from its configuration: parameters, FLOPs and bytes, without building it."""

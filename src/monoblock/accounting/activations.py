@@ -1,43 +1,53 @@
-"""What a forward pass must keep for the backward pass.
+"""The activations that a forward pass saves for the backward pass.
 
-For each token, in numbers of the computing dtype (statistics, of norms and of the fused softmax, are fp32):
+For each token, in elements of the computing dtype (statistics of norms and of the fused softmax are fp32):
 
-    each norm                its input D, and its statistics: 2 (layer) or 1 (rms)
-    self-attention           its input D, queries H·K, keys G·K, values G·Kv, and what the output matrix reads, H·Kv
-      plain                  the attention weights, H·S a token: counted apart, as `matrices`
-      fused                  one number a head instead, the logarithm of a sum; H·Kv once more where positions turn
-                             the queries or blind rows are zeroed
-      softcap, sinks         no kernel has them: `attend` runs, fused or not, with keys and values repeated to H heads,
-                             the weights with what may not be seen at zero, the capped scores, and two masks of bytes
-    cross-attention          the same; keys and values are a token of the source, whose encoding is kept once
-    feed-forward             its input D, what the activation keeps (INSIDE), and what the last matrix reads, F
-      gated                  up and the activated gate besides
-      experts                that of each expert the token is sent to, its output twice, and the router's scores
-    dropout                  a byte for every number it may drop; on attention weights also the weights after it
-    QK norm, clip, layer scale     what they work on
-    head                     what each of its matrices reads, the logits, and their log-softmax in fp32 for the loss;
-                             a vector taken from the first or last place keeps the places beside it
+    norm                     its input, D, and its statistics: 2 (layer) or 1 (rms)
+    self-attention           its input, D, queries H·K, keys G·K, values G·Kv, and the input of the output matrix, H·Kv
+      plain                  the attention weights, H·S for each token, counted separately as `attention_elements`
+      fused                  instead the log-sum-exp, one element a head; H·Kv once more for rotary positions or if rows
+                             that see nothing are zeroed
+      softcap, sinks         no fused kernel: the plain path always runs, with keys and values repeated to H heads, the
+                             masked weights, the capped scores, and two masks of one byte an element
+    cross-attention          the same; keys and values are per source token, and the encoder output is saved once
+    feed-forward             its input, D, the tensors of the activation (ACTIVATION_TENSORS), and the input of the last
+                             matrix, F
+      gated                  also up and the activated gate
+      experts                the same for each expert of the token, its output twice, and the router scores
+    dropout                  one byte for every element; on attention weights also the weights after dropout
+    QK norm, clip, layer scale     their input
+    head                     the input of each matrix, the logits, and their log-softmax in fp32 for the loss; to take
+                             the first or last vector saves the vectors of all positions
 
-For each pair of places, whatever the batch: a bias on the scores once for each kind of block (with its buckets, 8 bytes
-a pair, where it is learned), and a mask that is neither all nor causal once a block, because the kernel makes numbers
-of it; from 128 tokens on FlexAttention keeps none.
+For each pair of positions, independent of the batch: a bias on the scores once for each kind of block (with 8 bytes a
+pair for its buckets if it is learned), and a mask other than full or causal once for each block, because the kernel
+converts it to numbers; from 128 tokens on FlexAttention saves none.
 
-Parallel attention and feed-forward read the same tensor, and it is counted once.  With checkpointing only the input of
-each block is kept, and the activations of the largest block while it is run again.  Not counted: workspaces,
-fragmentation, token ids.
+Parallel attention and feed-forward read the same tensor, which is counted once. With checkpointing only the input of
+each block is saved, plus the activations of the largest block while it is recomputed. Workspaces, fragmentation and
+token ids are not counted.
 
-This is exact in fp32 for kernels that keep no more than they need.  A CPU's keep more: its rms_norm the normed numbers,
-its dropout four bytes a number, and its attention all weights where dropout falls on them or the bias is learned; it
-has no FlexAttention either.  A GPU's in fp32 know no grouped heads and keep all weights there.  In 16 bits the scores
-of the plain path, the numbers inside rms_norm and the residual stream under autocast are fp32 all the same.
+This is exact in fp32 for kernels that save no more than they need. CPU kernels save more: rms_norm its normalized
+elements, dropout four bytes an element, and attention all weights if they have dropout or a learned bias; FlexAttention
+is for GPUs only. GPU kernels in fp32 do not support grouped heads and save all weights then. In 16 bits the scores of
+the plain path, the elements inside rms_norm and the residual stream under autocast are still fp32.
 """
 
 from __future__ import annotations
 
-from monoblock.accounting.flops import Sizes, reads
-from monoblock.accounting.held import Held, attention_held, join, norm_held, times, view_held
-from monoblock.accounting.parameters import block_counts, head_linears, norm_count, patch_linear, projection_linear
-from monoblock.config import (
+from collections.abc import Iterable
+
+from monoblock.accounting.flops import BatchShape, iterate_inputs
+from monoblock.accounting.parameters import count_blocks, count_norms, head_linears, patch_linear, projection_linear
+from monoblock.accounting.saved_activations import (
+    SavedActivations,
+    add_activations,
+    attention_activations,
+    norm_activations,
+    scale_activations,
+    shared_attention_activations,
+)
+from monoblock.config.model import (
     BlockConfig,
     EmbeddingConfig,
     FeedForwardConfig,
@@ -49,8 +59,8 @@ from monoblock.config import (
     StackConfig,
 )
 
-# Activation -> the tensors it keeps that nobody else reads, and whether it keeps its result, which the next part reads.
-INSIDE = {
+# Activation -> the number of tensors only it saves, and whether it saves its output, which the next layer reads too.
+ACTIVATION_TENSORS = {
     "relu": (0, True),
     "relu2": (1, False),
     "gelu": (1, False),
@@ -66,147 +76,162 @@ INSIDE = {
 # -- a block -----------------------------------------------------------------------------------------------------------
 
 
-def feedforward_held(feedforward: FeedForwardConfig, width: int, rows: int) -> Held:
-    routed = feedforward.experts
-    routes = rows * routed.top_k if routed else rows
-    found = Held(
-        routes * (width + _hidden_tensors(feedforward) * feedforward.hidden),
-        bytes=routes * feedforward.hidden if feedforward.dropout > 0 else 0,
+def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: int) -> SavedActivations:
+    experts = feedforward.experts
+    routed_rows = rows * experts.top_k if experts else rows
+    saved = SavedActivations(
+        routed_rows * (width + _count_hidden_tensors(feedforward) * feedforward.hidden),
+        raw_bytes=routed_rows * feedforward.hidden if feedforward.dropout > 0 else 0,
     )
-    if routed is None:
-        return found
+    if experts is None:
+        return saved
     scores = {
-        "softmax_renormalized": routed.count + routed.top_k + 1,
-        "softmax": routed.count,
-        "top_k_softmax": routed.top_k,
+        "softmax_renormalized": experts.count + experts.top_k + 1,
+        "softmax": experts.count,
+        "top_k_softmax": experts.top_k,
     }
-    # The router's input and scores; of each expert its output, its weight and their product; three places of 8 bytes.
-    router = Held(rows * (width + scores[routed.router]) + routes * (2 * width + 1), bytes=24 * routes)
-    return join(found, router)
+    # The input and scores of the router; of each expert its output, weight and their product, and three int64 indices.
+    router = SavedActivations(
+        rows * (width + scores[experts.router]) + routed_rows * (2 * width + 1), raw_bytes=24 * routed_rows
+    )
+    return add_activations(saved, router)
 
 
-def _hidden_tensors(feedforward: FeedForwardConfig) -> int:
-    """How many tensors of the hidden size are kept."""
-    inside, result = INSIDE[feedforward.activation]
+def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
+    """Count the saved tensors of the hidden size."""
+    tensors, saves_output = ACTIVATION_TENSORS[feedforward.activation]
     if feedforward.gated:
-        return inside + 3 + (2 if feedforward.clamp is not None else 0)
-    return inside + 1 + (result and feedforward.dropout > 0)
+        return tensors + 3 + (2 if feedforward.clamp is not None else 0)
+    return tensors + 1 + (saves_output and feedforward.dropout > 0)
 
 
-def block_held(block: BlockConfig, size: Sizes, length: int, *, fused: bool = False) -> Held:
-    """One block over `length` tokens of each sequence; cross-attention reads `size.source` tokens."""
-    rows, width = size.batch * length, block.width
-    found = [
-        times(norm_count(block), norm_held(block.norm, rows, width)),
-        attention_held(block.attention, width, size.batch, length, length, fused=fused),
-        feedforward_held(block.feedforward, width, rows),
+def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fused: bool = False) -> SavedActivations:
+    """Activations of one block on `length` tokens of each sequence; cross-attention reads `shape.source` tokens."""
+    rows, width = shape.batch * length, block.width
+    saved = [
+        scale_activations(count_norms(block), norm_activations(block.norm, rows, width)),
+        attention_activations(block.attention, width, shape.batch, length, length, fused=fused),
+        feedforward_activations(block.feedforward, width, rows),
     ]
     if block.cross:
-        found.append(attention_held(block.cross, width, size.batch, length, size.source, fused=fused))
+        saved.append(attention_activations(block.cross, width, shape.batch, length, shape.source, fused=fused))
     sublayers = 3 if block.cross else 2
     if block.residual != "sequential":
-        found.append(Held(-rows * width))  # both branches read one tensor
+        saved.append(SavedActivations(-rows * width))  # both branches read one tensor
     if block.layer_scale is not None:
-        found.append(Held(sublayers * rows * width))
+        saved.append(SavedActivations(sublayers * rows * width))
     if block.dropout > 0:
-        found.append(Held(bytes=sublayers * rows * width))
-    return join(*found)
+        saved.append(SavedActivations(raw_bytes=sublayers * rows * width))
+    return add_activations(*saved)
 
 
-def _stack(stack: StackConfig, size: Sizes, length: int, fused: bool) -> Held:
-    counts = block_counts(stack).items()
-    return join(*(times(count, block_held(block, size, length, fused=fused)) for block, count in counts))
+def _stack_activations(stack: StackConfig, shape: BatchShape, length: int, fused: bool) -> SavedActivations:
+    counts = count_blocks(stack).items()
+    return add_activations(
+        *(scale_activations(count, block_activations(block, shape, length, fused=fused)) for block, count in counts)
+    )
 
 
-def _checkpointed(stack: StackConfig, size: Sizes, length: int, fused: bool) -> tuple[Held, Held]:
-    """The inputs of all blocks, and what the largest block holds beside its own while it is run again."""
-    entry = Held(size.batch * length * stack.width)
-    blocks = [block_held(block, size, length, fused=fused) for block in block_counts(stack)]
-    largest = max(blocks, key=lambda held: held.numbers + held.matrices)
-    return times(stack.depth, entry), join(largest, times(-1, entry))
+def _checkpointed_activations(
+    stack: StackConfig, shape: BatchShape, length: int, fused: bool
+) -> tuple[SavedActivations, SavedActivations]:
+    """Return the inputs of all blocks, and what recomputing the largest block adds to its input."""
+    block_input = SavedActivations(shape.batch * length * stack.width)
+    largest = _largest(block_activations(block, shape, length, fused=fused) for block in count_blocks(stack))
+    return scale_activations(stack.depth, block_input), add_activations(largest, scale_activations(-1, block_input))
+
+
+def _largest(activations: Iterable[SavedActivations]) -> SavedActivations:
+    return max(activations, key=lambda saved: saved.elements + saved.attention_elements)
 
 
 # -- a whole model -----------------------------------------------------------------------------------------------------
 
 
-def _inputs(config: ModelConfig, size: Sizes) -> Held:
-    found = []
-    for _, given, length in reads(config, size):
-        rows, wide = size.batch * length, config.width
-        if isinstance(given, PatchConfig):
-            found.append(Held(size.batch * (length - given.prefix) * patch_linear(given, wide).inputs))
-        elif isinstance(given, FramesConfig):  # two frames a place: what each convolution reads, and each activation
-            found.append(Held(rows * (2 * given.channels + 2 * wide + 2 * wide + wide)))
-        elif projection := projection_linear(given, wide):
-            found.append(Held(rows * projection.inputs))
-            wide = projection.inputs if given.projection == "last" else wide
-        if isinstance(given, EmbeddingConfig) and given.scale != 1.0:
-            found.append(Held(1))
-        found.append(norm_held(given.norm, rows, wide))
-        found.append(Held(bytes=rows * wide if given.dropout > 0 else 0))
-    return join(*found)
+def _input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
+    saved = []
+    for _, input_config, length in iterate_inputs(config, shape):
+        rows, size = shape.batch * length, config.width
+        if isinstance(input_config, PatchConfig):
+            patches = shape.batch * (length - input_config.num_prefix_tokens)
+            saved.append(SavedActivations(patches * patch_linear(input_config, size).inputs))
+        elif isinstance(input_config, FramesConfig):  # two frames a position: both convolutions and both activations
+            saved.append(SavedActivations(rows * (2 * input_config.channels + 2 * size + 2 * size + size)))
+        elif projection := projection_linear(input_config, size):
+            saved.append(SavedActivations(rows * projection.inputs))
+            size = projection.inputs if input_config.projection == "last" else size
+        if isinstance(input_config, EmbeddingConfig) and input_config.scale != 1.0:
+            saved.append(SavedActivations(1))
+        saved.append(norm_activations(input_config.norm, rows, size))
+        saved.append(SavedActivations(raw_bytes=rows * size if input_config.dropout > 0 else 0))
+    return add_activations(*saved)
 
 
-def _head(config: ModelConfig, size: Sizes) -> Held:
+def _head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
     head = config.head
     if head is None:
-        return Held()
-    linears = head_linears(config)
-    found = [_pooled(config, head, size)]
-    for place, linear in enumerate(linears):
-        rows = size.batch * (size.target if linear.rows == "tokens" else 1)
-        first = place == 0 or linear.name == "teacher"
-        taken = first and head.pooling != "mean" and linear.rows == "sequences"  # counted with the places
-        found.append(Held(0 if taken else rows * linear.inputs))
+        return SavedActivations()
+    saved = [_pooling_activations(config, head, shape)]
+    for index, linear in enumerate(head_linears(config)):
+        rows = shape.batch * (shape.target if linear.applied_to == "tokens" else 1)
+        reads_stack = index == 0 or linear.name == "teacher"
+        # A pooled vector is a view of all positions, which _pooling_activations counts.
+        is_view = reads_stack and head.pooling != "mean" and linear.applied_to == "sequences"
+        saved.append(SavedActivations(0 if is_view else rows * linear.inputs))
         if linear.name == "output" and head.kind != "pooled":
             logits = rows * linear.outputs * (1 if head.softcap is None else 2)
-            found += [norm_held(head.norm, rows, linear.inputs), Held(logits, singles=rows * linear.outputs)]
-            found.append(Held(bytes=rows * linear.inputs if head.dropout > 0 else 0))
+            saved.append(norm_activations(head.norm, rows, linear.inputs))
+            saved.append(SavedActivations(logits, fp32_elements=rows * linear.outputs))
+            saved.append(SavedActivations(raw_bytes=rows * linear.inputs if head.dropout > 0 else 0))
         elif linear.name == "transform" and head.transform:
-            found.append(Held(INSIDE[head.transform][0] * rows * linear.outputs))
-    return join(*found)
+            saved.append(SavedActivations(ACTIVATION_TENSORS[head.transform][0] * rows * linear.outputs))
+    return add_activations(*saved)
 
 
-def _pooled(config: ModelConfig, head: HeadConfig, size: Sizes) -> Held:
-    """All places where one of them is read, what the pooler's activation keeps that no matrix reads, and lengths."""
-    reads_it = head.kind == "classifier" or head.pooler != "none" or head.normalize or head.project is not None
-    if head.kind not in ("classifier", "pooled") or not reads_it:
-        return Held()
-    places = size.target if head.pooling != "mean" else 0
-    alone = (head.kind == "pooled" and head.project is None) or head.dropout > 0
-    inside, result = INSIDE["identity" if head.pooler == "none" else head.pooler]
-    vectors = inside + (result and alone)
+def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShape) -> SavedActivations:
+    """All positions if one of them is selected, the tensors of the pooler activation, and the norms of the vectors."""
+    saves_input = head.kind == "classifier" or head.pooler != "none" or head.normalize or head.project is not None
+    if head.kind not in ("classifier", "pooled") or not saves_input:
+        return SavedActivations()
+    positions = shape.target if head.pooling != "mean" else 0
+    is_last = (head.kind == "pooled" and head.project is None) or head.dropout > 0  # no matrix saves the output
+    tensors, saves_output = ACTIVATION_TENSORS["identity" if head.pooler == "none" else head.pooler]
+    vectors = tensors + (saves_output and is_last)
     if head.normalize and head.pooling == "mean":
         vectors = max(vectors, 1)
-    return Held(size.batch * ((places + vectors) * config.width + (2 if head.normalize else 0)))
+    return SavedActivations(shape.batch * ((positions + vectors) * config.width + (2 if head.normalize else 0)))
 
 
-def activations(config: ModelConfig, size: Sizes, *, fused: bool = False, checkpointing: bool = False) -> Held:
-    """Everything held when the forward pass ends (with checkpointing: at the worst moment of the backward pass)."""
-    found, again = [_inputs(config, size), _head(config, size)], [Held()]
-    for place, stack in config.stacks.items():
-        length = size.source if place == "encoder" else size.target
-        found.append(norm_held(stack.norm, size.batch * length, stack.width))
-        kinds = {block.attention for block in block_counts(stack)}
-        found += [view_held(kind, stack.width, length, fused=fused) for kind in kinds]
+def model_activations(
+    config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: bool = False
+) -> SavedActivations:
+    """All activations at the end of the forward pass (with checkpointing: at the peak of the backward pass)."""
+    saved, recomputed = [_input_activations(config, shape), _head_activations(config, shape)], [SavedActivations()]
+    for name, stack in config.stacks.items():
+        length = shape.source if name == "encoder" else shape.target
+        saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))
+        attentions = {block.attention for block in count_blocks(stack)}
+        saved += [shared_attention_activations(a, stack.width, length, fused=fused) for a in attentions]
         if checkpointing:
-            kept, largest = _checkpointed(stack, size, length, fused)
-            found.append(kept)
-            again.append(largest)
+            block_inputs, largest = _checkpointed_activations(stack, shape, length, fused)
+            saved.append(block_inputs)
+            recomputed.append(largest)
         else:
-            found.append(_stack(stack, size, length, fused))
-    if config.family == "encoder-decoder":
-        found.append(Held(size.batch * size.source * config.width))  # read by the keys and values of every block
-    return join(*found, max(again, key=lambda held: held.numbers + held.matrices))
+            saved.append(_stack_activations(stack, shape, length, fused))
+    if config.family == "encoder-decoder":  # the encoder output, which the cross-attention of all blocks reads
+        saved.append(SavedActivations(shape.batch * shape.source * config.width))
+    return add_activations(*saved, _largest(recomputed))
 
 
-def recurrent_activations(config: RecurrentConfig, size: Sizes) -> Held:
-    """A layer keeps its input, four gates, the cell and its tanh; additive attention a vector a pair of places."""
-    width, rows, read = config.width, size.batch * size.target, size.batch * size.source
-    kept = Held(rows * config.depth * 7 * width + rows * width)
+def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivations:
+    """A layer saves its input, four gates, the cell and its tanh; additive attention a vector a pair of positions."""
+    width, rows, source_rows = config.width, shape.batch * shape.target, shape.batch * shape.source
+    saved = SavedActivations(rows * config.depth * 7 * width + rows * width)
     if config.kind == "encoder_decoder":
-        encoder = Held(read * 2 * config.depth * 7 * width + read * 3 * width)
-        attention = Held(rows * 6 * width + rows * size.source * width, matrices=rows * size.source)
-        kept = join(kept, encoder, attention)
+        encoder = SavedActivations(source_rows * 2 * config.depth * 7 * width + source_rows * 3 * width)
+        attention = SavedActivations(
+            rows * 6 * width + rows * shape.source * width, attention_elements=rows * shape.source
+        )
+        saved = add_activations(saved, encoder, attention)
     logits = rows * (config.target_vocab or config.vocab)
-    return join(kept, Held(logits, singles=logits))
+    return add_activations(saved, SavedActivations(logits, fp32_elements=logits))

@@ -1,13 +1,13 @@
-"""What it costs to write text token by token: token positions run, operations, bytes moved.
+"""The cost of generating text token by token: positions computed, FLOPs, bytes moved.
 
-The first step runs the prompt of P tokens once.  With a cache each of the n - 1 steps after it runs one new position
-for every hypothesis, without one the whole text so far:
+The first step computes the prompt of P tokens once. With a cache each of the n - 1 steps after it computes one new
+position for every hypothesis, without a cache the whole text so far:
 
     positions   P + b·(n - 1)   against   P + b·Σ (P + i), i = 1 … n - 1          with b beams; greedy: b = 1
 
-Only the logits of the last position are computed.  An encoder runs once; without a cache the keys and values it gives
-to cross-attention are made anew in each step.  Bytes moved are the matrices of decoder and head, read once a step
-however many rows pass (of the experts as many as the rows can reach), and the keys and values written and read.
+Logits are computed for the last position only. An encoder runs once; without a cache the keys and values of
+cross-attention are computed again in each step. Bytes moved are the matrices of decoder and head, read once a step for
+any number of rows (of the experts as many as the rows can be routed to), and the keys and values written and read.
 """
 
 from __future__ import annotations
@@ -15,135 +15,148 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monoblock.accounting.flops import (
-    Sizes,
+    BatchShape,
+    count_visible_keys,
     feedforward_flops,
     matrix_flops,
     pair_flops,
-    seen_before,
-    sizes,
+    resolve_batch_shape,
     stack_flops,
 )
-from monoblock.accounting.memory import slot, stored_bytes
-from monoblock.accounting.parameters import attention_linears, block_counts, head_linears, matrix_weights
-from monoblock.accounting.quantized import block_bytes, head_bytes
-from monoblock.config import BlockConfig, ModelConfig, RecurrentConfig
+from monoblock.accounting.memory import kv_elements_per_position, stored_bytes
+from monoblock.accounting.parameters import attention_linears, block_matrix_weights, count_blocks, head_linears
+from monoblock.accounting.quantization import block_bytes, head_bytes
+from monoblock.config.model import BlockConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
+class DecodingCost:
+    """The cost of one generation; bytes are those of weights, keys and values."""
+
     steps: int
-    positions: int  # run through the decoder, over all sequences and hypotheses
+    positions: int  # computed in the decoder, over all sequences and hypotheses
     flops: int
     bytes_moved: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a text is written; counts are of one sequence, all its hypotheses together."""
+class DecodingSetup:
+    """Lengths and options of a generation; counts are for one sequence with all its hypotheses."""
 
-    prompt: int
-    new: int
-    beams: int
-    cached: bool
+    prompt_length: int
+    new_tokens: int
+    num_beams: int
+    use_cache: bool
 
     @property
-    def rows(self) -> int:
-        """Positions of which the logits are asked for."""
-        return 1 + self.beams * (self.new - 1)
+    def logit_positions(self) -> int:
+        """The number of positions whose logits are computed."""
+        return 1 + self.num_beams * (self.new_tokens - 1)
 
     @property
     def positions(self) -> int:
-        return self.prompt + self.beams * (self.new - 1 if self.cached else self.reread)
+        return self.prompt_length + self.num_beams * (
+            self.new_tokens - 1 if self.use_cache else self.recomputed_positions
+        )
 
     @property
-    def reread(self) -> int:
-        """The lengths of all texts so far, after the prompt."""
-        return _triangle(self.prompt + self.new - 1) - _triangle(self.prompt)
+    def recomputed_positions(self) -> int:
+        """The summed lengths of the text in all steps after the first."""
+        return _sum_to(self.prompt_length + self.new_tokens - 1) - _sum_to(self.prompt_length)
 
-    def pairs(self, window: int | None) -> int:
-        """(Query, key) pairs computed: the prompt and a repeated text as a full square, a cached step as one row."""
-        end = self.prompt + self.new - 1
-        if self.cached:
-            kept = window or end
-            later = seen_before(end, kept) - seen_before(self.prompt, kept)
+    def attention_pairs(self, window: int | None) -> int:
+        """Count (query, key) pairs: a full square for prompt and recomputed text, one row for a cached step."""
+        end = self.prompt_length + self.new_tokens - 1
+        if self.use_cache:
+            window = window or end
+            generated = count_visible_keys(end, window) - count_visible_keys(self.prompt_length, window)
         else:
-            later = _squares(end) - _squares(self.prompt)
-        return self.prompt**2 + self.beams * later
+            generated = _sum_of_squares(end) - _sum_of_squares(self.prompt_length)
+        return self.prompt_length**2 + self.num_beams * generated
 
-    def places(self, window: int | None) -> int:
-        """Keys and values read, once a step and hypothesis."""
-        end = self.prompt + self.new - 1
-        kept = window or end if self.cached else end
-        return self.prompt + self.beams * (seen_before(end, kept) - seen_before(self.prompt, kept))
+    def keys_read(self, window: int | None) -> int:
+        """Count the keys and values read, once for each step and hypothesis."""
+        end = self.prompt_length + self.new_tokens - 1
+        window = window or end if self.use_cache else end
+        generated = count_visible_keys(end, window) - count_visible_keys(self.prompt_length, window)
+        return self.prompt_length + self.num_beams * generated
 
 
-def _triangle(number: int) -> int:
+def _sum_to(number: int) -> int:
     return number * (number + 1) // 2
 
 
-def _squares(number: int) -> int:
+def _sum_of_squares(number: int) -> int:
     return number * (number + 1) * (2 * number + 1) // 6
 
 
-def _block_flops(block: BlockConfig, plan: Plan, source: int) -> int:
-    found = matrix_flops(attention_linears(block.attention, block.width), plan.positions)
-    found += plan.pairs(block.attention.window) * pair_flops(block.attention, block.width)
-    found += feedforward_flops(block, plan.positions)
+def _block_flops(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
+    flops = matrix_flops(attention_linears(block.attention, block.width), setup.positions)
+    flops += setup.attention_pairs(block.attention.window) * pair_flops(block.attention, block.width)
+    flops += feedforward_flops(block, setup.positions)
     if block.cross:
         query, key, value, output = attention_linears(block.cross, block.width)
-        readings = 1 if plan.cached else plan.rows
-        found += matrix_flops((query, output), plan.positions) + matrix_flops((key, value), readings * source)
-        found += plan.positions * source * pair_flops(block.cross, block.width)
-    return found
+        source_passes = 1 if setup.use_cache else setup.logit_positions
+        flops += matrix_flops((query, output), setup.positions) + matrix_flops((key, value), source_passes * source)
+        flops += setup.positions * source * pair_flops(block.cross, block.width)
+    return flops
 
 
-def _block_weights(block: BlockConfig, rows: int) -> int:
-    """Weights one step reads when `rows` tokens pass."""
+def _block_weights_read(block: BlockConfig, rows: int) -> int:
+    """Count the weights one step reads for `rows` tokens."""
+    return block_matrix_weights(block, _experts_read(block, rows))
+
+
+def _experts_read(block: BlockConfig, rows: int) -> int | None:
     experts = block.feedforward.experts
-    return matrix_weights(block, min(experts.count, rows * experts.top_k) if experts else None)
+    return min(experts.count, rows * experts.top_k) if experts else None
 
 
-def _block_places(block: BlockConfig, plan: Plan, source: int) -> int:
-    """Numbers of keys and values that a block writes and reads for one sequence."""
-    found = (plan.positions + plan.places(block.attention.window)) * slot(block.attention, block.width)
+def _block_cache_traffic(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
+    """Count the elements of keys and values that a block writes and reads for one sequence."""
+    positions = setup.positions + setup.keys_read(block.attention.window)
+    elements = positions * kv_elements_per_position(block.attention, block.width)
     if block.cross:
-        written = source * (1 if plan.cached else plan.rows)
-        found += (written + plan.rows * source) * slot(block.cross, block.width)
-    return found
+        written = source * (1 if setup.use_cache else setup.logit_positions)
+        elements += (written + setup.logit_positions * source) * kv_elements_per_position(block.cross, block.width)
+    return elements
 
 
-def _moved(config: ModelConfig, plan: Plan, size: Sizes) -> int:
-    """Numbers moved by decoder and head."""
+def _elements_moved(config: ModelConfig, setup: DecodingSetup, shape: BatchShape) -> int:
+    """Count the elements moved by decoder and head."""
     assert config.decoder is not None
-    found = plan.new * sum(linear.matrix for linear in head_linears(config))
-    later = size.batch * plan.beams * (1 if plan.cached else plan.prompt + 1)
-    for block, times in block_counts(config.decoder).items():
-        weights = _block_weights(block, size.batch * plan.prompt) + (plan.new - 1) * _block_weights(block, later)
-        found += times * (weights + size.batch * _block_places(block, plan, size.source))
-    return found
+    elements = setup.new_tokens * sum(linear.num_weights for linear in head_linears(config))
+    for block, times in count_blocks(config.decoder).items():
+        weights = _block_weights_read(block, shape.batch * setup.prompt_length)
+        weights += (setup.new_tokens - 1) * _block_weights_read(block, _rows_per_step(setup, shape))
+        elements += times * (weights + shape.batch * _block_cache_traffic(block, setup, shape.source))
+    return elements
 
 
-def _saved(config: ModelConfig, plan: Plan, size: Sizes, dtype: str) -> int:
-    """Bytes that need not be moved because the matrices read are quantised."""
-    head = sum(linear.matrix for linear in head_linears(config))
-    saved = plan.new * (stored_bytes(head, dtype) - head_bytes(config, dtype))
-    later = size.batch * plan.beams * (1 if plan.cached else plan.prompt + 1)
-    readings = {
-        "decoder": ((1, size.batch * plan.prompt), (plan.new - 1, later)),
-        "encoder": ((1, size.batch * size.source),),
+def _rows_per_step(setup: DecodingSetup, shape: BatchShape) -> int:
+    """The least number of rows in a step after the first."""
+    return shape.batch * setup.num_beams * (1 if setup.use_cache else setup.prompt_length + 1)
+
+
+def _quantization_savings(config: ModelConfig, setup: DecodingSetup, shape: BatchShape, dtype: str) -> int:
+    """Count the bytes of weights that quantization saves."""
+    head_weights = sum(linear.num_weights for linear in head_linears(config))
+    savings = setup.new_tokens * (stored_bytes(head_weights, dtype) - head_bytes(config, dtype))
+    passes = {  # stack -> (steps, rows in each)
+        "decoder": ((1, shape.batch * setup.prompt_length), (setup.new_tokens - 1, _rows_per_step(setup, shape))),
+        "encoder": ((1, shape.batch * shape.source),),
     }
     for name, stack in config.stacks.items():
-        for block, times in block_counts(stack).items():
-            for steps, rows in readings[name]:
-                experts = block.feedforward.experts
-                reached = min(experts.count, rows * experts.top_k) if experts else None
-                wide = stored_bytes(matrix_weights(block, reached), dtype)
-                saved += steps * times * (wide - block_bytes(config, block, dtype, reached))
-    return saved
+        for block, times in count_blocks(stack).items():
+            for steps, rows in passes[name]:
+                experts = _experts_read(block, rows)
+                unquantized = stored_bytes(block_matrix_weights(block, experts), dtype)
+                savings += steps * times * (unquantized - block_bytes(config, block, dtype, experts))
+    return savings
 
 
-def decoding(
+def decoding_cost(
     config: ModelConfig | RecurrentConfig,
     *,
     prompt: int = 1,
@@ -153,26 +166,28 @@ def decoding(
     cached: bool = True,
     source: int | None = None,
     dtype: str = "bf16",
-) -> Decoding:
-    """The cost of `new` tokens after a prompt; for an encoder-decoder after `source` tokens and a prompt of one."""
+) -> DecodingCost:
+    """Compute the cost of `new` tokens after a prompt; an encoder-decoder also reads `source` tokens."""
     if isinstance(config, RecurrentConfig) or config.decoder is None:
-        raise InputError("only a Transformer with a decoder writes text step by step here; give one")
+        raise InputError("decoding cost is defined for a Transformer with a decoder only; give one")
     for name, value in (("prompt", prompt), ("new", new), ("beams", beams)):
         if value < 1:
-            raise InputError(f"{name}={value} cannot be counted; write 1 or more")
+            raise InputError(f"{name}={value} is too small; write 1 or more")
     if source is not None and config.encoder is None:
         raise InputError(f"source={source} is for an encoder-decoder; a decoder alone has only a prompt")
-    length = source if config.encoder else prompt + new - 1
-    size = sizes(config, batch, length, prompt + new - 1 if config.encoder else None)
-    plan = Plan(prompt=prompt, new=new, beams=beams, cached=cached)
-    work = plan.rows * matrix_flops(head_linears(config), 1)
-    for block, times in block_counts(config.decoder).items():
-        work += times * _block_flops(block, plan, size.source)
-    numbers = _moved(config, plan, size)
-    work *= batch
+    length = prompt + new - 1
+    shape = resolve_batch_shape(config, batch, *((source, length) if config.encoder else (length, None)))
+    setup = DecodingSetup(prompt_length=prompt, new_tokens=new, num_beams=beams, use_cache=cached)
+    flops = setup.logit_positions * matrix_flops(head_linears(config), 1)
+    for block, times in count_blocks(config.decoder).items():
+        flops += times * _block_flops(block, setup, shape.source)
+    flops *= batch
+    elements = _elements_moved(config, setup, shape)
     if config.encoder:
-        work += sum(stack_flops(config.encoder, batch, size.source, 0).values())
-        read = batch * size.source
-        numbers += sum(times * _block_weights(block, read) for block, times in block_counts(config.encoder).items())
-    moved = stored_bytes(numbers, dtype) - (_saved(config, plan, size, dtype) if config.quantize else 0)
-    return Decoding(steps=new, positions=batch * plan.positions, flops=work, bytes_moved=moved)
+        flops += sum(stack_flops(config.encoder, batch, shape.source, 0).values())
+        for block, times in count_blocks(config.encoder).items():
+            elements += times * _block_weights_read(block, batch * shape.source)
+    moved = stored_bytes(elements, dtype)
+    if config.quantize:
+        moved -= _quantization_savings(config, setup, shape, dtype)
+    return DecodingCost(steps=new, positions=batch * setup.positions, flops=flops, bytes_moved=moved)

@@ -1,15 +1,15 @@
-"""How many floating-point operations a pass takes: every product of matrices, a multiplication and an addition each.
+"""The floating-point operations of a pass: a multiplication and an addition for every term of a matrix product.
 
-    a matrix of m × n on r rows     2·r·m·n
+    an M × N matrix on R rows       2·R·M·N
     attention on T queries, S keys  2·H·T·S·K for the scores and 2·H·T·S·Kv for the weighted sum
 
-`forward` counts the rectangle T·S whole, as a dense computation does and as torch's flop counter counts it.  `needed`
-counts only the pairs that the mask lets through: half of it for a causal mask, less in a window.  (Pairs that depend on
-the batch, by global tokens or a prefix, and random blocks are not in `needed`.)  Of the experts only those a token is
-sent to are counted.  Norms, activations, softmax and the adding of biases are left out: memory bounds them.
+`forward` counts all T·S pairs, as a dense computation does and as the FLOP counter of torch counts. `forward_needed`
+counts only the pairs that the mask allows: half of them for a causal mask, fewer in a window. (Pairs that depend on the
+batch, through global tokens or a prefix, and random blocks are not in `forward_needed`.) Of the experts only those a
+token is routed to are counted. Norms, activations, softmax and biases are left out: they are bound by memory.
 
-The backward pass repeats each product twice, once for the gradient of either factor.  Only the patches of an image are
-not learned, so their convolution is repeated once.  Checkpointing runs the blocks forward a second time.
+The backward pass computes two products for each one, for the gradients of both factors; the input of the first
+convolution on patches or frames needs no gradient. Checkpointing runs the forward pass of the blocks again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from monoblock.accounting.lstm import recurrent_flops
 from monoblock.accounting.parameters import (
-    Linear,
+    LinearShape,
     attention_linears,
-    block_counts,
+    count_blocks,
     feedforward_linears,
     frame_linears,
     head_linears,
@@ -30,8 +31,7 @@ from monoblock.accounting.parameters import (
     projection_linear,
     router_linear,
 )
-from monoblock.accounting.recurrent import recurrent_flops
-from monoblock.config import (
+from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
     EmbeddingConfig,
@@ -44,145 +44,151 @@ from monoblock.config import (
 )
 from monoblock.errors import InputError
 
-DEFAULT_LENGTH = 512  # where a model has no context of its own
-UNLEARNED = ("input.patch", "input.first")  # products of which one factor is data
+DEFAULT_LENGTH = 512  # for a model without a context
+NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is data
 
 
-class Sizes(NamedTuple):
-    """Batch, source length (the only one but for an encoder-decoder) and target length."""
+class BatchShape(NamedTuple):
+    """Batch size, source length and target length; these are equal except for an encoder-decoder."""
 
     batch: int
     source: int
     target: int
 
 
-def sizes(
+def resolve_batch_shape(
     config: ModelConfig | RecurrentConfig, batch: int = 1, length: int | None = None, target_length: int | None = None
-) -> Sizes:
-    """Fill in what was not given: the context, or 512 tokens; the target as long as the source."""
+) -> BatchShape:
+    """Fill in missing lengths: the context or DEFAULT_LENGTH, and for the target the length of the source."""
     for name, value in (("batch", batch), ("length", length), ("target_length", target_length)):
         if value is not None and value < 1:
-            raise InputError(f"{name}={value} cannot be counted; write 1 or more")
+            raise InputError(f"{name}={value} is too small; write 1 or more")
     if isinstance(config, RecurrentConfig):
         source = length or DEFAULT_LENGTH
-        return Sizes(batch, source, target_length or source if config.kind == "encoder_decoder" else source)
+        return BatchShape(batch, source, target_length or source if config.kind == "encoder_decoder" else source)
     if target_length is not None and config.family != "encoder-decoder":
         raise InputError(f"target_length={target_length} is for an encoder-decoder; this model has one length")
-    source = _fitting(config.input, length, "length")
+    source = _resolve_length(config.input, length, "length")
     if config.family != "encoder-decoder":
-        return Sizes(batch, source, source)
+        return BatchShape(batch, source, source)
     target = target_length if target_length is not None else length
-    return Sizes(batch, source, _fitting(config.output_input, target, "target_length"))
+    return BatchShape(batch, source, _resolve_length(config.target_input, target, "target_length"))
 
 
-def _fitting(given: EmbeddingConfig | PatchConfig | FramesConfig, length: int | None, name: str) -> int:
-    context = given.context
+def _resolve_length(input_config: EmbeddingConfig | PatchConfig | FramesConfig, length: int | None, name: str) -> int:
+    context = input_config.context
     if length is None:
         return context or DEFAULT_LENGTH
-    if isinstance(given, PatchConfig) and length != context:
-        raise InputError(f"{name}={length} cannot be: an image is {context} tokens here; leave the length out")
-    if isinstance(given.positions, Learned) and context is not None and length > context:
-        raise InputError(f"{name}={length} is longer than the {context} places learned; write {context} or less")
+    if isinstance(input_config, PatchConfig) and length != context:
+        raise InputError(f"{name}={length} contradicts the {context} tokens of an image; leave the length out")
+    if isinstance(input_config.positions, Learned) and context is not None and length > context:
+        raise InputError(f"{name}={length} is more than the {context} learned positions; write {context} or less")
     return length
 
 
-# -- who sees whom ---------------------------------------------------------------------------------------------------
+# -- attention pairs ---------------------------------------------------------------------------------------------------
 
 
-def seen_before(length: int, window: int) -> int:
-    """Sum over `length` tokens of the places each sees up to and including itself: min(t + 1, window)."""
+def count_visible_keys(length: int, window: int) -> int:
+    """Sum over `length` tokens the keys each sees up to and including itself: min(t + 1, window)."""
     ramp = min(length, window)
     return ramp * (ramp + 1) // 2 + (length - ramp) * window
 
 
-def pairs(attention: AttentionConfig, length: int) -> int:
-    """How many (query, key) pairs self-attention needs over a sequence."""
-    behind = seen_before(length, attention.window or length)
-    return 2 * behind - length if attention.mask == "full" else behind
+def count_attention_pairs(attention: AttentionConfig, length: int) -> int:
+    """Count the (query, key) pairs that the mask of self-attention allows in a sequence."""
+    causal_pairs = count_visible_keys(length, attention.window or length)
+    return 2 * causal_pairs - length if attention.mask == "full" else causal_pairs
 
 
-# -- the pieces --------------------------------------------------------------------------------------------------------
+# -- layers --------------------------------------------------------------------------------------------------------
 
 
-def matrix_flops(linears: Iterable[Linear], rows: int) -> int:
-    return 2 * rows * sum(linear.matrix for linear in linears)
+def matrix_flops(linears: Iterable[LinearShape], rows: int) -> int:
+    return 2 * rows * sum(linear.num_weights for linear in linears)
 
 
 def pair_flops(attention: AttentionConfig, width: int) -> int:
-    """What one query and one key cost: their product, and the value's share of the sum."""
+    """The cost of one query and one key: their product, and the value in the weighted sum."""
     return 2 * attention.heads * (attention.key_size(width) + attention.value_size(width))
 
 
 def feedforward_flops(block: BlockConfig, rows: int) -> int:
     experts = block.feedforward.experts
     router = router_linear(block.feedforward, block.width)
-    one = matrix_flops(feedforward_linears(block.feedforward, block.width), rows)
-    return one if experts is None or router is None else matrix_flops((router,), rows) + experts.top_k * one
+    flops = matrix_flops(feedforward_linears(block.feedforward, block.width), rows)
+    return flops if experts is None or router is None else matrix_flops((router,), rows) + experts.top_k * flops
 
 
-def block_flops(block: BlockConfig, batch: int, length: int, memory: int, *, needed: bool = False) -> dict[str, int]:
-    """One block over `length` tokens, its cross-attention over `memory` tokens of the encoder."""
+def block_flops(
+    block: BlockConfig, batch: int, length: int, source_length: int, *, visible_only: bool = False
+) -> dict[str, int]:
+    """FLOPs of one block by component, on `length` tokens; cross-attention reads `source_length` tokens."""
     width = block.width
     rows = batch * length
-    seen = pairs(block.attention, length) if needed else length * length
-    found = {
+    pairs = count_attention_pairs(block.attention, length) if visible_only else length * length
+    flops = {
         "attention.projections": matrix_flops(attention_linears(block.attention, width), rows),
-        "attention.scores": batch * seen * pair_flops(block.attention, width),
+        "attention.scores": batch * pairs * pair_flops(block.attention, width),
     }
     if block.cross:
         query, key, value, output = attention_linears(block.cross, width)
-        own, other = matrix_flops((query, output), rows), matrix_flops((key, value), batch * memory)
-        found["cross.projections"] = own + other
-        found["cross.scores"] = rows * memory * pair_flops(block.cross, width)
-    found["feedforward"] = feedforward_flops(block, rows)
-    return found
+        source_rows = batch * source_length
+        flops["cross.projections"] = matrix_flops((query, output), rows) + matrix_flops((key, value), source_rows)
+        flops["cross.scores"] = rows * source_length * pair_flops(block.cross, width)
+    flops["feedforward"] = feedforward_flops(block, rows)
+    return flops
 
 
-def stack_flops(stack: StackConfig, batch: int, length: int, memory: int, *, needed: bool = False) -> dict[str, int]:
+def stack_flops(
+    stack: StackConfig, batch: int, length: int, source_length: int, *, visible_only: bool = False
+) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for block, times in block_counts(stack).items():
-        one = block_flops(block, batch, length, memory, needed=needed)
-        counts.update({name: times * flops for name, flops in one.items()})
+    for block, times in count_blocks(stack).items():
+        components = block_flops(block, batch, length, source_length, visible_only=visible_only)
+        counts.update({name: times * flops for name, flops in components.items()})
     return dict(counts)
 
 
 def head_flops(config: ModelConfig, batch: int, tokens: int) -> dict[str, int]:
-    """The head on so many tokens; what is pooled passes once a sequence."""
+    """FLOPs of the head on `tokens` tokens of each sequence; pooled vectors are computed once a sequence."""
     return {
-        linear.name: matrix_flops((linear,), batch * tokens if linear.rows == "tokens" else batch)
+        linear.name: matrix_flops((linear,), batch * tokens if linear.applied_to == "tokens" else batch)
         for linear in head_linears(config)
     }
 
 
-def reads(config: ModelConfig, size: Sizes) -> Iterator[tuple[str, EmbeddingConfig | PatchConfig | FramesConfig, int]]:
-    """Each reading of an input: its place, what reads it, how many tokens it gives."""
-    yield "input", config.input, size.source
+def iterate_inputs(
+    config: ModelConfig, shape: BatchShape
+) -> Iterator[tuple[str, EmbeddingConfig | PatchConfig | FramesConfig, int]]:
+    """Yield the name, configuration and length in tokens of each input."""
+    yield "input", config.input, shape.source
     if config.family == "encoder-decoder":
-        yield "target", config.output_input, size.target
+        yield "target", config.target_input, shape.target
 
 
-def _input_flops(config: ModelConfig, size: Sizes) -> Iterator[tuple[str, int]]:
-    """Looking a token up costs nothing; patches and factorised embeddings are products."""
-    for place, given, length in reads(config, size):
-        if isinstance(given, PatchConfig):
-            rows = size.batch * (length - given.prefix)
-            yield f"{place}.patch", matrix_flops((patch_linear(given, config.width),), rows)
-        elif isinstance(given, FramesConfig):
-            first, second = frame_linears(given, config.width)
-            yield f"{place}.first", matrix_flops((first,), size.batch * 2 * length)  # two frames a place
-            yield f"{place}.second", matrix_flops((second,), size.batch * length)
-        elif projection := projection_linear(given, config.width):
-            yield f"{place}.projection", matrix_flops((projection,), size.batch * length)
+def _input_flops(config: ModelConfig, shape: BatchShape) -> Iterator[tuple[str, int]]:
+    """FLOPs of the inputs; an embedding lookup costs nothing."""
+    for name, input_config, length in iterate_inputs(config, shape):
+        if isinstance(input_config, PatchConfig):
+            rows = shape.batch * (length - input_config.num_prefix_tokens)
+            yield f"{name}.patch", matrix_flops((patch_linear(input_config, config.width),), rows)
+        elif isinstance(input_config, FramesConfig):
+            first, second = frame_linears(input_config, config.width)
+            yield f"{name}.first", matrix_flops((first,), shape.batch * 2 * length)  # two frames a position
+            yield f"{name}.second", matrix_flops((second,), shape.batch * length)
+        elif projection := projection_linear(input_config, config.width):
+            yield f"{name}.projection", matrix_flops((projection,), shape.batch * length)
 
 
-def _forward(config: ModelConfig, size: Sizes, needed: bool) -> dict[str, int]:
-    found = dict(_input_flops(config, size))
-    for place, stack in config.stacks.items():
-        length = size.source if place == "encoder" else size.target
-        blocks = stack_flops(stack, size.batch, length, size.source, needed=needed)
-        found.update({f"{place}.{name}": flops for name, flops in blocks.items()})
-    found.update({f"head.{name}": flops for name, flops in head_flops(config, size.batch, size.target).items()})
-    return found
+def _forward_flops(config: ModelConfig, shape: BatchShape, visible_only: bool) -> dict[str, int]:
+    components = dict(_input_flops(config, shape))
+    for stack_name, stack in config.stacks.items():
+        length = shape.source if stack_name == "encoder" else shape.target
+        blocks = stack_flops(stack, shape.batch, length, shape.source, visible_only=visible_only)
+        components |= {f"{stack_name}.{name}": flops for name, flops in blocks.items()}
+    components |= {f"head.{name}": flops for name, flops in head_flops(config, shape.batch, shape.target).items()}
+    return components
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
@@ -190,11 +196,11 @@ def _forward(config: ModelConfig, size: Sizes, needed: bool) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """The work of one pass, `components` being its forward half; see the top of this file for what is counted."""
+    """The FLOPs of one pass; `components` are those of the forward pass, counted as described above."""
 
-    size: Sizes
+    shape: BatchShape
     components: Mapping[str, int]
-    needed: int
+    forward_needed: int
 
     @property
     def forward(self) -> int:
@@ -202,35 +208,35 @@ class Flops:
 
     @property
     def backward(self) -> int:
-        return 2 * self.forward - sum(self.components.get(name, 0) for name in UNLEARNED)
+        return 2 * self.forward - sum(self.components.get(name, 0) for name in NO_INPUT_GRADIENT)
 
     @property
     def training(self) -> int:
         return self.forward + self.backward
 
     @property
-    def blocks(self) -> int:
+    def forward_blocks(self) -> int:
         """The forward pass of the blocks alone."""
         return sum(n for name, n in self.components.items() if name.startswith(("encoder.", "decoder.")))
 
     @property
-    def checkpointed(self) -> int:
+    def training_checkpointed(self) -> int:
         """Training with the blocks recomputed in the backward pass."""
-        return self.training + self.blocks
+        return self.training + self.forward_blocks
 
     @property
     def tokens(self) -> int:
-        """Token positions the pass learns from: the target's."""
-        return self.size.batch * self.size.target
+        """The number of target tokens."""
+        return self.shape.batch * self.shape.target
 
     def to_dict(self) -> dict[str, object]:
         return {
-            **self.size._asdict(),
+            **self.shape._asdict(),
             "forward": self.forward,
-            "forward_needed": self.needed,
+            "forward_needed": self.forward_needed,
             "backward": self.backward,
             "training": self.training,
-            "training_checkpointed": self.checkpointed,
+            "training_checkpointed": self.training_checkpointed,
             "components": dict(self.components),
         }
 
@@ -242,24 +248,25 @@ def flops(
     length: int | None = None,
     target_length: int | None = None,
 ) -> Flops:
-    """The work of a pass over `batch` sequences; without lengths, of the model's context."""
-    size = sizes(config, batch, length, target_length)
+    """Compute the FLOPs of a pass over `batch` sequences, by default of the length of the context."""
+    shape = resolve_batch_shape(config, batch, length, target_length)
     if isinstance(config, RecurrentConfig):
-        found = recurrent_flops(config, *size)
-        return Flops(size=size, components=found, needed=sum(found.values()))  # a recurrence sees only its past
-    needed = sum(_forward(config, size, needed=True).values())
-    return Flops(size=size, components=_forward(config, size, needed=False), needed=needed)
+        components = needed = recurrent_flops(config, *shape)
+    else:
+        components = _forward_flops(config, shape, visible_only=False)
+        needed = _forward_flops(config, shape, visible_only=True)
+    return Flops(shape=shape, components=components, forward_needed=sum(needed.values()))
 
 
 def rule_of_six(parameters: int, tokens: int) -> int:
-    """The usual estimate of training: 2 operations forward and 4 backward for every parameter and token."""
+    """Estimate training FLOPs as 2 forward and 4 backward for every parameter and token (Kaplan et al. 2020)."""
     return 6 * parameters * tokens
 
 
-def gpu_hours(work: float, *, peak: float, mfu: float) -> float:
-    """Hours on one GPU of `peak` FLOP/s that reaches the share `mfu` of it."""
+def gpu_hours(total_flops: float, *, peak: float, mfu: float) -> float:
+    """Hours on one GPU of `peak` FLOP/s at a model FLOPs utilization of `mfu`."""
     if peak <= 0 or not 0 < mfu <= 1:
         raise InputError(
-            f"peak={peak:g} FLOP/s at mfu={mfu:g} cannot be; write peak above 0 and mfu up to 1, as in 0.4"
+            f"peak={peak:g} FLOP/s at mfu={mfu:g} is out of range; write peak above 0 and mfu up to 1, as in 0.4"
         )
-    return work / (peak * mfu) / 3600
+    return total_flops / (peak * mfu) / 3600

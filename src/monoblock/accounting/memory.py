@@ -1,65 +1,66 @@
-"""How many bytes a model takes: weights, gradients, optimizer, activations, and the keys and values kept in decoding.
+"""The memory of a model: weights, gradients, optimizer, activations, and the key/value cache.
 
-A parameter trained in 16 bits with AdamW takes the usual 16 bytes: weight 2, gradient 2, a master copy in fp32 4, and
-two moments in fp32 8; the copy is counted to the optimizer, which alone reads it.  In fp32 there is none, and it is
-4 + 4 + 8.  What is held for the backward pass is listed in activations.py.
+A parameter trained in 16 bits with AdamW takes 16 bytes: weight 2, gradient 2, a master copy in fp32 4, and two moments
+in fp32 8; the master copy is counted with the optimizer. In fp32 there is no copy, and it takes 4 + 4 + 8. The saved
+activations are described in activations.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from monoblock.accounting.activations import activations, recurrent_activations
-from monoblock.accounting.flops import Sizes
-from monoblock.accounting.held import Held
-from monoblock.accounting.parameters import block_counts, block_matrices, parameters
-from monoblock.accounting.recurrent import recurrent_parameters
-from monoblock.config import AttentionConfig, ModelConfig, RecurrentConfig
+from monoblock.accounting.activations import lstm_activations, model_activations
+from monoblock.accounting.flops import BatchShape
+from monoblock.accounting.lstm import recurrent_parameters
+from monoblock.accounting.parameters import count_blocks, count_parameters, model_matrix_weights
+from monoblock.accounting.saved_activations import SavedActivations
+from monoblock.config.model import AttentionConfig, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, did_you_mean
 
-BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
-TRAINED_IN = ("fp32", "bf16", "fp16")
+DTYPE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
+TRAINING_DTYPES = ("fp32", "bf16", "fp16")
 
-# Optimizer -> the fp32 numbers it keeps for a weight: one in a matrix of a block, one anywhere else.
-STATES = {"adamw": (2, 2), "adam": (2, 2), "muon": (1, 2), "momentum": (1, 1), "sgd": (0, 0)}
-
-
-def stored_bytes(numbers: int, dtype: str) -> int:
-    """So many numbers of a dtype, in whole bytes."""
-    if dtype not in BITS:
-        raise ConfigError(f"dtype={dtype!r} is none of {', '.join(BITS)}{did_you_mean(dtype, BITS)}")
-    return -(-numbers * BITS[dtype] // 8)
+# Optimizer -> the fp32 states of a weight in a matrix of a block, and of any other weight.
+OPTIMIZER_STATES = {"adamw": (2, 2), "adam": (2, 2), "muon": (1, 2), "momentum": (1, 1), "sgd": (0, 0)}
 
 
-def held_bytes(held: Held, dtype: str) -> tuple[int, int]:
-    """Activations, and the attention matrices among them that a fused kernel never writes."""
-    return stored_bytes(held.numbers, dtype) + 4 * held.singles + held.bytes, stored_bytes(held.matrices, dtype)
+def stored_bytes(count: int, dtype: str) -> int:
+    """The bytes of `count` elements, rounded up."""
+    if dtype not in DTYPE_BITS:
+        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPE_BITS)}{did_you_mean(dtype, DTYPE_BITS)}")
+    return -(-count * DTYPE_BITS[dtype] // 8)
+
+
+def activation_bytes(saved: SavedActivations, dtype: str) -> tuple[int, int]:
+    """The bytes of saved activations without attention matrices, and of the attention matrices."""
+    activations = stored_bytes(saved.elements, dtype) + 4 * saved.fp32_elements + saved.raw_bytes
+    return activations, stored_bytes(saved.attention_elements, dtype)
 
 
 def attention_matrix_bytes(*, batch: int = 1, heads: int = 1, queries: int, keys: int | None = None, dtype: str) -> int:
-    """The attention weights of one block: B · H · T · S."""
+    """The bytes of the attention weights of one block, (B, H, T, S)."""
     return stored_bytes(batch * heads * queries * (keys or queries), dtype)
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
 
 
-def slot(attention: AttentionConfig, width: int) -> int:
-    """Numbers kept for one place in one block: a key and a value for each key/value head."""
-    return attention.groups * (attention.key_size(width) + attention.value_size(width))
+def kv_elements_per_position(attention: AttentionConfig, width: int) -> int:
+    """Cached elements of one position in one block: a key and a value for each key/value head."""
+    return attention.num_kv_heads * (attention.key_size(width) + attention.value_size(width))
 
 
-def kv_cache(config: ModelConfig | RecurrentConfig, size: Sizes) -> int:
-    """Numbers kept after `size.target` tokens; a block with a window keeps a ring of that many places."""
+def kv_cache_elements(config: ModelConfig | RecurrentConfig, shape: BatchShape) -> int:
+    """Cached elements after `shape.target` tokens; a block with a window caches a ring of its size."""
     if isinstance(config, RecurrentConfig) or config.decoder is None:
         return 0
-    kept = 0
-    for block, times in block_counts(config.decoder).items():
-        places = min(size.target, block.attention.window or size.target)
-        kept += times * places * slot(block.attention, block.width)
+    elements = 0
+    for block, times in count_blocks(config.decoder).items():
+        positions = min(shape.target, block.attention.window or shape.target)
+        elements += times * positions * kv_elements_per_position(block.attention, block.width)
         if block.cross:
-            kept += times * size.source * slot(block.cross, block.width)
-    return size.batch * kept
+            elements += times * shape.source * kv_elements_per_position(block.cross, block.width)
+    return shape.batch * elements
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def kv_cache(config: ModelConfig | RecurrentConfig, size: Sizes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBytes:
-    """Bytes on each GPU, by part."""
+    """The memory of a training step on each GPU, in bytes."""
 
     weights: int
     gradients: int
@@ -89,7 +90,7 @@ class TrainingBytes:
 
 def training_bytes(
     config: ModelConfig | RecurrentConfig,
-    size: Sizes,
+    shape: BatchShape,
     *,
     dtype: str = "bf16",
     optimizer: str = "adamw",
@@ -97,27 +98,30 @@ def training_bytes(
     checkpointing: bool = False,
     gpus: int = 1,
 ) -> TrainingBytes:
-    """A step of `size.batch` sequences on each GPU; weights, gradients and optimizer are shared out among the GPUs."""
-    if dtype not in TRAINED_IN:
-        raise ConfigError(f"dtype={dtype!r} is not trained in; write {', '.join(TRAINED_IN)}")
-    if optimizer not in STATES:
-        raise ConfigError(f"optimizer={optimizer!r} is none of {', '.join(STATES)}{did_you_mean(optimizer, STATES)}")
+    """Compute the memory of a step of `shape.batch` sequences a GPU; weights, gradients and optimizer are sharded."""
+    if dtype not in TRAINING_DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not for training; write {', '.join(TRAINING_DTYPES)}")
+    if optimizer not in OPTIMIZER_STATES:
+        raise ConfigError(
+            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
+            f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
+        )
     if gpus < 1:
-        raise ConfigError(f"gpus={gpus} cannot be; write 1 or more")
+        raise ConfigError(f"gpus={gpus} is too small; write 1 or more")
     if isinstance(config, RecurrentConfig):
         count, matrices = sum(recurrent_parameters(config).values()), 0
-        held = recurrent_activations(config, size)
+        saved = lstm_activations(config, shape)
     else:
-        count, matrices = sum(parameters(config).values()), block_matrices(config)
-        held = activations(config, size, fused=fused, checkpointing=checkpointing)
-    in_blocks, elsewhere = STATES[optimizer]
-    master = 0 if dtype == "fp32" else count
-    states = master + in_blocks * matrices + elsewhere * (count - matrices)
-    kept, attention = held_bytes(held, dtype)
+        count, matrices = sum(count_parameters(config).values()), model_matrix_weights(config)
+        saved = model_activations(config, shape, fused=fused, checkpointing=checkpointing)
+    matrix_states, other_states = OPTIMIZER_STATES[optimizer]
+    master_weights = 0 if dtype == "fp32" else count
+    states = master_weights + matrix_states * matrices + other_states * (count - matrices)
+    activations, attention = activation_bytes(saved, dtype)
     return TrainingBytes(
         weights=-(-stored_bytes(count, dtype) // gpus),
         gradients=-(-stored_bytes(count, dtype) // gpus),
         optimizer=-(-4 * states // gpus),
-        activations=kept,
+        activations=activations,
         attention_matrices=attention,
     )

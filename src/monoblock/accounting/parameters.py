@@ -1,14 +1,14 @@
-"""How many parameters a configuration has, component by component, in closed form.
+"""The number of parameters of a configuration, by component, in closed form.
 
 D width, H heads, G key/value heads, K key size, F hidden, V vocabulary, E experts:
 
     attention     D·H·K + D·G·K + D·G·Kv + H·Kv·D    query, key, value, output, and the biases that `bias` names
-    feedforward   2·D·F, gated 3·D·F                 with experts E times that, and D·E for the router
-    norm          2·n with scale and shift, n with scale alone, 0 without
-    embedding     V·D                                shared tables are counted where they are first used, and once
+    feedforward   2·D·F, gated 3·D·F                 with experts E times as many, and D·E for the router
+    norm          2·N with scale and shift, N with scale alone, 0 without
+    embedding     V·D                                a shared table is counted once, where it is first used
 
-A tied output matrix, a target table tied to the source's and the later repetitions of a tied run count nothing again.
-A fixed output bias is stored with the model but never trained: it is no parameter.
+Tied matrices and later repetitions of tied blocks are counted once. A fixed output bias is stored with the model but
+not trained and not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from monoblock.config import (
+from monoblock.config.model import (
     AttentionConfig,
     BlockConfig,
     Buckets,
@@ -32,185 +32,187 @@ from monoblock.config import (
     StackConfig,
 )
 
-Counts = dict[str, int]
-Rows = Literal["tokens", "sequences"]  # what passes through a matrix: every token, or one vector a sequence
+ParameterCounts = dict[str, int]
+RowKind = Literal["tokens", "sequences"]  # a matrix is applied to every token, or to one vector a sequence
 
 
-class Linear(NamedTuple):
-    """A matrix in the model: what is counted here as weights is counted in flops.py as work."""
+class LinearShape(NamedTuple):
+    """The shape of a linear layer, from which parameters and FLOPs are counted."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool = False
-    tied: bool = False  # another component owns the matrix; a bias is still its own
-    rows: Rows = "tokens"
+    tied: bool = False  # the matrix belongs to another component, the bias does not
+    applied_to: RowKind = "tokens"
 
     @property
-    def matrix(self) -> int:
+    def num_weights(self) -> int:
         return self.inputs * self.outputs
 
     @property
-    def parameters(self) -> int:
-        return (0 if self.tied else self.matrix) + (self.outputs if self.bias else 0)
+    def num_parameters(self) -> int:
+        return (0 if self.tied else self.num_weights) + (self.outputs if self.bias else 0)
 
 
-def total(linears: Iterable[Linear]) -> int:
-    return sum(linear.parameters for linear in linears)
+def linear_parameters(linears: Iterable[LinearShape]) -> int:
+    return sum(linear.num_parameters for linear in linears)
 
 
 def norm_parameters(norm: NormConfig | None, size: int) -> int:
     return 0 if norm is None else {"scale_shift": 2, "scale": 1, "none": 0}[norm.affine] * size
 
 
-# -- the matrices of each part --------------------------------------------------------------------------------------
+# -- linear layers --------------------------------------------------------------------------------------
 
 
-def attention_linears(attention: AttentionConfig, width: int) -> tuple[Linear, Linear, Linear, Linear]:
+def attention_linears(
+    attention: AttentionConfig, width: int
+) -> tuple[LinearShape, LinearShape, LinearShape, LinearShape]:
     """Query, key, value and output."""
-    heads, groups = attention.heads, attention.groups
+    heads, kv_heads = attention.heads, attention.num_kv_heads
     size, value_size = attention.key_size(width), attention.value_size(width)
     return (
-        Linear("query", width, heads * size, "q" in attention.bias),
-        Linear("key", width, groups * size, "k" in attention.bias),
-        Linear("value", width, groups * value_size, "v" in attention.bias),
-        Linear("output", heads * value_size, width, "o" in attention.bias),
+        LinearShape("query", width, heads * size, "q" in attention.bias),
+        LinearShape("key", width, kv_heads * size, "k" in attention.bias),
+        LinearShape("value", width, kv_heads * value_size, "v" in attention.bias),
+        LinearShape("output", heads * value_size, width, "o" in attention.bias),
     )
 
 
-def feedforward_linears(feedforward: FeedForwardConfig, width: int) -> tuple[Linear, ...]:
-    """The matrices of one feed-forward, or of one expert."""
-    up = Linear("up", width, feedforward.hidden, feedforward.bias)
-    down = Linear("down", feedforward.hidden, width, feedforward.bias)
+def feedforward_linears(feedforward: FeedForwardConfig, width: int) -> tuple[LinearShape, ...]:
+    """The linear layers of one feed-forward network, or of one expert."""
+    up = LinearShape("up", width, feedforward.hidden, feedforward.bias)
+    down = LinearShape("down", feedforward.hidden, width, feedforward.bias)
     return (up, up._replace(name="gate"), down) if feedforward.gated else (up, down)
 
 
-def router_linear(feedforward: FeedForwardConfig, width: int) -> Linear | None:
+def router_linear(feedforward: FeedForwardConfig, width: int) -> LinearShape | None:
     experts = feedforward.experts
-    return None if experts is None else Linear("router", width, experts.count, experts.router_bias)
+    return None if experts is None else LinearShape("router", width, experts.count, experts.router_bias)
 
 
-def projection_linear(given: EmbeddingConfig | PatchConfig | FramesConfig, width: int) -> Linear | None:
-    """From the size of a factorised embedding to the width."""
-    if not isinstance(given, EmbeddingConfig) or given.dim in (None, width):
+def projection_linear(input_config: EmbeddingConfig | PatchConfig | FramesConfig, width: int) -> LinearShape | None:
+    """The projection of a factorized embedding to the width."""
+    if not isinstance(input_config, EmbeddingConfig) or input_config.dim in (None, width):
         return None
-    assert given.dim is not None
-    return Linear("projection", given.dim, width, given.projection_bias)
+    assert input_config.dim is not None
+    return LinearShape("projection", input_config.dim, width, input_config.projection_bias)
 
 
-def head_linears(config: ModelConfig) -> tuple[Linear, ...]:
-    """The matrices after the last stack, in the order they run."""
+def head_linears(config: ModelConfig) -> tuple[LinearShape, ...]:
+    """The linear layers after the last stack, in the order they run."""
     head = config.head
     if head is None:
         return ()
-    rows: Rows = "sequences" if head.kind in ("classifier", "pooled") else "tokens"
-    size = _output_size(config, head)
-    found = []
+    rows: RowKind = "sequences" if head.kind in ("classifier", "pooled") else "tokens"
+    size = _output_matrix_inputs(config, head)
+    linears = []
     if head.pooler != "none":
-        found.append(Linear("pooler", config.width, config.width, bias=True, rows="sequences"))
+        linears.append(LinearShape("pooler", config.width, config.width, bias=True, applied_to="sequences"))
     if head.transform:
-        found.append(Linear("transform", config.width, size, head.transform_bias, rows=rows))
+        linears.append(LinearShape("transform", config.width, size, head.transform_bias, applied_to=rows))
     elif size != config.width:
-        found.append(Linear("projection", config.width, size))
-    outputs = _outputs(config, head)
+        linears.append(LinearShape("projection", config.width, size))
+    outputs = _num_outputs(config, head)
     if outputs:
         tied = config.tie in ("output", "three_way")
-        found.append(Linear("output", size, outputs, head.bias == "learned", tied, rows))
+        linears.append(LinearShape("output", size, outputs, head.bias == "learned", tied, rows))
     if head.teacher:
-        found.append(Linear("teacher", size, outputs, head.bias == "learned", rows=rows))
-    return tuple(found)
+        linears.append(LinearShape("teacher", size, outputs, head.bias == "learned", applied_to=rows))
+    return tuple(linears)
 
 
-def _output_size(config: ModelConfig, head: HeadConfig) -> int:
-    """What the output matrix reads: the size of a factorised embedding where it is tied to it or transformed for it."""
-    words = config.output_input
-    speaks = head.kind == "masked_lm" or config.tie in ("output", "three_way")
-    if isinstance(words, EmbeddingConfig) and words.dim is not None and speaks:
-        return words.dim
+def _output_matrix_inputs(config: ModelConfig, head: HeadConfig) -> int:
+    """The input size of the output matrix: that of a factorized embedding if tied to it or transformed for it."""
+    embedding = config.target_input
+    has_embedding_size = head.kind == "masked_lm" or config.tie in ("output", "three_way")
+    if isinstance(embedding, EmbeddingConfig) and embedding.dim is not None and has_embedding_size:
+        return embedding.dim
     return config.width
 
 
-def _outputs(config: ModelConfig, head: HeadConfig) -> int:
+def _num_outputs(config: ModelConfig, head: HeadConfig) -> int:
     if head.kind in ("language_model", "masked_lm"):
-        assert isinstance(config.output_input, EmbeddingConfig)
-        return config.output_input.vocab
+        assert isinstance(config.target_input, EmbeddingConfig)
+        return config.target_input.vocab
     return {"spans": 2, "pooled": head.project or 0}.get(head.kind, head.classes or 0)
 
 
 # -- counting --------------------------------------------------------------------------------------------------------
 
 
-def _token_input(given: EmbeddingConfig, width: int, owns_tokens: bool) -> Iterator[tuple[str, int]]:
-    size = given.dim or width
-    placed = width if given.projection == "first" else size  # the size that positions are added to
-    yield "token", given.vocab * size if owns_tokens else 0
-    if isinstance(given.positions, Learned):
-        yield "position", ((given.context or 0) + given.positions.offset) * placed
-    yield "segment", given.segments * placed
-    yield "norm", norm_parameters(given.norm, placed)
-    projection = projection_linear(given, width)
-    yield "projection", projection.parameters if projection else 0
+def _embedding_parameters(embedding: EmbeddingConfig, width: int, owns_tokens: bool) -> Iterator[tuple[str, int]]:
+    size = embedding.dim or width
+    summed = width if embedding.projection == "first" else size  # the size of the sum with positions and segments
+    yield "token", embedding.vocab * size if owns_tokens else 0
+    if isinstance(embedding.positions, Learned):
+        yield "position", ((embedding.context or 0) + embedding.positions.offset) * summed
+    yield "segment", embedding.segments * summed
+    yield "norm", norm_parameters(embedding.norm, summed)
+    projection = projection_linear(embedding, width)
+    yield "projection", projection.num_parameters if projection else 0
 
 
-def _patch_input(given: PatchConfig, width: int) -> Iterator[tuple[str, int]]:
-    yield "patch", patch_linear(given, width).parameters
-    yield "class_token", width if given.class_token else 0
-    yield "distillation_token", width if given.distillation_token else 0
-    yield "mask_token", width if given.mask_token else 0
-    yield "registers", given.registers * width
-    yield "position", given.places * width if isinstance(given.positions, Learned) else 0
-    yield "norm", norm_parameters(given.norm, width)
+def _patch_parameters(patches: PatchConfig, width: int) -> Iterator[tuple[str, int]]:
+    yield "patch", patch_linear(patches, width).num_parameters
+    yield "class_token", width if patches.class_token else 0
+    yield "distillation_token", width if patches.distillation_token else 0
+    yield "mask_token", width if patches.mask_token else 0
+    yield "registers", patches.registers * width
+    yield "position", patches.num_positions * width if isinstance(patches.positions, Learned) else 0
+    yield "norm", norm_parameters(patches.norm, width)
 
 
-def patch_linear(given: PatchConfig, width: int) -> Linear:
-    """The convolution over patches: each patch is read once, so it is a matrix on flattened patches."""
-    return Linear("patch", given.channels * given.patch**2, width, given.bias)
+def patch_linear(patches: PatchConfig, width: int) -> LinearShape:
+    """The convolution on patches, which do not overlap: a linear layer on flattened patches."""
+    return LinearShape("patch", patches.channels * patches.patch**2, width, patches.bias)
 
 
-def frame_linears(given: FramesConfig, width: int) -> tuple[Linear, Linear]:
-    """The two convolutions, each a matrix on three columns beside each other; the first is read at every frame."""
-    return Linear("first", 3 * given.channels, width, bias=True), Linear("second", 3 * width, width, bias=True)
+def frame_linears(frames: FramesConfig, width: int) -> tuple[LinearShape, LinearShape]:
+    """The two convolutions as linear layers on three consecutive frames; the first is applied at every frame."""
+    first = LinearShape("first", 3 * frames.channels, width, bias=True)
+    return first, LinearShape("second", 3 * width, width, bias=True)
 
 
-def _frame_input(given: FramesConfig, width: int) -> Iterator[tuple[str, int]]:
-    yield from ((linear.name, linear.parameters) for linear in frame_linears(given, width))
-    yield "position", given.context * width if isinstance(given.positions, Learned) else 0
-    yield "norm", norm_parameters(given.norm, width)
+def _frame_parameters(frames: FramesConfig, width: int) -> Iterator[tuple[str, int]]:
+    yield from ((linear.name, linear.num_parameters) for linear in frame_linears(frames, width))
+    yield "position", frames.context * width if isinstance(frames.positions, Learned) else 0
+    yield "norm", norm_parameters(frames.norm, width)
 
 
-def _attention(name: str, attention: AttentionConfig, width: int) -> Iterator[tuple[str, int]]:
+def _attention_parameters(name: str, attention: AttentionConfig, width: int) -> Iterator[tuple[str, int]]:
     query, key, value, output = attention_linears(attention, width)
-    yield name, total((query, key, value, output))
-    size = attention.key_size(width)
-    normed = 2 * size if attention.qk_norm_over == "head" else query.outputs + key.outputs
-    yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, normed)
+    yield name, linear_parameters((query, key, value, output))
+    norm_size = 2 * attention.key_size(width) if attention.qk_norm_over == "head" else query.outputs + key.outputs
+    yield f"{name}.qk_norm", norm_parameters(attention.qk_norm, norm_size)
     yield f"{name}.sinks", attention.heads if attention.sinks else 0
     if isinstance(attention.positions, Buckets) and not attention.positions.shared:
-        yield f"{name}.positions", attention.positions.count * attention.all_heads
+        yield f"{name}.positions", attention.positions.count * attention.num_unpruned_heads
 
 
-def _feedforward(feedforward: FeedForwardConfig, width: int, active: bool) -> Iterator[tuple[str, int]]:
-    one = total(feedforward_linears(feedforward, width))
+def _feedforward_parameters(feedforward: FeedForwardConfig, width: int, active: bool) -> Iterator[tuple[str, int]]:
+    parameters = linear_parameters(feedforward_linears(feedforward, width))
     router = router_linear(feedforward, width)
     if feedforward.experts is None or router is None:
-        yield "feedforward", one
+        yield "feedforward", parameters
     else:
-        yield "feedforward.router", router.parameters
+        yield "feedforward.router", router.num_parameters
         count = feedforward.experts.top_k if active else feedforward.experts.count
-        yield "feedforward.experts", count * one
+        yield "feedforward.experts", count * parameters
 
 
-def block_counts(stack: StackConfig, *, owned: bool = False) -> Counter[BlockConfig]:
-    """How often each kind of block is run; `owned`: how often it has weights of its own."""
+def count_blocks(stack: StackConfig, *, owned_only: bool = False) -> Counter[BlockConfig]:
+    """Count how often each distinct block runs; `owned_only`: how often it has its own weights."""
     counts: Counter[BlockConfig] = Counter()
     for run in stack.pattern:
         for block in run.blocks:
-            counts[block] += 1 if owned and run.tied else run.times
+            counts[block] += 1 if owned_only and run.tied else run.times
     return counts
 
 
-def norm_count(block: BlockConfig) -> int:
-    """The norms of a block."""
+def count_norms(block: BlockConfig) -> int:
+    """Count the norms of a block."""
     sublayers = 3 if block.cross else 2
     if block.residual == "parallel_shared":
         return 1
@@ -219,75 +221,79 @@ def norm_count(block: BlockConfig) -> int:
     return sublayers - (not block.attention_norm)
 
 
-def block_parameters(block: BlockConfig, *, active: bool = False) -> Counts:
-    """One block by component; `active`: only the experts that one token passes through."""
+def block_parameters(block: BlockConfig, *, active: bool = False) -> ParameterCounts:
+    """Count the parameters of one block by component; `active`: only the experts of one token."""
     width = block.width
-    counts: Counter[str] = Counter(dict(_attention("attention", block.attention, width)))
+    counts: Counter[str] = Counter(dict(_attention_parameters("attention", block.attention, width)))
     if block.cross:
-        counts.update(dict(_attention("cross", block.cross, width)))
-    counts.update(dict(_feedforward(block.feedforward, width, active)))
-    counts["norm"] = norm_count(block) * norm_parameters(block.norm, width)
+        counts.update(dict(_attention_parameters("cross", block.cross, width)))
+    counts.update(dict(_feedforward_parameters(block.feedforward, width, active)))
+    counts["norm"] = count_norms(block) * norm_parameters(block.norm, width)
     counts["layer_scale"] = (3 if block.cross else 2) * width if block.layer_scale is not None else 0
     return dict(counts)
 
 
-def _stack(stack: StackConfig, active: bool) -> Counts:
+def _stack_parameters(stack: StackConfig, active: bool) -> ParameterCounts:
     counts: Counter[str] = Counter()
-    for block, times in block_counts(stack, owned=True).items():
-        one = block_parameters(block, active=active)
-        one["block_norms"] = one.pop("norm")  # `norm` is the stack's own, as in the names of weights
-        counts.update({name: times * count for name, count in one.items()})
-    shared = (b.attention for b in block_counts(stack) if isinstance(b.attention.positions, Buckets))
-    for attention in shared:
-        assert isinstance(attention.positions, Buckets)
-        if attention.positions.shared:
-            counts["attention.positions"] += attention.positions.count * attention.all_heads
+    for block, times in count_blocks(stack, owned_only=True).items():
+        components = block_parameters(block, active=active)
+        components["block_norms"] = components.pop("norm")  # `norm` is that of the stack, as in the names of weights
+        counts.update({name: times * count for name, count in components.items()})
+    for block in count_blocks(stack):
+        positions = block.attention.positions
+        if isinstance(positions, Buckets) and positions.shared:
+            counts["attention.positions"] += positions.count * block.attention.num_unpruned_heads
             break
     counts["norm"] = norm_parameters(stack.norm, stack.width)
     return dict(counts)
 
 
-def matrix_weights(block: BlockConfig, experts: int | None = None) -> int:
-    """Weights in the matrices of a block, with so many of its experts (None: all)."""
-    routed = block.feedforward.experts
-    copies = 1 if routed is None else routed.count if experts is None else experts
+def block_matrix_weights(block: BlockConfig, experts: int | None = None) -> int:
+    """Count the weights in the matrices of a block, with `experts` of its experts (None: all)."""
     router = router_linear(block.feedforward, block.width)
-    found = [*attention_linears(block.attention, block.width), *([router] if router else [])]
-    found += attention_linears(block.cross, block.width) if block.cross else ()
-    one = sum(linear.matrix for linear in feedforward_linears(block.feedforward, block.width))
-    return sum(linear.matrix for linear in found) + copies * one
+    return sum(linear.num_weights for linear in block_linears(block, experts)) + (router.num_weights if router else 0)
 
 
-def block_matrices(config: ModelConfig) -> int:
-    """Weights in the matrices of all blocks: what Muon takes, not embeddings, norms, biases or head."""
-    counts = [block_counts(stack, owned=True) for stack in config.stacks.values()]
-    return sum(times * matrix_weights(block) for each in counts for block, times in each.items())
+def block_linears(block: BlockConfig, experts: int | None = None) -> Iterator[LinearShape]:
+    """The linear layers of a block without the router, with `experts` of its experts (None: all)."""
+    yield from attention_linears(block.attention, block.width)
+    yield from attention_linears(block.cross, block.width) if block.cross else ()
+    mixture = block.feedforward.experts
+    copies = 1 if mixture is None else mixture.count if experts is None else experts
+    for linear in feedforward_linears(block.feedforward, block.width):
+        yield from [linear] * copies
 
 
-def _head(config: ModelConfig) -> Iterator[tuple[str, int]]:
+def model_matrix_weights(config: ModelConfig) -> int:
+    """Count the weights in the matrices of all blocks, which Muon updates."""
+    stacks = [count_blocks(stack, owned_only=True) for stack in config.stacks.values()]
+    return sum(times * block_matrix_weights(block) for counts in stacks for block, times in counts.items())
+
+
+def _head_parameters(config: ModelConfig) -> Iterator[tuple[str, int]]:
     for linear in head_linears(config):
         if linear.name == "output":
-            yield "output", linear._replace(bias=False).parameters
+            yield "output", linear._replace(bias=False).num_parameters
             yield "bias", linear.outputs if linear.bias else 0
         else:
-            yield linear.name, linear.parameters
+            yield linear.name, linear.num_parameters
     if config.head is not None:
-        yield "norm", norm_parameters(config.head.norm, _output_size(config, config.head))
+        yield "norm", norm_parameters(config.head.norm, _output_matrix_inputs(config, config.head))
 
 
-def parameters(config: ModelConfig, *, active: bool = False) -> Counts:
-    """Parameters by component, those that are there; their sum is the model's. `active`: see `block_parameters`."""
-    counts: Counts = {}
-    for place, given in config.inputs.items():
-        if isinstance(given, PatchConfig):
-            rows = _patch_input(given, config.width)
-        elif isinstance(given, FramesConfig):
-            rows = _frame_input(given, config.width)
+def count_parameters(config: ModelConfig, *, active: bool = False) -> ParameterCounts:
+    """Count the parameters of a model by component, without empty ones; for `active` see `block_parameters`."""
+    counts: ParameterCounts = {}
+    for prefix, input_config in config.inputs.items():
+        if isinstance(input_config, PatchConfig):
+            components = _patch_parameters(input_config, config.width)
+        elif isinstance(input_config, FramesConfig):
+            components = _frame_parameters(input_config, config.width)
         else:
-            owns = place == "input" or config.tie not in ("source_target", "three_way")
-            rows = _token_input(given, config.width, owns)
-        counts.update({f"{place}.{name}": count for name, count in rows})
-    for place, stack in config.stacks.items():
-        counts.update({f"{place}.{name}": count for name, count in _stack(stack, active).items()})
-    counts.update({f"head.{name}": count for name, count in _head(config)})
+            owns_tokens = prefix == "input" or config.tie not in ("source_target", "three_way")
+            components = _embedding_parameters(input_config, config.width, owns_tokens)
+        counts.update({f"{prefix}.{name}": count for name, count in components})
+    for prefix, stack in config.stacks.items():
+        counts.update({f"{prefix}.{name}": count for name, count in _stack_parameters(stack, active).items()})
+    counts.update({f"head.{name}": count for name, count in _head_parameters(config)})
     return {name: count for name, count in counts.items() if count}

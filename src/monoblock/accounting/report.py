@@ -1,4 +1,4 @@
-"""One object that answers every question of cost: `account("gpt2").parameters`, `.flops(…)`, `.training_bytes(…)`."""
+"""All costs of a model in one object: `account("gpt2").parameters`, `.flops(…)`, `.training_bytes(…)`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from monoblock.accounting.decoding import Decoding, decoding
-from monoblock.accounting.flops import Flops, flops, gpu_hours, rule_of_six, sizes
-from monoblock.accounting.memory import TRAINED_IN, TrainingBytes, kv_cache, stored_bytes, training_bytes
-from monoblock.accounting.parameters import parameters
-from monoblock.accounting.quantized import weight_bytes
-from monoblock.accounting.recurrent import recurrent_parameters
-from monoblock.config import ModelConfig, RecurrentConfig
-from monoblock.presets import preset
+from monoblock.accounting.decoding import DecodingCost, decoding_cost
+from monoblock.accounting.flops import Flops, flops, gpu_hours, resolve_batch_shape, rule_of_six
+from monoblock.accounting.lstm import recurrent_parameters
+from monoblock.accounting.memory import TRAINING_DTYPES, TrainingBytes, kv_cache_elements, stored_bytes, training_bytes
+from monoblock.accounting.parameters import count_parameters
+from monoblock.accounting.quantization import weight_bytes
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.presets import preset
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Training on so many tokens: exact work, the 6N estimate, and the time of it."""
+class TrainingBudget:
+    """Training on a number of tokens: exact FLOPs, the 6N estimate, and the time."""
 
     tokens: int
     flops: int
@@ -30,10 +30,12 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
+    """The costs of a model, computed from its configuration."""
+
     name: str
     config: ModelConfig | RecurrentConfig
     components: Mapping[str, int]
-    active_components: Mapping[str, int]  # of the experts, only those that one token passes through
+    active_components: Mapping[str, int]  # with only the experts of one token
 
     @property
     def family(self) -> str:
@@ -48,7 +50,7 @@ class Account:
         return sum(self.active_components.values())
 
     def flops(self, batch: int = 1, length: int | None = None, target_length: int | None = None) -> Flops:
-        """The work of a pass; without a length, over the model's context."""
+        """The FLOPs of a pass, by default over the context of the model."""
         return flops(self.config, batch=batch, length=length, target_length=target_length)
 
     def decoding(
@@ -61,14 +63,14 @@ class Account:
         cached: bool = True,
         source: int | None = None,
         dtype: str = "bf16",
-    ) -> Decoding:
-        """The cost of writing `new` tokens, greedily or with beams, with the cache or without."""
-        return decoding(
+    ) -> DecodingCost:
+        """The cost of generating `new` tokens, greedily or with beams, with or without a cache."""
+        return decoding_cost(
             self.config, prompt=prompt, new=new, batch=batch, beams=beams, cached=cached, source=source, dtype=dtype
         )
 
     def weight_bytes(self, dtype: str = "bf16") -> int:
-        """Of all weights; the matrices of a quantised model as they are packed, the rest in `dtype`."""
+        """The bytes of all weights; quantized matrices as packed, the rest in `dtype`."""
         if isinstance(self.config, RecurrentConfig):
             return stored_bytes(self.parameters, dtype)
         return weight_bytes(self.config, dtype)
@@ -76,8 +78,9 @@ class Account:
     def kv_cache_bytes(
         self, batch: int = 1, length: int | None = None, dtype: str = "bf16", target_length: int | None = None
     ) -> int:
-        """Keys and values kept after `length` tokens; an encoder-decoder also keeps those of its source."""
-        return stored_bytes(kv_cache(self.config, sizes(self.config, batch, length, target_length)), dtype)
+        """The bytes of the cache after `length` tokens; that of an encoder-decoder includes the source."""
+        shape = resolve_batch_shape(self.config, batch, length, target_length)
+        return stored_bytes(kv_cache_elements(self.config, shape), dtype)
 
     def training_bytes(
         self,
@@ -90,10 +93,10 @@ class Account:
         target_length: int | None = None,
         gpus: int = 1,
     ) -> TrainingBytes:
-        """Weights, gradients, optimizer and activations of a step with `batch` sequences on each GPU."""
+        """The memory of a training step with `batch` sequences on each GPU."""
         return training_bytes(
             self.config,
-            sizes(self.config, batch, length, target_length),
+            resolve_batch_shape(self.config, batch, length, target_length),
             dtype=dtype,
             optimizer=optimizer,
             fused=fused,
@@ -110,13 +113,13 @@ class Account:
         gpus: int = 1,
         length: int | None = None,
         target_length: int | None = None,
-    ) -> Budget:
-        """Training on `tokens` tokens in sequences of `length`, on GPUs of `peak` FLOP/s used to the share `mfu`."""
-        one = self.flops(1, length, target_length)
-        work = one.training * tokens // one.tokens
-        hours = gpu_hours(work, peak=peak, mfu=mfu)
+    ) -> TrainingBudget:
+        """The cost of training on `tokens` in sequences of `length`, on GPUs of `peak` FLOP/s at utilization `mfu`."""
+        sequence = self.flops(1, length, target_length)
+        total = sequence.training * tokens // sequence.tokens
+        hours = gpu_hours(total, peak=peak, mfu=mfu)
         estimate = rule_of_six(self.active_parameters, tokens)
-        return Budget(tokens=tokens, flops=work, rule_of_six=estimate, gpu_hours=hours, days=hours / 24 / gpus)
+        return TrainingBudget(tokens=tokens, flops=total, rule_of_six=estimate, gpu_hours=hours, days=hours / 24 / gpus)
 
     def to_dict(
         self,
@@ -128,11 +131,11 @@ class Account:
         optimizer: str = "adamw",
         gpus: int = 1,
     ) -> dict[str, Any]:
-        """Everything as plain numbers; where `dtype` only stores weights, training and cache are counted in bf16."""
-        trained_in = dtype if dtype in TRAINED_IN else "bf16"
+        """All costs as numbers; if `dtype` is for storage only, training and cache are counted in bf16."""
+        training_dtype = dtype if dtype in TRAINING_DTYPES else "bf16"
         training = {
             ("fused" if fused else "plain") + ("_checkpointed" if checkpointing else ""): self.training_bytes(
-                batch, length, trained_in, optimizer, fused, checkpointing, target_length, gpus
+                batch, length, training_dtype, optimizer, fused, checkpointing, target_length, gpus
             ).to_dict()
             for fused in (True, False)
             for checkpointing in (False, True)
@@ -147,24 +150,24 @@ class Account:
             "memory": {
                 "dtype": dtype,
                 "weights": self.weight_bytes(dtype),
-                "trained_in": trained_in,
+                "trained_in": training_dtype,
                 "optimizer": optimizer,
                 "gpus": gpus,
                 "training": training,
             },
-            "kv_cache_bytes": self.kv_cache_bytes(batch, length, trained_in, target_length),
+            "kv_cache_bytes": self.kv_cache_bytes(batch, length, training_dtype, target_length),
         }
 
 
-def account(what: ModelConfig | RecurrentConfig | str, *, name: str | None = None) -> Account:
-    """Account for a configuration, or for a preset by its name."""
-    config = preset(what) if isinstance(what, str) else what
+def account(config_or_preset: ModelConfig | RecurrentConfig | str, *, name: str | None = None) -> Account:
+    """Compute the costs of a configuration, or of a preset by name."""
+    config = preset(config_or_preset) if isinstance(config_or_preset, str) else config_or_preset
     if isinstance(config, RecurrentConfig):
         counts = active = recurrent_parameters(config)
     else:
-        counts, active = parameters(config), parameters(config, active=True)
+        counts, active = count_parameters(config), count_parameters(config, active=True)
     return Account(
-        name=name or (what if isinstance(what, str) else "model"),
+        name=name or (config_or_preset if isinstance(config_or_preset, str) else "model"),
         config=config,
         components=MappingProxyType(counts),
         active_components=MappingProxyType(active),

@@ -1,1 +1,1 @@
-"""The command line: one small file a verb, which parses, calls and prints."""
+"""The command line: one file per verb, which parses arguments, calls the package and prints."""

@@ -1,4 +1,4 @@
-"""`monoblock bench [MODEL|PRESET]`: how fast text is read and made on this machine, beside the peers that are here."""
+"""`monoblock bench [MODEL|PRESET]`: decoding speed and memory, compared with other installed libraries."""
 
 from __future__ import annotations
 
@@ -7,29 +7,39 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import as_json, human_bytes, next_verb, print_json, table
-from monoblock.cli.speaking import where
+from monoblock.cli._shared.model_options import DTYPES, device_option, dtype_option, resolve_device
+from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, did_you_mean, with_article
 
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms a token", "weights", "peak memory")
+if TYPE_CHECKING:
+    from monoblock.cli._shared.bench_runners import BenchSetup, Runner
+    from monoblock.config.model import ModelConfig
+    from monoblock.nn.transformer import Transformer
+
+DTYPE_NAMES = {name: short for short, name in DTYPES.items()}
+COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights", "peak memory")
 
 
-@click.command(name="bench", help="Tokens per second and memory of WHAT (a model folder or a preset), beside peers.")
+@click.command(
+    name="bench",
+    help="Measure tokens per second and memory of WHAT (a model folder or a preset), and of other libraries.",
+)
 @click.argument("what", default="gpt2")
-@click.option("--prompt", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens to read.")
-@click.option("--new", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to make after that.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Texts at once.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="The median of so many.")
-@click.option("--only", multiple=True, help="Run these alone; may be given several times.")
-@click.option("--no-peers", is_flag=True, help="Run this package alone.")
-@click.option("--device", help="cpu, cuda …  [the best there is]")
-@click.option("--dtype", help="fp32, bf16, fp16.  [bf16 on a GPU that has it, else fp32]")
-@as_json
+@click.option("--prompt", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens in the prompt.")
+@click.option("--new", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to generate.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences in a batch.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; the median is reported."
+)
+@click.option("--only", multiple=True, help="Run only this runner; may be repeated.")
+@click.option("--no-peers", is_flag=True, help="Run only this package.")
+@device_option
+@dtype_option
+@json_option
 def command(
     what: str,
     prompt: int,
@@ -42,164 +52,180 @@ def command(
     dtype: str | None,
     as_json: bool,
 ) -> None:
-    names = _named(only, no_peers)
-    model = _model(what, device, dtype, prompt + new + 1)
+    names = _select_runners(only, no_peers)
+    model = _load_model(what, device, dtype, prompt + new + 1)
     with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
-        found = measured(model, Path(folder), names, prompt, new, batch, rounds)
-    found = {"model": what} | found
+        report = {"model": what} | measure_runners(model, Path(folder), names, prompt, new, batch, rounds)
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        report(found)
-    next_verb(f"account {shlex.quote(what)} --batch {batch} --length {prompt + new}")
+        print_report(report)
+    suggest_next(f"account {shlex.quote(what)} --batch {batch} --length {prompt + new}")
 
 
-def _named(only: tuple[str, ...], alone: bool) -> list[str]:
-    from monoblock.cli.peers import PLAIN, RUNNERS
+def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
+    from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS, RUNNERS
 
     for name in only:
         if name not in RUNNERS:
-            listed = ", ".join(RUNNERS)
-            raise ConfigError(f"there is no runner {name!r}{did_you_mean(name, RUNNERS)}; there is {listed}")
-    names = list(only) or PLAIN
-    return [name for name in names if name.startswith("monoblock")] if alone else names
+            raise ConfigError(f"--only {name!r} is not one of {', '.join(RUNNERS)}{did_you_mean(name, RUNNERS)}")
+    names = list(only) or DEFAULT_RUNNERS
+    return [name for name in names if name.startswith("monoblock")] if only_monoblock else names
 
 
-def _model(what: str, device: str | None, dtype: str | None, length: int) -> Any:
-    """A preset with random weights, or the model of a folder."""
+def _load_model(what: str, device: str | None, dtype: str | None, length: int) -> Transformer:
+    """Load a model folder, or build a preset with random weights; `length` tokens must fit into its context."""
     import torch
 
-    from monoblock.model import Transformer
-    from monoblock.presets import PRESETS, preset
+    from monoblock.config.presets import PRESETS, preset
+    from monoblock.nn.transformer import Transformer
 
-    place, form = where(device, dtype)
+    device, torch_dtype = resolve_device(device, dtype)
     if Path(what).exists():
-        model = Transformer.from_pretrained(what, device=place, dtype=form)
-        _check(model.config, length)
+        model = Transformer.from_pretrained(what, device=device, dtype=torch_dtype)
+        _check_config(model.config, length)
     elif what in PRESETS:
-        _check(preset(what), length)
+        _check_config(preset(what), length)
         click.echo(f"building {what} with random weights", err=True)
         torch.manual_seed(0)
-        model = Transformer(preset(what)).to(device=place, dtype=form)
+        model = Transformer(preset(what)).to(device=device, dtype=torch_dtype)
     else:
         raise ConfigError(f"{what!r} is neither a model folder nor a preset{did_you_mean(what, PRESETS)}")
     return model.eval()
 
 
-def _check(config: Any, length: int) -> None:
+def _check_config(config: ModelConfig, length: int) -> None:
     if config.decoder is None or config.head is None or config.head.kind != "language_model":
-        kind = with_article(config.family)
-        raise ConfigError(f"{kind} model makes no text to be timed; give a decoder, such as gpt2")
+        raise ConfigError(f"{with_article(config.family)} model generates no text; give a decoder, such as gpt2")
     if config.context is not None and length > config.context:
-        raise ConfigError(f"--prompt and --new make {length} tokens and the context is {config.context}; lower them")
+        raise ConfigError(
+            f"--prompt and --new need {length} tokens but the context is {config.context}; lower one of them"
+        )
 
 
-def measured(
-    model: Any,
+def measure_runners(
+    model: Transformer,
     folder: Path,
     names: list[str],
     prompt: int,
     new: int,
     batch: int,
     rounds: int,
-    texts: list[list[list[int]]] | None = None,
+    prompts: list[list[list[int]]] | None = None,
 ) -> dict[str, Any]:
-    """Every runner in turn, round after round, so that none has the quieter machine; a round has one of the texts."""
+    """Time the named runners and return the report as `--json` prints it.
+
+    `prompts` holds the batch of prompts of each round, used in turn; without it, one random batch (batch, prompt).
+    """
     import torch
 
     from monoblock.accounting.report import account
-    from monoblock.cli.peers import RUNNERS, Absent, Bench, exported
+    from monoblock.cli._shared.bench_runners import BenchSetup
 
-    device = str(next(model.parameters()).device)
-    peers = [name for name in names if not name.startswith("monoblock")]
-    why = exported(model, folder) if peers else None
-    given = Bench(model, folder, device, torch.get_num_threads())
-    runners, absent = {}, {}
-    for name in names:
-        try:
-            if name in peers and why is not None:
-                raise Absent(why)
-            click.echo(f"making {name} ready", err=True)
-            runners[name] = RUNNERS[name](given)
-        except Absent as problem:
-            absent[name] = str(problem)
+    parameter = next(model.parameters())
+    setup = BenchSetup(model, folder, str(parameter.device), torch.get_num_threads())
+    runners, unavailable = _build_runners(setup, names)
     vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
-    drawn = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    times = _times(runners, texts or [drawn], new, rounds, torch.device(device))
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    random_batch = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
+    times = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device)
+    dtype = str(parameter.dtype).removeprefix("torch.")
     return {
-        "device": device,
+        "device": setup.device,
         "dtype": dtype,
-        "threads": given.threads,
+        "threads": setup.threads,
         "torch": torch.__version__,
         "prompt": prompt,
         "new": new,
         "batch": batch,
         "rounds": rounds,
-        "kv_cache_bytes": account(model.config).kv_cache_bytes(batch, prompt + new, SHORT[dtype]),
+        "kv_cache_bytes": account(model.config).kv_cache_bytes(batch, prompt + new, DTYPE_NAMES[dtype]),
         "runners": {
-            name: _row(times[name], runner.bytes, prompt * batch, new * batch) for name, runner in runners.items()
+            name: _summarize_times(times[name], runner.weight_bytes, prompt * batch, new * batch)
+            for name, runner in runners.items()
         },
-        "absent": absent,
+        "absent": unavailable,
     }
 
 
-def _times(runners: dict[str, Any], texts: list[list[list[int]]], new: int, rounds: int, device: Any) -> dict[str, Any]:
-    """Of each runner the seconds for the first token, for all of them, and the most memory it took on a GPU."""
+def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runner], dict[str, str]]:
+    """Build the named runners; also return the reason for each that is not available."""
+    from monoblock.cli._shared.bench_runners import RUNNERS, RunnerUnavailable, export_for_peers
+
+    peers = [name for name in names if not name.startswith("monoblock")]
+    export_problem = export_for_peers(setup.model, setup.folder) if peers else None
+    runners, unavailable = {}, {}
+    for name in names:
+        try:
+            if name in peers and export_problem is not None:
+                raise RunnerUnavailable(export_problem)
+            click.echo(f"preparing {name}", err=True)
+            runners[name] = RUNNERS[name](setup)
+        except RunnerUnavailable as problem:
+            unavailable[name] = str(problem)
+    return runners, unavailable
+
+
+def _time_runners(
+    runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any
+) -> dict[str, Any]:
+    """Return for each runner the seconds to the first token and to all tokens, and the peak memory on a GPU.
+
+    The runners take turns within a round, so that a change in the load of the machine affects all of them.
+    """
     import torch
 
-    found: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
-    for turn in range(rounds + 1):  # the first one warms up
-        click.echo("warming up" if not turn else f"round {turn} of {rounds}", err=True)
+    times: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
+    for round_number in range(rounds + 1):
+        click.echo("warming up" if not round_number else f"round {round_number} of {rounds}", err=True)
         for name, runner in runners.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            for what, count in (("first", 1), ("all", new + 1)):
-                begun = time.perf_counter()
-                runner.run(texts[turn % len(texts)], count)
+            for key, count in (("first", 1), ("all", new + 1)):
+                start = time.perf_counter()
+                runner.run(prompts[round_number % len(prompts)], count)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                if turn:
-                    found[name][what].append(time.perf_counter() - begun)
+                if round_number:
+                    times[name][key].append(time.perf_counter() - start)
             if device.type == "cuda":
-                found[name]["peak"] = torch.cuda.max_memory_allocated(device)
-    return found
+                times[name]["peak"] = torch.cuda.max_memory_allocated(device)
+    return times
 
 
-def _row(times: dict[str, Any], size: int, read: int, made: int) -> dict[str, Any]:
-    first, whole = statistics.median(times["first"]), statistics.median(times["all"])
+def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+    first, total = statistics.median(times["first"]), statistics.median(times["all"])
     return {
-        "prefill_tokens_per_second": read / first,
-        "decode_tokens_per_second": made / (whole - first) if whole > first else None,  # None: lost in the noise
+        "prefill_tokens_per_second": prompt_tokens / first,
+        "decode_tokens_per_second": new_tokens / (total - first) if total > first else None,  # None: below the noise
         "seconds_first": first,
-        "seconds_all": whole,
-        "weight_bytes": size,
+        "seconds_all": total,
+        "weight_bytes": weight_bytes,
         "peak_bytes": times["peak"],
     }
 
 
-def _speed(rate: float | None, batch: int) -> tuple[float | None, float | None]:
-    """Tokens a second, and the milliseconds that one more token takes."""
+def _decode_speed(rate: float | None, batch: int) -> tuple[float | None, float | None]:
+    """Return tokens per second, and milliseconds per token of one sequence."""
     return (None, None) if rate is None else (round(rate, 1), round(1000 * batch / rate, 2))
 
 
-def report(found: dict[str, Any]) -> None:
-    texts = f"{found['batch']} texts" if found["batch"] > 1 else "one text"
+def print_report(report: dict[str, Any]) -> None:
+    sequences = f"{report['batch']} sequences" if report["batch"] > 1 else "one sequence"
     click.echo(
-        f"{found['model']}, {found['dtype']} on {found['device']}, {found['threads']} threads, torch {found['torch']}: "
-        f"{texts}, {found['prompt']} tokens read and {found['new']} made, "
-        f"keys and values {human_bytes(found['kv_cache_bytes'])}"
+        f"{report['model']}, {report['dtype']} on {report['device']}, {report['threads']} threads, "
+        f"torch {report['torch']}: {sequences}, {report['prompt']} prompt tokens and {report['new']} new tokens, "
+        f"key/value cache {format_bytes(report['kv_cache_bytes'])}"
     )
     rows = [
         (
             name,
             round(row["prefill_tokens_per_second"], 1),
-            *_speed(row["decode_tokens_per_second"], found["batch"]),
-            human_bytes(row["weight_bytes"]),
-            "" if row["peak_bytes"] is None else human_bytes(row["peak_bytes"]),
+            *_decode_speed(row["decode_tokens_per_second"], report["batch"]),
+            format_bytes(row["weight_bytes"]),
+            "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
         )
-        for name, row in found["runners"].items()
+        for name, row in report["runners"].items()
     ]
-    table(COLUMNS, rows)
-    for name, why in found["absent"].items():
-        click.echo(f"{name}: {why}", err=True)
+    print_table(COLUMNS, rows)
+    for name, reason in report["absent"].items():
+        click.echo(f"{name}: {reason}", err=True)

@@ -1,4 +1,4 @@
-"""`monoblock chat MODEL`: a conversation in the terminal, or one line of a pipe after the other."""
+"""`monoblock chat MODEL`: a conversation on the terminal, or one user message per line of a pipe."""
 
 from __future__ import annotations
 
@@ -6,25 +6,36 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import next_verb
-from monoblock.cli.speaking import OPTIONS, choosing, device, dtype, given, load, settings, show, stops
+from monoblock.cli._shared.decoding_options import (
+    SAMPLING_OPTIONS,
+    add_options,
+    drop_unset,
+    print_stream,
+    resolve_settings,
+    stop_option,
+)
+from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.output import suggest_next
 from monoblock.errors import InputError
 
-HELP = "/reset begins anew, /exit ends; so does Ctrl-D"
+if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
+
+Message = dict[str, str]  # role and content
 
 
-@click.command(name="chat", help="Talk with a model that has a chat template; /reset begins anew, /exit ends.")
+@click.command(name="chat", help="Chat with a model that has a chat template; /reset starts over, /exit quits.")
 @click.argument("model")
-@click.option("--system", help="What the model is told before the conversation.")
-@choosing(OPTIONS)
-@stops
-@device
-@dtype
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: role and content.")
+@click.option("--system", help="System message.")
+@add_options(SAMPLING_OPTIONS)
+@stop_option
+@device_option
+@dtype_option
+@click.option("--json", "as_json", is_flag=True, help="Print each reply as one JSON object: role and content.")
 def command(
     model: str,
     system: str | None,
@@ -34,43 +45,44 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    pipe = load(model, device, dtype)
+    pipe = load_pipeline(model, device, dtype)
     if pipe.model.encoder is not None or pipe.tokenizer.chat_template is None:
         verb = "translate" if pipe.model.encoder is not None else "generate"
-        raise InputError(f"{model} has no chat template, so it was not taught to talk; write monoblock {verb} {model}")
-    settings(pipe, given(options))  # what cannot be is said before anybody types
-    first = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(first)
+        raise InputError(f"{model} has no chat template; write monoblock {verb} {model}")
+    options = drop_unset(options)
+    resolve_settings(pipe, options)  # report invalid options before the first message is typed
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(system_messages)
     if sys.stdin.isatty():
-        click.echo(HELP, err=True)
-    for line in _lines():
+        click.echo("/reset starts over, /exit or Ctrl-D quits", err=True)
+    for line in _read_user_messages():
         if line == "/reset":
-            messages = list(first)
-            click.echo("a new conversation", err=True)
+            messages = list(system_messages)
+            click.echo("new conversation", err=True)
             continue
-        turn = [*messages, {"role": "user", "content": line}]
+        prompt = [*messages, {"role": "user", "content": line}]
         try:
-            messages = [*turn, _reply(pipe, turn, stop, given(options), as_json)]
-        except InputError as problem:  # mostly: the conversation no longer fits
+            messages = [*prompt, _generate_reply(pipe, prompt, stop, options, as_json)]
+        except InputError as problem:  # usually: the conversation is longer than the context
             if not sys.stdin.isatty():
                 raise
-            click.echo(f"{problem} (/reset begins anew)", err=True)
-    next_verb(f"bench {shlex.quote(model)}")
+            click.echo(f"{problem} (/reset starts over)", err=True)
+    suggest_next(f"bench {shlex.quote(model)}")
 
 
-def _reply(
-    pipe: Any, messages: list[dict[str, str]], stop: tuple[str, ...], options: dict[str, Any], as_json: bool
-) -> dict[str, str]:
-    parts = pipe.chat_stream(messages, stop=stop, **options)
-    said = "".join(parts) if as_json else show(parts)
-    reply = {"role": "assistant", "content": said.strip()}
+def _generate_reply(
+    pipe: Pipeline, messages: list[Message], stop: tuple[str, ...], options: dict[str, Any], as_json: bool
+) -> Message:
+    chunks = pipe.chat_stream(messages, stop=stop, **options)
+    text = "".join(chunks) if as_json else print_stream(chunks)
+    reply = {"role": "assistant", "content": text.strip()}
     if as_json:
         click.echo(json.dumps(reply, ensure_ascii=False))
     return reply
 
 
-def _lines() -> Iterator[str]:
-    """What is typed or piped, a line a turn, until the end or /exit; empty lines are no turn."""
+def _read_user_messages() -> Iterator[str]:
+    """Yield the lines typed or piped in, without empty ones, until the end of input or /exit."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")

@@ -1,4 +1,4 @@
-"""`monoblock convert`: a model from one form to another, with a certificate of what that did to its logits."""
+"""`monoblock convert`: convert a model between formats, with a certificate of how its logits compare."""
 
 from __future__ import annotations
 
@@ -7,38 +7,47 @@ from pathlib import Path
 
 import click
 
-from monoblock.cli.common import next_verb
+from monoblock.cli._shared.output import suggest_next
 from monoblock.errors import ConfigError
 
 
 @click.command(name="convert")
 @click.argument("source")
-@click.option("--to", "target", required=True, help="The folder to write, or a file that ends in .gguf.")
-@click.option("--format", "form", type=click.Choice(["monoblock", "hf", "gguf"]), help="[by the name after --to]")
-@click.option("--kind", default="f16", show_default=True, help="How GGUF stores matrices: f32, f16 or q8_0.")
-@click.option("--family", help="Whose names and configuration Hugging Face gets, where several could say the model.")
+@click.option("--to", "target", required=True, help="Folder to write, or a file name that ends in .gguf.")
 @click.option(
-    "--adapter", type=click.Path(path_type=Path), help="A LoRA adapter, ours or peft's, to put into the weights."
+    "--format",
+    "target_format",
+    type=click.Choice(["monoblock", "hf", "gguf"]),
+    help="Format to write.  [gguf if --to ends in .gguf, else monoblock]",
 )
+@click.option("--kind", default="f16", show_default=True, help="GGUF: type of the matrices, f32, f16 or q8_0.")
+@click.option("--family", help="Hugging Face: family to write, if several can express the model.")
+@click.option("--adapter", type=click.Path(path_type=Path), help="LoRA adapter (ours or peft's) to merge first.")
 @click.option("--force", is_flag=True, help="Write into a folder that exists.")
 def command(
-    source: str, target: str, form: str | None, kind: str, family: str | None, adapter: Path | None, force: bool
+    source: str,
+    target: str,
+    target_format: str | None,
+    kind: str,
+    family: str | None,
+    adapter: Path | None,
+    force: bool,
 ) -> None:
-    """Convert SOURCE, a folder of ours, a Hugging Face folder or a GGUF file, pickled weights included.
+    """Convert SOURCE: a monoblock folder, a Hugging Face folder or a GGUF file, pickled weights included.
 
-    The last line is the certificate: family, parameters, tensors, and the largest difference of logits from those of
-    transformers, where that is installed.
+    The last line printed is the certificate: family, parameters, tensors, and the largest difference of the logits from
+    those of transformers, if it is installed.
     """
-    form = form or ("gguf" if target.endswith(".gguf") else "monoblock")
+    target_format = target_format or ("gguf" if target.endswith(".gguf") else "monoblock")
     if Path(target).exists() and not force:
-        raise ConfigError(f"{target} exists; name another place with --to, or write into it with --force")
+        raise ConfigError(f"{target} already exists; name another with --to, or write into it with --force")
     from monoblock.interop.certificate import certify
-    from monoblock.interop.convert import merged, opened, write
+    from monoblock.interop.convert import merge_adapter, open_model, write_model
 
-    with opened(source) as base, merged(base, adapter) as found:
-        click.echo(f"Read {source}: {found.model.config.family}", err=True)
-        write(found, target, form, kind=kind, family=family)
-        certificate = certify(found, target, form, lambda line: click.echo(line, err=True))
-    if form == "monoblock":
-        next_verb(f"account {target}")
+    with open_model(source) as base, merge_adapter(base, adapter) as model:
+        click.echo(f"Read {source}: {model.model.config.family}", err=True)
+        write_model(model, target, target_format, kind=kind, family=family)
+        certificate = certify(model, target, target_format, lambda line: click.echo(line, err=True))
+    if target_format == "monoblock":
+        suggest_next(f"account {target}")
     click.echo(json.dumps(certificate._asdict()))

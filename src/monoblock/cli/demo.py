@@ -1,4 +1,4 @@
-"""`monoblock demo`: train a small GPT on the King James Bible, hear it, measure it, count it; in about two minutes."""
+"""`monoblock demo`: train a small GPT on the King James Bible, sample from it and count its parameters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from monoblock.cli import showcase
-from monoblock.cli.account import shares
-from monoblock.cli.common import as_json, next_verb, print_json
+from monoblock.cli._shared import showcase
+from monoblock.cli._shared.account_report import print_shares
+from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.errors import FileError
 
 
-def fresh_folder(parent: Path, name: str) -> Path:
-    """parent/name-1, or the first number that is free."""
+def make_numbered_folder(parent: Path, name: str) -> Path:
+    """Create parent/name-1, or the first such folder whose number is free."""
     number = 1
     while (parent / f"{name}-{number}").exists():
         number += 1
@@ -24,74 +24,74 @@ def fresh_folder(parent: Path, name: str) -> Path:
 
 
 @click.command(
-    name="demo", help="Train a small GPT, sample from it, account for it; --families shows the block instead."
+    name="demo", help="Train a small GPT, sample from it and count its parameters; --families shows every architecture."
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"), help="Where demo-N is made."
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs"),
+    show_default=True,
+    help="Folder in which demo-N is created.",
 )
-@click.option("--families", is_flag=True, help="Build every family from the one block, check it, draw it.")
+@click.option("--families", is_flag=True, help="Build, check and draw a model of every family.")
 @click.option("--seed", type=int, default=1, show_default=True)
-@as_json
+@json_option
 def command(out: Path, families: bool, seed: int, as_json: bool) -> None:
-    folder = fresh_folder(out, "demo")
-    found = _families(folder) if families else _train(folder, seed)
+    folder = make_numbered_folder(out, "demo")
+    result = _check_families(folder) if families else _train_demo(folder, seed)
     if as_json:
-        print_json(found)
+        print_json(result)
     elif families:
-        showcase.report(found["families"])
-        showcase.draw()
-        for picture in found["pictures"]:
+        showcase.print_report(result["families"])
+        showcase.print_diagrams()
+        for picture in result["pictures"]:
             click.echo(f"Saved {picture}")
     else:
-        _report(found)
-    next_verb("account gpt2 --batch 8 --length 1024" if families else f"account {folder}")
+        _print_report(result)
+    suggest_next("account gpt2 --batch 8 --length 1024" if families else f"account {folder}")
 
 
-def _families(folder: Path) -> dict[str, Any]:
+def _check_families(folder: Path) -> dict[str, Any]:
     rows = []
-    for name in showcase.SHOWN:
+    for name in showcase.SHOWCASE_PRESETS:
         click.echo(f"building {name} …", err=True)
-        rows.append(showcase.family_row(name))
+        rows.append(showcase.check_family(name))
     try:
-        return {"families": rows, "pictures": showcase.pictures(folder)}
-    except FileError as problem:  # without matplotlib there is still the text
+        return {"families": rows, "pictures": showcase.save_pictures(folder)}
+    except FileError as problem:  # without matplotlib, only text is shown
         click.echo(f"no pictures: {problem}", err=True)
         return {"families": rows, "pictures": []}
 
 
-def _train(folder: Path, seed: int) -> dict[str, Any]:
-    """The demo recipe from the first step to the last sample."""
+def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
     from monoblock.accounting.report import account
-    from monoblock.cli.drawing import Drawing
-    from monoblock.cli.train import go, interruptible, say_how_to_go_on
-    from monoblock.tasks.recipe import read
-    from monoblock.tasks.run import prepare
+    from monoblock.cli._shared.training_run import print_resume_command, run_training
+    from monoblock.recipes.parse import read_recipe
+    from monoblock.training.distributed import SINGLE_PROCESS
 
-    recipe = read("demo", [f"train.seed={seed}"])
-    with interruptible() as stop:
-        run = prepare(recipe, folder, stop=stop)
-        last = go(run, Drawing(recipe.train.steps), resume=False)
+    recipe = read_recipe("demo", [f"train.seed={seed}"])
+    run, last = run_training(recipe, folder, None, SINGLE_PROCESS, {"resume": False, "tensorboard": False})
     if last.interrupted:
-        say_how_to_go_on(folder, last.step, ["train", "demo", f"train.seed={seed}"])
+        print_resume_command(folder, last.step, ["train", "demo", f"train.seed={seed}"])
         raise click.exceptions.Exit(130)
-    counted = account(run.model.config)
+    model_account = account(run.model.config)
     return {
         "folder": str(folder),
-        "loss": run.figures["val_loss"],
-        "baselines": run.ground.baselines,
-        "sample": run.sample(run.model),
-        "parameters": counted.parameters,
-        "components": dict(counted.components),
+        "loss": run.final_metrics["val_loss"],
+        "baselines": run.task_data.baseline_losses,
+        "sample": run.sample_text(run.model),
+        "parameters": model_account.parameters,
+        "components": dict(model_account.components),
     }
 
 
-def _report(found: dict[str, Any]) -> None:
-    click.echo("\nLoss on books it has never read, in nats a token:")
-    known = found["baselines"]
-    losses = {"guessing evenly": known["uniform"], "knowing how often each token occurs": known["unigram"]}
-    for name, loss in {**losses, "this model": found["loss"]}.items():
+def _print_report(result: dict[str, Any]) -> None:
+    click.echo("\nLoss on books that were held out, in nats per token:")
+    baselines = result["baselines"]
+    losses = {"uniform guess": baselines["uniform"], "token frequencies (unigram)": baselines["unigram"]}
+    for name, loss in {**losses, "this model": result["loss"]}.items():
         click.echo(f"  {name:<38}{loss:.3f}")
-    click.echo(f"\nA sample:\n\n{found['sample'].strip()}\n")
-    click.echo(f"Its {found['parameters']:,} parameters:")
-    shares("parameters", found["components"])
-    click.echo(f"\nSaved {found['folder']}")
+    click.echo(f"\nA sample:\n\n{result['sample'].strip()}\n")
+    click.echo(f"{result['parameters']:,} parameters:")
+    print_shares("parameters", result["components"])
+    click.echo(f"\nSaved {result['folder']}")

@@ -1,40 +1,36 @@
-"""`monoblock env`: what this machine has, what would be chosen on it, and why."""
+"""`monoblock env`: installed versions, devices, and the defaults chosen on this machine."""
 
 import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from monoblock import __version__
-from monoblock.cli.common import as_json, human_bytes, next_verb, print_json, table
+from monoblock.cli._shared.model_options import choose_device, choose_dtype
+from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
 
-NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2")
-OPTIONAL = ("transformers", "sentencepiece", "gguf", "sacrebleu", "matplotlib", "torchao", "tensorboard")
-COMPILERS = ("c++", "g++", "clang++")  # torch.compile on CPU calls one of them
-
-
-class Choice(NamedTuple):
-    value: str
-    why: str
+REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "click", "rich", "tomli-w", "jinja2")
+OPTIONAL_PACKAGES = ("transformers", "sentencepiece", "gguf", "sacrebleu", "matplotlib", "torchao", "tensorboard")
+COMPILERS = ("c++", "g++", "clang++")  # torch.compile needs one of them on a CPU
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"monoblock": __version__, "python": platform.python_version()}
-    return found | {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+def package_versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"monoblock": __version__, "python": platform.python_version()}
+    return versions | {name: _package_version(name) for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)}
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def machine() -> dict[str, Any]:
+def machine_info() -> dict[str, Any]:
     import torch
 
     return {
@@ -42,20 +38,20 @@ def machine() -> dict[str, Any]:
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": usable_memory(),
-        "compiler": next((found for name in COMPILERS if (found := shutil.which(name))), None),
-        "devices": devices(),
+        "compiler": next((path for name in COMPILERS if (path := shutil.which(name))), None),
+        "devices": list_devices(),
     }
 
 
 def usable_cores() -> int:
-    """The cores this process may run on, which in a container can be fewer than the machine has."""
+    """Return the number of cores this process may use; in a container, that can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def usable_memory() -> int | None:
-    """Physical memory, or the container's limit where that is less; None where the system does not say."""
+    """Return the physical memory or the limit of the container, whichever is less; None if unknown."""
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -67,79 +63,59 @@ def usable_memory() -> int | None:
     return min(physical, int(limit)) if limit.isdigit() else physical
 
 
-def devices() -> list[dict[str, Any]]:
-    """The accelerators torch can use, best first, and the CPU last."""
+def list_devices() -> list[dict[str, Any]]:
+    """Return the devices torch can use, GPUs first."""
     import torch
 
-    found: list[dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
-        found.append({"device": f"cuda:{index}", "name": card.name, "memory_bytes": card.total_memory})
+        properties = torch.cuda.get_device_properties(index)
+        devices.append({"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory})
     if torch.backends.mps.is_available():
-        found.append({"device": "mps", "name": "Apple GPU", "memory_bytes": None})
-    return [*found, {"device": "cpu", "name": platform.processor() or platform.machine(), "memory_bytes": None}]
+        devices.append({"device": "mps", "name": "Apple GPU", "memory_bytes": None})
+    return [*devices, {"device": "cpu", "name": platform.processor() or platform.machine(), "memory_bytes": None}]
 
 
-def choose_device() -> Choice:
-    import torch
-
-    if torch.cuda.is_available():
-        return Choice("cuda", f"a CUDA device is there: {torch.cuda.get_device_name()}")
-    if torch.backends.mps.is_available():
-        return Choice("mps", "no CUDA device, but an Apple GPU")
-    if torch.version.cuda is None:
-        return Choice("cpu", "this build of torch has no CUDA")
-    return Choice("cpu", "torch was built with CUDA, but sees no device")
-
-
-def choose_dtype(device: str) -> Choice:
-    import torch
-
-    if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return Choice("bfloat16", "this GPU computes in it: half the memory, and no loss scaling as float16 needs")
-    if device == "cuda":
-        return Choice("float32", "this GPU has no bfloat16, and float16 would need loss scaling")
-    return Choice("float32", f"on {device} lower precision is seldom faster, and float32 is exact to the references")
-
-
-def gather() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     device = choose_device()
-    chosen = {"device": device, "dtype": choose_dtype(device.value)}
+    defaults = {"device": device, "dtype": choose_dtype(device.value)}
     return {
-        "versions": versions(),
-        "machine": machine(),
-        "chosen": {what: choice._asdict() for what, choice in chosen.items()},
+        "versions": package_versions(),
+        "machine": machine_info(),
+        "chosen": {name: choice._asdict() for name, choice in defaults.items()},
     }
 
 
-@click.command(name="env", help="Versions, devices, what would be chosen on this machine and why.")
-@as_json
+@click.command(name="env", help="Show versions, devices and the defaults chosen on this machine, with reasons.")
+@json_option
 def command(as_json: bool) -> None:
-    found = gather()
+    environment = collect_environment()
     if as_json:
-        print_json(found)
+        print_json(environment)
         return
-    table(("package", "version"), [(name, number or "not installed") for name, number in found["versions"].items()])
+    versions = [(name, installed or "not installed") for name, installed in environment["versions"].items()]
+    print_table(("package", "version"), versions)
     click.echo()
-    table(("machine", ""), list(_machine_rows(found["machine"]).items()))
+    print_table(("machine", ""), list(_machine_rows(environment["machine"]).items()))
     click.echo()
-    table(("chosen", "", "because"), [(what, *choice.values()) for what, choice in found["chosen"].items()])
-    next_verb("demo")
+    defaults = [(name, *choice.values()) for name, choice in environment["chosen"].items()]
+    print_table(("default", "", "because"), defaults)
+    suggest_next("demo")
 
 
-def _machine_rows(found: dict[str, Any]) -> dict[str, str]:
+def _machine_rows(info: dict[str, Any]) -> dict[str, str]:
     rows = {
-        "system": found["system"],
-        "cores": str(found["cores"]),
-        "threads": f"{found['threads']} (torch, inside one operation)",
-        "memory": _memory(found["memory_bytes"]),
-        "compiler": found["compiler"] or "none (torch.compile cannot run on the CPU)",
+        "system": info["system"],
+        "cores": str(info["cores"]),
+        "threads": f"{info['threads']} (torch, within one operation)",
+        "memory": _format_memory(info["memory_bytes"]),
+        "compiler": info["compiler"] or "none (torch.compile does not work on the CPU)",
     }
-    for card in found["devices"]:
-        memory = f", {_memory(card['memory_bytes'])}" if card["memory_bytes"] else ""
-        rows[card["device"]] = card["name"] + memory
+    for device in info["devices"]:
+        memory = f", {_format_memory(device['memory_bytes'])}" if device["memory_bytes"] else ""
+        rows[device["device"]] = device["name"] + memory
     return rows
 
 
-def _memory(number: int | None) -> str:
-    return human_bytes(number) if number else "unknown"
+def _format_memory(size: int | None) -> str:
+    return format_bytes(size) if size else "unknown"

@@ -1,4 +1,4 @@
-"""`monoblock evaluate MODEL DATA`: what a model is worth on a corpus, by its task."""
+"""`monoblock evaluate MODEL DATA`: the metrics of a model on a corpus, chosen by its task."""
 
 from __future__ import annotations
 
@@ -6,149 +6,173 @@ import shlex
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from monoblock.cli.common import as_json, next_verb, print_json, table
-from monoblock.cli.prompting import check_prompting, interpolate, prompted, prompting, resized
-from monoblock.cli.speaking import choosing, device, dtype, given, load, settings
-from monoblock.cli.train import data_folder
-from monoblock.cli.translate import SEARCH
+from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
+from monoblock.cli._shared.decoding_options import SEARCH_OPTIONS, add_options, drop_unset, resolve_settings
+from monoblock.cli._shared.fewshot_options import add_fewshot_options, check_fewshot_options, evaluate_fewshot
+from monoblock.cli._shared.image_options import interpolate_option, set_image_size
+from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, did_you_mean
 
-FAILED = 3  # exit code of a check that failed
+if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
+    from monoblock.tasks.evaluation_report import Evaluation
+
+CHECK_FAILED = 3  # exit code
 
 
-@click.command(name="evaluate", help="Measure MODEL on DATA: a corpus of `monoblock ls corpora`, a file or a folder.")
+class Bound(NamedTuple):
+    """A limit on a metric, from --at-least or --at-most."""
+
+    name: str
+    value: float
+    is_lower: bool
+
+
+@click.command(
+    name="evaluate", help="Evaluate MODEL on DATA: a corpus from `monoblock ls corpora`, a file or a folder."
+)
 @click.argument("model")
 @click.argument("data", metavar="DATA")
-@choosing(SEARCH)
-@click.option("--split", type=click.Choice(["train", "valid", "test", "all"]), help="[test, or valid without one]")
-@click.option("--limit", type=click.IntRange(min=1), help="Only so many rows.")
+@add_options(SEARCH_OPTIONS)
+@click.option("--split", type=click.Choice(["train", "valid", "test", "all"]), help="Split to use.  [test, else valid]")
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N rows.")
+@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show N sources with reference and output.")
 @click.option(
-    "--samples", type=click.IntRange(min=0), default=0, help="Show so many sources with what was made of them."
+    "--n-best", type=click.IntRange(min=1), default=5, show_default=True, help="Single words: the k of top-k accuracy."
 )
-@click.option("--n-best", type=click.IntRange(min=1), default=5, show_default=True, help="Words: the k of top-k.")
-@click.option("--lowercase", is_flag=True, help="BLEU of lower-cased texts.")
-@click.option("--language", help="Of the targets, for Moses' tokenizer.  [by the files' endings, or en]")
-@click.option("--rescore", is_flag=True, help="Words: order hypotheses by a list of the training targets, too.")
-@click.option("--save-words", type=click.Path(path_type=Path), help="Keep that list for `translate --words`.")
-@click.option("--stride", type=click.IntRange(min=1), help="Language models: windows that move on by so many tokens.")
+@click.option("--lowercase", is_flag=True, help="Compute BLEU on lower-cased text.")
+@click.option("--language", help="Target language, for the Moses tokenizer.  [from the file names, else en]")
+@click.option(
+    "--rescore", is_flag=True, help="Single words: also rerank hypotheses by frequencies of the training targets."
+)
+@click.option("--save-words", type=click.Path(path_type=Path), help="Save these frequencies for `translate --words`.")
+@click.option("--stride", type=click.IntRange(min=1), help="Language models: move the window by N tokens.")
 @click.option("--context", type=click.IntRange(min=2), help="Language models: tokens in a block.")
+@click.option("--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size.")
+@add_fewshot_options
+@interpolate_option
+@click.option("--at-least", multiple=True, metavar="METRIC=NUMBER", help="Exit with 3 if the metric is lower.")
+@click.option("--at-most", multiple=True, metavar="METRIC=NUMBER", help="Exit with 3 if the metric is higher.")
+@click.option("--card", is_flag=True, help="Add the metrics to the model card of the run folder.")
 @click.option(
-    "--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Sources at once."
+    "--picture", type=click.Path(path_type=Path), help="Plot the confusion matrix and the worst mistakes to this file."
 )
-@prompting
-@interpolate
-@click.option("--at-least", multiple=True, metavar="FIGURE=NUMBER", help="Fail (exit 3) below it.")
-@click.option("--at-most", multiple=True, metavar="FIGURE=NUMBER", help="Fail (exit 3) above it.")
-@click.option("--card", is_flag=True, help="Write the figures into the model card of a run folder.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw the confusion matrix and the worst mistakes.")
-@click.option("--data", "folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Of corpora.")
-@device
-@dtype
-@as_json
+@click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
+@device_option
+@dtype_option
+@json_option
 @click.pass_context
-def command(ctx: click.Context, model: str, device: str | None, dtype: str | None, as_json: bool, **words: Any) -> None:
-    wanted = [(*_bound(word), 1) for word in words["at_least"]] + [(*_bound(word), -1) for word in words["at_most"]]
-    check_prompting(words)
-    pipe = resized(load(model, device, dtype), words["interpolate"])
-    _check(pipe, words)
-    begun = time.perf_counter()
-    measured = _measured(pipe, words)
-    seconds = time.perf_counter() - begun
-    _keep(measured, Path(model), words)
-    _report(measured, seconds, as_json)
-    failed = _failures(measured.figures, wanted)
-    for line in failed:
-        click.echo(f"not reached: {line}", err=True)
-    if failed:
-        ctx.exit(FAILED)
-    next_verb(f"account {shlex.quote(model)}")
+def command(
+    ctx: click.Context, model: str, device: str | None, dtype: str | None, as_json: bool, **options: Any
+) -> None:
+    bounds = [_parse_bound(text, is_lower=True) for text in options["at_least"]]
+    bounds += [_parse_bound(text, is_lower=False) for text in options["at_most"]]
+    check_fewshot_options(options)
+    pipe = set_image_size(load_pipeline(model, device, dtype), options["interpolate"])
+    _check_options(pipe, options)
+    start = time.perf_counter()
+    evaluation = _run_evaluation(pipe, options)
+    seconds = time.perf_counter() - start
+    _save_outputs(evaluation, Path(model), options)
+    _print_report(evaluation, seconds, as_json)
+    failures = _failed_bounds(evaluation.metrics, bounds)
+    for line in failures:
+        click.echo(f"check failed: {line}", err=True)
+    if failures:
+        ctx.exit(CHECK_FAILED)
+    suggest_next(f"account {shlex.quote(model)}")
 
 
-def _check(pipe: Any, words: dict[str, Any]) -> None:
-    """What does nothing for this model is refused before anything is measured."""
-    from monoblock.tasks.drawn import check_place
-    from monoblock.tasks.predicting import method_of
+def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:
+    """Refuse options that have no effect on this model."""
+    from monoblock.plots.figure import check_plot_path
 
-    method = method_of(pipe)
-    if words["stride"] is not None and (method or pipe.model.config.family == "encoder-decoder"):
-        raise ConfigError("--stride is for language models that go on from a text; leave it out")
-    if words["picture"] is not None:
-        if method not in ("classify", "tag") or words["shots"] is not None:
-            raise ConfigError("--picture draws how classes are confused, and this task has none; leave it out")
-        check_place(words["picture"])
-
-
-def _measured(pipe: Any, words: dict[str, Any]) -> Any:
-    """The options go by the words of `Asked` and of `Settings`; what belongs to neither says what is kept."""
-    from monoblock.tasks.evaluation import Asked, evaluate
-
-    search = given({name: words[name] for name, _, _ in SEARCH.values()})
-    settings(pipe, search)
-    asked = {name: words[name] for name in (field.name for field in fields(Asked)) if name in words}
-    changed = {"folder": data_folder(words["folder"]), "rescore": words["rescore"] or words["save_words"] is not None}
-    wanted = Asked(**{**asked, **changed, "options": search})
-    return evaluate(pipe, wanted) if words["shots"] is None else prompted(pipe, wanted, words)
+    method = pipe.loaded.prediction_method
+    if options["stride"] is not None and (method or pipe.model.config.family == "encoder-decoder"):
+        raise ConfigError("--stride is for language models that predict the next token; leave it out")
+    if options["picture"] is not None:
+        if method not in ("classify", "tag") or options["shots"] is not None:
+            raise ConfigError("--picture plots a confusion matrix, and this task has none; leave it out")
+        check_plot_path(options["picture"])
 
 
-def _keep(measured: Any, model: Path, words: dict[str, Any]) -> None:
-    """Files that were asked for: the list of words, the picture, the figures in the model card."""
-    if words["save_words"] is not None and measured.words is not None:
-        measured.words.write(words["save_words"])
-    if words["picture"] is not None:
-        click.echo(f"drawn: {measured.picture(words['picture'])}", err=True)
-    if words["card"]:
-        from monoblock.tasks.card import add_figures
+def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
+    """Build the request from the options that share their names with its fields, and evaluate."""
+    from monoblock.runs.evaluate import evaluate
+    from monoblock.tasks.evaluation_report import EvaluationRequest
 
-        add_figures(model, words["data"], measured.figures)
+    search = drop_unset({field: options[field] for field, _, _ in SEARCH_OPTIONS.values()})
+    resolve_settings(pipe, search)
+    values = {field.name: options[field.name] for field in fields(EvaluationRequest) if field.name in options}
+    values["folder"] = resolve_data_folder(options["folder"])
+    values["rescore"] = options["rescore"] or options["save_words"] is not None
+    request = EvaluationRequest(**{**values, "options": search})
+    return evaluate(pipe, request) if options["shots"] is None else evaluate_fewshot(pipe, request, options)
 
 
-def _report(measured: Any, seconds: float, as_json: bool) -> None:
-    for note in measured.notes:
+def _save_outputs(evaluation: Evaluation, model: Path, options: dict[str, Any]) -> None:
+    """Write the files asked for: word frequencies, the plot, the metrics in the model card."""
+    if options["save_words"] is not None and evaluation.word_frequencies is not None:
+        evaluation.word_frequencies.write(options["save_words"])
+    if options["picture"] is not None and evaluation.save_plot is not None:
+        click.echo(f"saved {evaluation.save_plot(options['picture'])}", err=True)
+    if options["card"]:
+        from monoblock.runs.model_card import add_metrics
+
+        add_metrics(model, options["data"], evaluation.metrics)
+
+
+def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None:
+    for note in evaluation.notes:
         click.echo(f"note: {note}", err=True)
-    click.echo(f"measured in {seconds:.1f} s", err=True)
+    click.echo(f"evaluated in {seconds:.1f} s", err=True)
     if as_json:
-        print_json(measured.figures | {"samples": measured.samples})
+        print_json(evaluation.metrics | {"samples": evaluation.samples})
         return
-    figures = dict(measured.figures)
-    rescored, signatures = figures.pop("rescored", None), figures.pop("signatures", {})
-    figures.pop("signature", None)
-    plain = {name: value for name, value in figures.items() if not isinstance(value, dict | list)}
-    rows: list[list[object]] = [[name, value] for name, value in plain.items()]
+    metrics = dict(evaluation.metrics)
+    rescored, signatures = metrics.pop("rescored", None), metrics.pop("signatures", {})
+    metrics.pop("signature", None)
+    rows: list[list[object]] = [[name, value] for name, value in metrics.items() if not isinstance(value, dict | list)]
     if rescored is not None:
-        table(["figure", "value", "rescored"], [[*row, rescored.get(str(row[0]))] for row in rows])
-        told = f"gain {rescored['gain']:+.2f} by a list of the training targets, weight {rescored['weight']:g}"
-        click.echo(told)
+        print_table(["metric", "value", "rescored"], [[*row, rescored.get(str(row[0]))] for row in rows])
+        click.echo(
+            f"gain {rescored['gain']:+.2f} from frequencies of the training targets, weight {rescored['weight']:g}"
+        )
     else:
-        table(["figure", "value"], rows)
-    for one in measured.tables:
+        print_table(["metric", "value"], rows)
+    for table in evaluation.tables:
         click.echo()
-        table(one.columns, one.rows)
+        print_table(table.columns, table.rows)
     for name, signature in signatures.items():
         click.echo(f"{name}: {signature}")
-    for one in measured.samples:
-        click.echo(f"\n  source     {one['source']}\n  reference  {one['reference']}\n  hypothesis {one['hypothesis']}")
+    for sample in evaluation.samples:
+        click.echo(f"\n  source     {sample['source']}")
+        click.echo(f"  reference  {sample['reference']}\n  hypothesis {sample['hypothesis']}")
 
 
-def _bound(word: str) -> tuple[str, float]:
-    name, _, text = word.partition("=")
+def _parse_bound(text: str, *, is_lower: bool) -> Bound:
+    name, _, number = text.partition("=")
     try:
-        return name, float(text)
+        return Bound(name, float(number), is_lower)
     except ValueError:
-        raise ConfigError(f"{word!r} is no bound; write FIGURE=NUMBER, as in bleu=38") from None
+        raise ConfigError(f"{text!r} is not a bound; write METRIC=NUMBER, as in bleu=38") from None
 
 
-def _failures(figures: dict[str, Any], wanted: list[tuple[str, float, int]]) -> list[str]:
-    """What was asked for and not reached; a figure that was not measured is a matter of usage."""
-    numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-    found = []
-    for name, bound, sign in wanted:
+def _failed_bounds(metrics: dict[str, Any], bounds: list[Bound]) -> list[str]:
+    """Describe each bound that is not met; NaN meets none. An unknown metric is a usage error."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    failures = []
+    for name, limit, is_lower in bounds:
         if name not in numbers:
-            listed = ", ".join(numbers)
-            raise ConfigError(f"{name} was not measured{did_you_mean(name, numbers)}; there is {listed}")
-        if not sign * numbers[name] >= sign * bound:  # a figure that is no number fails as well
-            found.append(f"{name} {numbers[name]:.4g} is {'below' if sign > 0 else 'above'} {bound:g}")
-    return found
+            raise ConfigError(
+                f"there is no metric {name!r}{did_you_mean(name, numbers)}; this evaluation has {', '.join(numbers)}"
+            )
+        value = numbers[name]
+        if not (value >= limit if is_lower else value <= limit):
+            failures.append(f"{name} {value:.4g} is {'below' if is_lower else 'above'} {limit:g}")
+    return failures

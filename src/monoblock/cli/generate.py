@@ -1,28 +1,42 @@
-"""`monoblock generate MODEL [PROMPT]`: a text goes on, shown as it comes."""
+"""`monoblock generate MODEL [PROMPT]`: continue a text, printed as it is generated."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import as_json, next_verb, print_json
-from monoblock.cli.speaking import BEAMS, OPTIONS, choosing, device, dtype, given, load, settings, show, stops
+from monoblock.cli._shared.decoding_options import (
+    BEAM_OPTIONS,
+    SAMPLING_OPTIONS,
+    add_options,
+    drop_unset,
+    print_stream,
+    resolve_settings,
+    stop_option,
+)
+from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.errors import InputError
 
+if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
 
-@click.command(name="generate", help="Continue PROMPT (- reads it from a pipe; without one, from the start token).")
+
+@click.command(
+    name="generate", help="Continue PROMPT (- reads standard input; without PROMPT, start from the start token)."
+)
 @click.argument("model")
 @click.argument("prompt", required=False)
-@choosing(OPTIONS, BEAMS)
-@click.option("--num-return-sequences", "num_return_sequences", type=int, help="So many texts.  [1]")
-@stops
-@device
-@dtype
-@as_json
+@add_options(SAMPLING_OPTIONS, BEAM_OPTIONS)
+@click.option("--num-return-sequences", "num_return_sequences", type=int, help="Number of texts.  [1]")
+@stop_option
+@device_option
+@dtype_option
+@json_option
 def command(
     model: str,
     prompt: str | None,
@@ -33,37 +47,37 @@ def command(
     **options: Any,
 ) -> None:
     text = sys.stdin.read() if prompt == "-" else (prompt or "")
-    pipe = load(model, device, dtype)
-    chosen = given(options)
-    asked = settings(pipe, chosen)
+    pipe = load_pipeline(model, device, dtype)
+    options = drop_unset(options)
+    settings = resolve_settings(pipe, options)
     if pipe.model.encoder is not None and not text:
-        raise InputError("an encoder-decoder answers to a source; give a PROMPT, or - to read it from a pipe")
+        raise InputError("an encoder-decoder needs a source; give a PROMPT, or - to read it from standard input")
     if as_json:
-        print_json(_answered(pipe, text, stop, chosen))
-    elif asked.num_return_sequences > 1 or (asked.num_beams > 1 and "num_beams" in chosen):
-        for answer in pipe.answers([text], stop=stop, **chosen)[0]:
-            click.echo(_before(pipe, text) + answer.text)
+        print_json(_generate_json(pipe, text, stop, options))
+    elif settings.num_return_sequences > 1 or (settings.num_beams > 1 and "num_beams" in options):
+        for hypothesis in pipe.generate_hypotheses([text], stop=stop, **options)[0]:
+            click.echo(_prompt_prefix(pipe, text) + hypothesis.text)
     else:
-        parts = pipe.stream(text, stop=stop, **chosen)
-        sys.stdout.write(_before(pipe, text))
-        show(parts)
-    next_verb(f"chat {shlex.quote(model)}" if pipe.tokenizer.chat_template else f"bench {shlex.quote(model)}")
+        chunks = pipe.stream(text, stop=stop, **options)
+        sys.stdout.write(_prompt_prefix(pipe, text))
+        print_stream(chunks)
+    suggest_next(f"chat {shlex.quote(model)}" if pipe.tokenizer.chat_template else f"bench {shlex.quote(model)}")
 
 
-def _before(pipe: Any, text: str) -> str:
-    """A decoder's text is the prompt and what follows; an encoder-decoder's is the answer alone."""
+def _prompt_prefix(pipe: Pipeline, text: str) -> str:
+    """Return what is printed before the generated text: the prompt of a decoder, nothing for an encoder-decoder."""
     return "" if pipe.model.encoder is not None else text
 
 
-def _answered(pipe: Any, text: str, stop: tuple[str, ...], chosen: dict[str, Any]) -> dict[str, Any]:
-    begun = time.perf_counter()
-    answers = pipe.answers([text], stop=stop, **chosen)[0]
-    seconds = time.perf_counter() - begun
+def _generate_json(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+    start = time.perf_counter()
+    hypotheses = pipe.generate_hypotheses([text], stop=stop, **options)[0]
+    seconds = time.perf_counter() - start
     texts = [
-        {"text": one.text, "tokens": one.tokens, "finished": one.finished}
-        | ({} if one.score is None else {"score": one.score})
-        for one in answers
+        {"text": hypothesis.text, "tokens": hypothesis.num_tokens, "finished": hypothesis.finish_reason}
+        | ({} if hypothesis.score is None else {"score": hypothesis.score})
+        for hypothesis in hypotheses
     ]
-    prompt = pipe.prompt(text)
-    read = len(prompt.source if prompt.source is not None else prompt.ids)
-    return {"prompt": text, "prompt_tokens": read, "texts": texts, "seconds": seconds}
+    prompt = pipe.encode_prompt(text)
+    prompt_tokens = len(prompt.source if prompt.source is not None else prompt.ids)
+    return {"prompt": text, "prompt_tokens": prompt_tokens, "texts": texts, "seconds": seconds}

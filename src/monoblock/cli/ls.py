@@ -1,4 +1,4 @@
-"""`monoblock ls`: what there is to work with."""
+"""`monoblock ls`: list recipes, presets, corpora and runs."""
 
 import os
 from pathlib import Path
@@ -6,42 +6,46 @@ from typing import Any
 
 import click
 
-from monoblock.cli.common import as_json, next_verb, print_json, table
+from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import did_you_mean
 
-Row = dict[str, Any]
-RUNS = Path("runs")  # where `monoblock train` puts them
-SIZED = ("bpe", "wordpiece", "unigram")  # tokenizers that come out as large as they were asked to be
+Record = dict[str, Any]
+RUNS_FOLDER = Path("runs")
+SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the recipe sets the size of their vocabulary
 
 
-def _recipes() -> list[Row]:
-    from monoblock.tasks.recipe import names, read
+def _list_recipes() -> list[Record]:
+    from monoblock.recipes.parse import list_recipes, read_recipe
 
     return [
         {
             "name": name,
             "objective": recipe.train.objective,
             "corpus": recipe.data.corpus,
-            "parameters": _parameters(recipe),
+            "parameters": _count_parameters(recipe),
             "steps": recipe.train.steps,
             "about": recipe.about,
         }
-        for name, recipe in ((name, read(name)) for name in names())
+        for name, recipe in ((name, read_recipe(name)) for name in list_recipes())
     ]
 
 
-def _parameters(recipe: Any) -> int | None:
-    """As many as the model will have; None where only the data can tell (letters, words, classes, images)."""
+def _count_parameters(recipe: Any) -> int | None:
+    """Count the parameters of a recipe's model; None if they depend on the data (characters, words, classes …)."""
     from monoblock.accounting.report import account
-    from monoblock.tasks.recipe import model_config
+    from monoblock.recipes.model_config import build_model_config
 
-    if recipe.train.objective in ("classify", "label") or recipe.tokenizer.kind not in SIZED or recipe.tokenizer.folder:
+    if (
+        recipe.train.objective in ("classify", "label")
+        or recipe.tokenizer.kind not in SIZED_TOKENIZERS
+        or recipe.tokenizer.folder
+    ):
         return None
-    return account(model_config(recipe, recipe.tokenizer.vocab)).parameters
+    return account(build_model_config(recipe, recipe.tokenizer.vocab)).parameters
 
 
-def _presets() -> list[Row]:
-    from monoblock.presets import PRESETS
+def _list_presets() -> list[Record]:
+    from monoblock.config.presets import PRESETS
 
     return [
         {
@@ -56,45 +60,45 @@ def _presets() -> list[Row]:
     ]
 
 
-def _corpora() -> list[Row]:
-    from monoblock.data.corpora import CORPORA, how_to_get, place_of
+def _list_corpora() -> list[Record]:
+    from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint
 
     folder = os.environ.get("MONOBLOCK_DATA")
     rows = []
     for name, source in CORPORA.items():
-        place = place_of(name, folder)
+        location = corpus_location(name, folder)
         rows.append(
             {
                 "name": name,
                 "kind": source.kind,
-                "what": source.what,
+                "what": source.description,
                 "licence": source.licence,
-                "here": place is not None,
-                "place": place,
+                "here": location is not None,
+                "place": location,
                 "origin": source.origin,
-                "get": None if place else how_to_get(name),
+                "get": None if location else install_hint(name),
             }
         )
     return rows
 
 
-def _runs() -> list[Row]:
-    folders = sorted(RUNS.iterdir()) if RUNS.is_dir() else []
-    return [_run(folder) for folder in folders if (folder / "recipe.toml").is_file()]
+def _list_runs() -> list[Record]:
+    folders = sorted(RUNS_FOLDER.iterdir()) if RUNS_FOLDER.is_dir() else []
+    return [_describe_run(folder) for folder in folders if (folder / "recipe.toml").is_file()]
 
 
-def _run(folder: Path) -> Row:
-    """What a run folder says about itself; what it does not say, or not legibly, is None."""
+def _describe_run(folder: Path) -> Record:
+    """Describe a run folder; whatever is missing or unreadable is None."""
     from monoblock.errors import MonoblockError
-    from monoblock.tasks.recipe import read
-    from monoblock.training import metrics
+    from monoblock.recipes.parse import read_recipe
+    from monoblock.training import metrics_file
 
     try:
-        recipe = read(str(folder / "recipe.toml"))
+        recipe = read_recipe(str(folder / "recipe.toml"))
     except (MonoblockError, OSError, ValueError):
         recipe = None
     try:
-        lines = metrics.read(folder)
+        lines = metrics_file.read(folder)
     except (MonoblockError, OSError, ValueError):
         lines = []
     best = min((line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"], default={})
@@ -110,36 +114,34 @@ def _run(folder: Path) -> Row:
     }
 
 
-# What -> (how it is gathered, the columns shown, the verb to try next). --json gives every key.
-SECTIONS = {
-    "recipes": (_recipes, ("name", "objective", "corpus", "parameters", "about"), "train {name} --dry-run"),
-    "presets": (_presets, ("name", "family", "parameters", "source", "unverified"), "account {name}"),
-    "corpora": (_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
-    "runs": (_runs, ("name", "recipe", "steps", "of", "best_val_loss", "finished"), "account {folder}"),
+# Name -> (function that lists it, columns shown, command to suggest). --json prints every key.
+LISTINGS = {
+    "recipes": (_list_recipes, ("name", "objective", "corpus", "parameters", "about"), "train {name} --dry-run"),
+    "presets": (_list_presets, ("name", "family", "parameters", "source", "unverified"), "account {name}"),
+    "corpora": (_list_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
+    "runs": (_list_runs, ("name", "recipe", "steps", "of", "best_val_loss", "finished"), "account {folder}"),
 }
 
 
-def _known(ctx: click.Context, argument: click.Parameter, what: str | None) -> str | None:
-    if what is not None and what not in SECTIONS:
-        raise click.UsageError(
-            f"no list of {what!r}{did_you_mean(what, SECTIONS)}; there is {', '.join(SECTIONS)}", ctx
-        )
+def _check_listing(ctx: click.Context, argument: click.Parameter, what: str | None) -> str | None:
+    if what is not None and what not in LISTINGS:
+        raise click.UsageError(f"{what!r} is not one of {', '.join(LISTINGS)}{did_you_mean(what, LISTINGS)}", ctx)
     return what
 
 
-@click.command(name="ls", help=f"List what there is to work with: {', '.join(SECTIONS)}; without WHAT, all of it.")
-@click.argument("what", required=False, callback=_known)
-@as_json
+@click.command(name="ls", help=f"List WHAT: {', '.join(LISTINGS)}, or all of them.")
+@click.argument("what", required=False, callback=_check_listing)
+@json_option
 def command(what: str | None, as_json: bool) -> None:
-    found = {name: SECTIONS[name][0]() for name in ([what] if what else SECTIONS)}
+    listings = {name: LISTINGS[name][0]() for name in ([what] if what else LISTINGS)}
     if as_json:
-        print_json(found)
+        print_json(listings)
         return
-    for name, rows in found.items():
-        _, columns, _ = SECTIONS[name]
-        if len(found) > 1:
+    for name, rows in listings.items():
+        _, columns, _ = LISTINGS[name]
+        if len(listings) > 1:
             click.echo(f"\n{name}")
-        table(columns, [[row[column] for column in columns] for row in rows])
-    for name, rows in found.items():
+        print_table(columns, [[row[column] for column in columns] for row in rows])
+    for name, rows in listings.items():
         if rows:
-            next_verb(SECTIONS[name][2].format(**rows[0]))
+            suggest_next(LISTINGS[name][2].format(**rows[0]))

@@ -1,6 +1,6 @@
-"""The command `monoblock`: finds the verb, runs it, and turns whatever goes wrong into one line and an exit code.
+"""The command `monoblock`: run a verb, and turn every error into one line and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a check failed (a verb says so by `ctx.exit(3)`), 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (a verb calls `ctx.exit(3)`), 130 interrupted.
 """
 
 import sys
@@ -12,31 +12,33 @@ import click
 from monoblock import __version__
 from monoblock.errors import ConfigError, MonoblockError, did_you_mean
 
-# Verb -> (the module whose `command` it is, its line in --help). The lines stand here, not in the modules,
-# so that --help imports none of them.
+# Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
 VERBS = {
-    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it, account for it."),
-    "ls": ("monoblock.cli.ls", "List what there is to work with: recipes, presets, corpora, runs."),
-    "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer; show how one cuts text."),
-    "train": ("monoblock.cli.train", "Train a model by a recipe."),
-    "finetune": ("monoblock.cli.finetune", "Go on from the weights of a model, all of them or LoRA, on other data."),
-    "generate": ("monoblock.cli.generate", "Continue a text, shown as it comes."),
-    "chat": ("monoblock.cli.chat", "Talk with a model that has a chat template."),
-    "translate": ("monoblock.cli.translate", "Translate or transliterate: a line in, a line out."),
-    "predict": ("monoblock.cli.predict", "Classify, label, fill in or embed texts, by the model's head."),
-    "evaluate": ("monoblock.cli.evaluate", "Loss, BLEU, accuracy … of a model on a corpus, by its task."),
-    "backtranslate": ("monoblock.cli.backtranslate", "Make sources for target sentences, to train on."),
-    "compare": ("monoblock.cli.compare", "Train the arms of an experiment and print their table."),
-    "bench": ("monoblock.cli.bench", "Tokens per second and memory, beside the peers that are installed."),
-    "convert": ("monoblock.cli.convert", "Between our folder, Hugging Face and GGUF, with a parity certificate."),
-    "quantize": ("monoblock.cli.quantize", "Store a model's matrices in 8 or 4 bits, and say what that costs."),
-    "account": ("monoblock.cli.account", "Parameters, FLOPs and memory of a model that need not be built."),
-    "env": ("monoblock.cli.env", "Versions, devices, what would be chosen and why."),
+    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and count its parameters."),
+    "ls": ("monoblock.cli.ls", "List recipes, presets, corpora and runs."),
+    "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
+    "train": ("monoblock.cli.train", "Train a recipe."),
+    "finetune": ("monoblock.cli.finetune", "Fine-tune a model on other data: all weights, some layers, or LoRA."),
+    "generate": ("monoblock.cli.generate", "Continue a text."),
+    "chat": ("monoblock.cli.chat", "Chat with a model that has a chat template."),
+    "translate": ("monoblock.cli.translate", "Translate or transliterate lines."),
+    "predict": ("monoblock.cli.predict", "Classify, tag, fill masks, answer questions or embed."),
+    "evaluate": ("monoblock.cli.evaluate", "Compute perplexity, BLEU, accuracy, … of a model on a corpus."),
+    "backtranslate": ("monoblock.cli.backtranslate", "Generate synthetic sources for target sentences."),
+    "compare": ("monoblock.cli.compare", "Train the arms of an experiment and compare them."),
+    "bench": ("monoblock.cli.bench", "Measure tokens per second and memory, and compare with other libraries."),
+    "convert": (
+        "monoblock.cli.convert",
+        "Convert between monoblock, Hugging Face and GGUF, with a parity certificate.",
+    ),
+    "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
+    "account": ("monoblock.cli.account", "Count parameters, FLOPs and memory of a model without building it."),
+    "env": ("monoblock.cli.env", "Show versions, devices and the defaults chosen on this machine."),
 }
 
 
-class Verbs(click.Group):
-    """A group that imports a verb's module only when that verb is run."""
+class VerbGroup(click.Group):
+    """A click group that imports the module of a verb only when the verb is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -51,7 +53,7 @@ class Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS:
-            raise click.UsageError(f"no verb {args[0]!r}{did_you_mean(args[0], VERBS)}", ctx)
+            raise click.UsageError(f"there is no verb {args[0]!r}{did_you_mean(args[0], VERBS)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -60,7 +62,7 @@ class Verbs(click.Group):
 
 
 @click.group(
-    cls=Verbs,
+    cls=VerbGroup,
     subcommand_metavar="VERB [WHAT] [key=value …]",
     no_args_is_help=False,
     invoke_without_command=True,
@@ -68,7 +70,7 @@ class Verbs(click.Group):
 )
 @click.version_option(__version__, prog_name="monoblock", message="%(prog)s %(version)s")
 @click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error; allowed after the verb as well."
+    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error; also accepted after the verb."
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -78,60 +80,60 @@ def cli(ctx: click.Context) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; `argv` is without the program's name."""
-    words, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
+    """Run the command line and return its exit code; `argv` excludes the name of the program."""
+    words, debug = _extract_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         result = cli.main(words, prog_name="monoblock", standalone_mode=False)
-        sys.stdout.flush()  # a closed pipe shows here, where it can be answered, and not while Python shuts down
+        sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not while Python shuts down
     except BrokenPipeError:
-        return _hang_up()
+        return _handle_closed_pipe()
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _print_error("interrupted", 130)
     except Exception as error:
         if debug:
             import traceback
 
             traceback.print_exc()
-        return _fail(*_explain(error))
+        return _print_error(*_describe_error(error))
     return result if isinstance(result, int) else 0
 
 
-def _take_debug(words: list[str]) -> tuple[list[str], bool]:
-    """Take --debug from wherever it stands before a bare `--`, because the user adds it at the end of a failed line."""
+def _extract_debug(words: list[str]) -> tuple[list[str], bool]:
+    """Remove --debug, which may be anywhere before a bare `--`: users append it to the command that failed."""
     end = words.index("--") if "--" in words else len(words)
     kept = [word for word in words[:end] if word != "--debug"]
     return kept + words[end:], len(kept) < end
 
 
-def _explain(error: Exception) -> tuple[str, int]:
-    """The line to print for an error, and the exit code."""
+def _describe_error(error: Exception) -> tuple[str, int]:
+    """Return the line to print for an error, and the exit code."""
     match error:
-        case click.Abort(__cause__=EOFError()):  # click takes this for an interruption too
-            return "the input ended before it was complete (--debug shows where)", 1
+        case click.Abort(__cause__=EOFError()):  # click raises Abort for the end of the input as well
+            return "unexpected end of input (use --debug for details)", 1
         case click.Abort():
             return "interrupted", 130
         case click.UsageError(ctx=ctx):
-            where = ctx.command_path if ctx else "monoblock"
-            return f"{error.format_message().rstrip('.')} (see {where} --help)", 2
+            command = ctx.command_path if ctx else "monoblock"
+            return f"{error.format_message().rstrip('.')} (see {command} --help)", 2
         case click.ClickException():
             return error.format_message(), error.exit_code
-        case ConfigError():  # typed by the user, on the command line or in a recipe
+        case ConfigError():  # from the command line or a recipe
             return str(error), 2
         case MonoblockError():
             return str(error), 1
         case OSError(strerror=str(reason), filename=str(name)):
             return f"{name}: {reason}", 1
         case _:
-            return f"{type(error).__name__}: {error} (--debug shows where)", 1
+            return f"{type(error).__name__}: {error} (use --debug for details)", 1
 
 
-def _fail(line: str, code: int) -> int:
+def _print_error(line: str, code: int) -> int:
     click.echo(f"error: {' '.join(line.split())}", err=True)
     return code
 
 
-def _hang_up() -> int:
-    """Whoever read our output has left (`monoblock ls | head -1`): be quiet, also when Python flushes at its end."""
+def _handle_closed_pipe() -> int:
+    """Exit quietly if the reader of our output has closed the pipe (`monoblock ls | head -1`)."""
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

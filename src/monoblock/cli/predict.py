@@ -1,183 +1,182 @@
-"""`monoblock predict MODEL [TEXT …]`: what a text is, whom it names, what is missing in it, where it stands."""
+"""`monoblock predict MODEL [TEXT …]`: classify, tag, fill masks, answer questions or embed, by the model's head."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import next_verb
-from monoblock.cli.ongoing import Ongoing
-from monoblock.cli.prompting import interpolate, resized
-from monoblock.cli.shown import SHOW, Shown, show_nearest
-from monoblock.cli.speaking import device, dtype, load
+from monoblock.cli._shared.image_options import interpolate_option, set_image_size
+from monoblock.cli._shared.line_reader import chunk_lines, count_lines, read_lines
+from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.output import suggest_next
+from monoblock.cli._shared.predict_output import PRINTERS, OutputFormat, print_neighbours
+from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError, InputError
 
-CHUNK = 2048  # lines that are sorted by length together
-OTHER = {"decoder-only": "generate", "encoder-decoder": "translate"}  # the verb for a model that predicts nothing
+if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
+
+DEFAULT_NEIGHBOURS = 5
+# Family of a model without a prediction head -> the verb that runs it.
+VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
 
 
-@click.command(name="predict", help="Classify, label, fill in or embed TEXT, by what MODEL was made for.")
+@click.command(
+    name="predict",
+    help="Classify, tag, fill masks, answer questions or embed: what the head of MODEL is for.\n\n"
+    "Reads one input per line, from TEXT, --file or standard input, and prints one result per line in the same order; "
+    "an empty line gives an empty result. A line is text<TAB>text for a classifier of pairs, question<TAB>text for "
+    "question answering, and the path of a .npz or .png file for images.",
+)
 @click.argument("model")
 @click.argument("texts", metavar="[TEXT …]", nargs=-1)
-@click.option("--file", type=click.Path(path_type=Path), help="Read the lines of this file.  [standard input]")
+@click.option("--file", type=click.Path(path_type=Path), help="Read lines from this file.  [standard input]")
 @click.option(
-    "--top", type=click.IntRange(min=1), help="So many answers, best first.  [1 class, 5 words or neighbours]"
+    "--top", type=click.IntRange(min=1), help="Number of results, best first.  [1 class, 5 tokens or neighbours]"
 )
-@click.option("--embed", is_flag=True, help="Embed, whatever the head.")
-@click.option("--pooling", type=click.Choice(["mean", "cls"]), help="Of embeddings.  [as the folder says, else mean]")
-@click.option("--nearest", type=click.Path(path_type=Path), help="Embed, and show the nearest lines of this file.")
-@click.option("--words", type=click.Choice(["signs", "spaces"]), default="signs", help="What parts words.  [signs]")
-@click.option("--columns", is_flag=True, help="Labels: a word a line, as in CoNLL files.")
-@click.option("--long", type=click.Choice(["refuse", "cut", "split"]), help="What is beyond the context.  [refuse]")
-@click.option("--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once.")
-@interpolate
-@device
-@dtype
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-def command(model: str, texts: tuple[str, ...], device: str | None, dtype: str | None, **words: Any) -> None:
-    """A line in, a result out, in the order they came; an empty line has an empty result.
-
-    For a classifier of pairs a line is text<TAB>text, for answers question<TAB>text, for images it is the path of a
-    .npz or .png file.
-    """
-    if texts and words["file"] is not None:
-        raise ConfigError("give TEXT or --file, not both")
-    pipe = resized(load(model, device, dtype), words["interpolate"])
-    ask = Asking(pipe, model, words)
-    with Ongoing("lines", len(texts) or _count(words["file"])) as tell:
-        for first, lines in _chunks(_lines(texts, words["file"])):
-            for line, found in zip(lines, ask(lines, first, tell), strict=True):
-                ask.show(line, found)
+@click.option("--embed", is_flag=True, help="Embed, with any head.")
+@click.option(
+    "--pooling", type=click.Choice(["mean", "cls"]), help="Pooling of embeddings.  [from the folder, or mean]"
+)
+@click.option("--nearest", type=click.Path(path_type=Path), help="Embed, and print the nearest lines of this file.")
+@click.option(
+    "--words",
+    type=click.Choice(["signs", "spaces"]),
+    default="signs",
+    help="Tagging: split words at punctuation (signs), or at spaces only.  [signs]",
+)
+@click.option("--columns", is_flag=True, help="Tagging: print one word per line, as in CoNLL files.")
+@click.option(
+    "--long", type=click.Choice(["refuse", "cut", "split"]), help="What to do with text beyond the context.  [refuse]"
+)
+@click.option(
+    "--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
+)
+@interpolate_option
+@device_option
+@dtype_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def command(model: str, texts: tuple[str, ...], device: str | None, dtype: str | None, **options: Any) -> None:
+    if texts and options["file"] is not None:
+        raise ConfigError("TEXT and --file are both given; give one of them")
+    pipe = set_image_size(load_pipeline(model, device, dtype), options["interpolate"])
+    predictor = LinePredictor(pipe, model, options)
+    num_lines = 0
+    with ProgressBar("lines", len(texts) or count_lines(options["file"])) as progress:
+        for first, lines in chunk_lines(read_lines(texts, options["file"])):
+            for line, result in zip(lines, predictor(lines, first, progress), strict=True):
+                predictor.print_result(line, result)
             sys.stdout.flush()
-            ask.seen += len(lines)
-    if not ask.seen:
+            num_lines += len(lines)
+    if not num_lines:
         raise InputError("there is no text; give TEXT, --file, or lines on standard input")
-    next_verb(f"evaluate {shlex.quote(model)} DATA" if ask.method != "embed" else f"account {shlex.quote(model)}")
+    verb = f"account {shlex.quote(model)}" if predictor.method == "embed" else f"evaluate {shlex.quote(model)} DATA"
+    suggest_next(verb)
 
 
-class Asking:
-    """One method of the pipeline for all lines, and how its results are shown."""
+class LinePredictor:
+    """Apply one method of the pipeline to lines, and print the results."""
 
-    def __init__(self, pipe: Any, model: str, words: dict[str, Any]) -> None:
-        from monoblock.tasks.predicting import method_of
+    def __init__(self, pipe: Pipeline, model: str, options: dict[str, Any]) -> None:
 
-        self.pipe, self.words, self.seen, self.pairs = pipe, words, 0, False
-        self.method = "embed" if words["embed"] or words["nearest"] is not None else method_of(pipe)
-        if self.method not in SHOW:
-            verb = OTHER.get(pipe.model.config.family, "account")
-            raise ConfigError(f"{model} has no head that predicts; write monoblock {verb} {shlex.quote(model)}")
-        anyway = pipe.tokenizer is None or self.method == "answer"  # of any length: a long text is read in windows
-        self.how = {"batch": words["batch"]} | ({} if anyway else {"long": words["long"] or "refuse"})
-        if anyway and words["long"] is not None:
-            read = "images are of one size" if pipe.tokenizer is None else "texts of any length are read in windows"
-            raise ConfigError(f"--long does nothing here: {read}; leave it out")
-        single = {"tag": "labels of words", "embed": "embeddings without --nearest"}.get(self.method)
-        if words["top"] is not None and single is not None and words["nearest"] is None:
-            raise ConfigError(f"--top does nothing for {single}; leave it out")
-        self.shown = Shown(words["as_json"], words["columns"])
-        self.others: list[str]
-        self.vectors: Any
-        self.others, self.vectors = self._embedded() if words["nearest"] is not None else ([], None)
+        self.pipe, self.options, self.has_noted_pairs = pipe, options, False
+        self.is_vision = pipe.tokenizer is None
+        self.method = "embed" if options["embed"] or options["nearest"] is not None else pipe.loaded.prediction_method
+        if self.method not in PRINTERS:
+            verb = VERB_BY_FAMILY.get(pipe.model.config.family, "account")
+            raise ConfigError(f"{model} has no head for predictions; write monoblock {verb} {shlex.quote(model)}")
+        self._check_options()
+        self.call_options = {"batch": options["batch"]}
+        if not self._reads_any_length():
+            self.call_options["long"] = options["long"] or "refuse"
+        self.output_format = OutputFormat(options["as_json"], options["columns"])
+        self.candidate_lines: list[str] = []
+        self.candidate_vectors: Any = None
+        if options["nearest"] is not None:
+            self.candidate_lines, self.candidate_vectors = self._embed_candidates(options["nearest"])
 
-    def __call__(self, lines: list[str], first: int, tell: Callable[[int], None]) -> list[Any]:
-        """A result for each line; None for an empty one."""
-        kept = [number for number, line in enumerate(lines) if line.strip()]
-        given = [self._given(lines[number]) for number in kept]
-        more = {} if self.pipe.tokenizer is None else {"lines": [first + number for number in kept], "tell": tell}
-        try:
-            found = getattr(self.pipe, self.method)(given, **self._options(), **self.how, **more) if given else []
-        except InputError as problem:  # the words of the command line
-            said = str(problem).replace("long='split'", "--long split").replace("long='cut'", "--long cut")
-            raise InputError(said) from None
+    def _reads_any_length(self) -> bool:
+        """Whether --long has no effect: images have one size, and questions are answered in sliding windows."""
+        return self.is_vision or self.method == "answer"
+
+    def _check_options(self) -> None:
+        """Refuse options that have no effect on this model."""
+        if self._reads_any_length() and self.options["long"] is not None:
+            reason = "images have one size" if self.is_vision else "long texts are read in windows"
+            raise ConfigError(f"--long has no effect here: {reason}; leave it out")
+        single_result = {"tag": "tagging", "embed": "embeddings without --nearest"}.get(self.method)
+        if self.options["top"] is not None and single_result is not None and self.options["nearest"] is None:
+            raise ConfigError(f"--top has no effect on {single_result}; leave it out")
+
+    def __call__(self, lines: list[str], first: int, progress: Callable[[int], None]) -> list[Any]:
+        """Return one result per line, None for an empty one; `first` is the index of the first line."""
+        kept = [index for index, line in enumerate(lines) if line.strip()]
         results: list[Any] = [None] * len(lines)
-        for number, result in zip(kept, found, strict=True):
-            results[number] = result
+        inputs = [self._parse_line(lines[index]) for index in kept]
+        if not inputs:
+            return results
+        options = self._method_options() | self.call_options
+        if not self.is_vision:
+            options |= {"lines": [first + index for index in kept], "progress": progress}
+        try:
+            predictions = getattr(self.pipe, self.method)(inputs, **options)
+        except InputError as problem:  # name the options of the command line
+            message = str(problem).replace("long='split'", "--long split").replace("long='cut'", "--long cut")
+            raise InputError(message) from None
+        for index, prediction in zip(kept, predictions, strict=True):
+            results[index] = prediction
         return results
 
-    def _given(self, line: str) -> Any:
-        if self.pipe.tokenizer is None:
-            from monoblock.tasks.seeing import read_pixels
+    def _parse_line(self, line: str) -> Any:
+        if self.is_vision:
+            from monoblock.tasks.image_inputs import read_pixels
 
-            found = read_pixels(line.strip(), self.pipe.model.config.input)
-            if len(found) > 1:
-                raise InputError(
-                    f"{line.strip()} holds {len(found)} images; `monoblock evaluate` measures many at once"
-                )
-            return found[0]
-        one, tab, other = line.partition("\t")
-        if self.method == "answer" and not (one.strip() and other.strip()):
-            raise InputError(f"{line[:40]!r} is no question and text; write question<TAB>text")
-        if tab and self.method == "classify" and not self.pairs:
-            self.pairs = True
+            images = read_pixels(line.strip(), self.pipe.model.config.input)  # type: ignore[union-attr, arg-type]
+            if len(images) > 1:
+                raise InputError(f"{line.strip()} holds {len(images)} images; use monoblock evaluate for many at once")
+            return images[0]
+        text, tab, text_pair = line.partition("\t")
+        if self.method == "answer" and not (text.strip() and text_pair.strip()):
+            raise InputError(f"{line[:40]!r} is not a question and a text; write question<TAB>text")
+        if tab and self.method == "classify" and not self.has_noted_pairs:
+            self.has_noted_pairs = True
             click.echo("note: a line with a tab is read as a pair of texts", err=True)
-        return (one, other) if tab and self.method in ("classify", "answer") else line
+        return (text, text_pair) if tab and self.method in ("classify", "answer") else line
 
-    def _options(self) -> dict[str, Any]:
-        top = {} if self.words["top"] is None else {"top": self.words["top"]}
+    def _method_options(self) -> dict[str, Any]:
         match self.method:
             case "tag":
-                return {"apart": self.words["words"] == "signs"}
+                return {"split_punctuation": self.options["words"] == "signs"}
             case "embed":
-                return {"pooling": self.words["pooling"]}
+                return {"pooling": self.options["pooling"]}
             case "answer":
-                return {"n_best": self.words["top"] or 1}
-        return top
+                return {"n_best": self.options["top"] or 1}
+        return {} if self.options["top"] is None else {"top": self.options["top"]}
 
-    def _embedded(self) -> tuple[list[str], Any]:
-        """The lines that are compared with, and where they or the images they name stand."""
-        place = self.words["nearest"]
-        with place.open("rb") as file:
-            lines = [line for line in _decoded(file, str(place)) if line.strip()]
+    def _embed_candidates(self, path: Path) -> tuple[list[str], Any]:
+        """Embed the lines of a file, or the images they name."""
+        lines = [line for line in read_lines(file=path) if line.strip()]
         if not lines:
-            raise InputError(f"{place} is empty; give a file with at least one line of text")
-        with Ongoing(f"lines of {place}", len(lines)) as tell:
-            more = {} if self.pipe.tokenizer is None else {"tell": tell}
-            given = [self._given(line) for line in lines]
-            return lines, self.pipe.embed(given, pooling=self.words["pooling"], **self.how, **more)
+            raise InputError(f"{path} is empty; give a file with at least one line of text")
+        with ProgressBar(f"lines of {path}", len(lines)) as progress:
+            inputs = [self._parse_line(line) for line in lines]
+            options: dict[str, Any] = self._method_options() | self.call_options
+            if not self.is_vision:
+                options["progress"] = progress
+            return lines, self.pipe.embed(inputs, **options)
 
-    def show(self, line: str, found: Any) -> None:
-        if self.vectors is None or found is None:
-            SHOW[self.method](self.shown, line, found)
+    def print_result(self, line: str, result: Any) -> None:
+        if self.candidate_vectors is None or result is None:
+            PRINTERS[self.method](self.output_format, line, result)
             return
-        from monoblock.tasks.neighbours import nearest
+        from monoblock.tasks.embedding.nearest import find_nearest
 
-        (near,) = nearest(found[None], self.vectors, self.words["top"] or 5)
-        show_nearest(self.shown, line, [(self.others[one.number], one.number, one.cosine) for one in near])
-
-
-def _lines(texts: tuple[str, ...], file: Path | None) -> Iterator[str]:
-    if texts:
-        for text in texts:
-            yield from text.split("\n")
-    elif file is not None:
-        with file.open("rb") as stream:
-            yield from _decoded(stream, str(file))
-    else:
-        yield from _decoded(sys.stdin.buffer, "standard input")
-
-
-def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
-    from monoblock.tasks.lines import decoded
-
-    return decoded(stream, name)
-
-
-def _count(file: Path | None) -> int | None:
-    if file is None or not file.is_file():  # a pipe can be read once
-        return None
-    with file.open("rb") as stream:
-        return sum(1 for _ in stream)
-
-
-def _chunks(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Some lines at a time with the number of the first; from a terminal one by one."""
-    count, first = 1 if sys.stdin.isatty() else CHUNK, 0
-    while some := list(islice(lines, count)):
-        yield first, some
-        first += len(some)
+        count = self.options["top"] or DEFAULT_NEIGHBOURS
+        (neighbours,) = find_nearest(result[None], self.candidate_vectors, count)
+        rows = [(self.candidate_lines[neighbour.row], neighbour.row, neighbour.cosine) for neighbour in neighbours]
+        print_neighbours(self.output_format, line, rows)

@@ -1,38 +1,43 @@
-"""`monoblock quantize MODEL --bits 8|4 --out DIR`: a smaller model folder, and what it costs in perplexity."""
+"""`monoblock quantize MODEL --bits 8|4 --out DIR`: quantize a model folder and compare its perplexity."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import as_json, human_bytes, next_verb, print_json, table
-from monoblock.cli.train import data_folder
+from monoblock.cli._shared.data_options import resolve_data_folder
+from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError
 
-CORPUS = "kjv"  # the text that is always here
-BESIDE = ("generation_config.json", "recipe.toml", "labels.json")  # what makes a model usable
-MOST = 50_000
+if TYPE_CHECKING:
+    from monoblock.nn.transformer import Transformer
+    from monoblock.tokenizers.tokenizer import Tokenizer
+
+DEFAULT_TEXT = "kjv"  # a corpus that needs no download
+COPIED_FILES = ("generation_config.json", "recipe.toml", "labels.json")
+MAX_TOKENS = 50_000
 
 
-def _progress(what: str) -> Any:
-    """A line on stderr every tenth of the way."""
-    shown = -1
+def _progress_callback(action: str) -> Callable[..., None]:
+    """Return a callback that prints a line on stderr at every tenth of the total."""
+    last_tenth = -1
 
-    def watch(done: int, of: int) -> None:
-        nonlocal shown
-        if (tenth := min(10, 10 * done // max(of, 1))) > shown:
-            shown = tenth
-            click.echo(f"{what} {10 * tenth} %", err=True)
+    def report(done: int, of: int) -> None:
+        nonlocal last_tenth
+        if (tenth := min(10, 10 * done // max(of, 1))) > last_tenth:
+            last_tenth = tenth
+            click.echo(f"{action} {10 * tenth} %", err=True)
 
-    return watch
+    return report
 
 
-def tokenizer_of(model: Path) -> Any:
-    """The tokenizer beside a model or in its GGUF file, None where there is none."""
+def load_tokenizer(model: Path) -> Tokenizer | None:
+    """Load the tokenizer of a model folder or GGUF file; None if it has none."""
     from monoblock.tokenizers.tokenizer import Tokenizer
 
     try:
@@ -41,43 +46,50 @@ def tokenizer_of(model: Path) -> Any:
         return None
 
 
-def documents(tokenizer: Any, text: str, data: Path | None) -> list[list[int]]:
-    """A text as the ids of the model's own tokenizer: a file, or the validation part of a corpus."""
-    from monoblock.data import corpora
+def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list[int]]:
+    """Encode a text file, or the validation split of a corpus."""
+    from monoblock.data.corpora.load import load_corpus
 
     split = "all" if Path(text).is_file() else "valid"
-    return tokenizer.encode_batch(list(corpora.load(text, split, folder=data).texts()))  # type: ignore[arg-type]
+    return tokenizer.encode_batch(list(load_corpus(text, split, folder=data).texts()))  # type: ignore[arg-type]
 
 
-def measured(before: Any, after: Any, given: list[list[int]], most: int) -> dict[str, Any]:
-    """Loss and perplexity of both models on one text."""
-    from monoblock.quantize.measure import loss
+def compare_perplexity(before: Any, after: Any, documents: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    """Return the loss and the perplexity of both models on the same text."""
+    from monoblock.quantization.evaluate import evaluate_loss
 
-    total = min(most, sum(map(len, given)))
-    found = {}
+    total = min(max_tokens, sum(map(len, documents)))
+    losses = {}
     for name, model in (("before", before), ("after", after)):
-        found[name] = loss(model, given, most=most, watch=partial(_progress(f"reading the text, {name}"), of=total))
-    old, new = found["before"], found["after"]
+        progress = partial(_progress_callback(f"evaluating, {name}"), of=total)
+        losses[name] = evaluate_loss(model, documents, max_tokens=max_tokens, progress=progress)
+    old, new = losses["before"], losses["after"]
     return {
         "tokens": old.tokens,
-        "loss": {name: one.nats for name, one in found.items()},
-        "perplexity": {name: one.perplexity for name, one in found.items()},
+        "loss": {name: loss.nats_per_token for name, loss in losses.items()},
+        "perplexity": {name: loss.perplexity for name, loss in losses.items()},
         "perplexity_loss": new.perplexity / old.perplexity - 1,
     }
 
 
-@click.command(name="quantize", help="Store a model's matrices in 8 or 4 bits; says what that costs in perplexity.")
+@click.command(name="quantize", help="Quantize the matrices of MODEL to 8 or 4 bits, and compare the perplexity.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
-@click.option("--group", type=int, help="Weights that share a scale.  [64 at 8 bits, 32 at 4]")
+@click.option("--group", type=int, help="Number of weights that share a scale.  [64 for 8 bits, 32 for 4]")
 @click.option(
-    "--table-bits", type=click.Choice(["8", "4"]), default="8", show_default=True, help="Of tokens and output."
+    "--table-bits",
+    type=click.Choice(["8", "4"]),
+    default="8",
+    show_default=True,
+    help="Bits of the embedding and the output matrix.",
 )
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The new model folder.")
-@click.option("--text", default=CORPUS, show_default=True, help="A text file or a corpus to measure perplexity on.")
-@click.option("--data", type=click.Path(path_type=Path, exists=True), help="A folder of corpora, or a text file.")
-@click.option("--tokens", type=click.IntRange(min=1), default=MOST, show_default=True, help="Read at most so many.")
-@as_json
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
+@click.option("--text", default=DEFAULT_TEXT, show_default=True, help="Text file or corpus to measure perplexity on.")
+@click.option("--data", type=click.Path(path_type=Path, exists=True), help="Folder with corpora, or a text file.")
+@click.option(
+    "--tokens", type=click.IntRange(min=1), default=MAX_TOKENS, show_default=True, help="Evaluate at most N tokens."
+)
+@json_option
 def command(
     model: Path,
     bits: str,
@@ -90,35 +102,37 @@ def command(
     as_json: bool,
 ) -> None:
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is there already; name another folder with --out")
+        raise ConfigError(f"{out} already exists; name another folder with --out")
     if data is not None and data.is_file():
         text, data = str(data), None
-    from monoblock.model import Transformer
-    from monoblock.quantize.convert import quantized
-    from monoblock.quantize.measure import tensor_bytes
+    from monoblock.nn.transformer import Transformer
+    from monoblock.quantization.convert import quantize
+    from monoblock.quantization.evaluate import state_dict_bytes
 
     before = Transformer.from_pretrained(model).eval()
-    speaks = before.config.family == "decoder-only" and before.config.head is not None
-    tokenizer = tokenizer_of(model)
-    given = documents(tokenizer, text, data_folder(data)) if speaks and tokenizer is not None else None
+    is_language_model = before.config.family == "decoder-only" and before.config.head is not None
+    tokenizer, documents = load_tokenizer(model), None
+    if is_language_model and tokenizer is not None:
+        documents = encode_text(tokenizer, text, resolve_data_folder(data))
     options: dict[str, Any] = {"bits": int(bits), "group": group, "table_bits": int(table_bits)}
-    after = quantized(before, **options, watch=_progress("quantising"))
-    found: dict[str, Any] = {"folder": str(out), **options, "group": after.config.quantize.group}  # type: ignore[union-attr]
-    found["bytes"] = {"before": tensor_bytes(before), "after": tensor_bytes(after)}
-    found |= {"text": text, **measured(before, after, given, tokens)} if given is not None else {}
-    save(after, tokenizer, model, out)
+    after = quantize(before, **options, progress=_progress_callback("quantizing"))
+    result: dict[str, Any] = {"folder": str(out), **options, "group": after.config.quantize.group}  # type: ignore[union-attr]
+    result["bytes"] = {"before": state_dict_bytes(before), "after": state_dict_bytes(after)}
+    if documents is not None:
+        result |= {"text": text, **compare_perplexity(before, after, documents, tokens)}
+    save_folder(after, tokenizer, model, out)
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        report(found)
-    next_verb(f'generate {out} "In the beginning"' if speaks else f"account {out}")
+        print_report(result)
+    suggest_next(f'generate {out} "In the beginning"' if is_language_model else f"account {out}")
 
 
-def save(made: Any, tokenizer: Any, model: Path, out: Path) -> None:
-    made.save_pretrained(out)
+def save_folder(quantized_model: Transformer, tokenizer: Tokenizer | None, model: Path, out: Path) -> None:
+    quantized_model.save_pretrained(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
-    for name in BESIDE:
+    for name in COPIED_FILES:
         if (model / name).is_file():
             try:
                 shutil.copyfile(model / name, out / name)
@@ -126,16 +140,14 @@ def save(made: Any, tokenizer: Any, model: Path, out: Path) -> None:
                 raise FileError(f"{name} cannot be copied to {out}: {problem.strerror}") from None
 
 
-def report(found: dict[str, Any]) -> None:
-    size = found["bytes"]
-    rows: list[tuple[object, ...]] = [("weights", human_bytes(size["before"]), human_bytes(size["after"]))]
-    change = [f"{size['before'] / size['after']:.2f} times smaller"]
-    if "perplexity" in found:
-        both = found["perplexity"]
-        rows.append((f"perplexity on {found['text']}", f"{both['before']:.4f}", f"{both['after']:.4f}"))
-        change.append(f"{100 * found['perplexity_loss']:+.3f} %")
-    rows = [(*row, said) for row, said in zip(rows, change, strict=True)]
-    table(("", "before", f"{found['bits']} bits, groups of {found['group']}", "change"), rows)
-    if "perplexity" not in found:
-        click.echo("No perplexity: only a decoder with its tokenizer beside it continues a text.", err=True)
-    click.echo(f"Saved {found['folder']}")
+def print_report(result: dict[str, Any]) -> None:
+    size = result["bytes"]
+    smaller = f"{size['before'] / size['after']:.2f} times smaller"
+    rows: list[tuple[object, ...]] = [("weights", format_bytes(size["before"]), format_bytes(size["after"]), smaller)]
+    if "perplexity" in result:
+        before, after = (f"{result['perplexity'][name]:.4f}" for name in ("before", "after"))
+        rows.append((f"perplexity on {result['text']}", before, after, f"{100 * result['perplexity_loss']:+.3f} %"))
+    print_table(("", "before", f"{result['bits']} bits, groups of {result['group']}", "change"), rows)
+    if "perplexity" not in result:
+        click.echo("No perplexity: it needs a decoder-only model with a tokenizer.", err=True)
+    click.echo(f"Saved {result['folder']}")

@@ -1,4 +1,4 @@
-"""`monoblock tokenizer`: train one from text files, show how one cuts a text."""
+"""`monoblock tokenizer`: train a tokenizer on text files, or show how one splits a text."""
 
 from __future__ import annotations
 
@@ -9,63 +9,65 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import as_json, next_verb, print_json, table
+from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError
 
 if TYPE_CHECKING:
     from monoblock.tokenizers.tokenizer import Piece, Tokenizer
 
-BLOCK = 2**16  # characters of a text given to the trainer at once, cut at the end of a line
+BLOCK_SIZE = 2**16  # characters passed to the trainer at once, rounded up to whole lines
 BACKGROUNDS = ("blue", "green", "magenta", "cyan")
-VISIBLE = {"\n": "↵\n", "\t": "→\t"}
+VISIBLE_WHITESPACE = {"\n": "↵\n", "\t": "→\t"}
 
 
 # -- reading text ------------------------------------------------------------------------------------------------------
 
 
-def blocks(names: tuple[str, ...]) -> Iterator[str]:
-    """The text of files, `-` for the standard input, in blocks of whole lines."""
+def read_blocks(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield the text of files (`-` is standard input) in blocks of whole lines."""
     for name in names:
         try:
             if name == "-":
-                yield from _cut(sys.stdin)
+                yield from _split_blocks(sys.stdin)
             else:
                 with open(name, encoding="utf-8", newline="") as file:
-                    yield from _cut(file)
+                    yield from _split_blocks(file)
         except UnicodeDecodeError as problem:
             raise FileError(f"{name} is not UTF-8 text (byte {problem.start}); convert it first") from None
         except OSError as problem:
             raise FileError(f"{name} cannot be read: {problem.strerror or problem}") from None
 
 
-def _cut(file: Any) -> Iterator[str]:
-    gathered: list[str] = []
+def _split_blocks(file: Any) -> Iterator[str]:
+    lines: list[str] = []
     size = 0
     for line in file:
-        gathered.append(line)
+        lines.append(line)
         size += len(line)
-        if size >= BLOCK:
-            yield "".join(gathered)
-            gathered, size = [], 0
-    if gathered:
-        yield "".join(gathered)
+        if size >= BLOCK_SIZE:
+            yield "".join(lines)
+            lines, size = [], 0
+    if lines:
+        yield "".join(lines)
 
 
-# -- showing -----------------------------------------------------------------------------------------------------------
+# -- printing ----------------------------------------------------------------------------------------------------------
 
 
-def summary(tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "fingerprint": tokenizer.fingerprint,
-        "specials": {role: {"token": token, "id": tokenizer.id(token)} for role, token in tokenizer.roles.items()},
+        "specials": {
+            role: {"token": token, "id": tokenizer.id(token)} for role, token in tokenizer.special_tokens_map.items()
+        },
     }
 
 
-def readable(tokenizer: Tokenizer, piece: Piece, text: str) -> str:
-    """The characters a piece covers, or its bytes where it covers a part of a character."""
-    raw = tokenizer.bytes_of(piece.id)
+def piece_text(tokenizer: Tokenizer, piece: Piece, text: str) -> str:
+    """Return the characters of a piece, or its bytes if it covers only part of a character."""
+    raw = tokenizer.token_bytes(piece.id)
     if raw is None:
         return text[piece.start : piece.end] or piece.piece
     try:
@@ -74,18 +76,18 @@ def readable(tokenizer: Tokenizer, piece: Piece, text: str) -> str:
         return "".join(f"<{byte:02X}>" for byte in raw)
 
 
-def _show_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
-    shown = [readable(tokenizer, piece, text) for piece in pieces]
+def _print_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
+    texts = [piece_text(tokenizer, piece, text) for piece in pieces]
     if sys.stdout.isatty():
-        for place, piece in enumerate(shown):
-            for sign, visible in VISIBLE.items():
-                piece = piece.replace(sign, visible)
-            click.echo(click.style(piece, fg="black", bg=BACKGROUNDS[place % len(BACKGROUNDS)]), nl=False)
+        for index, piece_string in enumerate(texts):
+            for character, visible in VISIBLE_WHITESPACE.items():
+                piece_string = piece_string.replace(character, visible)
+            click.echo(click.style(piece_string, fg="black", bg=BACKGROUNDS[index % len(BACKGROUNDS)]), nl=False)
         click.echo()
     else:
-        click.echo("|".join(shown))
+        click.echo("|".join(texts))
     click.echo(" ".join(str(piece.id) for piece in pieces))
-    rate = f", {len(text) / len(pieces):.2f} characters a piece" if pieces else ""
+    rate = f", {len(text) / len(pieces):.2f} characters per piece" if pieces else ""
     click.echo(f"{len(pieces):,} pieces, {len(text):,} characters{rate}")
 
 
@@ -95,66 +97,82 @@ def _show_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
 @click.group(name="tokenizer", invoke_without_command=True, no_args_is_help=False)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Train a tokenizer; show how one cuts text."""
+    """Train a tokenizer, or show how one splits a text."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-@command.command(name="train", help="Train a tokenizer on text files, or on the standard input (-).")
+@command.command(name="train", help="Train a tokenizer on text files (- is standard input).")
 @click.argument("data", nargs=-1, required=True)
 @click.option("--kind", default="bpe", show_default=True, help="char, byte, word, bpe, wordpiece or unigram.")
-@click.option("--vocab", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens, specials included.")
-@click.option("--marker", help="Of bpe on characters: @@ (a word goes on) or ▁ (a word begins). [bytes]")
-@click.option("--specials", default="causal", show_default=True, help="causal, seq2seq, masked, spans, none or a,b,…")
-@click.option("--lowercase", is_flag=True, help="Read capitals as small letters.")
-@click.option("--min-frequency", type=click.IntRange(min=1), default=1, show_default=True, help="Leave out rarer ones.")
-@click.option("--out", default="runs/tokenizer", show_default=True, help="The folder to write.")
-@click.option("--force", is_flag=True, help="Replace the tokenizer of a folder that exists.")
-@as_json
+@click.option(
+    "--vocab",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Size of the vocabulary, special tokens included.",
+)
+@click.option("--marker", help="BPE on characters: @@ (inside a word) or ▁ (start of a word).  [BPE on bytes]")
+@click.option(
+    "--specials",
+    default="causal",
+    show_default=True,
+    help="Special tokens: causal, seq2seq, masked, spans, none, or a list a,b,…",
+)
+@click.option("--lowercase", is_flag=True, help="Convert text to lower case.")
+@click.option(
+    "--min-frequency", type=click.IntRange(min=1), default=1, show_default=True, help="Drop tokens that are rarer."
+)
+@click.option("--out", default="runs/tokenizer", show_default=True, help="Folder to write.")
+@click.option("--force", is_flag=True, help="Overwrite the tokenizer of an existing folder.")
+@json_option
 def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     if Path(out).exists() and not force:
-        raise ConfigError(f"{out} exists; name another folder with --out, or replace its tokenizer with --force")
-    from monoblock.tokenizers.specials import NEEDS
+        raise ConfigError(f"{out} already exists; name another folder with --out, or overwrite it with --force")
+    from monoblock.tokenizers.special_tokens import ROLES_BY_OBJECTIVE
     from monoblock.tokenizers.tokenizer import Tokenizer
 
-    wanted = options["specials"]
+    specials = options["specials"]
     tokenizer = Tokenizer.train(
         options["kind"],
-        blocks(data),
+        read_blocks(data),
         options["vocab"],
         marker=options["marker"],
-        specials=wanted if wanted in NEEDS else [word for word in wanted.split(",") if word],
+        specials=specials if specials in ROLES_BY_OBJECTIVE else [name for name in specials.split(",") if name],
         lowercase=options["lowercase"],
         min_frequency=options["min_frequency"],
     )
     tokenizer.save_pretrained(out)
     if as_json:
-        print_json({"folder": out, **summary(tokenizer)})
+        print_json({"folder": out, **describe_tokenizer(tokenizer)})
         return
     click.echo(f"Saved {out}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}")
-    next_verb(f'tokenizer show {out} "In the beginning"')
+    suggest_next(f'tokenizer show {out} "In the beginning"')
 
 
-@command.command(name="show", help="Show how the tokenizer of a folder cuts TEXT (- reads the standard input).")
+@command.command(name="show", help="Show how the tokenizer of FOLDER splits TEXT (- is standard input).")
 @click.argument("folder")
 @click.argument("text", required=False)
-@as_json
+@json_option
 def show(folder: str, text: str | None, as_json: bool) -> None:
     from monoblock.tokenizers.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(folder)
-    text = "".join(blocks(("-",))) if text == "-" else text
+    text = "".join(read_blocks(("-",))) if text == "-" else text
     pieces = tokenizer.pieces(text) if text is not None else []
     if as_json:
-        rows = [{**piece._asdict(), "text": readable(tokenizer, piece, text or "")} for piece in pieces]
-        print_json(summary(tokenizer) | ({"pieces": rows, "characters": len(text)} if text is not None else {}))
+        rows = [{**piece._asdict(), "text": piece_text(tokenizer, piece, text or "")} for piece in pieces]
+        print_json(
+            describe_tokenizer(tokenizer) | ({"pieces": rows, "characters": len(text)} if text is not None else {})
+        )
         return
     if text is None:
-        about = summary(tokenizer)
-        click.echo(f"{about['kind']}, {about['vocab_size']:,} tokens, {about['fingerprint'][:12]}")
-        if about["specials"]:
-            table(("role", "token", "id"), [(role, *one.values()) for role, one in about["specials"].items()])
-        next_verb(f'tokenizer show {folder} "In the beginning"')
+        description = describe_tokenizer(tokenizer)
+        specials = description["specials"]
+        click.echo(f"{description['kind']}, {description['vocab_size']:,} tokens, {description['fingerprint'][:12]}")
+        if specials:
+            print_table(("role", "token", "id"), [(role, *token.values()) for role, token in specials.items()])
+        suggest_next(f'tokenizer show {folder} "In the beginning"')
         return
-    _show_pieces(tokenizer, text, pieces)
-    next_verb("ls presets")
+    _print_pieces(tokenizer, text, pieces)
+    suggest_next("ls presets")

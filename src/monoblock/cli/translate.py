@@ -1,50 +1,52 @@
-"""`monoblock translate MODEL [TEXT]`: lines in, lines out, in the order they came."""
+"""`monoblock translate MODEL [TEXT]`: translate lines, in input order."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli.common import next_verb
-from monoblock.cli.speaking import choosing, device, dtype, given, load, settings
+from monoblock.cli._shared.decoding_options import SEARCH_OPTIONS, add_options, drop_unset, resolve_settings
+from monoblock.cli._shared.line_reader import chunk_lines, read_lines
+from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.output import suggest_next
 from monoblock.errors import ConfigError, InputError
 
-CHUNK = 2048  # lines that are sorted by length together
-# Option -> (word of Settings, type, help). Without one, the folder's generation_config.json decides.
-SEARCH: dict[str, tuple[str, Any, str]] = {
-    "--num-beams": ("num_beams", click.IntRange(min=1), "Search with so many beams; 1 is greedy."),
-    "--length-penalty": ("length_penalty", float, "Above 0 prefers long targets."),
-    "--max-new-tokens": ("max_new_tokens", int, "At most so many tokens a target."),
-    "--temperature": ("temperature", float, "Above 0 draws a target instead of searching for the best."),
-    "--top-k": ("top_k", int, "Draw from the k most probable."),
-    "--top-p": ("top_p", float, "Draw from the most probable that make up this share."),
-    "--seed": ("seed", int, "Line n is drawn by seed + n."),
-}
-SHOWN = 4  # decimals of a score: what batches of other sizes agree on
+if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
+    from monoblock.tasks.loaded_model import Hypothesis
+
+SCORE_DECIMALS = 4  # the digits that do not depend on the batch size
+RERANKED_HYPOTHESES = 5  # hypotheses per line to choose from with --words
 
 
-@click.command(name="translate", help="Translate TEXT, or the lines of standard input; an empty line stays empty.")
+@click.command(name="translate", help="Translate TEXT, or the lines of standard input; empty lines stay empty.")
 @click.argument("model")
 @click.argument("text", required=False)
-@choosing(SEARCH)
-@click.option("--n-best", type=click.IntRange(min=1), help="So many hypotheses a line, with scores.")
-@click.option("--alignment", is_flag=True, help="Also say which source word each target word comes from: 0-0 2-1.")
-@click.option("--to", help="The script to write, where a model knows several: devanagari, tamil, latin …")
-@click.option("--long", type=click.Choice(["refuse", "split"]), default="refuse", show_default=True)
-@click.option("--words", type=click.Path(path_type=Path), help="Order hypotheses by this list of `evaluate`, too.")
+@add_options(SEARCH_OPTIONS)
+@click.option("--n-best", type=click.IntRange(min=1), help="Print N hypotheses per line, with scores.")
+@click.option("--alignment", is_flag=True, help="Also print the word alignment, source-target: 0-0 2-1.")
+@click.option("--to", help="Target script of a multilingual model: devanagari, tamil, latin, …")
 @click.option(
-    "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Lines at once."
+    "--long",
+    type=click.Choice(["refuse", "split"]),
+    default="refuse",
+    show_default=True,
+    help="Refuse lines beyond the context, or split them into sentences.",
 )
-@device
-@dtype
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option(
+    "--words", type=click.Path(path_type=Path), help="Rerank hypotheses by a file of `evaluate --save-words`."
+)
+@click.option(
+    "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
+)
+@device_option
+@dtype_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def command(
     model: str,
     text: str | None,
@@ -59,88 +61,78 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    pipe = load(model, device, dtype)
-    chosen = given(options)
-    settings(pipe, chosen)
+    pipe = load_pipeline(model, device, dtype)
+    search = drop_unset(options)
+    resolve_settings(pipe, search)
     if pipe.model.encoder is None:
-        raise ConfigError(f"{model} continues texts and translates none; write monoblock generate {shlex.quote(model)}")
-    say = Saying(pipe, n_best, alignment, to, words, as_json)
-    how = {"batch": batch_size, "to": to, "long": long, **chosen}
-    short = 0
-    for first, lines in _chunks(_lines(text)):
-        for source, answers in zip(lines, _translated(pipe, lines, say.wanted, first, how), strict=True):
-            say(source, answers)
-            short += answers[0].finished == "length"
+        raise ConfigError(f"{model} is not an encoder-decoder; write monoblock generate {shlex.quote(model)}")
+    printer = HypothesisPrinter(pipe, n_best, alignment, to, words, as_json)
+    search |= {"batch": batch_size, "to": to, "long": long}
+    truncated = 0
+    for first, sources in chunk_lines(read_lines([text] if text is not None else ())):
+        hypotheses = _translate_lines(pipe, sources, printer.num_hypotheses, first, search)
+        for source, source_hypotheses in zip(sources, hypotheses, strict=True):
+            printer(source, source_hypotheses)
+            truncated += source_hypotheses[0].finish_reason == "length"
         sys.stdout.flush()
-    if short:
-        click.echo(f"warning: {short} targets ended for want of room; give more with --max-new-tokens", err=True)
+    if truncated:
+        click.echo(f"warning: {truncated} targets reached the length limit; raise --max-new-tokens", err=True)
     if text is not None:
-        next_verb(f"evaluate {shlex.quote(model)} DATA")
+        suggest_next(f"evaluate {shlex.quote(model)} DATA")
 
 
-def _lines(text: str | None) -> Iterable[str]:
-    if text is not None:
-        return text.split("\n")
-    from monoblock.tasks.lines import decoded
+def _translate_lines(
+    pipe: Pipeline, lines: list[str], n_best: int, first: int, options: dict[str, Any]
+) -> list[list[Hypothesis]]:
+    if options.get("temperature"):
+        if n_best > 1:
+            raise ConfigError("--n-best needs a beam search; leave out --temperature")
+        from monoblock.tasks.loaded_model import Hypothesis
 
-    return decoded(sys.stdin.buffer, "standard input")
-
-
-def _chunks(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Some lines at a time with the number of the first; from a terminal one by one."""
-    count, first, stream = 1 if sys.stdin.isatty() else CHUNK, 0, iter(lines)
-    while some := list(islice(stream, count)):
-        yield first, some
-        first += len(some)
-
-
-def _translated(pipe: Any, lines: list[str], n_best: int, first: int, how: dict[str, Any]) -> Any:
-    drawn = how.get("temperature")
-    if drawn and n_best > 1:
-        raise ConfigError("--n-best are the best of a search; leave out --temperature")
-    if drawn:
-        from monoblock.tasks.translating import Answer
-
-        return [[Answer(text, finished="stop")] for text in pipe.translate(lines, first=first, **how)]
+        texts = pipe.translate(lines, first_index=first, **options)
+        return [[Hypothesis(text, finish_reason="stop")] for text in texts]
     try:
-        return pipe.translate(lines, n_best=n_best, first=first, **how)
-    except InputError as problem:  # the words of the command line
+        return pipe.translate(lines, n_best=n_best, first_index=first, **options)
+    except InputError as problem:  # name the option of the command line
         raise InputError(str(problem).replace("long='split'", "--long split")) from None
 
 
-class Saying:
-    """How a line's hypotheses are printed."""
+class HypothesisPrinter:
+    """Print the hypotheses of a line, as text or as one JSON object."""
 
     def __init__(
-        self, pipe: Any, n_best: int | None, alignment: bool, to: str | None, words: Path | None, as_json: bool
+        self, pipe: Pipeline, n_best: int | None, alignment: bool, to: str | None, words: Path | None, as_json: bool
     ) -> None:
         self.pipe, self.n_best, self.alignment, self.to, self.as_json = pipe, n_best, alignment, to, as_json
-        self.words = None
+        self.frequencies = None
         if words is not None:
-            from monoblock.tasks.rescoring import Frequencies
+            from monoblock.tasks.seq2seq.rescoring import WordFrequencies
 
-            self.words = Frequencies.read(words)
-        # A list of words needs something to choose from.
-        self.wanted = n_best or (5 if self.words is not None else 1)
+            self.frequencies = WordFrequencies.read(words)
+        self.num_hypotheses = n_best or (RERANKED_HYPOTHESES if self.frequencies is not None else 1)
 
-    def __call__(self, source: str, answers: list[Any]) -> None:
-        if self.words is not None:
-            answers = self.words.order(answers)
-        shown = answers[: self.n_best or 1]
+    def __call__(self, source: str, hypotheses: list[Hypothesis]) -> None:
+        if self.frequencies is not None:
+            hypotheses = self.frequencies.rerank(hypotheses)
+        hypotheses = hypotheses[: self.n_best or 1]
         if self.as_json:
-            hypotheses = [self._object(source, answer) for answer in shown]
-            click.echo(json.dumps({"source": source, "hypotheses": hypotheses}, ensure_ascii=False))
+            rows = [self._hypothesis_json(source, hypothesis) for hypothesis in hypotheses]
+            click.echo(json.dumps({"source": source, "hypotheses": rows}, ensure_ascii=False))
             return
-        for answer in shown:
-            cells = [answer.text] if self.n_best is None else [f"{answer.score or 0.0:.{SHOWN}f}", answer.text]
-            click.echo("\t".join([*cells, *([self._aligned(source, answer)] if self.alignment else [])]))
+        for hypothesis in hypotheses:
+            cells = [hypothesis.text]
+            if self.n_best is not None:
+                cells.insert(0, f"{hypothesis.score or 0.0:.{SCORE_DECIMALS}f}")
+            if self.alignment:
+                cells.append(self._alignment_text(source, hypothesis))
+            click.echo("\t".join(cells))
 
-    def _object(self, source: str, answer: Any) -> dict[str, Any]:
-        score = None if answer.score is None else round(answer.score, SHOWN)
-        told = {"text": answer.text, "score": score}
-        return told | ({"alignment": self._aligned(source, answer)} if self.alignment else {})
+    def _hypothesis_json(self, source: str, hypothesis: Hypothesis) -> dict[str, Any]:
+        score = None if hypothesis.score is None else round(hypothesis.score, SCORE_DECIMALS)
+        row = {"text": hypothesis.text, "score": score}
+        return row | ({"alignment": self._alignment_text(source, hypothesis)} if self.alignment else {})
 
-    def _aligned(self, source: str, answer: Any) -> str:
-        from monoblock.tasks.alignment import align, pharaoh
+    def _alignment_text(self, source: str, hypothesis: Hypothesis) -> str:
+        from monoblock.tasks.seq2seq.alignment import align, format_pharaoh
 
-        return pharaoh(align(self.pipe, source, answer.text, self.to))
+        return format_pharaoh(align(self.pipe.loaded, source, hypothesis.text, self.to))

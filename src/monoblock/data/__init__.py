@@ -1,1 +1,1 @@
-"""Named corpora and files in, batches of token ids out; every order is a pure function of (seed, epoch, index)."""
+"""Read corpora and files, and build batches of token ids; every order is a pure function of (seed, epoch, index)."""

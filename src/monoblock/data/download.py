@@ -1,4 +1,4 @@
-"""A file from the web, once: beside its place first, checked by SHA-256, then renamed into it."""
+"""Download a file once: to a temporary file that is checked by SHA-256 and then renamed."""
 
 import hashlib
 import os
@@ -12,66 +12,64 @@ from typing import IO
 
 from monoblock.errors import FileError
 
-PIECE = 2**20
-PATIENCE = 30.0  # seconds without a byte
+CHUNK_BYTES = 2**20
+TIMEOUT_SECONDS = 30.0  # without a byte
 
 
-def fetch(url: str, sha256: str, place: str | Path) -> Path:
-    """The file at `place`, downloaded unless it is there; what does not have this SHA-256 never gets there."""
-    place = Path(place)
-    if place.is_file():
-        found = _sha256(place)
-        if found == sha256:
-            return place
-        place.unlink()
-        raise FileError(f"{place} had SHA-256 {found[:12]}… and not {sha256[:12]}…; it was deleted, so run this again")
+def download(url: str, sha256: str, path: str | Path) -> Path:
+    """Return `path`, downloaded unless it exists; only a file with this SHA-256 is ever written there."""
+    path = Path(path)
+    if path.is_file():
+        actual = _sha256(path)
+        if actual == sha256:
+            return path
+        path.unlink()
+        raise FileError(f"{path} had SHA-256 {actual[:12]}… and not {sha256[:12]}…; it was deleted, so run this again")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=place.parent, prefix=f"{place.name}.", suffix=".part", delete=False
-        ) as part:
-            _settle(url, sha256, part, place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as part:
+            _download_and_verify(url, sha256, part, path)
     except OSError as problem:
-        raise FileError(f"{place} cannot be written: {problem.strerror or problem}") from None
-    return place
+        raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
+    return path
 
 
-def _settle(url: str, sha256: str, part: IO[bytes], place: Path) -> None:
-    written = Path(part.name)
+def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> None:
+    temporary = Path(part.name)
     try:
-        found = _download(url, part)
-        if found != sha256:
-            raise FileError(f"{url} gave a file with SHA-256 {found[:12]}… and not {sha256[:12]}…; it was deleted")
+        actual = _write_response(url, part)
+        if actual != sha256:
+            raise FileError(f"{url} gave a file with SHA-256 {actual[:12]}… and not {sha256[:12]}…; it was deleted")
         part.flush()
         os.fsync(part.fileno())
-        written.replace(place)
+        temporary.replace(path)
     finally:
-        written.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _download(url: str, part: IO[bytes]) -> str:
-    """Copy the answer into `part`; its SHA-256."""
+def _write_response(url: str, part: IO[bytes]) -> str:
+    """Copy the response into `part`; return its SHA-256."""
     digest = hashlib.sha256()
-    for piece in _pieces(url):
-        digest.update(piece)
-        part.write(piece)
+    for chunk in _read_chunks(url):
+        digest.update(chunk)
+        part.write(chunk)
     return digest.hexdigest()
 
 
-def _pieces(url: str) -> Iterator[bytes]:
+def _read_chunks(url: str) -> Iterator[bytes]:
     request = urllib.request.Request(url, headers={"User-Agent": "monoblock"})
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            length, read = answer.headers.get("Content-Length"), 0
-            while piece := answer.read(PIECE):
-                read += len(piece)
-                yield piece
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            length, read = response.headers.get("Content-Length"), 0
+            while chunk := response.read(CHUNK_BYTES):
+                read += len(chunk)
+                yield chunk
     except (OSError, HTTPException) as problem:
         if isinstance(problem, urllib.error.HTTPError):
-            problem.close()  # it is the answer itself, its connection open
+            problem.close()  # it is the response itself, with an open connection
         reason = getattr(problem, "reason", None) or problem
         raise FileError(f"{url} cannot be downloaded ({reason}); give a local file with --data instead") from None
-    # A connection that ends early ends like any other.
+    # An interrupted connection looks like the end of the file.
     if length is not None and length.isdigit() and int(length) != read:
         raise FileError(f"{url} broke off after {read:,} of {int(length):,} bytes; run this again")
 

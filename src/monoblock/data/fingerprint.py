@@ -1,7 +1,7 @@
-"""What a corpus holds, as one number: SHA-256 over its rows as they were read, in their order.
+"""The fingerprint of a corpus: SHA-256 over its rows in order.
 
-A run that goes on must go on with what it began with.  A path, or a package's name, says nothing about that; a file's
-time and size say little.  Hashing costs far less than cutting the same rows into tokens.
+A resumed run must continue with the data it began with, which neither a path nor a file's time and size can tell.
+Hashing costs far less than tokenizing the same rows.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from monoblock.data.readers import Image
+from monoblock.data.readers.records import LabelledImage
 
 
-def fingerprint(rows: Iterable[Any]) -> str:
-    """The SHA-256 of texts, of the tuples of `readers`, or of images; equal only where every row is."""
+def fingerprint_rows(rows: Iterable[Any]) -> str:
+    """Return the SHA-256 of rows: texts or the records of `readers`; equal only if every row is."""
     digest = hashlib.sha256()
     for row in rows:
-        for raw in _raw(row):
-            digest.update(b"%d:" % len(raw))  # its length first, so that no two rows run into one another
+        for raw in _row_bytes(row):
+            digest.update(b"%d:" % len(raw))  # the length first, so that row boundaries count
             digest.update(raw)
     return digest.hexdigest()
 
 
-def _raw(row: Any) -> Iterable[bytes | memoryview]:
+def _row_bytes(row: Any) -> Iterable[bytes | memoryview]:
     match row:
         case str():
             yield row.encode("utf-8", "surrogatepass")
-        case Image(pixels, label):
+        case LabelledImage(pixels, label):
             yield f"{pixels.dtype.str}{pixels.shape}{label}".encode()
             yield np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
         case _:

@@ -1,7 +1,7 @@
-"""Noise for back-translated sources (Edunov et al. 2018): words dropped, words blanked, words a little out of order.
+"""Noise for back-translated sources (Edunov et al. 2018): drop, blank and locally shuffle words.
 
-Each is a pure function of the words and of a number generator; `noised` keys one by (seed, number of the line, kind),
-so that a kind of noise does the same to a line whether it comes alone or together with others.
+Each is a pure function of the words and a generator; `add_noise` seeds one by (seed, line number, kind), so that a kind
+of noise does the same to a line whether it is used alone or with others.
 """
 
 from __future__ import annotations
@@ -12,52 +12,53 @@ from random import Random
 
 from monoblock.errors import InputError, did_you_mean
 
-BLANK = "<blank>"  # what stands for a word that is not told
-RATE = 0.1  # of words dropped, and of words blanked
-DISTANCE = 3  # a word moves no further
+BLANK_TOKEN = "<blank>"
+DEFAULT_RATE = 0.1  # of dropping and of blanking a word
+MAX_DISTANCE = 3  # that a word moves
 
 
-def drop(words: Sequence[str], chance: Random, rate: float = RATE) -> list[str]:
-    """Leave each word out with this probability; where none would be left, one stays."""
-    kept = [word for word in words if chance.random() >= rate]
-    return kept or ([words[int(chance.random() * len(words))]] if words else [])
+def drop_words(words: Sequence[str], rng: Random, rate: float = DEFAULT_RATE) -> list[str]:
+    """Drop each word with probability `rate`; if none would be left, keep one."""
+    kept = [word for word in words if rng.random() >= rate]
+    return kept or ([words[int(rng.random() * len(words))]] if words else [])
 
 
-def blank(words: Sequence[str], chance: Random, rate: float = RATE) -> list[str]:
-    """Put BLANK in the place of each word with this probability."""
-    return [BLANK if chance.random() < rate else word for word in words]
+def blank_words(words: Sequence[str], rng: Random, rate: float = DEFAULT_RATE) -> list[str]:
+    """Replace each word by BLANK_TOKEN with probability `rate`."""
+    return [BLANK_TOKEN if rng.random() < rate else word for word in words]
 
 
-def permutation(words: Sequence[str], chance: Random, distance: int = DISTANCE) -> list[str]:
-    """Words out of order, none further than `distance` from its place (Lample et al. 2018).
+def shuffle_words(words: Sequence[str], rng: Random, max_distance: int = MAX_DISTANCE) -> list[str]:
+    """Shuffle words so that none moves further than `max_distance` (Lample et al. 2018).
 
-    Sorting by place + a number below distance + 1 can only let a word overtake those at most `distance` before it.
+    Sorting by index + a random number below max_distance + 1 lets a word pass only those at most `max_distance` before.
     """
-    keys = [place + (distance + 1) * chance.random() for place in range(len(words))]
-    return [words[place] for place in sorted(range(len(words)), key=keys.__getitem__)]
+    keys = [index + (max_distance + 1) * rng.random() for index in range(len(words))]
+    return [words[index] for index in sorted(range(len(words)), key=keys.__getitem__)]
 
 
-# In the order they are done.
-KINDS: dict[str, Callable[[Sequence[str], Random], list[str]]] = {
-    "drop": drop,
-    "blank": blank,
-    "permutation": permutation,
+# In the order of application.
+NOISE_FUNCTIONS: dict[str, Callable[[Sequence[str], Random], list[str]]] = {
+    "drop": drop_words,
+    "blank": blank_words,
+    "permutation": shuffle_words,
 }
 
 
-def kinds_of(words: Iterable[str]) -> tuple[str, ...]:
-    """Names of noise, checked, in the order they are done."""
-    asked = list(words)
-    for word in asked:
-        if word not in KINDS:
-            raise InputError(f"no noise {word!r}{did_you_mean(word, KINDS)}; there is {', '.join(KINDS)}")
-    return tuple(kind for kind in KINDS if kind in asked)
+def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the kinds of noise in their order of application; raise InputError if one is unknown."""
+    names = list(names)
+    for name in names:
+        if name not in NOISE_FUNCTIONS:
+            hint = did_you_mean(name, NOISE_FUNCTIONS)
+            raise InputError(f"no noise {name!r}{hint}; there is {', '.join(NOISE_FUNCTIONS)}")
+    return tuple(kind for kind in NOISE_FUNCTIONS if kind in names)
 
 
-def noised(text: str, kinds: Iterable[str], *, seed: int, number: int) -> str:
-    """A line of text with these kinds of noise; the same for the same seed and number."""
+def add_noise(text: str, kinds: Iterable[str], *, seed: int, line_number: int) -> str:
+    """Return a line of text with these kinds of noise; the same for the same seed and line number."""
     words = text.split()
-    for kind in kinds_of(kinds):
-        key = blake2b(f"{seed},{number},{kind}".encode(), digest_size=16).digest()
-        words = KINDS[kind](words, Random(int.from_bytes(key)))
+    for kind in check_kinds(kinds):
+        key = blake2b(f"{seed},{line_number},{kind}".encode(), digest_size=16).digest()
+        words = NOISE_FUNCTIONS[kind](words, Random(int.from_bytes(key)))
     return " ".join(words)

@@ -1,8 +1,8 @@
-"""Beam search: the n best beginnings of a text are kept and continued together.
+"""Beam search: keep the n best partial hypotheses of a request and extend them together.
 
-A text is scored by the sum of its log-probabilities over its length to the power of the length penalty.  Each step the
-2n best continuations are looked at, so that n are left when some of them end (more when there are several end tokens).
-Groups (Vijayakumar et al. 2018) search one after the other and pay for tokens that earlier ones have just chosen.
+A finished hypothesis is scored by the sum of its log-probabilities / length ** length_penalty.  Each step considers the
+2n best continuations (more with several end tokens), so that n remain if some of them end.  The groups of a diverse
+beam search (Vijayakumar et al. 2018) advance one after the other, penalized for the tokens of the groups before them.
 """
 
 from __future__ import annotations
@@ -15,166 +15,178 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monoblock.decoding.ranking import best
+from monoblock.decoding.ranking import top_continuations
 from monoblock.decoding.settings import Settings
 
-NEVER = -1e9  # the score of a beam that must not be continued
+BLOCKED_SCORE = -1e9  # the score of a beam that must not be continued
 
 
-class Hypothesis(NamedTuple):
-    tokens: tuple[int, ...]  # the new ones, an end token last where there is one
-    score: float
+class BeamHypothesis(NamedTuple):
+    tokens: tuple[int, ...]  # new tokens, including the end token if there is one
+    score: float  # sum of log-probabilities; divided by length ** length_penalty once finished
 
 
 class Candidates(NamedTuple):
     """Continuations of the beams of one group, best first."""
 
     scores: list[float]  # sums of log-probabilities
-    beams: list[int]  # the row each continues, counted within its group
+    beams: list[int]  # the beam that each continues, counted within its group
     tokens: list[int]
 
 
 @dataclass
-class Group:
-    """The beams of one group of one text: those running and the best that ended."""
+class BeamGroup:
+    """One group of beams of one request: the running hypotheses and the best finished ones."""
 
     settings: Settings
     size: int
-    running: list[Hypothesis] = field(default_factory=list)
-    ended: list[Hypothesis] = field(default_factory=list)
-    done: bool = False
+    running: list[BeamHypothesis] = field(default_factory=list)
+    finished: list[BeamHypothesis] = field(default_factory=list)
+    is_done: bool = False
 
-    def __post_init__(self) -> None:  # all rows are alike at first, so only one may be continued
-        self.running = [Hypothesis((), 0.0 if row == 0 else NEVER) for row in range(self.size)]
+    def __post_init__(self) -> None:
+        # All beams are equal at first, so only one may be continued.
+        self.running = [BeamHypothesis((), 0.0 if row == 0 else BLOCKED_SCORE) for row in range(self.size)]
 
-    def advance(self, new: Candidates, length: int) -> list[int]:
-        """Take the candidates of a step that makes texts `length` long; the beams that go on."""
-        last, ends = length >= self.settings.max_new_tokens, self.settings.eos_token_id
-        going: Iterable[tuple[float, int, int]] = zip(*new, strict=True)
-        if last or any(end in new.tokens for end in ends):
-            going = self._ending(list(going), length, last)
-        chosen = list(islice(going, self.size))
-        self.running = [Hypothesis((*self.running[beam].tokens, token), score) for score, beam, token in chosen]
-        self.done = self.done or last or self._settled(length)
+    def advance(self, candidates: Candidates, length: int) -> list[int]:
+        """Extend the beams to `length` tokens; return the beam that each of them continues."""
+        is_last, eos_tokens = length >= self.settings.max_new_tokens, self.settings.eos_token_id
+        ranked: Iterable[tuple[float, int, int]] = zip(*candidates, strict=True)
+        if is_last or any(token in candidates.tokens for token in eos_tokens):
+            ranked = self._collect_finished(list(ranked), length, is_last)
+        chosen = list(islice(ranked, self.size))
+        self.running = [BeamHypothesis((*self.running[beam].tokens, token), score) for score, beam, token in chosen]
+        self.is_done = self.is_done or is_last or self._can_stop(length)
         return [beam for _, beam, _ in chosen]
 
-    def _ending(self, new: list[tuple[float, int, int]], length: int, last: bool) -> list[tuple[float, int, int]]:
-        """Keep what ends here; what goes on comes first in what is returned."""
-        going = []
-        for rank, (score, beam, token) in enumerate(new):
-            ends = last or token in self.settings.eos_token_id
-            if ends and rank < self.size and not self.done and score > NEVER / 2:
-                found = Hypothesis((*self.running[beam].tokens, token), score / length**self.settings.length_penalty)
-                self.ended = sorted([*self.ended, found], key=lambda text: -text.score)[: self.size]
-            going.append((score + NEVER if ends else score, beam, token))
-        return sorted(going, key=lambda one: -one[0])
+    def _collect_finished(
+        self, candidates: list[tuple[float, int, int]], length: int, is_last: bool
+    ) -> list[tuple[float, int, int]]:
+        """Add hypotheses that end here to the finished ones; return the candidates with those that go on first."""
+        ranked = []
+        for rank, (score, beam, token) in enumerate(candidates):
+            ends = is_last or token in self.settings.eos_token_id
+            if ends and rank < self.size and not self.is_done and score > BLOCKED_SCORE / 2:
+                final_score = score / length**self.settings.length_penalty
+                hypothesis = BeamHypothesis((*self.running[beam].tokens, token), final_score)
+                self.finished = _best_first([*self.finished, hypothesis])[: self.size]
+            ranked.append((score + BLOCKED_SCORE if ends else score, beam, token))
+        return sorted(ranked, key=lambda candidate: -candidate[0])
 
-    def _settled(self, length: int) -> bool:
-        """Whether what ended cannot be bettered, or is enough."""
-        if len(self.ended) < self.size:
+    def _can_stop(self, length: int) -> bool:
+        """Whether the finished hypotheses are enough: by `early_stopping`, or since no running one promises more."""
+        if len(self.finished) < self.size:
             return False
         if self.settings.early_stopping is True:
             return True
         penalty = self.settings.length_penalty
-        hoped = self.settings.max_new_tokens if self.settings.early_stopping == "never" and penalty > 0 else length
-        return self.running[0].score / hoped**penalty <= self.ended[-1].score
+        # "never": a running hypothesis scores best at the greatest length if the penalty rewards length.
+        is_longest_best = self.settings.early_stopping == "never" and penalty > 0
+        best_length = self.settings.max_new_tokens if is_longest_best else length
+        return self.running[0].score / best_length**penalty <= self.finished[-1].score
 
 
-class Beams:
-    """The groups of beams of one text."""
+def _best_first(hypotheses: Iterable[BeamHypothesis]) -> list[BeamHypothesis]:
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
+
+
+class BeamSearch:
+    """The beam search of one request: its groups of beams."""
 
     def __init__(self, settings: Settings) -> None:
         size = settings.num_beams // settings.num_beam_groups
         self.settings, self.size, self.length = settings, size, 0
-        self.groups = [Group(settings, size) for _ in range(settings.num_beam_groups)]
+        self.groups = [BeamGroup(settings, size) for _ in range(settings.num_beam_groups)]
 
     @property
-    def done(self) -> bool:
-        if len(self.groups) == 1:  # the usual case, asked for often
-            return self.groups[0].done
-        return all(group.done for group in self.groups)
+    def is_done(self) -> bool:
+        if len(self.groups) == 1:  # shorter than all(…), and called often
+            return self.groups[0].is_done
+        return all(group.is_done for group in self.groups)
 
     @property
     def scores(self) -> list[float]:
-        """Of the running beams, row by row."""
+        """The scores of the running beams, one for each row."""
         return [beam.score for group in self.groups for beam in group.running]
 
     @property
-    def tokens(self) -> list[int]:
+    def last_tokens(self) -> list[int]:
         """The newest token of each row."""
         return [beam.tokens[-1] for group in self.groups for beam in group.running]
 
     def running_tokens(self, row: int) -> tuple[int, ...]:
-        """What one row has said so far."""
+        """The new tokens of one row so far."""
         return self.groups[row // self.size].running[row % self.size].tokens
 
-    def best(self) -> list[Hypothesis]:
-        """The texts asked for, best first."""
-        found = sorted((text for group in self.groups for text in group.ended), key=lambda text: -text.score)
-        return found[: self.settings.num_return_sequences]
+    def best_hypotheses(self) -> list[BeamHypothesis]:
+        """The `num_return_sequences` best finished hypotheses, best first."""
+        finished = _best_first(hypothesis for group in self.groups for hypothesis in group.finished)
+        return finished[: self.settings.num_return_sequences]
 
 
-def advance(texts: list[Beams], shares: Tensor) -> list[int]:
-    """One step for texts with equally many beams, from log-probabilities (rows, V) of their rows.
+def advance_from_log_probs(searches: list[BeamSearch], log_probs: Tensor) -> list[int]:
+    """Advance searches with equally many beams by one token, given the log-probabilities (rows, V) of their beams.
 
-    Returns for each row the row it goes on from.
+    Return for each row the row that it continues.
     """
-    size, groups, vocabulary = texts[0].size, len(texts[0].groups), shares.shape[-1]
-    totals = (shares + sums(texts, shares.device)[:, None]).view(len(texts), groups, size, vocabulary)
-    counts = totals.new_zeros(len(texts), vocabulary) if groups > 1 and texts[0].settings.diversity_penalty else None
+    size, groups, vocabulary = searches[0].size, len(searches[0].groups), log_probs.shape[-1]
+    totals = log_probs + beam_scores(searches, log_probs.device)[:, None]
+    totals = totals.view(len(searches), groups, size, vocabulary)
+    is_diverse = groups > 1 and searches[0].settings.diversity_penalty
+    counts = totals.new_zeros(len(searches), vocabulary) if is_diverse else None  # of tokens in the groups before
     origins: list[list[list[int]]] = []
     for group in range(groups):
-        looked_at = totals[:, group]
+        group_totals = totals[:, group]
         if counts is not None:
-            penalties = totals.new_tensor([text.settings.diversity_penalty for text in texts])[:, None]
-            looked_at = looked_at - (penalties * counts)[:, None]
-        best, places = looked_at.flatten(1).topk(min(wanted(texts), size * vocabulary))
-        origins.append(_taken(texts, group, best, places, vocabulary))
+            penalties = totals.new_tensor([search.settings.diversity_penalty for search in searches])[:, None]
+            group_totals = group_totals - (penalties * counts)[:, None]
+        scores, indices = group_totals.flatten(1).topk(min(num_candidates(searches), size * vocabulary))
+        origins.append(_advance_group(searches, group, scores, indices, vocabulary))
         if counts is not None:
-            for number, text in enumerate(texts):
-                chosen = [beam.tokens[-1] for beam in text.groups[group].running]
-                counts[number] += torch.bincount(counts.new_tensor(chosen).long(), minlength=vocabulary)
-    return _rows(texts, origins)
+            for index, search in enumerate(searches):
+                chosen = [beam.tokens[-1] for beam in search.groups[group].running]
+                counts[index] += torch.bincount(counts.new_tensor(chosen).long(), minlength=vocabulary)
+    return _batch_rows(searches, origins)
 
 
-def advance_plainly(texts: list[Beams], logits: Tensor, without: Sequence[int] = ()) -> list[int]:
-    """The same for searches of one group in which nothing but `without` is ruled out, from logits."""
-    found = best(logits, sums(texts, logits.device), without, texts[0].size, wanted(texts))
-    return advance_found(texts, *found, logits.shape[-1])
+def advance_from_logits(searches: list[BeamSearch], logits: Tensor, suppressed: Sequence[int] = ()) -> list[int]:
+    """Advance searches of one group each by one token, given logits (rows, V) and the tokens that are ruled out."""
+    scores = beam_scores(searches, logits.device)
+    top = top_continuations(logits, scores, suppressed, searches[0].size, num_candidates(searches))
+    return _batch_rows(searches, [_advance_group(searches, 0, *top, logits.shape[-1])])
 
 
-def advance_found(texts: list[Beams], best: Tensor, places: Tensor, vocabulary: int) -> list[int]:
-    """The same from the best continuations of each text, found before."""
-    return _rows(texts, [_taken(texts, 0, best, places, vocabulary)])
+def num_candidates(searches: list[BeamSearch]) -> int:
+    """The number of continuations to consider: even if every end token takes one of each beam, enough are left."""
+    return max(2, 1 + max(len(search.settings.eos_token_id) for search in searches)) * searches[0].size
 
 
-def wanted(texts: list[Beams]) -> int:
-    """How many continuations are looked at: as many as there are beams are left when some of them end."""
-    return max(2, 1 + max(len(text.settings.eos_token_id) for text in texts)) * texts[0].size
+def beam_scores(searches: list[BeamSearch], device: torch.device) -> Tensor:
+    """The scores of the running beams (rows,)."""
+    return torch.tensor([score for search in searches for score in search.scores], device=device)
 
 
-def sums(texts: list[Beams], device: torch.device) -> Tensor:
-    """The scores of the running beams, row by row."""
-    return torch.tensor([score for text in texts for score in text.scores], device=device)
+def _advance_group(
+    searches: list[BeamSearch], group: int, scores: Tensor, indices: Tensor, vocabulary: int
+) -> list[list[int]]:
+    """Advance one group of each search by its candidates (searches, count); return the beams that are continued."""
+    candidates = (scores.tolist(), (indices // vocabulary).tolist(), (indices % vocabulary).tolist())
+    origins = []
+    for search, *columns in zip(searches, *candidates, strict=True):
+        search.length += group == 0
+        if search.is_done and len(search.groups) == 1:  # its rows stay until the engine removes them
+            origins.append(list(range(search.size)))
+        else:
+            origins.append(search.groups[group].advance(Candidates(*columns), search.length))
+    return origins
 
 
-def _taken(texts: list[Beams], group: int, best: Tensor, places: Tensor, vocabulary: int) -> list[list[int]]:
-    """Give each text its candidates (texts, count); the beams that go on in one of its groups."""
-    parts = (best.tolist(), (places // vocabulary).tolist(), (places % vocabulary).tolist())
-    found = []
-    for text, *one in zip(texts, *parts, strict=True):
-        text.length += group == 0
-        over = text.done and len(text.groups) == 1  # its rows wait to be taken away
-        found.append(list(range(text.size)) if over else text.groups[group].advance(Candidates(*one), text.length))
-    return found
-
-
-def _rows(texts: list[Beams], origins: list[list[list[int]]]) -> list[int]:
-    """Rows of the whole batch from beams within the groups of each text."""
-    size, groups = texts[0].size, len(origins)
+def _batch_rows(searches: list[BeamSearch], origins: list[list[list[int]]]) -> list[int]:
+    """Turn beams within their groups, by group and search, into rows of the batch."""
+    size, groups = searches[0].size, len(origins)
     return [
-        (number * groups + group) * size + beam
-        for number in range(len(texts))
+        (index * groups + group) * size + beam
+        for index in range(len(searches))
         for group in range(groups)
-        for beam in origins[group][number]
+        for beam in origins[group][index]
     ]

@@ -1,13 +1,14 @@
-"""The engine: requests come and go, and every step moves all of them one token on.
+"""The engine: requests come and go, and every step takes all of them one token further.
 
     engine = Engine(model)
-    request = engine.add((5, 7, 11), Settings(max_new_tokens=20))
+    request_id = engine.add((5, 7, 11), Settings(max_new_tokens=20))
     while engine.busy:
-        for event in engine.step():
+        for output in engine.step():
             ...
 
-`generate`, `stream`, beam search and speculative decoding are callers of it.  Rows of a batch have settings and lengths
-of their own and do not change each other.  Requests that want other rows or beams wait for the present ones.
+`generate`, `stream`, beam search and speculative decoding all run through it.  Rows of a batch have their own settings
+and lengths and do not change each other.  Requests with another number of rows or beams wait for the running ones.
+How a step is computed is the backend's business (backends/select.py).
 """
 
 from __future__ import annotations
@@ -20,301 +21,275 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding import beam
-from monoblock.decoding.captured import Captured, capturable
-from monoblock.decoding.choice import chance, chosen, each, live, past
-from monoblock.decoding.filters import Filters
-from monoblock.decoding.lanes import Event, Lane
-from monoblock.decoding.own_draft import own_draft
-from monoblock.decoding.prepare import prepared
-from monoblock.decoding.remembered import Remembered, vocabulary
-from monoblock.decoding.rows import Cached, Prompt, Recomputed, Rows
-from monoblock.decoding.search_cpu import Searched, operators
-from monoblock.decoding.settings import SINGLE, Settings
+from monoblock.decoding.backends.protocol import DecoderState, can_burst, can_roll_back, can_search
+from monoblock.decoding.backends.select import choose_backend
+from monoblock.decoding.backends.self_draft import make_self_draft
+from monoblock.decoding.filters import Filters, choose_tokens, token_history
+from monoblock.decoding.prompt import Prompt, check_prompt
+from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows
+from monoblock.decoding.settings import NO_DRAFT_WITH_BEAMS, Settings
 from monoblock.decoding.speculative import Proposer, speculate
-from monoblock.errors import InputError, with_article
-from monoblock.model import Transformer
-from monoblock.recurrent import Recurrent
+from monoblock.errors import InputError
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.tap import Tap
+from monoblock.nn.transformer import Transformer
 
 GREEDY = Settings()
-TAKES_BACK = "speculative decoding takes tokens back from the cache; write use_cache=True"
+DRAFT_NEEDS_CACHE = "speculative decoding takes tokens back from the cache; write use_cache=True"
 
 
 class Engine:
-    """At most `rows` sequences at once, of at most `capacity` tokens each (the model's context when not given)."""
+    """Decode at most `max_rows` sequences at once, of at most `capacity` tokens each (default: the model's context)."""
 
     def __init__(
         self,
         model: Transformer | Recurrent,
         *,
-        rows: int = 64,
+        max_rows: int = 64,
         capacity: int | None = None,
         use_cache: bool = True,
-        chunk: int | None = None,
+        prefill_chunk: int | None = None,
         proposer: Proposer | None = None,
-        burst: int = 16,
-        fast: bool = True,
+        max_burst: int = 16,
+        optimize: bool = True,
+        tap: Tap | None = None,
     ) -> None:
-        if isinstance(model, Transformer):
-            if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
-                kind = with_article(model.config.family)
-                raise InputError(f"{kind} model without a language-model head continues no text")
-        elif proposer is not None or not use_cache:
-            raise InputError("an LSTM has one way to go on, from its state; leave out the draft and use_cache")
+        self.model, self.use_cache = model, use_cache
+        self.backend = choose_backend(model, use_cache=use_cache, optimize=optimize, tap=tap)
         if proposer is not None and not use_cache:
-            raise InputError(TAKES_BACK)
-        self.given = model
-        self.model = prepared(model) if fast and isinstance(model, Transformer) else model
-        self.limit, self.burst = rows, burst
-        self.captures = fast and proposer is None and isinstance(model, Transformer) and capturable(model)
-        limit = capacity if capacity is not None else model.config.context
+            raise InputError(DRAFT_NEEDS_CACHE)
+        limit = capacity if capacity is not None else self.backend.context
         if limit is None:
-            raise InputError("this model sets no length; say how many tokens a text may have: capacity=…")
-        self.capacity = limit
-        self.use_cache, self.chunk, self.proposer = use_cache, chunk, proposer
-        self.named = False  # by a request: such a proposer goes with the requests beside it
-        self.vocabulary = vocabulary(model)
-        self.waiting: deque[Lane] = deque()
-        self.lanes: list[Lane] = []  # their rows lie one below the other
-        self.rows: Rows | Remembered | None = None
+            raise InputError("this model has no maximum length; say how many tokens a sequence may have: capacity=…")
+        self.max_rows, self.max_burst, self.capacity, self.prefill_chunk = max_rows, max_burst, limit, prefill_chunk
+        self.proposer = proposer
+        self.has_request_draft = False  # whether a request asked for the proposer, which then ends with the batch
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order of their rows
+        self.state: DecoderState | None = None
         self.filters: Filters | None = None
-        self.count = 0
+        self.last_request_id = 0
 
     # -- requests -------------------------------------------------------------------------------------------------
 
     def add(self, ids: Sequence[int], settings: Settings = GREEDY, source: Sequence[int] | None = None) -> int:
-        """A prompt (with an encoder: what the target begins with, and the source) to continue; its number."""
+        """Queue a prompt and return the request's id.
+
+        For an encoder-decoder `ids` are the first tokens of the target and `source` the tokens of the source.
+        """
         prompt = Prompt(tuple(ids), None if source is None else tuple(source))
-        if self.named and not self.busy:
-            self.proposer, self.named = None, False
+        if self.has_request_draft and not self.busy:
+            self.proposer, self.has_request_draft = None, False
         self._check(prompt, settings)
         if settings.draft is not None and self.proposer is None and not self.busy:
-            self.proposer, self.named = own_draft(self.given, settings.draft), True
-        room = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
-        if settings.num_beams > 1:  # a search that meets the end of the context ends there
-            settings = replace(settings, max_new_tokens=room, min_new_tokens=min(room, settings.min_new_tokens))
-        self.count += 1
-        self.waiting.append(Lane(self.count, prompt, settings, room))
-        return self.count
+            self.proposer, self.has_request_draft = make_self_draft(self.model, settings.draft), True
+        budget = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
+        if settings.num_beams > 1:  # a search that reaches the end of the context ends there
+            settings = replace(settings, max_new_tokens=budget, min_new_tokens=min(budget, settings.min_new_tokens))
+        self.last_request_id += 1
+        self.waiting.append(Request(self.last_request_id, prompt, settings, budget))
+        return self.last_request_id
 
     def _check(self, prompt: Prompt, settings: Settings) -> None:
-        if not prompt.ids:
+        backend = self.backend
+        check_prompt(prompt, backend.vocab_size, self.capacity, backend.family, has_encoder=backend.has_encoder)
+        settings.check_vocabulary(backend.vocab_size)
+        if settings.rows_per_prompt > self.max_rows:
             raise InputError(
-                "an empty prompt gives nothing to go on from; give at least one token, such as the start token"
+                f"{settings.rows_per_prompt} sequences for one prompt are more than the engine's {self.max_rows} rows"
             )
-        if len(prompt.ids) >= self.capacity:
-            raise InputError(
-                f"a prompt of {len(prompt.ids)} tokens leaves no room in a context of {self.capacity}; shorten it"
-            )
-        if (prompt.source is None) != (self.model.encoder is None):
-            what = "needs a source to answer to" if prompt.source is None else "has no encoder to read a source"
-            raise InputError(f"this {self.model.config.family} model {what}")
-        if prompt.source is not None and not prompt.source:
-            raise InputError("an empty source cannot be read; give at least one token")
-        wrong = [token for token in prompt.ids if not 0 <= token < self.vocabulary]
-        if wrong:
-            raise InputError(
-                f"id {wrong[0]} is outside the vocabulary of {self.vocabulary}; is this the model's own tokenizer?"
-            )
-        settings.check_vocabulary(self.vocabulary)
-        if settings.rows > self.limit:
-            raise InputError(f"{settings.rows} sequences for one prompt are more than the engine's {self.limit} rows")
         if settings.num_beams > 1 and self.proposer is not None:
-            raise InputError(SINGLE)
+            raise InputError(NO_DRAFT_WITH_BEAMS)
         if settings.draft is not None and not self.use_cache:
-            raise InputError(TAKES_BACK)
+            raise InputError(DRAFT_NEEDS_CACHE)
 
-    @torch.inference_mode()
-    def cancel(self, request: int) -> None:
-        """Forget a request, waiting or running."""
-        self.waiting = deque(lane for lane in self.waiting if lane.id != request)
-        self._drop([lane for lane in self.lanes if lane.id == request or lane.done])
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, waiting or running."""
+        self.waiting = deque(request for request in self.waiting if request.id != request_id)
+        with self.backend.inference():
+            self._remove([request for request in self.running if request.id == request_id or request.is_done])
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.lanes)
+        return bool(self.waiting or self.running)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def step(self) -> list[Event]:
-        """Every running request one token on (or some, when proposals are accepted); newcomers their first."""
-        new = self._admit()  # which lets go of what is over, so that only then it is known what runs
-        old = list(self.lanes)
+    def step(self) -> list[RequestOutput]:
+        """Take every running request one token further (several when proposals are accepted); admit waiting ones."""
+        with self.backend.inference():
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        new = self._admit_waiting()  # removes finished requests, so ask only now what is running
+        old = list(self.running)
         if not old and not new:
             return []
-        count = 0 if new else self._burst(old)
+        if not old:
+            self._begin_batch(new[0].settings.rows_per_prompt)
+        count = 0 if new else self._burst_length(old)
         if count > 1:
-            return self._advance_many(old, count)
-        found = self._searched(old, new)
-        if found is not None:
-            return found
-        if isinstance(self.rows, Searched):
-            self.rows.settle()
-        events: list[Event] = []
+            return self._run_burst(old, count)
+        outputs = self._step_search(old, new)
+        if outputs is not None:
+            return outputs
+        outputs, logits = [], None
         if old and self.proposer is not None:
-            assert not isinstance(self.rows, Remembered)
-            events += speculate(self.rows, self.proposer, old, self.capacity)
-            logits = None
-        else:
-            logits = self._advance(old) if old else None
+            assert can_roll_back(self.state)
+            outputs += speculate(self.state, self.proposer, old, self.capacity)
+        elif old:
+            logits = self._run_step(old)
         if new:
-            begun = self._begin(new)
-            logits = begun if logits is None else torch.cat((logits, begun))
-        asking = old + new if self.proposer is None else new
-        if asking:
-            assert logits is not None
-            events += self._choose(asking, logits.float())
-        self._retire()
-        return events
+            new_logits = self._prefill(new)
+            logits = new_logits if logits is None else torch.cat((logits, new_logits))
+        if logits is not None:
+            outputs += self._choose_tokens(old + new if self.proposer is None else new, logits.float())
+        self._remove_finished()
+        return outputs
 
-    def _admit(self) -> list[Lane]:
-        """Take in what fits: rows and beams as those that run."""
-        taken: list[Lane] = []
-        used = sum(lane.settings.rows for lane in self.lanes if not lane.done)
+    def _admit_waiting(self) -> list[Request]:
+        """Take waiting requests while they fit: the same rows and beams as those that run, and room for their rows."""
+        admitted: list[Request] = []
+        rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
         while self.waiting:
-            lane = self.waiting[0]
-            alike = not (self.lanes + taken) or (self.lanes + taken)[0].settings.shape == lane.settings.shape
-            if not alike or used + lane.settings.rows > self.limit:
+            request, batch = self.waiting[0], self.running + admitted
+            fits = not batch or batch[0].settings.batch_key == request.settings.batch_key
+            if not fits or rows + request.settings.rows_per_prompt > self.max_rows:
                 break
-            taken.append(self.waiting.popleft())
-            used += lane.settings.rows
-        if taken and self.lanes:
-            self._drop([lane for lane in self.lanes if lane.done])
-        return taken
+            admitted.append(self.waiting.popleft())
+            rows += request.settings.rows_per_prompt
+        if admitted and self.running:
+            self._remove([request for request in self.running if request.is_done])
+        return admitted
 
-    def _begin(self, new: list[Lane]) -> Tensor:
-        copies = new[0].settings.rows
-        if self.rows is None or not self.lanes:
-            self.rows = self._fresh_rows(copies)
-            if self.proposer is not None:
-                self.proposer.reset(self.capacity, copies)
-        prompts = [lane.prompt for lane in new]
-        logits = self.rows.begin(prompts)
+    def _begin_batch(self, rows_per_prompt: int) -> None:
+        speculative = self.proposer is not None
+        self.state = self.backend.make_state(
+            self.capacity, rows_per_prompt, self.prefill_chunk, speculative=speculative
+        )
         if self.proposer is not None:
-            self.proposer.begin(prompts)
-        self.lanes += new
+            self.proposer.reset(self.capacity, rows_per_prompt)
+
+    def _prefill(self, new: list[Request]) -> Tensor:
+        assert self.state is not None
+        prompts = [request.prompt for request in new]
+        logits = self.state.prefill(prompts)
+        if self.proposer is not None:
+            self.proposer.prefill(prompts)
+        self.running += new
         self.filters = None
         return logits
 
-    def _fresh_rows(self, copies: int) -> Rows | Remembered:
-        if isinstance(self.model, Recurrent):
-            return Remembered(self.model, copies)
-        if not self.use_cache:
-            return Recomputed(self.model, self.capacity, copies)
-        if isinstance(self.rows, Captured) and self.rows.copies == copies:
-            return self.rows
-        by = operators(self.model) if copies > 1 and self.proposer is None else None
-        if by is not None:
-            return Searched(self.model, self.capacity, copies, self.chunk, by=by)
-        kind = Captured if self.captures else Cached
-        return kind(self.model, self.capacity, copies, self.chunk)
+    def _run_step(self, requests: list[Request]) -> Tensor:
+        assert self.state is not None
+        tokens = [token for request in requests for token in request.last_tokens]
+        return self.state.step(torch.tensor(tokens, device=self.state.device), active_mask(requests, self.state.device))
 
-    def _advance(self, lanes: list[Lane]) -> Tensor:
-        assert self.rows is not None
-        tokens = [token for lane in lanes for token in lane.newest_tokens]
-        return self.rows.step(torch.tensor(tokens, device=self.rows.device), live(lanes, self.rows.device))
-
-    def _burst(self, lanes: list[Lane]) -> int:
-        """How many steps may be taken before anybody looks; 0 where tokens must be chosen one by one."""
+    def _burst_length(self, requests: list[Request]) -> int:
+        """How many steps the state may take by itself; 0 if tokens must be chosen one by one."""
         filters = self.filters
-        if not isinstance(self.rows, Captured) or self.proposer is not None or filters is None:
+        if not can_burst(self.state) or self.proposer is not None or filters is None:
             return 0
-        if lanes[0].beams is not None or not filters.by_itself:
+        if requests[0].beam_search is not None or not filters.is_stateless:
             return 0
-        return min(
-            self.burst, *(lane.room - len(lane.rows[row].new) for lane, row in each(lanes) if not lane.over(row))
-        )
+        rows = [(request, request.sequences[row]) for request, row in request_rows(requests)]
+        left = [
+            request.token_budget - len(sequence.new_tokens)
+            for request, sequence in rows
+            if not request.is_done and sequence.finish_reason is None
+        ]
+        return min(self.max_burst, *left)
 
-    def _advance_many(self, lanes: list[Lane], count: int) -> list[Event]:
-        """Several steps at once on the device; what a row says after its end is not heard."""
-        assert isinstance(self.rows, Captured)
+    def _run_burst(self, requests: list[Request], count: int) -> list[RequestOutput]:
+        """Several steps on the device; what a row generates after its end is dropped."""
+        assert can_burst(self.state)
         assert self.filters is not None
-        pairs, device = each(lanes), self.rows.device
-        tokens = torch.tensor([lane.newest(row) for lane, row in pairs], device=device)
-        drawn = (
-            [[chance(lane, row, ahead) for ahead in range(count)] for lane, row in pairs] if self.filters.draws else []
-        )
-        chances = torch.tensor(drawn, dtype=torch.double, device=device) if drawn else None
-        said = self.rows.burst(tokens, count, chances, self.filters.choose, self.filters.key, live(lanes, device))
-        heard = [lane.say(row, tokens) for (lane, row), tokens in zip(pairs, said.tolist(), strict=True)]
-        self._retire()
-        return [event for event in heard if event is not None]
+        rows, device = request_rows(requests), self.state.device
+        tokens = torch.tensor([request.last_token(row) for request, row in rows], device=device)
+        uniforms = None
+        if self.filters.has_sampling:
+            numbers = [[request.uniform(row, offset) for offset in range(count)] for request, row in rows]
+            uniforms = torch.tensor(numbers, dtype=torch.double, device=device)
+        filters, active = self.filters, active_mask(requests, device)
+        chosen = self.state.burst(tokens, count, uniforms, filters.choose, filters.cache_key, active).tolist()
+        outputs = [request.append_tokens(row, new) for (request, row), new in zip(rows, chosen, strict=True)]
+        self._remove_finished()
+        return [output for output in outputs if output is not None]
 
-    def _choose(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
-        filters = self._filtering(lanes)
-        if lanes[0].beams is not None:
-            return self._search(lanes, logits)
-        tokens = chosen(lanes, logits, filters)
-        said = (lane.say(row, tokens[place : place + 1]) for place, (lane, row) in enumerate(each(lanes)))
-        return [event for event in said if event is not None]
+    def _choose_tokens(self, requests: list[Request], logits: Tensor) -> list[RequestOutput]:
+        filters = self._get_filters(requests)
+        if requests[0].beam_search is not None:
+            return self._step_beams(requests, logits, filters)
+        tokens = choose_tokens(requests, logits, filters)
+        rows = zip(request_rows(requests), tokens, strict=True)
+        outputs = [request.append_tokens(row, [token]) for (request, row), token in rows]
+        return [output for output in outputs if output is not None]
 
-    def _filtering(self, lanes: list[Lane]) -> Filters:
-        """The filters of these rows, made when rows have come or gone."""
-        if self.filters is None or len(self.filters.rows) != sum(lane.settings.rows for lane in lanes):
-            settings = [lane.settings for lane in lanes for _ in range(lane.settings.rows)]
-            self.filters = Filters(settings, self.model.device)
+    def _get_filters(self, requests: list[Request]) -> Filters:
+        """The filters of these rows, built again when rows have come or gone."""
+        settings = [request.settings for request in requests for _ in range(request.settings.rows_per_prompt)]
+        if self.filters is None or len(self.filters.settings) != len(settings):
+            self.filters = Filters(settings, self.backend.device)
         return self.filters
 
-    def _search(self, lanes: list[Lane], logits: Tensor) -> list[Event]:
-        assert self.filters is not None
-        assert self.rows is not None
-        searches = [lane.beams for lane in lanes if lane.beams is not None]
-        running = [lane for lane in lanes if not lane.done]
-        without = self.filters.ruled_out([search.length for search in searches])
-        if without is not None and len(searches[0].groups) == 1:
-            origins = beam.advance_plainly(searches, logits, without)
+    # -- beam search ----------------------------------------------------------------------------------------------
+
+    def _step_beams(self, requests: list[Request], logits: Tensor, filters: Filters) -> list[RequestOutput]:
+        assert self.state is not None
+        searches = [request.beam_search for request in requests if request.beam_search is not None]
+        unfinished = [request for request in requests if not request.is_done]
+        suppressed = filters.suppressed_tokens([search.length for search in searches])
+        if suppressed is not None and len(searches[0].groups) == 1:
+            origins = beam.advance_from_logits(searches, logits, suppressed)
         else:
-            new = [lane.count for lane, _ in each(lanes)]
-            shares = self.filters.rules(logits.log_softmax(-1), past(lanes, self.filters), new)
-            origins = beam.advance(searches, shares)
+            counts = [request.num_new_tokens for request, _ in request_rows(requests)]
+            log_probs = filters.apply_constraints(logits.log_softmax(-1), token_history(requests, filters), counts)
+            origins = beam.advance_from_log_probs(searches, log_probs)
         if origins != list(range(len(origins))):
-            self.rows.select(torch.tensor(origins, device=self.rows.device))
-        return [event for lane in running if lane.done for event in lane.verdicts()]
+            self.state.reorder(torch.tensor(origins, device=self.state.device))
+        return [output for request in unfinished if request.is_done for output in request.beam_outputs()]
 
-    def _searched(self, old: list[Lane], new: list[Lane]) -> list[Event] | None:
-        """A step of a plain search by one operator; None where there is none for these rows."""
-        lanes = old + new
-        searches = [lane.beams for lane in lanes if lane.beams is not None]
-        lengths = [search.length for search in searches if not search.done]
-        if not lengths or len(searches[0].groups) > 1 or (old and (new or not isinstance(self.rows, Searched))):
+    def _step_search(self, old: list[Request], new: list[Request]) -> list[RequestOutput] | None:
+        """Have the state take a whole step of a beam search; None if this batch or this state does not allow it."""
+        if not can_search(self.state):
             return None
-        without = self._filtering(lanes).ruled_out(lengths)
-        rows = self._fresh_rows(new[0].settings.rows) if new and without is not None else self.rows
-        if without is None or not isinstance(rows, Searched) or (new and not rows.enter([one.prompt for one in new])):
+        requests = old + new
+        searches = [request.beam_search for request in requests if request.beam_search is not None]
+        lengths = [search.length for search in searches if not search.is_done]
+        plain = bool(lengths) and len(searches[0].groups) == 1 and not (old and new)
+        suppressed = self._get_filters(requests).suppressed_tokens(lengths) if plain else None
+        finished = None
+        if suppressed is not None and (not new or self.state.begin_search([request.prompt for request in new])):
+            self.running = requests
+            finished = self.state.step_search(searches, suppressed)
+        if finished is None:
+            self.state.end_search()
             return None
-        self.rows, self.lanes = rows, lanes
-        over = rows.advance(searches, without)
-        if over is None:
-            return None
-        events = [event for number in over for event in lanes[number].verdicts()]
-        self._retire(patient=not self.waiting)  # rows that are over cost the operator nothing
-        return events
+        outputs = [output for index in finished for output in requests[index].beam_outputs()]
+        self._remove_finished(wait_for_all=not self.waiting)  # finished rows cost the state nothing
+        return outputs
 
-    # -- leaving --------------------------------------------------------------------------------------------------
+    # -- removing finished requests -------------------------------------------------------------------------------
 
-    def _retire(self, patient: bool = False) -> None:
-        """Let finished requests go, when enough of them have gathered to be worth the copying."""
-        done = [lane for lane in self.lanes if lane.done]
-        if done and (4 * len(done) >= len(self.lanes)) and (not patient or len(done) == len(self.lanes)):
-            self._drop(done)
+    def _remove_finished(self, wait_for_all: bool = False) -> None:
+        """Remove finished requests once there are enough of them to be worth copying the others."""
+        done = [request for request in self.running if request.is_done]
+        if done and (4 * len(done) >= len(self.running)) and (not wait_for_all or len(done) == len(self.running)):
+            self._remove(done)
 
-    def _drop(self, gone: list[Lane]) -> None:
+    def _remove(self, gone: list[Request]) -> None:
         if not gone:
             return
-        kept = [number for number, lane in enumerate(self.lanes) if lane not in gone]
-        size = self.lanes[0].settings.rows
+        kept = [index for index, request in enumerate(self.running) if request not in gone]
+        rows_per_prompt = self.running[0].settings.rows_per_prompt
+        state, self.running, self.filters = self.state, [self.running[index] for index in kept], None
+        assert state is not None
         if not kept:
-            self.lanes, self.filters = [], None
-            if isinstance(self.rows, Captured):
-                self.rows.rest()
-            elif isinstance(self.rows, Searched):
-                self.rows = None  # others may have its room
+            state.release()
+            self.state = None
             return
-        assert self.rows is not None
-        rows = torch.tensor([number * size + row for number in kept for row in range(size)], device=self.rows.device)
-        sources = torch.tensor(kept, device=self.rows.device)
-        self.rows.select(rows, sources)
+        rows = [index * rows_per_prompt + row for index in kept for row in range(rows_per_prompt)]
+        row_indices, sources = torch.tensor(rows, device=state.device), torch.tensor(kept, device=state.device)
+        state.reorder(row_indices, sources)
         if self.proposer is not None:
-            self.proposer.select(rows, sources)
-        self.lanes = [self.lanes[number] for number in kept]
-        self.filters = None
+            self.proposer.reorder(row_indices, sources)

@@ -1,4 +1,4 @@
-"""The filters of a batch whose rows have settings of their own, run in one fixed order: rules first, then chances."""
+"""The filters of a batch whose rows may have different settings: constraints first, then the filters of sampling."""
 
 from __future__ import annotations
 
@@ -8,124 +8,171 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.decoding import logits as shape
-from monoblock.decoding.logits import Past
-from monoblock.decoding.sample import choose
+from monoblock.decoding.logits import (
+    TokenHistory,
+    bad_words,
+    force_token,
+    min_p,
+    no_repeat_ngram_size,
+    repetition_penalty,
+    suppress_tokens,
+    temperature,
+    top_k,
+    top_p,
+    typical_p,
+)
+from monoblock.decoding.request import Request, request_rows
+from monoblock.decoding.sampling import sample_tokens
 from monoblock.decoding.settings import Settings
 
-# name in Settings -> filter; a row whose value is the neutral one is left as it is.
-BY_PAST: dict[str, tuple[Callable[..., Tensor], float]] = {
-    "repetition_penalty": (shape.repetition_penalty, 1.0),
-    "no_repeat_ngram_size": (shape.no_repeat_ngram_size, 0),
+FilterTable = dict[str, tuple[Callable[..., Tensor], float]]
+
+# Name in Settings -> filter, and the value that leaves a row unchanged.
+HISTORY_FILTERS: FilterTable = {
+    "repetition_penalty": (repetition_penalty, 1.0),
+    "no_repeat_ngram_size": (no_repeat_ngram_size, 0),
 }
-BY_CHANCE: dict[str, tuple[Callable[..., Tensor], float]] = {
-    "temperature": (shape.temperature, 1.0),
-    "top_k": (shape.top_k, 0),
-    "top_p": (shape.top_p, 1.0),
-    "min_p": (shape.min_p, 0.0),
-    "typical_p": (shape.typical_p, 1.0),
+SAMPLING_FILTERS: FilterTable = {
+    "temperature": (temperature, 1.0),
+    "top_k": (top_k, 0),
+    "top_p": (top_p, 1.0),
+    "min_p": (min_p, 0.0),
+    "typical_p": (typical_p, 1.0),
 }
 
 
 class Filters:
-    """Made once for the settings of the rows, then called every step."""
+    """The filters of these rows: built when rows come or go, applied at every step."""
 
-    def __init__(self, rows: Sequence[Settings], device: torch.device) -> None:
-        self.rows, self.device = tuple(rows), device
-        self.alike = len(set(self.rows)) <= 1
-        self.by_past = self._chosen(BY_PAST)
-        self.by_chance = self._chosen(BY_CHANCE)
-        self.drawn = torch.tensor([row.temperature > 0 for row in self.rows], device=device)
-        self.draws = any(row.temperature > 0 for row in self.rows)
-        self.ruled = any(
+    def __init__(self, settings: Sequence[Settings], device: torch.device) -> None:
+        self.settings, self.device = tuple(settings), device
+        self.has_same_settings = len(set(self.settings)) <= 1
+        self.history_filters = self._needed_filters(HISTORY_FILTERS)
+        self.sampling_filters = self._needed_filters(SAMPLING_FILTERS)
+        self.sampled_rows = torch.tensor([row.temperature > 0 for row in self.settings], device=device)
+        self.has_sampling = any(row.temperature > 0 for row in self.settings)
+        self.has_constraints = any(
             row.bad_words_ids
             or row.suppress_tokens
             or row.begin_suppress_tokens
             or row.min_new_tokens
             or row.forced_bos_token_id is not None
             or row.forced_eos_token_id is not None
-            for row in self.rows
+            for row in self.settings
         )
 
-    @property
-    def looks_back(self) -> bool:
-        return bool(self.by_past) or any(row.bad_words_ids for row in self.rows)
-
-    @property
-    def by_itself(self) -> bool:
-        """Whether a token follows from the logits and a chance alone, whatever was said before."""
-        return not (self.by_past or self.ruled)
-
-    @property
-    def key(self) -> object:
-        """All that the choice of a token depends on."""
-        return tuple(tuple(getattr(row, name) for name in BY_CHANCE) for row in self.rows)
-
-    def choose(self, logits: Tensor, chances: Tensor) -> Tensor:
-        """A token a row (B,): the best, or the one its chance (B,) points at."""
-        best = logits.argmax(-1)
-        if not self.draws:
-            return best
-        return torch.where(self.drawn, choose(self.chances(logits.float()), chances), best)
-
-    def _chosen(self, table: dict[str, tuple[Callable[..., Tensor], float]]) -> list[tuple[Callable[..., Tensor], Any]]:
-        found: list[tuple[Callable[..., Tensor], Any]] = []
+    def _needed_filters(self, table: FilterTable) -> list[tuple[Callable[..., Tensor], Any]]:
+        """Pair each filter that changes a row with its value, a tensor (B, 1) where rows differ."""
+        needed: list[tuple[Callable[..., Tensor], Any]] = []
         for name, (function, neutral) in table.items():
-            values = [getattr(row, name) for row in self.rows]
-            if table is BY_CHANCE:  # a greedy row is not drawn, and a temperature of 0 divides nothing
-                values = [neutral if row.temperature == 0 else v for row, v in zip(self.rows, values, strict=True)]
+            values = [getattr(row, name) for row in self.settings]
+            if table is SAMPLING_FILTERS:  # a greedy row is not sampled, and its temperature of 0 must not divide
+                values = [neutral if row.temperature == 0 else v for row, v in zip(self.settings, values, strict=True)]
             if all(value == neutral for value in values):
                 continue
-            same = len(set(values)) == 1
-            found.append((function, values[0] if same else torch.tensor(values, device=self.device)[:, None]))
-        return found
+            is_same = len(set(values)) == 1
+            needed.append((function, values[0] if is_same else torch.tensor(values, device=self.device)[:, None]))
+        return needed
 
-    def rules(self, logits: Tensor, past: Past | None, new: Sequence[int]) -> Tensor:
-        """What holds for greedy, beams and sampling alike; `new` counts each row's new tokens so far."""
-        for function, value in self.by_past:
-            logits = function(logits, value, past)
-        return self._ruled(logits, past, new) if self.ruled else logits
+    @property
+    def needs_history(self) -> bool:
+        return bool(self.history_filters) or any(row.bad_words_ids for row in self.settings)
 
-    def ruled_out(self, new: Sequence[int]) -> tuple[int, ...] | None:
-        """The tokens that no row may say, where the rules come to no more than that; None where they do."""
-        if self.by_past or not self.alike or (self.ruled and len(set(new)) > 1):
-            return None
-        row = self.rows[0]
-        forced = row.forced_bos_token_id is not None or row.forced_eos_token_id is not None
-        if row.bad_words_ids or forced:
-            return None
-        early = row.eos_token_id if new[0] < row.min_new_tokens else ()
-        return (*row.suppress_tokens, *early, *(row.begin_suppress_tokens if new[0] == 0 else ()))
+    @property
+    def is_stateless(self) -> bool:
+        """Whether a token depends only on the logits and a uniform number, not on earlier tokens or their count."""
+        return not (self.history_filters or self.has_constraints)
 
-    def chances(self, logits: Tensor) -> Tensor:
-        """What shapes a distribution before a token is drawn from it."""
-        for function, value in self.by_chance:
+    @property
+    def cache_key(self) -> object:
+        """Everything that `choose` depends on besides its arguments."""
+        return tuple(tuple(getattr(row, name) for name in SAMPLING_FILTERS) for row in self.settings)
+
+    def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Choose a token for each row (B,): the best one, or the one sampled by its uniform number (B,)."""
+        best = logits.argmax(-1)
+        if not self.has_sampling:
+            return best
+        sampled = sample_tokens(self.apply_sampling_filters(logits.float()), uniforms)
+        return torch.where(self.sampled_rows, sampled, best)
+
+    def apply_sampling_filters(self, logits: Tensor) -> Tensor:
+        """Shape the distribution that tokens are sampled from."""
+        for function, value in self.sampling_filters:
             logits = function(logits, value)
         return logits
 
-    def _ruled(self, logits: Tensor, past: Past | None, new: Sequence[int]) -> Tensor:
-        if self.alike and len(set(new)) == 1:
-            return _by_rule(logits, self.rows[0], past, new[0])
-        parts = []
-        for row, settings in enumerate(self.rows):
-            own = None if past is None else Past(past.tokens[row : row + 1], past.lengths[row : row + 1])
-            parts.append(_by_rule(logits[row : row + 1], settings, own, new[row]))
-        return torch.cat(parts)
+    def apply_constraints(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
+        """Apply the constraints of greedy decoding, sampling and beam search alike.
+
+        `new_counts` is the number of new tokens of each row.
+        """
+        for function, value in self.history_filters:
+            logits = function(logits, value, history)
+        return self._constrain(logits, history, new_counts) if self.has_constraints else logits
+
+    def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
+        """The tokens ruled out in every row, if that is all the constraints do; otherwise None."""
+        if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
+            return None
+        row = self.settings[0]
+        is_forced = row.forced_bos_token_id is not None or row.forced_eos_token_id is not None
+        if row.bad_words_ids or is_forced:
+            return None
+        too_early = row.eos_token_id if new_counts[0] < row.min_new_tokens else ()
+        return (*row.suppress_tokens, *too_early, *(row.begin_suppress_tokens if new_counts[0] == 0 else ()))
+
+    def _constrain(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
+        if self.has_same_settings and len(set(new_counts)) == 1:
+            return _constrain_rows(logits, self.settings[0], history, new_counts[0])
+        rows = []
+        for row, settings in enumerate(self.settings):
+            one = slice(row, row + 1)
+            row_history = None if history is None else TokenHistory(history.tokens[one], history.lengths[one])
+            rows.append(_constrain_rows(logits[one], settings, row_history, new_counts[row]))
+        return torch.cat(rows)
 
 
-def _by_rule(logits: Tensor, settings: Settings, past: Past | None, new: int) -> Tensor:
-    """Tokens ruled out or forced, in rows that share their settings and their count."""
+def _constrain_rows(logits: Tensor, settings: Settings, history: TokenHistory | None, new_count: int) -> Tensor:
+    """Rule out or force tokens in rows with the same settings and the same number of new tokens."""
     if settings.bad_words_ids:
-        assert past is not None
-        logits = shape.bad_words(logits, settings.bad_words_ids, past)
-    if settings.eos_token_id and new < settings.min_new_tokens:
-        logits = shape.without(logits, settings.eos_token_id)
-    if settings.forced_bos_token_id is not None and new == 0:
-        logits = shape.only(logits, settings.forced_bos_token_id)
-    if settings.forced_eos_token_id is not None and new == settings.max_new_tokens - 1:
-        logits = shape.only(logits, settings.forced_eos_token_id)
+        assert history is not None
+        logits = bad_words(logits, settings.bad_words_ids, history)
+    if settings.eos_token_id and new_count < settings.min_new_tokens:
+        logits = suppress_tokens(logits, settings.eos_token_id)
+    if settings.forced_bos_token_id is not None and new_count == 0:
+        logits = force_token(logits, settings.forced_bos_token_id)
+    if settings.forced_eos_token_id is not None and new_count == settings.max_new_tokens - 1:
+        logits = force_token(logits, settings.forced_eos_token_id)
     if settings.suppress_tokens:
-        logits = shape.without(logits, settings.suppress_tokens)
-    if settings.begin_suppress_tokens and new == 0:
-        logits = shape.without(logits, settings.begin_suppress_tokens)
+        logits = suppress_tokens(logits, settings.suppress_tokens)
+    if settings.begin_suppress_tokens and new_count == 0:
+        logits = suppress_tokens(logits, settings.begin_suppress_tokens)
     return logits
+
+
+# -- filters of requests ----------------------------------------------------------------------------------------------
+
+
+def choose_tokens(requests: list[Request], logits: Tensor, filters: Filters) -> list[int]:
+    """Choose a token for each row of the requests from logits (rows, V)."""
+    new_counts = [len(request.sequences[row].new_tokens) for request, row in request_rows(requests)]
+    logits = filters.apply_constraints(logits, token_history(requests, filters), new_counts)
+    return filters.choose(logits, uniform_numbers(requests, filters)).tolist()
+
+
+def token_history(requests: list[Request], filters: Filters) -> TokenHistory | None:
+    """Collect the tokens of the rows; None if no filter needs them."""
+    if not filters.needs_history:
+        return None
+    rows = [request.row_tokens(row) for request, row in request_rows(requests)]
+    longest = max(len(tokens) for tokens in rows)
+    padded = torch.tensor([tokens + [-1] * (longest - len(tokens)) for tokens in rows], device=filters.device)
+    return TokenHistory(padded, torch.tensor([len(tokens) for tokens in rows], device=filters.device))
+
+
+def uniform_numbers(requests: list[Request], filters: Filters, offset: int = 0) -> Tensor:
+    """The uniform numbers (rows,) of the next token, or of the one `offset` tokens later."""
+    rows = request_rows(requests)
+    numbers = [request.uniform(row, offset) for request, row in rows] if filters.has_sampling else [0.0] * len(rows)
+    return torch.tensor(numbers, device=filters.device, dtype=torch.double)

@@ -1,6 +1,6 @@
-"""The best continuations of each text among all tokens of all its beams, without a softmax over the vocabulary.
+"""The best continuations of each prompt among all tokens of all its beams, without a softmax over the vocabulary.
 
-log p = logit - log Σ exp, so the order of a row is that of its logits, and one number a row makes rows comparable.
+log p = logit - log Σ exp(logit): the order within a row is that of its logits, and one number makes rows comparable.
 """
 
 from __future__ import annotations
@@ -11,44 +11,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PIECE = 128  # numbers of which only the largest is looked at first
-LEAST = 16  # below, pieces are not worth it
+MAX_SEGMENT = 128  # values of which only the largest is compared at first
+MIN_SEGMENT = 16  # shorter segments do not pay
 
 
-def best(logits: Tensor, scores: Tensor, without: Sequence[int], copies: int, count: int) -> tuple[Tensor, Tensor]:
-    """Of logits (rows, V), `copies` rows a text: the `count` best sums of score and log-probability, and their places.
+def top_continuations(
+    logits: Tensor, scores: Tensor, suppressed: Sequence[int], rows_per_prompt: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the `count` best sums of score and log-probability of each prompt, and their indices beam · V + token.
 
-    A place is beam · V + token.  The tokens of `without` are never among them, though they keep their probability.
+    logits: (prompts · rows_per_prompt, V); scores: one for each row.
+    suppressed: tokens that are never returned; they keep their share of the probability.
     """
-    count = min(count, copies * logits.shape[-1])
-    if _kernel(logits):
-        ruled = torch.tensor(without, dtype=torch.long)
-        return torch.ops.monoblock.best(logits.contiguous(), scores, ruled, copies, count)
+    count = min(count, rows_per_prompt * logits.shape[-1])
+    if _has_kernel(logits):
+        tokens = torch.tensor(suppressed, dtype=torch.long)
+        return torch.ops.monoblock.topk_continuations(
+            logits.contiguous(), scores, tokens, rows_per_prompt=rows_per_prompt, count=count
+        )
     totals = logits + (scores - logits.logsumexp(-1))[:, None]
-    if without:
-        totals[:, torch.tensor(without, device=logits.device)] = -math.inf
-    return ranked(totals.view(len(logits) // copies, -1), count)
+    if suppressed:
+        totals[:, torch.tensor(suppressed, device=logits.device)] = -math.inf
+    return segmented_topk(totals.view(len(logits) // rows_per_prompt, -1), count)
 
 
-def _kernel(logits: Tensor) -> bool:
-    """Whether the kernels are loaded and read this."""
-    return logits.device.type == "cpu" and logits.dtype == torch.float32 and hasattr(torch.ops.monoblock, "best")
+def _has_kernel(logits: Tensor) -> bool:
+    """Whether the CPU kernels are loaded and support these logits."""
+    is_cpu_fp32 = logits.device.type == "cpu" and logits.dtype == torch.float32
+    return is_cpu_fp32 and hasattr(torch.ops.monoblock, "topk_continuations")
 
 
-def ranked(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """topk of (B, N); on a CPU the best of a row are looked for in those of its pieces that have the largest peaks."""
-    size = _piece(rows.shape[-1]) if rows.device.type == "cpu" else 1
-    if size < LEAST or rows.shape[-1] // size <= 2 * count:
-        found = rows.topk(count)
-        return found.values, found.indices
-    pieces = rows.unflatten(-1, (-1, size))
-    which = pieces.amax(-1).topk(count).indices.sort(-1).values  # in their order, so that of equals the first is taken
-    some = pieces.gather(1, which[..., None].expand(-1, -1, size)).flatten(1)
-    found = some.topk(count)
-    places = which.gather(1, found.indices // size) * size + found.indices % size
-    return found.values, places
+def segmented_topk(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """topk of (B, N); on a CPU it searches only the segments with the largest maxima, which contain the best values."""
+    size = _segment_size(rows.shape[-1]) if rows.device.type == "cpu" else 1
+    if size < MIN_SEGMENT or rows.shape[-1] // size <= 2 * count:
+        top = rows.topk(count)
+        return top.values, top.indices
+    segments = rows.unflatten(-1, (-1, size))
+    selected = segments.amax(-1).topk(count).indices.sort(-1).values  # in order, so that the first of equals wins
+    candidates = segments.gather(1, selected[..., None].expand(-1, -1, size)).flatten(1)
+    top = candidates.topk(count)
+    indices = selected.gather(1, top.indices // size) * size + top.indices % size
+    return top.values, indices
 
 
-def _piece(length: int) -> int:
-    """The largest size up to PIECE that divides a row."""
-    return next(size for size in range(min(PIECE, length), 0, -1) if length % size == 0)
+def _segment_size(length: int) -> int:
+    """The largest size up to MAX_SEGMENT that divides a row."""
+    return next(size for size in range(min(MAX_SEGMENT, length), 0, -1) if length % size == 0)

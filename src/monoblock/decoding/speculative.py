@@ -1,12 +1,11 @@
-"""Speculative decoding (Leviathan et al. 2023): somebody quick proposes some tokens, the model checks them in one pass.
+"""Speculative decoding (Leviathan et al. 2023): a fast proposer proposes tokens, the model checks them in one pass.
 
-A proposal is kept as long as it is the very token the model would have chosen there: the best one, or, when drawing,
-the one its own random number points at.  So the text is the same as without proposals, token by token, for greedy and
-for sampling alike; only the number of passes differs.  A draft model draws with the same random numbers, so that it
-agrees as often as its distribution does.
+A proposal is accepted if it is exactly the token that the model would have chosen there: the best one or, in sampling,
+the one that its uniform number gives.  So the text is that of the model alone, token by token; only the number of
+passes differs.  A draft model samples with the same uniform numbers, so it agrees as often as the distributions do.
 
-    Draft(small_model)   another model of the same vocabulary, perhaps the model itself in 8 bits (own_draft.py)
-    LookUp()             what followed the last time the same few tokens occurred in the text (Saxena 2023)
+    DraftModel(small_model)   another model of the same vocabulary, such as a quantized copy (backends/self_draft.py)
+    PromptLookup()            what followed the last time the same few tokens occurred (Saxena 2023)
 """
 
 from __future__ import annotations
@@ -17,181 +16,221 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from monoblock.decoding.choice import chance, chosen, each, live
-from monoblock.decoding.filters import Filters
-from monoblock.decoding.lanes import Event, Lane
-from monoblock.decoding.prepare import prepared
-from monoblock.decoding.rows import Cached, Prompt, Rows
+from monoblock.decoding.backends.eager import CachedDecoderState
+from monoblock.decoding.backends.prepared import get_inference_copy
+from monoblock.decoding.backends.protocol import RollbackState
+from monoblock.decoding.filters import Filters, choose_tokens, uniform_numbers
+from monoblock.decoding.prompt import Prompt
+from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows
 from monoblock.errors import InputError, with_article
-from monoblock.model import Transformer
+from monoblock.nn.transformer import Transformer
 
 
 class Proposer(Protocol):
-    def reset(self, capacity: int, copies: int) -> None: ...
-    def begin(self, prompts: Sequence[Prompt]) -> None: ...
-    def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor: ...
-    def keep(self, counts: Tensor) -> None: ...
-    def select(self, rows: Tensor, sources: Tensor | None = None) -> None: ...
+    """Propose the next tokens of the rows of a batch."""
+
+    def reset(self, capacity: int, rows_per_prompt: int) -> None:
+        """Begin a new batch."""
+        ...
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Add the rows of new prompts below the present ones."""
+        ...
+
+    def propose(
+        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
+    ) -> Tensor:
+        """Propose at most `max_tokens` tokens (rows, count) after all tokens of each row so far."""
+        ...
+
+    def commit(self, counts: Tensor) -> None:
+        """Learn how many tokens each row has gained (rows,): the accepted proposals and one token of the model."""
+        ...
+
+    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Keep these rows in this order; `sources` are the prompts that are left, None if all are."""
+        ...
 
 
-def speculate(rows: Rows | None, proposer: Proposer, lanes: list[Lane], capacity: int) -> list[Event]:
-    """Several tokens at once: proposals are kept as long as they are what would have been chosen anyway."""
-    assert isinstance(rows, Cached)
-    pairs = each(lanes)
-    texts = [lane.text(row) for lane, row in pairs]
-    going = {number for number, (lane, row) in enumerate(pairs) if not lane.over(row)}
-    wanted = max(pairs[number][0].room - len(pairs[number][0].rows[pairs[number][1]].new) for number in going)
-    room = min(wanted - 1, *(capacity - len(texts[number]) for number in going))
-    alive = live(lanes, rows.device)
-    proposed = proposer.propose(texts, lanes, room, alive)  # (rows, k)
-    newest = torch.tensor([text[-1:] for text in texts], device=rows.device)
-    logits = rows.ahead(torch.cat((newest, proposed.to(rows.device)), 1), alive).float()
-    filters = Filters([lane.settings for lane, _ in pairs], rows.device)
-    best = logits.argmax(-1).T.tolist() if filters.by_itself and not filters.draws else None
-    events: list[Event] = []
-    counts, guesses = [0] * len(pairs), proposed.tolist()
-    for place in range(logits.shape[1]):
-        tokens = best[place] if best is not None else chosen(lanes, logits[:, place], filters)
-        for number in sorted(going):
-            lane, row = pairs[number]
-            event = lane.say(row, tokens[number : number + 1])
-            assert event is not None
-            counts[number] += 1
-            events.append(event)
-            guessed = place < len(guesses[number]) and guesses[number][place] == tokens[number]
-            if event.finished or not guessed:
-                going.discard(number)
-        if not going:
+def speculate(state: RollbackState, proposer: Proposer, requests: list[Request], capacity: int) -> list[RequestOutput]:
+    """Have tokens proposed, check them in one pass and append those that the model accepts."""
+    pairs = request_rows(requests)
+    rows = [request.row_tokens(row) for request, row in pairs]
+    running = {index for index, (request, row) in enumerate(pairs) if not request.is_row_done(row)}
+    left = max(_tokens_left(*pairs[index]) for index in running)
+    max_tokens = min(left - 1, *(capacity - len(rows[index]) for index in running))
+    active = active_mask(requests, state.device)
+    proposed = proposer.propose(rows, requests, max_tokens, active)  # (rows, count)
+    last_tokens = torch.tensor([tokens[-1:] for tokens in rows], device=state.device)
+    logits = state.score_tokens(torch.cat((last_tokens, proposed.to(state.device)), 1), active).float()
+    outputs = _accept(requests, running, proposed.tolist(), logits)
+    counts = [0] * len(pairs)
+    for index, _ in outputs:
+        counts[index] += 1
+    accepted = torch.tensor(counts, device=state.device)
+    state.commit(accepted)
+    proposer.commit(accepted)
+    return [output for _, output in outputs]
+
+
+def _tokens_left(request: Request, row: int) -> int:
+    return request.token_budget - len(request.sequences[row].new_tokens)
+
+
+def _accept(
+    requests: list[Request], running: set[int], proposed: list[list[int]], logits: Tensor
+) -> list[tuple[int, RequestOutput]]:
+    """Append the model's tokens to each running row as long as they equal the proposals, and the first that does not.
+
+    logits: (rows, count + 1, V).  Return (index of the row, output) for each token.
+    """
+    pairs, running = request_rows(requests), set(running)
+    filters = Filters([request.settings for request, _ in pairs], logits.device)
+    best = logits.argmax(-1).T.tolist() if filters.is_stateless and not filters.has_sampling else None
+    outputs: list[tuple[int, RequestOutput]] = []
+    for position in range(logits.shape[1]):
+        tokens = best[position] if best is not None else choose_tokens(requests, logits[:, position], filters)
+        for index in sorted(running):
+            request, row = pairs[index]
+            output = request.append_tokens(row, tokens[index : index + 1])
+            assert output is not None
+            outputs.append((index, output))
+            if output.finish_reason or proposed[index][position : position + 1] != tokens[index : index + 1]:
+                running.discard(index)
+        if not running:
             break
-    kept = torch.tensor(counts, device=rows.device)
-    rows.keep(kept)
-    proposer.keep(kept)
-    return events
+    return outputs
 
 
-class LookUp:
-    """Proposes what followed the longest recent repetition: good for texts that quote their prompt."""
+class PromptLookup:
+    """Propose what followed the last occurrence of the last few tokens; good for texts that quote their prompt."""
 
-    def __init__(self, count: int = 8, longest: int = 3) -> None:
-        self.count, self.longest = count, longest
+    def __init__(self, num_proposals: int = 8, max_ngram: int = 3) -> None:
+        self.num_proposals, self.max_ngram = num_proposals, max_ngram
 
-    def reset(self, capacity: int, copies: int) -> None:
-        """Nothing is remembered but the text itself."""
+    def reset(self, capacity: int, rows_per_prompt: int) -> None:
+        """Do nothing: there is no state but the tokens themselves."""
 
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        """Nothing to read in advance."""
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Do nothing."""
 
-    def keep(self, counts: Tensor) -> None:
-        """Nothing to take back."""
+    def commit(self, counts: Tensor) -> None:
+        """Do nothing."""
 
-    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Nothing to reorder."""
+    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Do nothing."""
 
-    def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor:
-        count = min(self.count, room)
-        found = [self._followed(list(text), count) for text in texts]
-        return torch.tensor(found, dtype=torch.long).view(len(texts), count)
+    def propose(
+        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
+    ) -> Tensor:
+        count = min(self.num_proposals, max_tokens)
+        proposals = [self._find_continuation(list(tokens), count) for tokens in rows]
+        return torch.tensor(proposals, dtype=torch.long).view(len(rows), count)
 
-    def _followed(self, text: list[int], count: int) -> list[int]:
-        for size in range(min(self.longest, len(text) - 1), 0, -1):
-            ending = text[-size:]
-            for start in range(len(text) - size - 1, -1, -1):
-                if text[start : start + size] == ending:
-                    after = text[start + size : start + size + count]
-                    return (after + [text[-1]] * count)[:count]
-        return [text[-1]] * count
+    def _find_continuation(self, tokens: list[int], count: int) -> list[int]:
+        """Return `count` tokens, filled up with the last token of the row."""
+        for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
+            ngram = tokens[-size:]
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if tokens[start : start + size] == ngram:
+                    continuation = tokens[start + size : start + size + count]
+                    return (continuation + [tokens[-1]] * count)[:count]
+        return [tokens[-1]] * count
 
 
-class Draft:
-    """A quick model that runs ahead with the settings and the random numbers of each row, at most `count` tokens.
+class DraftModel:
+    """A fast model that proposes up to `max_proposals` tokens, with the settings and uniform numbers of each row.
 
-    After a wrong one it runs less far, until it is right again.  With `most`, what is checked at once in all rows
-    together, the newest tokens too, is no more than that, as long as each row gets one proposal.
+    After a rejected proposal it proposes fewer tokens, until it is right again.  `max_checked` limits the tokens that
+    the model checks in one pass, the newest tokens included and over all rows, as long as each row gets a proposal.
     """
 
-    def __init__(self, model: Transformer, count: int = 4, most: int | None = None) -> None:
+    def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
         if model.decoder is None:
             raise InputError(f"{with_article(model.config.family)} model proposes no text; a draft is a decoder")
-        self.model, self.count, self.ahead, self.most = model, count, count, most
+        self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
+        self.num_proposals = max_proposals  # of the next call
         self.proposed = self.accepted = 0  # tokens, of all rows
-        self.rows: Cached | None = None
-        self.known: list[int] = []  # tokens of each text before this proposal
-        self.size = 0  # of this proposal
+        self.state: CachedDecoderState | None = None
+        self.known_lengths: list[int] = []  # tokens of each row before the last proposal
+        self.proposal_length = 0  # of the last proposal
 
-    def reads(self, length: int) -> bool:
-        """Whether a prompt of so many tokens leaves the draft room to propose something."""
+    def fits_prompt(self, length: int) -> bool:
+        """Whether a prompt of this length leaves room for a proposal in the draft's context."""
         limit = self.model.config.context
         return limit is None or length < limit
 
-    def reset(self, capacity: int, copies: int) -> None:
+    def reset(self, capacity: int, rows_per_prompt: int) -> None:
         limit = self.model.config.context
         if limit is not None and limit < capacity and self.model.config.input.kind == "tokens":
             capacity = min(capacity, limit)
-        self.rows, self.ahead = Cached(prepared(self.model), capacity, copies, chunk=None), self.count
+        copy = get_inference_copy(self.model)
+        self.state = CachedDecoderState(copy, capacity, rows_per_prompt, prefill_chunk=None)
+        self.num_proposals = self.max_proposals
 
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        assert self.rows is not None
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        assert self.state is not None
         longest = max(len(prompt.ids) for prompt in prompts)
-        if not self.reads(longest):
+        if not self.fits_prompt(longest):
             limit = self.model.config.context
             raise InputError(f"a prompt of {longest} tokens is too long for a draft of context {limit}; leave it out")
-        self.rows.begin(prompts)
+        self.state.prefill(prompts)
 
-    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        assert self.rows is not None
-        self.rows.select(rows, sources)
+    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        assert self.state is not None
+        self.state.reorder(rows, sources)
 
-    def propose(self, texts: Sequence[Sequence[int]], lanes: list[Lane], room: int, live: Tensor | None) -> Tensor:
-        """The draft's own continuation of what it has not read yet: the newest token, and mostly one before it."""
-        assert self.rows is not None
-        assert self.rows.cache is not None
-        going = [True] * len(texts) if live is None else live.tolist()
-        self.known = [len(text) for text in texts]
-        longest = max(length for length, goes in zip(self.known, going, strict=True) if goes)
-        few = self.ahead if self.most is None else self.most // len(texts) - 1
-        ahead = min(self.ahead, few) if few >= 1 else self.ahead
-        self.size = max(0, min(ahead, room, self.rows.capacity - longest + 1))
+    def propose(
+        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
+    ) -> Tensor:
+        assert self.state is not None
+        is_active = [True] * len(rows) if active is None else active.tolist()
+        self.known_lengths = [len(tokens) for tokens in rows]
+        longest = max(length for length, goes_on in zip(self.known_lengths, is_active, strict=True) if goes_on)
+        count = self.num_proposals
+        if self.max_checked is not None and self.max_checked // len(rows) >= 2:
+            count = min(count, self.max_checked // len(rows) - 1)
+        self.proposal_length = max(0, min(count, max_tokens, self.state.capacity - longest + 1))
         proposed: list[Tensor] = []
-        filters = Filters([lane.settings for lane, _ in each(lanes)], self.rows.device)
-        for step in range(self.size):
-            logits = self._read(texts, going) if step == 0 else self.rows.step(proposed[-1], live)
-            proposed.append(self._chosen(logits.float(), filters, lanes, step))
+        filters = Filters([request.settings for request, _ in request_rows(requests)], self.state.device)
+        for offset in range(self.proposal_length):
+            logits = self._catch_up(rows, is_active) if offset == 0 else self.state.step(proposed[-1], active)
+            proposed.append(filters.choose(logits.float(), uniform_numbers(requests, filters, offset)))
         if not proposed:
-            return torch.zeros(len(texts), 0, dtype=torch.long, device=self.rows.device)
+            return torch.zeros(len(rows), 0, dtype=torch.long, device=self.state.device)
         return torch.stack(proposed, 1)
 
-    def _read(self, texts: Sequence[Sequence[int]], going: list[bool]) -> Tensor:
-        """Logits (rows, V) after all that was said; rows that lack more tokens than others read those first."""
-        assert self.rows is not None
-        assert self.rows.cache is not None
-        held = self.rows.cache.lengths.tolist()
-        lacks = [len(text) - has if goes else 0 for text, has, goes in zip(texts, held, going, strict=True)]
-        most = max(lacks)
-        if all(lack in (0, most) for lack in lacks):
-            tokens = torch.tensor([[*[0] * most, *text][-most:] for text in texts], device=self.rows.device)
-            live = None if all(going) else torch.tensor(going, device=self.rows.device)
-            logits = self.rows.ahead(tokens, live)[:, -1]
-            self.rows.keep(most if live is None else most * live.long())
+    def _catch_up(self, rows: Sequence[Sequence[int]], is_active: list[bool]) -> Tensor:
+        """Run the tokens that the draft has not seen, mostly one or two; return the logits (rows, V) after the last."""
+        assert self.state is not None
+        assert self.state.cache is not None
+        device, lengths = self.state.device, self.state.cache.lengths.tolist()
+        columns = zip(rows, lengths, is_active, strict=True)
+        missing = [len(tokens) - length if goes_on else 0 for tokens, length, goes_on in columns]
+        most = max(missing)
+        if all(count in (0, most) for count in missing):
+            tokens = torch.tensor([[*[0] * most, *tokens][-most:] for tokens in rows], device=device)
+            active = None if all(is_active) else torch.tensor(is_active, device=device)
+            logits = self.state.score_tokens(tokens, active)[:, -1]
+            self.state.commit(most if active is None else most * active.long())
             return logits
-        for back in range(most, 0, -1):
-            tokens = torch.tensor([text[-min(back, len(text))] for text in texts], device=self.rows.device)
-            logits = self.rows.step(tokens, torch.tensor([lack >= back for lack in lacks], device=self.rows.device))
+        for back in range(most, 0, -1):  # rows that miss more tokens than others start earlier
+            tokens = torch.tensor([tokens[-min(back, len(tokens))] for tokens in rows], device=device)
+            logits = self.state.step(tokens, torch.tensor([count >= back for count in missing], device=device))
         return logits
 
-    @staticmethod
-    def _chosen(logits: Tensor, filters: Filters, lanes: list[Lane], step: int) -> Tensor:
-        chances = [chance(lane, row, step) for lane, row in each(lanes)] if filters.draws else [0.0] * len(logits)
-        return filters.choose(logits, torch.tensor(chances, device=logits.device, dtype=torch.double))
-
-    def keep(self, counts: Tensor) -> None:
-        """So many tokens were said in each row, all but the last of them as they were proposed."""
-        assert self.rows is not None
-        assert self.rows.cache is not None
-        said = counts.tolist()
-        right = [min(count - 1, self.size) for count in said if count]
-        self.proposed += self.size * len(right)
-        self.accepted += sum(right)
-        if self.size:
-            read = [known + max(0, min(count, self.size) - 1) for known, count in zip(self.known, said, strict=True)]
-            self.rows.cache.truncate(torch.tensor(read, device=self.rows.device))
-            self.ahead = min(self.count, max(1, 2 * (sum(right) // len(right)) + 1))
+    def commit(self, counts: Tensor) -> None:
+        """Drop rejected proposals from the cache; of `counts` new tokens in a row all but the last were proposed."""
+        assert self.state is not None
+        assert self.state.cache is not None
+        gained = counts.tolist()
+        accepted = [min(count - 1, self.proposal_length) for count in gained if count]
+        self.proposed += self.proposal_length * len(accepted)
+        self.accepted += sum(accepted)
+        if self.proposal_length:
+            lengths = [
+                known + max(0, min(count, self.proposal_length) - 1)
+                for known, count in zip(self.known_lengths, gained, strict=True)
+            ]
+            self.state.cache.truncate(torch.tensor(lengths, device=self.state.device))
+            self.num_proposals = min(self.max_proposals, max(1, 2 * (sum(accepted) // len(accepted)) + 1))

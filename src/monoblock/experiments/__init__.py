@@ -1,1 +1,1 @@
-"""Comparisons with one command each: the arms of one are trained with the same budget and the same seeds."""
+"""Comparisons of one command each: the arms of an experiment share their budget, data and seeds."""

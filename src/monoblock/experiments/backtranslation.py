@@ -1,10 +1,10 @@
-"""Back-translation compared: few pairs and many target sentences, one row for each way to make the missing sources.
+"""Compare methods of back-translation: few pairs, many target sentences, one arm for each way to generate sources.
 
-For every seed: a model of the other direction is trained on the pairs; it makes a source for each target sentence, by
-beam search, by sampling and by restricted sampling; each arm then trains a model of the wanted direction on the pairs
-and its made ones, with the same number of steps.  One tokenizer, cut from the pairs and the target sentences, serves
-all of them.  The arms that noise or tag start from the same beam hypotheses, so only that differs.  What is made lies
-in files: an experiment that was interrupted goes on, and with `jobs` its parts run in processes of their own.
+For every seed, a model of the opposite direction is trained on the pairs and generates a source for each target
+sentence by beam search, by sampling and by restricted sampling (Edunov et al. 2018). Each arm then trains a model on
+the pairs and its synthetic pairs, for the same number of steps and with the same tokenizer. The arms with noise or tags
+use the same beam hypotheses, so that nothing else differs. All results are files: an interrupted experiment continues
+where it stopped, and with `jobs` its parts run in several processes.
 """
 
 from __future__ import annotations
@@ -16,37 +16,54 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from monoblock.data import corpora
-from monoblock.data.readers import Pair, read_pairs
+from monoblock.config.schema import check_at_least, check_positive, check_types
+from monoblock.data.corpora import load as corpora
+from monoblock.data.readers.pairs import read_pairs
+from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
-from monoblock.experiments.arms import Result, Row, listed, loaded, numbers, seeded, trained
-from monoblock.experiments.jobs import Job, carried_out
-from monoblock.schema import check, check_at_least, check_positive
-from monoblock.tasks.backtranslation import METHODS, Method, raw, write_pairs
-from monoblock.tasks.evaluation import Asked, evaluate
-from monoblock.tasks.folder import write
-from monoblock.tasks.pairing import arranged
-from monoblock.tasks.recipe import Recipe, read
-from monoblock.tasks.tags import SYNTHETIC
+from monoblock.experiments.arms import (
+    ArmResult,
+    ExperimentResult,
+    check_metric,
+    load_arm,
+    parse_arms,
+    parse_seeds,
+    train_arm,
+    with_seed,
+)
+from monoblock.experiments.jobs import Job, run_jobs
+from monoblock.interop.atomic_write import write_atomically
+from monoblock.recipes.parse import read_recipe
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.evaluate import evaluate
+from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.tasks.seq2seq.backtranslation import (
+    DECODING_OPTIONS,
+    BacktranslationMethod,
+    generate_sources,
+    write_pairs,
+)
+from monoblock.tasks.seq2seq.pairs import prepare_pairs
+from monoblock.tasks.tags import SYNTHETIC_TAGS
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-# Arm -> how its sources are made; the first makes none.
-ARMS: dict[str, Method | None] = {
+# Arm -> how its sources are generated; the first uses none.
+ARMS: dict[str, BacktranslationMethod | None] = {
     "none": None,
-    "beam": Method("beam"),
-    "sampled": Method("sample"),
-    "restricted": Method("restricted"),
-    "permutation": Method("noised", ("permutation",)),
-    "drop": Method("noised", ("drop",)),
-    "blank": Method("noised", ("blank",)),
-    "noised": Method("noised"),
-    "tagged": Method("beam", tag=True),
-    "tagged-noised": Method("noised", tag=True),
+    "beam": BacktranslationMethod("beam"),
+    "sampled": BacktranslationMethod("sample"),
+    "restricted": BacktranslationMethod("restricted"),
+    "permutation": BacktranslationMethod("noised", ("permutation",)),
+    "drop": BacktranslationMethod("noised", ("drop",)),
+    "blank": BacktranslationMethod("noised", ("blank",)),
+    "noised": BacktranslationMethod("noised"),
+    "tagged": BacktranslationMethod("beam", tag=True),
+    "tagged-noised": BacktranslationMethod("noised", tag=True),
 }
-SEARCH = {"noised": "beam"}  # made from the hypotheses of another method
-OTHER = {"forward": "backward", "backward": "forward"}  # direction
-BESIDE = ("bleu", "bleu_tokenized", "chrf")  # figures that are told beside the one asked for
-FIGURES = "figures.json"
+SEARCH_METHODS = {"noised": "beam"}  # methods that start from the hypotheses of another
+OPPOSITE_DIRECTION = {"forward": "backward", "backward": "forward"}
+EXTRA_METRICS = ("bleu", "bleu_tokenized", "chrf")  # extra columns of the table
+METRICS_FILE = "figures.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,166 +71,176 @@ class Options:
     recipe: str = "multi30k"
     pairs: int = 5_000
     monolingual: int = 24_000
-    ratio: float = 1.0  # made pairs for each real one
+    ratio: float = 1.0  # synthetic pairs for each real one
     seeds: str | int = "1,2,3"
     arms: str = ",".join(ARMS)
     limit: int | None = None  # test sources
     figure: str = "bleu_lowercased"
     jobs: int = 1  # processes at once; several share one GPU
-    rows: int = 512  # sequences written at once, beams counted
+    rows: int = 512  # sequences decoded at once, counting every beam
 
     def __post_init__(self) -> None:
-        check(self)
+        check_types(self)
         check_at_least(self, 1, "pairs", "monolingual", "limit", "jobs", "rows")
         check_positive(self, "ratio")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every job is given: it makes the rest of it anew, so that a process of its own can."""
+class ExperimentContext:
+    """The picklable argument of every job, from which a worker process loads the rest."""
 
-    asked: Options
+    options: Options
     overrides: tuple[str, ...]
     folder: Path
     data: Path | None
 
     @property
     def recipe(self) -> Recipe:
-        return read(self.asked.recipe, self.overrides)
+        return read_recipe(self.options.recipe, self.overrides)
 
-    def rows(self) -> list[Pair]:
+    def load_pairs(self) -> list[Pair]:
         recipe = self.recipe
-        return arranged(corpora.load(recipe.data.corpus, "train", folder=self.data), recipe.data).rows
+        return prepare_pairs(corpora.load_corpus(recipe.data.corpus, "train", folder=self.data), recipe.data).rows
 
-    def sentences(self) -> list[str]:
-        """The target sides that stand for text in one language: those of the rows beyond the pairs."""
-        first = self.asked.pairs
-        return [row.target for row in self.rows()[first : first + self.asked.monolingual]]
+    def load_target_sentences(self) -> list[str]:
+        """Return the monolingual text: the targets of the rows after the pairs."""
+        start = self.options.pairs
+        return [row.target for row in self.load_pairs()[start : start + self.options.monolingual]]
 
-    def trained(self, seed: int, name: str, **data: Any) -> Iterator[str]:
-        """A model of the pairs, with changes to the data part."""
-        limited = {"limit": self.asked.pairs, **data}
+    def train_model(self, seed: int, name: str, **data: Any) -> Iterator[str]:
+        """Train a model on the pairs, with changes to the data section."""
+        data = {"limit": self.options.pairs, **data}
         tokenizer = {"folder": str(self.folder / "tokenizer")}
-        recipe = seeded(self.recipe, seed, data=limited, tokenizer=tokenizer)
-        yield from trained(recipe, self.place(seed) / name, self.data)
+        recipe = with_seed(self.recipe, seed, data=data, tokenizer=tokenizer)
+        yield from train_arm(recipe, self.seed_folder(seed) / name, self.data)
 
-    def place(self, seed: int) -> Path:
+    def seed_folder(self, seed: int) -> Path:
         return self.folder / f"seed-{seed}"
 
 
-def run(asked: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | Result]:
-    """Train and measure every arm; the last thing yielded is the result."""
-    here = Setting(asked, tuple(overrides), folder, data)
-    recipe, arms, seeds = here.recipe, listed(asked.arms, list(ARMS)), numbers(asked.seeds)
+def run(options: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | ExperimentResult]:
+    """Train and evaluate every arm; yield progress messages, and the result at the end."""
+    context = ExperimentContext(options, tuple(overrides), folder, data)
+    recipe, arms, seeds = context.recipe, parse_arms(options.arms, list(ARMS)), parse_seeds(options.seeds)
     if recipe.train.objective != "pairs":
-        raise ConfigError(f"back-translation needs a recipe for pairs; {asked.recipe} is {recipe.train.objective}")
-    if recipe.data.direction not in OTHER:
-        raise ConfigError(f"data.direction={recipe.data.direction!r} has no other direction; write forward or backward")
-    rows = here.rows()
-    if asked.pairs >= len(rows):
-        raise ConfigError(f"pairs={asked.pairs} leaves no target sentence of the {len(rows):,} rows; write less")
-    sentences = here.sentences()
-    _tokenizer(recipe, rows[: asked.pairs], sentences, folder / "tokenizer")
-    yield from carried_out(_jobs(here, arms, seeds), asked.jobs)
-    found = {arm: [_figures(here.place(seed) / arm) for seed in seeds] for arm in arms}
-    figures = found[arms[0]][0]
-    if asked.figure not in figures:
-        raise ConfigError(f"figure={asked.figure} is not measured here; there is {', '.join(figures)}")
+        raise ConfigError(
+            f"recipe={options.recipe} trains {recipe.train.objective!r} and not 'pairs'; write recipe=multi30k"
+        )
+    if recipe.data.direction not in OPPOSITE_DIRECTION:
+        raise ConfigError(f"data.direction={recipe.data.direction!r} has no opposite; write forward or backward")
+    rows = context.load_pairs()
+    if options.pairs >= len(rows):
+        raise ConfigError(
+            f"pairs={options.pairs} leaves none of the {len(rows):,} rows as target sentences; write a smaller number"
+        )
+    sentences = context.load_target_sentences()
+    _train_tokenizer(recipe, rows[: options.pairs], sentences, folder / "tokenizer")
+    yield from run_jobs(_build_jobs(context, arms, seeds), options.jobs)
+    metrics = {arm: [_read_metrics(context.seed_folder(seed) / arm) for seed in seeds] for arm in arms}
+    example = metrics[arms[0]][0]
+    check_metric(options.figure, example)
     about = {
-        "recipe": asked.recipe,
+        "recipe": options.recipe,
         "changes": list(overrides),
         "direction": recipe.data.direction,
-        "pairs": asked.pairs,
+        "pairs": options.pairs,
         "target_sentences": len(sentences),
-        "ratio": asked.ratio,
+        "ratio": options.ratio,
         "seeds": seeds,
         "steps": recipe.train.steps,
-        "split": figures["split"],
-        "signature": figures.get("signature"),
+        "split": example["split"],
+        "signature": example.get("signature"),
     }
-    yield Result("backtranslation", asked.figure, tuple(_row(arm, found[arm], asked.figure) for arm in arms), about)
+    rows_by_arm = tuple(_arm_result(arm, metrics[arm], options.figure) for arm in arms)
+    yield ExperimentResult("backtranslation", options.figure, rows_by_arm, about)
 
 
-def _row(arm: str, found: list[dict[str, Any]], figure: str) -> Row:
-    others = [name for name in BESIDE if name in found[0] and name != figure]
-    return Row(arm, tuple(one[figure] for one in found), {name: fmean(one[name] for one in found) for name in others})
+def _arm_result(arm: str, metrics: list[dict[str, Any]], metric: str) -> ArmResult:
+    extra = [name for name in EXTRA_METRICS if name in metrics[0] and name != metric]
+    values = tuple(seed_metrics[metric] for seed_metrics in metrics)
+    return ArmResult(arm, values, {name: fmean(seed_metrics[name] for seed_metrics in metrics) for name in extra})
 
 
-# -- what is done ---------------------------------------------------------------------------------------------------
+# -- jobs -----------------------------------------------------------------------------------------------------------
 
 
-def _jobs(here: Setting, arms: list[str], seeds: list[int]) -> list[Job]:
-    """Models of the other direction first, for most arms wait for them; then searches, then arms."""
-    searches = list(dict.fromkeys(_search(method) for arm in arms if (method := ARMS[arm]) is not None))
-    back = [Job(f"backward, seed {seed}", _backward, (here, seed)) for seed in seeds if searches]
-    made = [
-        Job(f"sources by {search}, seed {seed}", _hypotheses, (here, seed, search), (f"backward, seed {seed}",))
+def _build_jobs(context: ExperimentContext, arms: list[str], seeds: list[int]) -> list[Job]:
+    """List backward models first, because most arms wait for them; then searches, then arms."""
+    searches = list(dict.fromkeys(_search_method(method) for arm in arms if (method := ARMS[arm]) is not None))
+    backward = [Job(f"backward, seed {seed}", _train_backward, (context, seed)) for seed in seeds if searches]
+    generated = [
+        Job(
+            f"sources by {search}, seed {seed}", _generate_sources, (context, seed, search), (f"backward, seed {seed}",)
+        )
         for seed in seeds
         for search in searches
     ]
-    last = []
+    trained = []
     for arm in arms:
         method = ARMS[arm]
         for seed in seeds:
-            needs = () if method is None else (f"sources by {_search(method)}, seed {seed}",)
-            last.append(Job(f"{arm}, seed {seed}", _arm, (here, seed, arm), needs))
-    return [*back, *made, *last]
+            needs = () if method is None else (f"sources by {_search_method(method)}, seed {seed}",)
+            trained.append(Job(f"{arm}, seed {seed}", _run_arm, (context, seed, arm), needs))
+    return [*backward, *generated, *trained]
 
 
-def _search(method: Method) -> str:
-    return SEARCH.get(method.name, method.name)
+def _search_method(method: BacktranslationMethod) -> str:
+    return SEARCH_METHODS.get(method.name, method.name)
 
 
-def _backward(here: Setting, seed: int) -> Iterator[str]:
-    """The model that makes sources, one for all arms of a seed."""
-    yield from here.trained(seed, "backward", direction=OTHER[here.recipe.data.direction])
+def _train_backward(context: ExperimentContext, seed: int) -> Iterator[str]:
+    """Train the model that generates sources, shared by all arms of a seed."""
+    yield from context.train_model(seed, "backward", direction=OPPOSITE_DIRECTION[context.recipe.data.direction])
 
 
-def _hypotheses(here: Setting, seed: int, search: str) -> Iterator[str]:
-    """A source for every target sentence, before noise and tags."""
-    found = here.place(seed) / f"{search}.hypotheses.tsv"
-    if found.is_file():
+def _generate_sources(context: ExperimentContext, seed: int, search: str) -> Iterator[str]:
+    """Generate a source for every target sentence, without noise and tags."""
+    file = context.seed_folder(seed) / f"{search}.hypotheses.tsv"
+    if file.is_file():
         return
-    sentences = here.sentences()
-    yield f"sources by {search}, seed {seed}: {len(sentences):,} are made"
-    pipe = loaded(here.place(seed) / "backward", here.recipe.train.device)
-    made = raw(pipe, sentences, search, seed=seed, batch=max(1, here.asked.rows // METHODS[search]["num_beams"]))
-    write_pairs(found, (Pair(source, target) if source else None for source, target in made))
+    sentences = context.load_target_sentences()
+    yield f"sources by {search}, seed {seed}: generating {len(sentences):,}"
+    pipe = load_arm(context.seed_folder(seed) / "backward", context.recipe.train.device)
+    batch = max(1, context.options.rows // DECODING_OPTIONS[search]["num_beams"])
+    pairs = generate_sources(pipe.loaded, sentences, search, seed=seed, batch=batch)
+    write_pairs(file, (Pair(source, target) if source else None for source, target in pairs))
 
 
-def _arm(here: Setting, seed: int, arm: str) -> Iterator[str]:
-    """Train an arm on its file, the hypotheses of its search noised and tagged, and measure it."""
-    place, method, changes = here.place(seed), ARMS[arm], {}
+def _run_arm(context: ExperimentContext, seed: int, arm: str) -> Iterator[str]:
+    """Write the synthetic pairs of an arm, with its noise and tags; train it and evaluate it."""
+    folder, method, changes = context.seed_folder(seed), ARMS[arm], {}
     if method is not None:
-        file = place / f"{arm}.tsv"
+        file = folder / f"{arm}.tsv"
         if not file.is_file():
-            rows = enumerate(read_pairs(place / f"{_search(method)}.hypotheses.tsv"))
-            dressed = (Pair(method.dress(row.source, seed=seed, number=n), row.target) for n, row in rows)
-            write_pairs(file, dressed)
-        changes = {"synthetic": str(file), "ratio": here.asked.ratio}
-    yield from here.trained(seed, arm, **changes)
-    if not (place / arm / FIGURES).is_file():
-        pipe = loaded(place / arm, here.recipe.train.device)
-        batch = max(1, here.asked.rows // here.recipe.generate.num_beams)
-        asked = Asked(data=here.recipe.data.corpus, folder=here.data, limit=here.asked.limit, batch=batch)
-        write(place / arm / FIGURES, json.dumps(evaluate(pipe, asked).figures, indent=2) + "\n")
-    figures = _figures(place / arm)
-    yield f"{arm}, seed {seed}: {here.asked.figure} {figures.get(here.asked.figure, 0.0):.2f}"
+            rows = enumerate(read_pairs(folder / f"{_search_method(method)}.hypotheses.tsv"))
+            pairs = (Pair(method.prepare_source(row.source, seed=seed, index=n), row.target) for n, row in rows)
+            write_pairs(file, pairs)
+        changes = {"synthetic": str(file), "ratio": context.options.ratio}
+    yield from context.train_model(seed, arm, **changes)
+    if not (folder / arm / METRICS_FILE).is_file():
+        pipe = load_arm(folder / arm, context.recipe.train.device)
+        batch = max(1, context.options.rows // context.recipe.generate.num_beams)
+        request = EvaluationRequest(
+            data=context.recipe.data.corpus, folder=context.data, limit=context.options.limit, batch=batch
+        )
+        write_atomically(folder / arm / METRICS_FILE, json.dumps(evaluate(pipe, request).metrics, indent=2) + "\n")
+    metrics = _read_metrics(folder / arm)
+    yield f"{arm}, seed {seed}: {context.options.figure} {metrics.get(context.options.figure, 0.0):.2f}"
 
 
-def _figures(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+def _read_metrics(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
 
 
-def _tokenizer(recipe: Recipe, pairs: list[Pair], sentences: list[str], folder: Path) -> Path:
-    """One for all arms, with the tags that some of them use."""
+def _train_tokenizer(recipe: Recipe, pairs: list[Pair], sentences: list[str], folder: Path) -> Path:
+    """Train the tokenizer of all arms, with the tags that some of them use."""
     if not (folder / "tokenizer.json").is_file():
-        part = recipe.tokenizer
+        section = recipe.tokenizer
         texts = [text for pair in pairs for text in (pair.source, pair.target)] + sentences
-        specials = list(dict.fromkeys(["pad", "bos", "eos", *part.tags, *SYNTHETIC]))
-        made = Tokenizer.train(
-            part.kind, texts, part.vocab, marker=part.marker, specials=specials, lowercase=part.lowercase
+        specials = list(dict.fromkeys(["pad", "bos", "eos", *section.tags, *SYNTHETIC_TAGS]))
+        tokenizer = Tokenizer.train(
+            section.kind, texts, section.vocab, marker=section.marker, specials=specials, lowercase=section.lowercase
         )
         folder.mkdir(parents=True, exist_ok=True)
-        made.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder

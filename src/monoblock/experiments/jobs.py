@@ -1,4 +1,4 @@
-"""The parts of an experiment, in the order their needs allow: one after the other, or several processes at once."""
+"""Run the jobs of an experiment in the order of their dependencies, in this process or in several."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from monoblock.errors import ConfigError, MonoblockError
 
 
 class Job(NamedTuple):
-    """A function of a module that says what it does; all it makes lies in files."""
+    """A module-level function that yields progress messages and leaves its results in files."""
 
     name: str
     run: Callable[..., Iterator[str]]
-    given: tuple[Any, ...]
-    after: tuple[str, ...] = ()  # the names of what must be done before
+    args: tuple[Any, ...]
+    depends_on: tuple[str, ...] = ()  # names of jobs to finish first
 
 
-def carried_out(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
-    """Do every job; what is yielded is to be told.  Those named first are begun first."""
+def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
+    """Run every job, in the given order as far as dependencies allow; yield progress messages."""
     if processes == 1:
-        for job in _in_order(jobs):
-            yield from job.run(*job.given)
+        for job in _topological_order(jobs):
+            yield from job.run(*job.args)
         return
-    context = multiprocessing.get_context("spawn")  # a process that has seen a GPU cannot be forked
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_share, initargs=(processes,)) as pool:
+    context = multiprocessing.get_context("spawn")  # a process that has initialized CUDA cannot be forked
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_limit_threads, initargs=(processes,)) as pool:
         try:
-            yield from _side_by_side(list(jobs), pool, processes)
+            yield from _run_parallel(list(jobs), pool, processes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _in_order(jobs: Sequence[Job]) -> Iterator[Job]:
-    left, done = list(jobs), set[str]()
-    while left:
-        job = next(job for job in left if done.issuperset(job.after))
+def _topological_order(jobs: Sequence[Job]) -> Iterator[Job]:
+    waiting, done = list(jobs), set[str]()
+    while waiting:
+        job = next(job for job in waiting if done.issuperset(job.depends_on))
         yield job
-        left.remove(job)
+        waiting.remove(job)
         done.add(job.name)
 
 
-def _side_by_side(left: list[Job], pool: ProcessPoolExecutor, processes: int) -> Iterator[str]:
+def _run_parallel(waiting: list[Job], pool: ProcessPoolExecutor, processes: int) -> Iterator[str]:
     done: set[str] = set()
     running: dict[Future[tuple[list[str], str | None]], Job] = {}
-    while left or running:
-        for job in [job for job in left if done.issuperset(job.after)][: processes - len(running)]:
-            running[pool.submit(_told, job)] = job
-            left.remove(job)
+    while waiting or running:
+        for job in [job for job in waiting if done.issuperset(job.depends_on)][: processes - len(running)]:
+            running[pool.submit(_run_job, job)] = job
+            waiting.remove(job)
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             job = running.pop(future)
-            said, problem = future.result()
-            last = said[-1] if said else "taken as it is"
+            messages, problem = future.result()
+            last = messages[-1] if messages else "already done"
             yield last if last.startswith(job.name) else f"{job.name}: {last}"
             if problem is not None:
                 raise ConfigError(f"{job.name}: {problem}")
             done.add(job.name)
 
 
-def _told(job: Job) -> tuple[list[str], str | None]:
-    """In a process of its own: what the job said, and what went wrong in one line."""
-    said: list[str] = []
+def _run_job(job: Job) -> tuple[list[str], str | None]:
+    """Run a job in a worker process; return its messages, and the error message if it failed."""
+    messages: list[str] = []
     try:
-        said.extend(job.run(*job.given))
+        messages.extend(job.run(*job.args))
     except MonoblockError as problem:
-        return said, str(problem)
-    return said, None
+        return messages, str(problem)
+    return messages, None
 
 
-def _share(processes: int) -> None:
-    """Each process its part of the cores."""
+def _limit_threads(processes: int) -> None:
+    """Give each process an equal share of the cores."""
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))

@@ -1,8 +1,8 @@
-"""Span corruption compared with nothing: does an encoder-decoder that has read the text need fewer samples of a task?
+"""Measure what span-corruption pretraining is worth to a text-to-text task with few samples.
 
-One model is pre-trained on running text by restoring hidden spans (Raffel et al. 2020).  For every seed two models then
-learn a text-to-text task from the same few samples, with the same tokenizer, steps, batches and rates; one of them
-begins with the pre-trained weights.
+One encoder-decoder is pretrained on plain text by span corruption (Raffel et al. 2020). For every seed, two models then
+learn the task from the same few samples, with the same tokenizer, steps, batches and learning rates; one of them starts
+from the pretrained weights.
 """
 
 from __future__ import annotations
@@ -13,89 +13,103 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from monoblock.config.schema import check_at_least, check_fraction, check_types
 from monoblock.errors import ConfigError
-from monoblock.experiments.arms import Result, Row, listed, loaded, numbers, seeded, trained
-from monoblock.schema import check, check_at_least, check_fraction
-from monoblock.tasks.evaluation import Asked, evaluate
-from monoblock.tasks.recipe import Recipe, read
+from monoblock.experiments.arms import (
+    ArmResult,
+    ExperimentResult,
+    check_metric,
+    load_arm,
+    parse_arms,
+    parse_seeds,
+    train_arm,
+    with_seed,
+)
+from monoblock.recipes.parse import read_recipe
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.evaluate import evaluate
+from monoblock.tasks.evaluation_report import EvaluationRequest
 
-ARMS = ("none", "spans")  # what a model begins with
-SMOKE = {"steps": 4, "samples": 40, "seeds": "1", "limit": 8}
+ARMS = ("none", "spans")  # pretraining of the initial weights
+SMOKE_OPTIONS = {"steps": 4, "samples": 40, "seeds": "1", "limit": 8}
 SMOKE_TRAIN = {"steps": 4, "warmup": 2, "eval_batches": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    recipe: str = "vowels"  # of the task
-    pretraining: str = "spans-kjv"  # its data and training; the model and the tokenizer are the task's
-    steps: int = 1_200  # of pre-training
-    rate: float = 0.25  # hidden in it: of a block of few letters, T5's 15 % are one span
-    samples: int = 1_000  # of the task
+    recipe: str = "vowels"  # the task
+    pretraining: str = "spans-kjv"  # data and training of the pretraining; model and tokenizer are those of the task
+    steps: int = 1_200  # pretraining steps
+    rate: float = 0.25  # share of corrupted tokens: T5's 15 % would be a single span in blocks of few characters
+    samples: int = 1_000  # training samples of the task
     seeds: str | int = "1,2,3"
     arms: str = ",".join(ARMS)
     limit: int | None = 300  # test sources
     figure: str = "chrf"
-    smoke: bool = False  # a few steps of everything
+    smoke: bool = False  # run only a few steps
 
     def __post_init__(self) -> None:
-        check(self)
+        check_types(self)
         check_at_least(self, 1, "steps", "samples", "limit")
         check_fraction(self, "rate")
 
 
-def run(asked: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | Result]:
-    """Pre-train, then train and measure both arms; the last thing yielded is the result."""
-    task, arms = read(asked.recipe, overrides), listed(asked.arms, ARMS)
+def run(options: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | ExperimentResult]:
+    """Pretrain, then train and evaluate both arms; yield progress messages, and the result at the end."""
+    task, arms = read_recipe(options.recipe, overrides), parse_arms(options.arms, ARMS)
     if task.train.objective != "pairs" or "folder" in task.model or task.model.get("family") == "lstm":
-        raise ConfigError(f"recipe={asked.recipe} trains no encoder-decoder on pairs; write recipe=vowels")
-    before = read(asked.pretraining)
-    if before.train.objective != "spans":
-        raise ConfigError(f"pretraining={asked.pretraining} hides no spans; write pretraining=spans-kjv")
-    if asked.smoke:
-        asked = replace(asked, **SMOKE)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"recipe={options.recipe} does not train an encoder-decoder Transformer on pairs; write recipe=vowels"
+        )
+    pretraining = read_recipe(options.pretraining)
+    if pretraining.train.objective != "spans":
+        raise ConfigError(
+            f"pretraining={options.pretraining} is not a span-corruption recipe; write pretraining=spans-kjv"
+        )
+    if options.smoke:
+        options = replace(options, **SMOKE_OPTIONS)  # type: ignore[arg-type]
         task = replace(task, train=replace(task.train, **SMOKE_TRAIN))  # type: ignore[arg-type]
-    began = _pretraining(before, task, asked)
-    yield from trained(began, folder / "pretrained", data)
-    task = replace(task, data=replace(task.data, limit=asked.samples))
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
-    exact: dict[str, list[float]] = {arm: [] for arm in arms}  # right to the letter
-    seeds = numbers(asked.seeds)
+    yield from train_arm(_pretraining_recipe(pretraining, task, options), folder / "pretrained", data)
+    task = replace(task, data=replace(task.data, limit=options.samples))
+    values: dict[str, list[float]] = {arm: [] for arm in arms}
+    exact: dict[str, list[float]] = {arm: [] for arm in arms}  # exact matches
+    seeds = parse_seeds(options.seeds)
     for seed in seeds:
         for arm in arms:
-            place = folder / f"seed-{seed}" / arm
-            yield from trained(seeded(task, seed, **_start(arm, task, folder / "pretrained")), place, data)
-            pipe = loaded(place, task.train.device)
-            figures = evaluate(pipe, Asked(data=task.data.corpus, folder=data, limit=asked.limit)).figures
-            if asked.figure not in figures:
-                raise ConfigError(f"figure={asked.figure} is not measured here; there is {', '.join(figures)}")
-            found[arm].append(figures[asked.figure])
-            exact[arm].append(figures.get("accuracy", 0.0))
-            yield f"{arm}, seed {seed}: {asked.figure} {figures[asked.figure]:.2f}"
+            arm_folder = folder / f"seed-{seed}" / arm
+            recipe = with_seed(task, seed, **_arm_changes(arm, task, folder / "pretrained"))
+            yield from train_arm(recipe, arm_folder, data)
+            pipe = load_arm(arm_folder, task.train.device)
+            metrics = evaluate(pipe, EvaluationRequest(data=task.data.corpus, folder=data, limit=options.limit)).metrics
+            check_metric(options.figure, metrics)
+            values[arm].append(metrics[options.figure])
+            exact[arm].append(metrics.get("accuracy", 0.0))
+            yield f"{arm}, seed {seed}: {options.figure} {metrics[options.figure]:.2f}"
     about = {
-        "recipe": asked.recipe,
-        "samples": asked.samples,
+        "recipe": options.recipe,
+        "samples": options.samples,
         "steps": task.train.steps,
-        "pretraining_steps": asked.steps,
-        "hidden": asked.rate,
+        "pretraining_steps": options.steps,
+        "hidden": options.rate,
         "seeds": seeds,
-        "split": figures["split"],
+        "split": metrics["split"],
     }
-    rows = [Row(arm, tuple(found[arm]), {"exact": fmean(exact[arm])}) for arm in arms]
-    yield Result("pretraining", asked.figure, tuple(rows), about)
+    rows = [ArmResult(arm, tuple(values[arm]), {"exact": fmean(exact[arm])}) for arm in arms]
+    yield ExperimentResult("pretraining", options.figure, tuple(rows), about)
 
 
-def _pretraining(before: Recipe, task: Recipe, asked: Options) -> Recipe:
-    """Span corruption of the task's own model, its text cut by the task's kind of tokenizer."""
+def _pretraining_recipe(base: Recipe, task: Recipe, options: Options) -> Recipe:
+    """Return the pretraining recipe with the model and the tokenizer of the task."""
     same = {"device": task.train.device, "compile": task.train.compile, "precision": task.train.precision}
-    sizes = {"steps": asked.steps, "batch": 2 * task.train.batch, "mask_rate": asked.rate}
-    sizes |= {"eval_batches": 1 if asked.smoke else 10, "save_every": 0}
-    part = replace(before.train, **sizes, **same)  # type: ignore[arg-type]
-    return replace(before, model=task.model, tokenizer=task.tokenizer, train=part)
+    sizes = {"steps": options.steps, "batch": 2 * task.train.batch, "mask_rate": options.rate}
+    sizes |= {"eval_batches": 1 if options.smoke else 10, "save_every": 0}
+    train = replace(base.train, **sizes, **same)  # type: ignore[arg-type]
+    return replace(base, model=task.model, tokenizer=task.tokenizer, train=train)
 
 
-def _start(arm: str, task: Recipe, pretrained: Path) -> dict[str, Any]:
-    """What differs between the arms: where the weights come from.  The tokenizer is one for both."""
+def _arm_changes(arm: str, task: Recipe, pretrained: Path) -> dict[str, Any]:
+    """Return the sections that differ between the arms: the initial weights. Both use the pretrained tokenizer."""
     if arm == "none":
         return {"tokenizer": {"folder": str(pretrained)}}
-    free = {name: value for name, value in task.model.items() if "dropout" in name}
-    return {"model": {"folder": str(pretrained), **free}}
+    dropout = {name: value for name, value in task.model.items() if "dropout" in name}
+    return {"model": {"folder": str(pretrained), **dropout}}

@@ -1,6 +1,6 @@
-"""The Transformer beside the LSTM encoder-decoder with additive attention: same data, same steps, as many weights.
+"""Compare the Transformer with an LSTM encoder-decoder with additive attention (Bahdanau et al. 2015).
 
-The LSTM's width is the one that comes nearest to the Transformer's number of parameters (`recurrent.matching`).
+Both have the same data and steps, and about as many parameters: `matching_config` chooses the width of the LSTM.
 """
 
 from __future__ import annotations
@@ -11,15 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.accounting.report import account
-from monoblock.config import ModelConfig
+from monoblock.config.model import ModelConfig
+from monoblock.config.schema import check_at_least, check_types
 from monoblock.errors import ConfigError
-from monoblock.experiments.arms import Result, Row, listed, loaded, numbers, seeded, trained
+from monoblock.experiments.arms import (
+    ArmResult,
+    ExperimentResult,
+    check_metric,
+    load_arm,
+    parse_arms,
+    parse_seeds,
+    train_arm,
+    with_seed,
+)
 from monoblock.interop.folder import read_config
-from monoblock.recurrent import matching
-from monoblock.schema import check, check_at_least
-from monoblock.tasks.evaluation import Asked, evaluate
-from monoblock.tasks.recipe import Recipe, read
-from monoblock.training import metrics
+from monoblock.accounting.lstm_matching import matching_config
+from monoblock.recipes.parse import read_recipe
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.evaluate import evaluate
+from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.training import metrics_file
 
 ARMS = ("transformer", "lstm")
 
@@ -29,54 +40,55 @@ class Options:
     recipe: str = "reverse"
     seeds: str | int = "1"
     arms: str = ",".join(ARMS)
-    depth: int = 2  # of the LSTM
+    depth: int = 2  # layers of the LSTM
     limit: int | None = None  # test sources
     figure: str = "accuracy"
 
     def __post_init__(self) -> None:
-        check(self)
+        check_types(self)
         check_at_least(self, 1, "depth", "limit")
 
 
-def run(asked: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | Result]:
-    """Train and measure both; the last thing yielded is the result."""
-    recipe, arms, seeds = read(asked.recipe, overrides), listed(asked.arms, ARMS), numbers(asked.seeds)
+def run(options: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | ExperimentResult]:
+    """Train and evaluate both arms; yield progress messages, and the result at the end."""
+    recipe = read_recipe(options.recipe, overrides)
+    arms, seeds = parse_arms(options.arms, ARMS), parse_seeds(options.seeds)
     if recipe.train.objective != "pairs" or recipe.model.get("family") == "lstm":
-        raise ConfigError(f"recipe={asked.recipe} is no Transformer for pairs; write recipe=reverse or recipe=multi30k")
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
-    more: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
+        raise ConfigError(
+            f"recipe={options.recipe} does not train a Transformer on pairs; write recipe=reverse or recipe=multi30k"
+        )
+    values: dict[str, list[float]] = {arm: [] for arm in arms}
+    extra: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
     for seed in seeds:
-        for arm in ARMS if "lstm" in arms else arms:  # the LSTM takes its size from the other
-            place = folder / f"seed-{seed}" / arm
-            changes = {} if arm == "transformer" else {"model": _lstm(place.with_name("transformer"), recipe, asked)}
-            yield from trained(seeded(recipe, seed, **changes), place, data)
+        for arm in ARMS if "lstm" in arms else arms:  # the LSTM takes its size from the Transformer
+            arm_folder, changes = folder / f"seed-{seed}" / arm, {}
+            if arm == "lstm":
+                changes = {"model": _lstm_model_section(arm_folder.with_name("transformer"), recipe, options)}
+            yield from train_arm(with_seed(recipe, seed, **changes), arm_folder, data)
             if arm not in arms:
                 continue
-            pipe = loaded(place, recipe.train.device)
-            figures = evaluate(pipe, Asked(data=recipe.data.corpus, folder=data, limit=asked.limit)).figures
-            if asked.figure not in figures:
-                raise ConfigError(f"figure={asked.figure} is not measured here; there is {', '.join(figures)}")
-            found[arm].append(figures[asked.figure])
-            more[arm] = {"parameters": account(pipe.model.config).parameters, "seconds": _seconds(place)}
-            yield f"{arm}, seed {seed}: {asked.figure} {figures[asked.figure]:.2f}"
-    about = {"recipe": asked.recipe, "seeds": seeds, "steps": recipe.train.steps, "split": figures["split"]}
-    yield Result("recurrence", asked.figure, tuple(Row(arm, tuple(found[arm]), more[arm]) for arm in arms), about)
+            pipe = load_arm(arm_folder, recipe.train.device)
+            request = EvaluationRequest(data=recipe.data.corpus, folder=data, limit=options.limit)
+            metrics = evaluate(pipe, request).metrics
+            check_metric(options.figure, metrics)
+            values[arm].append(metrics[options.figure])
+            seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read(arm_folder))
+            extra[arm] = {"parameters": account(pipe.model.config).parameters, "seconds": seconds}
+            yield f"{arm}, seed {seed}: {options.figure} {metrics[options.figure]:.2f}"
+    about = {"recipe": options.recipe, "seeds": seeds, "steps": recipe.train.steps, "split": metrics["split"]}
+    rows = tuple(ArmResult(arm, tuple(values[arm]), extra[arm]) for arm in arms)
+    yield ExperimentResult("recurrence", options.figure, rows, about)
 
 
-def _lstm(beside: Path, recipe: Recipe, asked: Options) -> dict[str, Any]:
-    """The model part of a recipe for as many weights as the Transformer in that folder has."""
-    config = read_config(beside)
+def _lstm_model_section(transformer_folder: Path, recipe: Recipe, options: Options) -> dict[str, Any]:
+    """Return the model section of an LSTM with about as many parameters as the Transformer in that folder."""
+    config = read_config(transformer_folder)
     assert isinstance(config, ModelConfig)
-    made = matching(config, depth=asked.depth)
+    lstm = matching_config(config, depth=options.depth)
     return {
         "family": "lstm",
-        "width": made.width,
-        "depth": made.depth,
-        "dropout": made.dropout,
+        "width": lstm.width,
+        "depth": lstm.depth,
+        "dropout": lstm.dropout,
         "context": int(recipe.model.get("context", 64)),
     }
-
-
-def _seconds(folder: Path) -> float:
-    """How long the steps of a run took."""
-    return sum(line.get("seconds", 0.0) for line in metrics.read(folder))

@@ -1,1 +1,1 @@
-"""Looking inside: what a pass computed, and pictures of it."""
+"""Look inside a model: activations of a pass, time and memory by component, and head pruning."""

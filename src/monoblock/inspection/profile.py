@@ -1,6 +1,6 @@
-"""Where time and memory go, measured: attention against feed-forward and the rest, on the user's own machine.
+"""Measure the time and memory of a forward pass by component: attention, feed-forward, norms, embedding, head.
 
-The closed forms of `accounting` say what a pass must cost; this says what it did cost.
+The formulas of `accounting` predict the cost of a pass; this module measures it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monoblock.model import Transformer
+from monoblock.nn.transformer import Transformer
 
 
 @dataclass
-class Part:
-    """One component: seconds of forward, and bytes kept for backward."""
+class ComponentCost:
+    """Seconds of a component's forward pass, and bytes it saves for backward."""
 
     seconds: float = 0.0
     kept_bytes: int = 0
 
 
 @dataclass
-class Clock:
-    """Charges time and saved tensors to the outermost component that is running."""
+class ComponentTimer:
+    """Attribute time and saved tensors to the outermost component that is running."""
 
-    parts: dict[str, Part] = field(default_factory=dict)
-    running: list[str] = field(default_factory=list)
-    begun: float = 0.0
-    known: set[int] = field(default_factory=set)
+    costs: dict[str, ComponentCost] = field(default_factory=dict)
+    active: list[str] = field(default_factory=list)
+    start_time: float = 0.0
+    seen_storages: set[int] = field(default_factory=set)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def now(self) -> float:
@@ -39,78 +39,78 @@ class Clock:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def enter(self, name: str) -> Callable[..., None]:
+    def make_enter_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, *_: Any) -> None:
-            if not self.running:
-                self.begun = self.now()
-            self.running.append(name)
+            if not self.active:
+                self.start_time = self.now()
+            self.active.append(name)
 
         return hook
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        name = self.running.pop()
-        if not self.running:
-            self.parts.setdefault(name, Part()).seconds += self.now() - self.begun
+    def exit_hook(self, module: nn.Module, *_: Any) -> None:
+        name = self.active.pop()
+        if not self.active:
+            self.costs.setdefault(name, ComponentCost()).seconds += self.now() - self.start_time
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A tensor saved for backward; storage counts once, weights not at all."""
+    def saved_tensor_hook(self, tensor: Tensor) -> Tensor:
+        """Count a tensor saved for backward; each storage counts once, weights do not count."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.known:
-            self.known.add(storage.data_ptr())
-            name = self.running[0] if self.running else "rest"
-            self.parts.setdefault(name, Part()).kept_bytes += storage.nbytes()
+        if storage.data_ptr() not in self.seen_storages:
+            self.seen_storages.add(storage.data_ptr())
+            name = self.active[0] if self.active else "rest"
+            self.costs.setdefault(name, ComponentCost()).kept_bytes += storage.nbytes()
         return tensor
 
 
-def _components(model: Transformer) -> dict[str, nn.Module]:
-    """The modules to time, by the name they are charged to."""
-    found = {name: module for name, module in model.named_children() if name in ("input", "target", "head")}
+def _timed_modules(model: Transformer) -> dict[str, nn.Module]:
+    """Return the modules to time by their full names."""
+    modules = {name: module for name, module in model.named_children() if name in ("input", "target", "head")}
     for stack in model.config.stacks:
         for name, module in model.get_submodule(stack).named_modules():
             if name.split(".")[-1] in ("attention", "cross", "feedforward") or name.endswith("norm"):
-                found[f"{stack}.{name}"] = module
-    return found
+                modules[f"{stack}.{name}"] = module
+    return modules
 
 
-def _charged_to(name: str) -> str:
-    """decoder.3.attention -> decoder.attention; every norm inside blocks -> decoder.block_norms."""
-    words = name.split(".")
-    if len(words) < 3:
+def _component_name(name: str) -> str:
+    """Map decoder.3.attention to decoder.attention, and every norm inside blocks to decoder.block_norms."""
+    parts = name.split(".")
+    if len(parts) < 3:
         return name
-    return f"{words[0]}.block_norms" if words[-1].endswith("norm") else f"{words[0]}.{words[-1]}"
+    return f"{parts[0]}.block_norms" if parts[-1].endswith("norm") else f"{parts[0]}.{parts[-1]}"
 
 
-def profile(model: Transformer, *inputs: Tensor, rounds: int = 3) -> dict[str, Part]:
-    """Component -> measured Part, with "rest" for what lies between components and "total" for the whole forward.
+def profile(model: Transformer, *inputs: Tensor, rounds: int = 3) -> dict[str, ComponentCost]:
+    """Measure the cost of every component, of the "rest" between components, and the "total" of a forward pass.
 
     The fastest of `rounds` passes counts, after one to warm up.
     """
-    best: dict[str, Part] | None = None
-    for turn in range(rounds + 1):
-        parts = _one_pass(model, inputs)
-        if turn and (best is None or parts["total"].seconds < best["total"].seconds):
-            best = parts
+    best: dict[str, ComponentCost] | None = None
+    for pass_index in range(rounds + 1):
+        costs = _profile_pass(model, inputs)
+        if pass_index and (best is None or costs["total"].seconds < best["total"].seconds):
+            best = costs
     assert best is not None
     return best
 
 
-def _one_pass(model: Transformer, inputs: tuple[Tensor, ...]) -> dict[str, Part]:
+def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...]) -> dict[str, ComponentCost]:
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    clock = Clock(known=weights, device=next(model.parameters()).device)
+    timer = ComponentTimer(seen_storages=weights, device=next(model.parameters()).device)
     handles = []
-    for name, module in _components(model).items():
-        handles.append(module.register_forward_pre_hook(clock.enter(_charged_to(name))))
-        handles.append(module.register_forward_hook(clock.leave))
+    for name, module in _timed_modules(model).items():
+        handles.append(module.register_forward_pre_hook(timer.make_enter_hook(_component_name(name))))
+        handles.append(module.register_forward_hook(timer.exit_hook))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(clock.keep, lambda tensor: tensor):
-            begun = clock.now()
-            out = model(*inputs)
-            seconds = clock.now() - begun
-        del out
+        with torch.autograd.graph.saved_tensors_hooks(timer.saved_tensor_hook, lambda tensor: tensor):
+            start = timer.now()
+            output = model(*inputs)
+            seconds = timer.now() - start
+        del output
     finally:
         for handle in handles:
             handle.remove()
-    rest = clock.parts.setdefault("rest", Part())
-    rest.seconds = seconds - sum(part.seconds for name, part in clock.parts.items() if name != "rest")
-    clock.parts["total"] = Part(seconds, sum(part.kept_bytes for part in clock.parts.values()))
-    return clock.parts
+    rest = timer.costs.setdefault("rest", ComponentCost())
+    rest.seconds = seconds - sum(cost.seconds for name, cost in timer.costs.items() if name != "rest")
+    timer.costs["total"] = ComponentCost(seconds, sum(cost.kept_bytes for cost in timer.costs.values()))
+    return timer.costs

@@ -1,4 +1,4 @@
-"""Run a model once and keep what it computed, by name: `trace(model, ids, names="decoder.*.attention.weights")`."""
+"""Record activations of a forward pass by name: `trace(model, ids, names="decoder.*.attention.weights")`."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torch import Tensor, nn
 from monoblock.errors import InputError
 
 
-class Recorder:
-    """A tap that keeps the activations whose names fit, and asks for costly ones only then."""
+class RecordingTap:
+    """A tap that keeps the activations whose names match a pattern; costly ones are computed only if they match."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self.patterns = patterns
-        self.kept: dict[str, Tensor] = {}
-        self.seen: list[str] = []
+        self.activations: dict[str, Tensor] = {}
+        self.names: list[str] = []
 
     def wants(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        self.seen.append(name)
+        self.names.append(name)
         if self.wants(name):
-            self.kept[name] = tensor.detach()
+            self.activations[name] = tensor.detach()
         return tensor
 
 
 class Trace(dict[str, Tensor]):
-    """Activations by name, and the logits of the pass that made them."""
+    """Activations by name, and the logits of the same pass."""
 
     logits: Tensor
 
 
 @torch.no_grad()
 def trace(model: nn.Module, *inputs: Tensor, names: str | Iterable[str] = "*", **options: Any) -> Trace:
-    """One pass with a recording tap; `names` are patterns such as "decoder.*.attention.weights"."""
-    recorder = Recorder((names,) if isinstance(names, str) else tuple(names))
+    """Run a model once and record its activations; `names` are patterns such as "decoder.*.attention.weights"."""
+    recorder = RecordingTap((names,) if isinstance(names, str) else tuple(names))
     logits = model(*inputs, tap=recorder, **options)
-    if not recorder.kept:
-        listed = ", ".join(dict.fromkeys(recorder.seen[:6]))
-        raise InputError(f"no activation is named {' or '.join(recorder.patterns)}; there are {listed}, …")
-    seen = Trace(recorder.kept)
-    seen.logits = logits
-    return seen
+    if not recorder.activations:
+        names = ", ".join(dict.fromkeys(recorder.names[:6]))
+        raise InputError(f"no activation is named {' or '.join(recorder.patterns)}; there are {names}, …")
+    result = Trace(recorder.activations)
+    result.logits = logits
+    return result

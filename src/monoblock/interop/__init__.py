@@ -1,1 +1,1 @@
-"""Folders and files other programs can read, and ours."""
+"""Other formats of models: Hugging Face folders, GGUF files, PEFT adapters, pickled checkpoints."""

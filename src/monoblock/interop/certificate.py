@@ -1,11 +1,12 @@
-"""The certificate of a conversion: how far our logits are from those of the library that the weights came from.
+"""Compare a converted model with transformers: the largest difference between the logits of the two.
 
-Both models read the same ids: as they are, with padding, and, where there is a decoder, ours once more
-token by token with its cache; in fp32 and in fp64. Where the library is not installed, nothing is claimed.
+Both models read the same ids: without padding, with padding and, for decoders, ours also token by token with its cache;
+in fp32 and in fp64.  If transformers is not installed, no difference is reported.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 import warnings
@@ -17,20 +18,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monoblock.config import EmbeddingConfig, FramesConfig, PatchConfig
-from monoblock.interop.convert import Source
-from monoblock.interop.folder import CONFIG, load_model
-from monoblock.interop.safely import INDEX, open_weights
-from monoblock.untrusted import inside, read_json
+from monoblock.config.model import EmbeddingConfig, FramesConfig, PatchConfig
+from monoblock.interop.convert import SourceModel
+from monoblock.interop.folder import CONFIG_FILE, load_model
+from monoblock.interop.safetensors_reader import INDEX_FILE, open_weights
+from monoblock.untrusted_files import read_json, safe_join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from monoblock.model import Transformer
+    from monoblock.nn.transformer import Transformer
 
-ROWS, PLACES, PADDED, CHUNK = 2, 11, 3, 4
-CODE = ("auto_map", "custom_pipelines", "attn_implementation", "quantization_config")
-LARGEST = 2_000_000_000  # parameters of a model of which two copies in fp64 are made
+BATCH_SIZE, SEQUENCE_LENGTH, PADDING_LENGTH, CHUNK_LENGTH = 2, 11, 3, 4
+EXCLUDED_FIELDS = ("auto_map", "custom_pipelines", "attn_implementation", "quantization_config")
+MAX_PARAMETERS = 2_000_000_000  # above this, two copies in fp64 need too much memory
 
 
 class Certificate(NamedTuple):
@@ -40,108 +41,109 @@ class Certificate(NamedTuple):
     max_logit_difference: dict[str, float] | None
 
 
-def certify(source: Source, written: str | Path, form: str, say: Callable[[str], None]) -> Certificate:
-    """Compare with what transformers makes of the source and of what was written, where they are in its form.
+def certify(source: SourceModel, output_path: str | Path, model_format: str, log: Callable[[str], None]) -> Certificate:
+    """Compare our model with what transformers loads from the source and from the output, where it can read them.
 
-    What keeps it from answering is said, and no difference claimed: the conversion itself is done.
+    A comparison that fails is logged, and no difference reported: the conversion itself is done.
     """
     model = source.model
-    kind = _family(source, Path(written) if form == "hf" else None)
-    folders = [source.folder] if source.kind in ("hf", "gguf") else []
-    if form == "hf" or (form == "gguf" and _installed(gguf=True)):
-        folders.append(Path(written))
-    elif form == "gguf":
-        say("transformers reads no GGUF here (pip install gguf accelerate), so the file written is not compared")
+    family = _family_name(source, Path(output_path) if model_format == "hf" else None)
+    folders = [source.path] if source.format in ("hf", "gguf") else []
+    if model_format == "hf" or (model_format == "gguf" and _is_reader_installed(gguf=True)):
+        folders.append(Path(output_path))
+    elif model_format == "gguf":
+        log("transformers cannot read GGUF here (pip install gguf accelerate), so the file written is not compared")
     count = sum(weight.numel() for weight in model.parameters())
-    found = None
-    if not folders or not _installed(gguf=source.kind == "gguf"):
-        say("no reference library reads this form here, so no difference of logits is claimed")
-    elif count > LARGEST:
-        say(f"{count:,} parameters are too many to compare twice, so no difference of logits is claimed")
+    differences = None
+    if not folders or not _is_reader_installed(gguf=source.format == "gguf"):
+        log("no reference library reads this format here, so no difference of logits is reported")
+    elif count > MAX_PARAMETERS:
+        log(f"{count:,} parameters are too many to compare, so no difference of logits is reported")
     else:
         try:
-            found = _largest([differences(source.folder, folder) for folder in folders])
-        except Exception as problem:  # a stranger's library, which knows other versions and other limits
-            said = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
-            say(f"transformers gives no answer ({said}), so no difference of logits is claimed")
-    return Certificate(kind, count, len(model.state_dict()), found)
+            differences = _max_over_folders([logit_differences(source.path, folder) for folder in folders])
+        except Exception as error:  # of a library with other versions and other limits
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            log(f"transformers failed ({reason}), so no difference of logits is reported")
+    return Certificate(family, count, len(model.state_dict()), differences)
 
 
-def _largest(found: list[dict[str, float]]) -> dict[str, float]:
-    return {way: max(one[way] for one in found) for way in found[0]}
+def _max_over_folders(differences: list[dict[str, float]]) -> dict[str, float]:
+    return {name: max(row[name] for row in differences) for name in differences[0]}
 
 
-def _family(source: Source, written: Path | None) -> str:
-    """The published family of the source or, where that is ours, of what was written."""
-    if source.kind == "gguf":
-        from monoblock.tokenizers.gguf_header import read_head
+def _family_name(source: SourceModel, output_path: Path | None) -> str:
+    """Return the published family of the source or, if the source is a monoblock folder, of the output."""
+    if source.format == "gguf":
+        from monoblock.tokenizers.formats.gguf_header import read_gguf_header
 
-        return str(read_head(source.folder).fields["general.architecture"])
-    if source.kind == "hf":
-        return str(read_json(inside(source.folder, CONFIG))["model_type"])
-    if written is not None:
-        return str(read_json(inside(written, CONFIG))["model_type"])
+        return str(read_gguf_header(source.path).fields["general.architecture"])
+    if source.format == "hf":
+        return str(read_json(safe_join(source.path, CONFIG_FILE))["model_type"])
+    if output_path is not None:
+        return str(read_json(safe_join(output_path, CONFIG_FILE))["model_type"])
     return source.model.config.family
 
 
-def _installed(*, gguf: bool) -> bool:
-    """Whether the library can be asked; it reads GGUF by way of another one."""
+def _is_reader_installed(*, gguf: bool) -> bool:
+    """Return whether transformers is installed, and accelerate, which it needs for GGUF."""
     return all(find_spec(name) for name in (*(("accelerate",) if gguf else ()), "transformers"))
 
 
-def differences(source: Path, folder: Path) -> dict[str, float]:
-    """The largest differences between our model of `source` and theirs of `folder`, by way of reading and format."""
-    from monoblock.model import Transformer
+def logit_differences(source: Path, folder: Path) -> dict[str, float]:
+    """Return the largest differences between our model of `source` and theirs of `folder`, such as "fp32_padded"."""
+    from monoblock.nn.transformer import Transformer
 
-    found: dict[str, float] = {}
-    theirs = reference(folder)
+    differences: dict[str, float] = {}
+    theirs = load_reference(folder)
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
         ours = load_model(Transformer, source, dtype=dtype).eval()
-        with torch.no_grad(), quiet(), precision(dtype):
-            if dtype == torch.float64:  # built anew, so that its angles are of that precision too
+        with torch.no_grad(), silence_transformers(), force_dtype(dtype):
+            if dtype == torch.float64:  # built again, so that its rotary frequencies have that precision too
                 weights, theirs.config.dtype = theirs.state_dict(), dtype
                 theirs = type(theirs)(theirs.config).eval()
-                made = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
-                theirs.load_state_dict({key: weights[key] for key in weights if key not in made}, strict=not made)
-            found |= {f"{name}_{way}": value for way, value in compare(ours, theirs).items()}
+                computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are not stored
+                stored = {key: weight for key, weight in weights.items() if key not in computed}
+                theirs.load_state_dict(stored, strict=not computed)
+            differences |= {f"{name}_{mode}": value for mode, value in compare_logits(ours, theirs).items()}
         del ours
-    return found
+    return differences
 
 
-def reference(folder: Path) -> Any:
-    """The library's own model of a folder whose every field our reader has accepted; no code of the folder is run."""
+def load_reference(folder: Path) -> Any:
+    """Load a folder or GGUF file, whose fields our reader has checked, with transformers; run no code of the folder."""
     import transformers
 
-    with quiet(), tempfile.TemporaryDirectory(prefix="monoblock-") as copy:
+    with silence_transformers(), tempfile.TemporaryDirectory(prefix="monoblock-") as copy:
         if folder.is_file():
-            cls, place = transformers.AutoModelForCausalLM, folder.parent
-            more: dict[str, Any] = {"gguf_file": folder.name}
+            cls, path = transformers.AutoModelForCausalLM, folder.parent
+            options: dict[str, Any] = {"gguf_file": folder.name}
         else:
-            from monoblock.interop.hf import find_family
+            from monoblock.interop.huggingface.load import find_family
 
-            given = read_json(inside(folder, CONFIG))
-            cls = getattr(transformers, find_family(given)[1])
-            place, more = _plain_copy(folder, given, copy), {"use_safetensors": True}
+            fields = read_json(safe_join(folder, CONFIG_FILE))
+            cls = getattr(transformers, find_family(fields)[1])
+            path, options = _copy_without_code(folder, fields, copy), {"use_safetensors": True}
         model: Any = cls.from_pretrained(
-            place, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **more
+            path, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **options
         )
     if hasattr(model.config, "_experts_implementation"):
-        model.config._experts_implementation = "eager"  # its grouped kernel wants even sizes
+        model.config._experts_implementation = "eager"  # the grouped kernel requires even sizes
     return model.eval()
 
 
-def _plain_copy(folder: Path, given: dict[str, Any], copy: str) -> Path:
-    """The folder with nothing but its weights and the fields of its configuration that name no code to run."""
-    plain = {key: value for key, value in given.items() if not key.startswith("_") and key not in CODE}
-    (Path(copy) / CONFIG).write_text(json.dumps(plain))
-    for path in [*dict.fromkeys(open_weights(folder).file_of.values()), *Path(folder).glob(INDEX)]:
+def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:
+    """Link the weights into another folder, with the fields of the configuration that name no code to run."""
+    safe = {key: value for key, value in fields.items() if not key.startswith("_") and key not in EXCLUDED_FIELDS}
+    (Path(copy) / CONFIG_FILE).write_text(json.dumps(safe))
+    for path in [*dict.fromkeys(open_weights(folder).file_of.values()), *Path(folder).glob(INDEX_FILE)]:
         (Path(copy) / path.name).symlink_to(path.resolve())
     return Path(copy)
 
 
 @contextmanager
-def precision(dtype: torch.dtype) -> Iterator[None]:
-    """In fp64, both sides do in fp64 what they do in fp32 whatever their weights are: norms, softmax, angles."""
+def force_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In fp64, also compute in fp64 what both models compute in fp32 by name: norms, softmax, rotary angles."""
     before = torch.get_default_dtype(), torch.float32, torch.float, torch.Tensor.float, torch.FloatTensor
     try:
         torch.set_default_dtype(dtype)
@@ -156,8 +158,8 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without the library's bars and warnings."""
+def silence_transformers() -> Iterator[None]:
+    """Hide the progress bars and warnings of transformers."""
     import transformers
 
     bars = transformers.utils.logging.is_progress_bar_enabled()
@@ -174,99 +176,103 @@ def quiet() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def compare(ours: Transformer, theirs: Any) -> dict[str, float]:
-    """Way of reading -> largest difference, over the places that hold real tokens."""
-    given = ours.config.input
-    if isinstance(given, PatchConfig):
-        pixels = _drawn(ours, given.channels, given.image, given.image)
-        return {"plain": _apart(ours(pixels), theirs(pixel_values=pixels))}
-    if isinstance(given, FramesConfig):
-        return _heard(ours, theirs, _drawn(ours, given.channels, 2 * given.context))
-    assert isinstance(given, EmbeddingConfig)
-    length = min(PLACES, given.context or PLACES)
-    ids = torch.randint(given.vocab, (ROWS, length), generator=torch.Generator().manual_seed(1))
-    end = getattr(theirs.config, "eos_token_id", None)
-    if isinstance(end, int) and ours.config.family == "decoder-only" and ours(ids).dim() == 2:
-        ids = _ended(ids, end)
+def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
+    """Return the largest difference over valid tokens for each mode: plain, padded, cached."""
+    config = ours.config.input
+    if isinstance(config, PatchConfig):
+        pixels = _random_inputs(ours, config.channels, config.image, config.image)
+        return {"plain": _max_difference(ours(pixels), theirs(pixel_values=pixels))}
+    if isinstance(config, FramesConfig):
+        return _compare_audio(ours, theirs, _random_inputs(ours, config.channels, 2 * config.context))
+    assert isinstance(config, EmbeddingConfig)
+    is_decoder = ours.config.family == "decoder-only"
+    length = min(SEQUENCE_LENGTH, config.context or SEQUENCE_LENGTH)
+    ids = torch.randint(config.vocab, (BATCH_SIZE, length), generator=torch.Generator().manual_seed(1))
+    eos_id = getattr(theirs.config, "eos_token_id", None)
+    if isinstance(eos_id, int) and is_decoder and ours(ids).dim() == 2:
+        ids = _end_with_eos(ids, eos_id)
     mask = torch.ones_like(ids)
-    # On the left where text is continued; an encoder's library counts places from the first, be it padding.
-    padded = slice(0, PADDED) if ours.config.family == "decoder-only" else slice(length - PADDED, length)
-    mask[1, padded] = 0
+    # Decoders are padded on the left.  Encoders on the right: transformers counts their positions from the first token.
+    padding = slice(0, PADDING_LENGTH) if is_decoder else slice(length - PADDING_LENGTH, length)
+    mask[1, padding] = 0
     if ours.config.family == "encoder-decoder":
-        return _both(ours, theirs, ids, mask)
-    found = {
-        "plain": _apart(ours(ids), theirs(input_ids=ids)),
-        "padded": _apart(ours(ids, mask), theirs(input_ids=ids, attention_mask=mask, **_places(theirs, mask)), mask),
+        return _compare_encoder_decoder(ours, theirs, ids, mask)
+    reference = theirs(input_ids=ids, attention_mask=mask, **_position_ids(theirs, mask))
+    differences = {
+        "plain": _max_difference(ours(ids), theirs(input_ids=ids)),
+        "padded": _max_difference(ours(ids, mask), reference, mask),
     }
-    if ours.config.family == "decoder-only" and ours(ids).dim() == 3:
-        cache = ours.make_cache(ROWS, length)
-        parts = []
-        for part in (*ids[:, :CHUNK].split(CHUNK, 1), *ids[:, CHUNK:].split(1, 1)):
-            parts.append(ours(part, cache=cache))
-            cache.advance(torch.full((ROWS,), part.shape[1]))
-        found["cached"] = _apart(torch.cat(parts, 1), theirs(input_ids=ids))
-    return found
+    if is_decoder and ours(ids).dim() == 3:
+        cache = ours.make_cache(BATCH_SIZE, length)
+        logits = []
+        for chunk in (*ids[:, :CHUNK_LENGTH].split(CHUNK_LENGTH, 1), *ids[:, CHUNK_LENGTH:].split(1, 1)):
+            logits.append(ours(chunk, cache=cache))
+            cache.advance(torch.full((BATCH_SIZE,), chunk.shape[1]))
+        differences["cached"] = _max_difference(torch.cat(logits, 1), theirs(input_ids=ids))
+    return differences
 
 
-def _ended(ids: Tensor, end: int) -> Tensor:
-    """With the id that ends a text at the end and nowhere else: where it stands, some classes take their answer."""
-    ids = ids.masked_fill(ids == end, 0 if end else 1)
-    ids[:, -1] = end
+def _end_with_eos(ids: Tensor, eos_id: int) -> Tensor:
+    """Put the end-of-sequence id at the end and nowhere else: some classes pool where they find it."""
+    ids = ids.masked_fill(ids == eos_id, 0 if eos_id else 1)
+    ids[:, -1] = eos_id
     return ids
 
 
-def _both(ours: Transformer, theirs: Any, ids: Tensor, mask: Tensor) -> dict[str, float]:
+def _compare_encoder_decoder(ours: Transformer, theirs: Any, ids: Tensor, mask: Tensor) -> dict[str, float]:
     target = ids.flip(1)[:, :-2]
-    found = {
-        "plain": _apart(ours(ids, target), theirs(input_ids=ids, decoder_input_ids=target)),
-        "padded": _apart(ours(ids, target, mask), theirs(input_ids=ids, attention_mask=mask, decoder_input_ids=target)),
+    plain = theirs(input_ids=ids, decoder_input_ids=target)
+    padded = theirs(input_ids=ids, attention_mask=mask, decoder_input_ids=target)
+    return {
+        "plain": _max_difference(ours(ids, target), plain),
+        "padded": _max_difference(ours(ids, target, mask), padded),
+        "cached": _max_difference(_decode_with_cache(ours, ids, target), plain),
     }
-    found["cached"] = _apart(_stepped(ours, ids, target), theirs(input_ids=ids, decoder_input_ids=target))
-    return found
 
 
-def _heard(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
-    """Features have no padding: the whole is heard."""
-    said = ours.config.output_input
-    assert isinstance(said, EmbeddingConfig)
-    target = torch.randint(said.vocab, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
-    answer = theirs(input_features=frames, decoder_input_ids=target)
-    return {"plain": _apart(ours(frames, target), answer), "cached": _apart(_stepped(ours, frames, target), answer)}
+def _compare_audio(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
+    """Compare without padding: audio features fill the whole context."""
+    config = ours.config.target_input
+    assert isinstance(config, EmbeddingConfig)
+    target = torch.randint(config.vocab, (BATCH_SIZE, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
+    reference = theirs(input_features=frames, decoder_input_ids=target)
+    return {
+        "plain": _max_difference(ours(frames, target), reference),
+        "cached": _max_difference(_decode_with_cache(ours, frames, target), reference),
+    }
 
 
-def _stepped(ours: Transformer, source: Tensor, target: Tensor) -> Tensor:
-    """The target one token at a time, through the cache."""
-    memory, cache = ours.encode(source), ours.make_cache(ROWS, target.shape[1])
-    parts = []
-    for place, part in enumerate(target.split(1, 1)):
-        parts.append(ours.decode(part, memory if place == 0 else None, cache=cache))
-        cache.advance(torch.ones(ROWS, dtype=torch.long))
-    return torch.cat(parts, 1)
+def _decode_with_cache(ours: Transformer, source: Tensor, target: Tensor) -> Tensor:
+    """Return the logits of the target, decoded one token at a time."""
+    memory, cache = ours.encode(source), ours.make_cache(BATCH_SIZE, target.shape[1])
+    logits = []
+    for step, token in enumerate(target.split(1, 1)):
+        logits.append(ours.decode(token, memory if step == 0 else None, cache=cache))
+        cache.advance(torch.ones(BATCH_SIZE, dtype=torch.long))
+    return torch.cat(logits, 1)
 
 
-def _drawn(ours: Transformer, *shape: int) -> Tensor:
-    """Numbers that stand for a picture or for sound, the same in every format."""
-    drawn = torch.rand(ROWS, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return drawn.to(next(ours.parameters()).dtype)
+def _random_inputs(ours: Transformer, *shape: int) -> Tensor:
+    """Draw pixels or audio frames, the same for every dtype."""
+    inputs = torch.rand(BATCH_SIZE, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return inputs.to(next(ours.parameters()).dtype)
 
 
-def _places(theirs: Any, mask: Tensor) -> dict[str, Tensor]:
-    """Real tokens are counted from 0 in our models; what a library's model takes from outside must say the same."""
-    import inspect
-
-    takes = "position_ids" in inspect.signature(theirs.forward).parameters
-    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if takes else {}
+def _position_ids(theirs: Any, mask: Tensor) -> dict[str, Tensor]:
+    """Count valid tokens from 0, as our models do, for a model of theirs that takes position_ids."""
+    accepts = "position_ids" in inspect.signature(theirs.forward).parameters
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if accepts else {}
 
 
-def _apart(ours: Tensor, theirs: Any, mask: Tensor | None = None) -> float:
-    """The largest difference from the first of their answers that is of our size; one class has no axis of its own."""
+def _max_difference(ours: Tensor, theirs: Any, mask: Tensor | None = None) -> float:
+    """Compare with the first output of theirs that has as many elements; a binary classifier drops the last axis."""
     names = ("logits", "text_embeds", "image_embeds", "pooler_output", "last_hidden_state")
-    answers = [found for name in names if (found := getattr(theirs, name, None)) is not None]
-    other = next(found for found in answers if found.numel() == ours.numel())
-    apart = (ours - other.reshape(ours.shape)).abs()
-    if mask is not None and apart.dim() == 3:
-        apart = apart[mask.bool()]
-    return float(apart.max())
+    outputs = [output for name in names if (output := getattr(theirs, name, None)) is not None]
+    reference = next(output for output in outputs if output.numel() == ours.numel())
+    difference = (ours - reference.reshape(ours.shape)).abs()
+    if mask is not None and difference.dim() == 3:
+        difference = difference[mask.bool()]
+    return float(difference.max())

@@ -1,7 +1,7 @@
-"""From one form of model to another: our folder, a Hugging Face folder, GGUF; and .bin or .pt into any of them.
+"""Convert between monoblock folders, Hugging Face folders and GGUF files; read .bin and .pt files.
 
-A pickle is opened in no other place than here, and here only by a process of its own (unpickle.py) that hands back
-tensors in safetensors, which are then read like any stranger's.
+A pickle is only ever opened by a sandboxed process (unpickle.py), which writes its tensors as safetensors; those are
+then checked like any untrusted file.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.interop.folder import CONFIG, FORMAT, load_model, save_model
-from monoblock.interop.labels import labels_in, write_labels
-from monoblock.interop.safely import INDEX, WEIGHTS
-from monoblock.untrusted import MB, inside, present, read_bytes, read_json
+from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, save_model
+from monoblock.interop.labels import read_labels, write_labels
+from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join
 
 if TYPE_CHECKING:
-    from monoblock.model import Transformer
+    from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
 
 FORMATS = ("monoblock", "hf", "gguf")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Beside the weights: small files that are read, or copied as they are.
-BESIDE = (
-    CONFIG,
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Small files beside the weights, copied unchanged.
+COMPANION_FILES = (
+    CONFIG_FILE,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,15 +46,15 @@ BESIDE = (
     "merges.txt",
     "vocab.txt",
 )
-LARGEST_BESIDE = 64 * MB
-GENERATION = "generation_config.json"
+MAX_COMPANION_BYTES = 64 * MB
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 
-class Source(NamedTuple):
-    """A model that can be read: `folder` is ours, Hugging Face's, or a GGUF file."""
+class SourceModel(NamedTuple):
+    """A loaded model and the folder or GGUF file it comes from."""
 
-    kind: str  # monoblock, hf or gguf
-    folder: Path
+    format: str  # monoblock, hf or gguf
+    path: Path
     model: Transformer
     tokenizer: Tokenizer | None
 
@@ -62,58 +62,62 @@ class Source(NamedTuple):
 # -- pickles -----------------------------------------------------------------------------------------------------------
 
 
-def unpickle(source: str | Path, target: str | Path, *, seconds: float = 600) -> int:
-    """Write the tensors of a .pt or .bin file as safetensors, by a process that can do nothing else; their number."""
+def pickle_to_safetensors(source: str | Path, target: str | Path, *, timeout: float = 600) -> int:
+    """Write the tensors of a .pt or .bin file as safetensors in a sandboxed process; return their number."""
     source, target = Path(source), Path(target)
     if not source.is_file():
         raise FileError(f"there is no file {source}")
     program = Path(__file__).with_name("unpickle.py")
     job = json.dumps({"source": str(source.resolve()), "target": str(target.resolve())})
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
+    variables = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", str(program)],
             input=job.encode(),
             capture_output=True,
-            timeout=seconds,
-            env=kept | {"OMP_NUM_THREADS": "1"},
+            timeout=timeout,
+            env=variables | {"OMP_NUM_THREADS": "1"},
             cwd=target.parent,
         )
-        answer = json.loads(done.stdout) if done.stdout else {"error": f"its reader ended with {done.returncode}"}
+        code = process.returncode
+        result = json.loads(process.stdout) if process.stdout else {"error": f"its reader ended with {code}"}
     except subprocess.TimeoutExpired:
-        answer = {"error": f"it takes longer than {seconds:g} s"}
+        result = {"error": f"it takes longer than {timeout:g} s"}
     except ValueError:
-        answer = {"error": "its reader gave no answer"}
-    if "error" in answer:
+        result = {"error": "its reader gave no answer"}
+    if "error" in result:
         target.unlink(missing_ok=True)
-        raise FileError(f"{source} cannot be used: {answer['error']}")
-    return int(answer["tensors"])
+        raise FileError(f"{source} cannot be used: {result['error']}")
+    return int(result["tensors"])
 
 
-def _without_pickle(folder: Path, beside: Path) -> None:
-    """Make in `beside` the same Hugging Face folder with safetensors in the place of pickles."""
-    for name in BESIDE:
-        if present(folder, name):
-            (beside / name).write_bytes(read_bytes(inside(folder, name), LARGEST_BESIDE))
-    if present(folder, PICKLED_INDEX):
-        places = read_json(inside(folder, PICKLED_INDEX)).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise FileError(f"{folder / PICKLED_INDEX} has no weight_map")
-        files = {place: f"{n:05}.safetensors" for n, place in enumerate(dict.fromkeys(map(str, places.values())))}
-        for place, name in files.items():
-            unpickle(inside(folder, place), beside / name)
-        index = {"weight_map": {name: files[str(place)] for name, place in places.items()}}
-        (beside / INDEX).write_text(json.dumps(index))
+def _convert_pickled_folder(folder: Path, target: Path) -> None:
+    """Copy a Hugging Face folder to `target`, with safetensors instead of pickles."""
+    for name in COMPANION_FILES:
+        if has_file(folder, name):
+            (target / name).write_bytes(read_bytes(safe_join(folder, name), MAX_COMPANION_BYTES))
+    if has_file(folder, PICKLE_INDEX_FILE):
+        weight_map = read_json(safe_join(folder, PICKLE_INDEX_FILE)).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FileError(f"{folder / PICKLE_INDEX_FILE} has no weight_map")
+        shards = dict.fromkeys(map(str, weight_map.values()))
+        files = {shard: f"{n:05}.safetensors" for n, shard in enumerate(shards)}
+        for shard, file in files.items():
+            pickle_to_safetensors(safe_join(folder, shard), target / file)
+        index = {"weight_map": {name: files[str(shard)] for name, shard in weight_map.items()}}
+        (target / INDEX_FILE).write_text(json.dumps(index))
     else:
-        unpickle(inside(folder, _pickled(folder)), beside / WEIGHTS)
+        pickle_to_safetensors(safe_join(folder, _find_pickle(folder)), target / WEIGHTS_FILE)
 
 
-def _pickled(folder: Path) -> str:
-    names = sorted(name for name in os.listdir(folder) if name.endswith(PICKLES) and name != "training_args.bin")
-    if PICKLED in names:
-        return PICKLED
+def _find_pickle(folder: Path) -> str:
+    names = sorted(
+        name for name in os.listdir(folder) if name.endswith(PICKLE_SUFFIXES) and name != "training_args.bin"
+    )
+    if PICKLE_FILE in names:
+        return PICKLE_FILE
     if len(names) != 1:
-        raise FileError(f"{folder} has no {WEIGHTS}, and {len(names)} other files that could be weights; keep one")
+        raise FileError(f"{folder} has no {WEIGHTS_FILE}, and {len(names)} other files that could be weights; keep one")
     return names[0]
 
 
@@ -121,106 +125,110 @@ def _pickled(folder: Path) -> str:
 
 
 @contextmanager
-def opened(source: str | Path) -> Iterator[Source]:
-    """A model of any form; where it is pickled, a folder without pickles lives as long as the context."""
-    from monoblock.model import Transformer
+def open_model(source: str | Path) -> Iterator[SourceModel]:
+    """Load a model of any format; pickles are converted in a temporary folder that lasts as long as the context."""
+    from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
 
-    given = Path(source)
-    with tempfile.TemporaryDirectory(prefix="monoblock-") as beside:
-        kind, folder = _kind(given), given
-        if kind == "pickle":
-            kind, folder = "hf", Path(beside)
-            _without_pickle(given, folder)
+    original = Path(source)
+    with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
+        model_format, folder = _detect_format(original), original
+        if model_format == "pickle":
+            model_format, folder = "hf", Path(temporary)
+            _convert_pickled_folder(original, folder)
         try:
             model = load_model(Transformer, folder)
             tokenizer = Tokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
-        except FileError as problem:
-            raise FileError(str(problem).replace(str(folder), str(given))) from None
-        yield Source(kind, folder, model, tokenizer)
+        except FileError as error:
+            raise FileError(str(error).replace(str(folder), str(original))) from None
+        yield SourceModel(model_format, folder, model, tokenizer)
 
 
 @contextmanager
-def merged(source: Source, adapter: str | Path | None) -> Iterator[Source]:
-    """The model with a LoRA adapter in its weights, in a folder that lives as long as the context."""
+def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[SourceModel]:
+    """Merge a LoRA adapter into the weights, in a temporary folder that lasts as long as the context."""
     if adapter is None:
         yield source
         return
-    from monoblock.interop.adapters import base_in, load_adapter
-    from monoblock.interop.digest import digest_of_body
-    from monoblock.lora import folded
+    from monoblock.interop.adapters import load_adapter, read_base_digest
+    from monoblock.interop.digest import compute_body_digest
+    from monoblock.nn.lora import fold_lora
 
-    digest = digest_of_body(source.model)
+    digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)
-    if (base_in(adapter) or digest) != digest:
-        raise FileError(f"{adapter} was trained beside other weights than those of {source.folder}; give that model")
-    with tempfile.TemporaryDirectory(prefix="monoblock-") as beside:
-        place = Path(beside) / source.folder.stem
-        write(source._replace(model=folded(source.model)), place, "monoblock")
-        with opened(place) as found:
-            yield found
+    if (read_base_digest(adapter) or digest) != digest:
+        raise FileError(f"{adapter} was trained for other weights than those of {source.path}; give that model")
+    with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
+        folder = Path(temporary) / source.path.stem
+        write_model(source._replace(model=fold_lora(source.model)), folder, "monoblock")
+        with open_model(folder) as merged:
+            yield merged
 
 
-def _kind(given: Path) -> str:
-    if given.is_file():
-        if given.suffix == ".gguf":
+def _detect_format(path: Path) -> str:
+    if path.is_file():
+        if path.suffix == ".gguf":
             return "gguf"
-        if given.suffix in PICKLES:
-            raise FileError(f"{given} is weights without a configuration; give the folder with its {CONFIG}")
-        raise FileError(f"{given} is no model; give a folder, or a GGUF file")
-    if not present(given, CONFIG):
-        raise FileError(f"{given} is no model folder: it has no {CONFIG}")
-    if read_json(inside(given, CONFIG)).get("format") == FORMAT:
+        if path.suffix in PICKLE_SUFFIXES:
+            raise FileError(f"{path} has weights without a configuration; give the folder with its {CONFIG_FILE}")
+        raise FileError(f"{path} is not a model; give a folder, or a GGUF file")
+    if not has_file(path, CONFIG_FILE):
+        raise FileError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
+    if read_json(safe_join(path, CONFIG_FILE)).get("format") == FORMAT_NAME:
         return "monoblock"
-    return "hf" if present(given, WEIGHTS) or present(given, INDEX) else "pickle"
+    return "hf" if has_file(path, WEIGHTS_FILE) or has_file(path, INDEX_FILE) else "pickle"
 
 
 def _has_tokenizer(folder: Path) -> bool:
     if folder.is_file():
         return True
-    from monoblock.tokenizers.published import find
+    from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 
-    return present(folder, "tokenizer.json") or find(folder) is not None
+    return has_file(folder, "tokenizer.json") or find_vocabulary(folder) is not None
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(source: Source, target: str | Path, form: str, *, kind: str = "f16", family: str | None = None) -> None:
-    """Write a model in one of FORMATS; `kind` is how GGUF stores matrices, `family` whose names Hugging Face gets."""
-    if form not in FORMATS:
-        raise ConfigError(f"format={form!r} is none of {', '.join(FORMATS)}{did_you_mean(form, FORMATS)}")
+def write_model(
+    source: SourceModel, target: str | Path, model_format: str, *, kind: str = "f16", family: str | None = None
+) -> None:
+    """Write a model in one of FORMATS; `kind` is the storage type in GGUF, `family` the model_type of an hf folder."""
+    if model_format not in FORMATS:
+        raise ConfigError(
+            f"format={model_format!r} is none of {', '.join(FORMATS)}{did_you_mean(model_format, FORMATS)}"
+        )
     target = Path(target)
-    if target.resolve() == source.folder.resolve():
-        raise ConfigError(f"{target} is what is converted; name another place for what is written")
-    if form == "gguf":
-        from monoblock.interop.gguf import save_gguf
+    if target.resolve() == source.path.resolve():
+        raise ConfigError(f"{target} is the model that is converted; write to another path")
+    if model_format == "gguf":
+        from monoblock.interop.gguf.writer import save_gguf
 
-        save_gguf(source.model, target, tokenizer=source.tokenizer, kind=kind, name=source.folder.stem)
+        save_gguf(source.model, target, tokenizer=source.tokenizer, kind=kind, name=source.path.stem)
         return
-    if form == "hf":
-        from monoblock.interop.hf import export_hf
+    if model_format == "hf":
+        from monoblock.interop.huggingface.export import export_hf
 
-        family = family or _own(source)
-        export_hf(source.model, target, family=family, special=_special(source.tokenizer))
+        family = family or _source_family(source)
+        export_hf(source.model, target, family=family, special_token_ids=_special_token_ids(source.tokenizer))
     else:
         save_model(source.model, target)
-    head, labels = source.model.config.head, labels_in(source.folder)
+    head, labels = source.model.config.head, read_labels(source.path)
     if head is not None and labels and head.classes == len(labels):
-        write_labels(target, labels, form)
+        write_labels(target, labels, model_format)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(target)
-    if source.folder.is_dir() and present(source.folder, GENERATION):
-        shutil.copyfile(inside(source.folder, GENERATION), target / GENERATION)
+    if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
+        shutil.copyfile(safe_join(source.path, GENERATION_CONFIG_FILE), target / GENERATION_CONFIG_FILE)
 
 
-def _own(source: Source) -> str | None:
-    """The family a Hugging Face folder is of already, which it stays."""
-    return str(read_json(inside(source.folder, CONFIG))["model_type"]) if source.kind == "hf" else None
+def _source_family(source: SourceModel) -> str | None:
+    """Return the model_type of a Hugging Face source, which the output keeps."""
+    return str(read_json(safe_join(source.path, CONFIG_FILE))["model_type"]) if source.format == "hf" else None
 
 
-def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    return {f"{role}_token_id": number for role, number in ids.items() if number is not None}
+    return {f"{role}_token_id": id_ for role, id_ in ids.items() if id_ is not None}

@@ -1,4 +1,4 @@
-"""Which weights these are: SHA-256 of tensors by name."""
+"""Identify weights by a SHA-256 digest of the tensors and their names."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, shapes, dtypes and values, whatever the order."""
-    made = hashlib.sha256()
+def compute_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hash names, shapes, dtypes and values; the order of the mapping does not matter."""
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-        made.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        made.update(data)
-    return made.hexdigest()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
-def digest_of_body(model: nn.Module) -> str:
-    """Of all but the head, which an adapter may bring along."""
-    return digest_of({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")})
+def compute_body_digest(model: nn.Module) -> str:
+    """Hash all weights except those of the head, which an adapter may replace."""
+    return compute_digest({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")})

@@ -1,6 +1,7 @@
-"""A folder is a model: config.json beside model.safetensors (or its shards).  No pickle, no code, nothing outside it.
+"""Save and load a model as a folder: config.json beside model.safetensors (or its shards), no pickle and no code.
 
-A folder of ours says so in its config.json; one that names a model_type instead is a Hugging Face folder, hf.py's.
+A monoblock folder has "format": "monoblock" in its config.json; one with a model_type is a Hugging Face folder
+(huggingface/load.py).
 """
 
 from __future__ import annotations
@@ -11,142 +12,146 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from monoblock.config import ModelConfig, RecurrentConfig
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.interop.hub import at_hand
-from monoblock.interop.reader import Reader
-from monoblock.interop.safely import on_meta, open_weights
-from monoblock.interop.shards import LARGEST, save_weights, settle
-from monoblock.quantize.convert import build, stored_formats
-from monoblock.schema import from_dict, to_dict
-from monoblock.untrusted import inside, present, read_json
+from monoblock.interop.hub import resolve_model_path
+from monoblock.interop.safetensors_reader import build_on_meta, open_weights
+from monoblock.interop.weights_reader import WeightReader
+from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
+from monoblock.quantization.convert import build_quantized, stored_dtypes
+from monoblock.untrusted_files import has_file, read_json, safe_join
 
 if TYPE_CHECKING:
-    from monoblock.model import Transformer
-    from monoblock.recurrent import Recurrent
+    from monoblock.nn.lstm import Recurrent
+    from monoblock.nn.transformer import Transformer
 
-CONFIG, FORMAT = "config.json", "monoblock"
+CONFIG_FILE, FORMAT_NAME = "config.json", "monoblock"
+DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 T = TypeVar("T", "Transformer", "Recurrent")
 
 
-def save_model(model: Transformer | Recurrent, folder: str | Path, *, largest: int = LARGEST) -> None:
-    """Write the files beside their old versions first, then put them in place; weights in files of `largest` bytes."""
+def save_model(model: Transformer | Recurrent, folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
+    """Write config.json and the weights, in files of at most `max_shard_size` bytes."""
     folder = Path(folder)
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        kind = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
-        data = {"format": FORMAT, kind: to_dict(model.config)}
-        makers = [{name: lambda tensor=tensor: tensor} for name, tensor in state.items()]
-        save_weights(folder, makers, {name: tensor.nbytes for name, tensor in state.items()}, largest)
-        (folder / f"{CONFIG}.tmp").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        settle(folder / CONFIG)
-    except OSError as problem:
-        raise FileError(f"the model cannot be written to {folder}: {problem.strerror or problem}") from None
-
-
-def _read(folder: str | Path) -> dict[str, Any]:
-    if not present(folder, CONFIG):
-        raise FileError(f"{folder} is no model folder: it has no {CONFIG}")
-    return read_json(inside(folder, CONFIG))
+        key = "recurrent" if isinstance(model.config, RecurrentConfig) else "model"
+        data = {"format": FORMAT_NAME, key: to_dict(model.config)}
+        factories = [{name: lambda tensor=tensor: tensor} for name, tensor in state.items()]
+        save_weights(folder, factories, {name: tensor.nbytes for name, tensor in state.items()}, max_shard_size)
+        (folder / f"{CONFIG_FILE}.tmp").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        commit_file(folder / CONFIG_FILE)
+    except OSError as error:
+        raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
 
 
 def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
-    """The configuration in a folder of ours."""
-    return _ours(folder, _read(folder))
+    """Read the configuration of a monoblock folder."""
+    return _parse_config(folder, _read_config_json(folder))
 
 
-def _ours(folder: str | Path, data: dict[str, Any]) -> ModelConfig | RecurrentConfig:
-    path = Path(folder) / CONFIG
-    if data.get("format") != FORMAT:
-        raise FileError(f'{path} was not written by monoblock: it lacks "format": "{FORMAT}"')
+def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
+    """Load a monoblock folder, a Hugging Face folder, a GGUF file or a model of the hub.
+
+    The model is built on the meta device and the stored tensors assigned, so no weight is initialized in vain.
+    """
+    folder = resolve_model_path(folder)
+    dtype = _parse_dtype(dtype)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
+    if folder.suffix == ".gguf" and folder.is_file():
+        from monoblock.interop.gguf.reader import load_gguf
+
+        load: Any = load_gguf
+        return load(cls, folder, dtype=dtype, device=device)
+    data = _read_config_json(folder)
+    if "model_type" in data and "format" not in data and cls.__name__ != "Recurrent":
+        return _load_huggingface(cls, folder, data, dtype, device)
+    config = _parse_config(folder, data)
+    if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
+        kind = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
+        raise FileError(f"{folder} holds {kind}, which {cls.__name__} cannot load")
+    quantized = isinstance(config, ModelConfig) and config.quantize is not None
+    build: Any = (lambda config: build_quantized(config, dtype)) if quantized else cls
+    model: T = build_on_meta(build, config, len(open_weights(folder)))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    quantized_dtypes = stored_dtypes(model)
+    state = _load_quantized(folder, quantized_dtypes, device) if quantized_dtypes else {}
+    state |= _load_tensors(folder, shapes, dtype, device, set(quantized_dtypes))
+    model.load_state_dict(state, assign=True, strict=True)
+    return model
+
+
+def _read_config_json(folder: str | Path) -> dict[str, Any]:
+    if not has_file(folder, CONFIG_FILE):
+        raise FileError(f"{folder} is not a model folder: it has no {CONFIG_FILE}")
+    return read_json(safe_join(folder, CONFIG_FILE))
+
+
+def _parse_config(folder: str | Path, data: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+    path = Path(folder) / CONFIG_FILE
+    if data.get("format") != FORMAT_NAME:
+        raise FileError(f'{path} was not written by monoblock: it lacks "format": "{FORMAT_NAME}"')
     try:
         if "recurrent" in data:
             return from_dict(RecurrentConfig, data["recurrent"], "recurrent")
         return ModelConfig.from_dict(data.get("model"))
-    except ConfigError as problem:
-        raise FileError(f"{path}: {problem}") from None
+    except ConfigError as error:
+        raise FileError(f"{path}: {error}") from None
 
 
-def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
-    """Build on the meta device, then lay the stored tensors in: nothing is drawn only to be thrown away."""
-    folder = at_hand(folder)
-    dtype = _dtype(dtype)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
-    if folder.suffix == ".gguf" and folder.is_file():
-        from monoblock.interop.gguf import load_gguf
-
-        read: Any = load_gguf
-        return read(cls, folder, dtype=dtype, device=device)
-    data = _read(folder)
-    if "model_type" in data and "format" not in data and cls.__name__ != "Recurrent":
-        return _load_published(cls, folder, data, dtype, device)
-    config = _ours(folder, data)
-    if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
-        what = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
-        raise FileError(f"{folder} holds {what}, and {cls.__name__} was asked to load it")
-    small = isinstance(config, ModelConfig) and config.quantize is not None
-    make: Any = (lambda given: build(given, dtype)) if small else cls
-    model: T = on_meta(make, config, len(open_weights(folder)))
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    exact = stored_formats(model)
-    found = _exact(folder, exact, device) if exact else {}
-    found |= _tensors(folder, wanted, dtype, device, set(exact))
-    model.load_state_dict(found, assign=True, strict=True)
-    return model
+def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Accept a torch dtype or its name: "float16", "bf16"."""
+    parsed = getattr(torch, DTYPE_NAMES.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise InputError(f"dtype={dtype!r} is not a dtype for weights; write {', '.join(DTYPE_NAMES)} or a torch dtype")
+    return parsed
 
 
-def _exact(folder: Path, wanted: dict[str, torch.dtype], device: str) -> dict[str, torch.Tensor]:
-    """What a quantised matrix is stored as: in the very format it was written in."""
-    stored = open_weights(folder)
-    for name, dtype in wanted.items():
-        if name in stored and stored.dtypes[name] != dtype:
-            place = stored.file_of[name]
-            raise FileError(f"{place}: {name} holds {stored.dtypes[name]} where the configuration says {dtype}")
-    return {name: stored[name].to(device) for name in wanted if name in stored}
-
-
-def _load_published(cls: Any, folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
-    from monoblock.interop.hf import load_hf
+def _load_huggingface(cls: Any, folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
+    from monoblock.interop.huggingface.load import load_hf
 
     try:
         return load_hf(cls, data, open_weights(folder), dtype, device)
-    except (ConfigError, FileError) as problem:
-        said = str(problem)
-        raise FileError(said if said.startswith(str(folder)) else f"{folder}: {said}") from None
+    except (ConfigError, FileError) as error:
+        message = str(error)
+        raise FileError(message if message.startswith(str(folder)) else f"{folder}: {message}") from None
 
 
-def _dtype(given: torch.dtype | str) -> torch.dtype:
-    """A number format by itself or by its name: "float16", "bf16"."""
-    short = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    found = getattr(torch, short.get(given, given), None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InputError(f"dtype={given!r} is no format for weights; write {', '.join(short)} or a torch dtype")
-    return found
-
-
-def _tensors(
-    folder: Path, wanted: dict[str, torch.Size], dtype: torch.dtype, device: str, exact: set[str]
-) -> dict[str, torch.Tensor]:
-    """The stored tensors but those taken exactly as they are; shapes are compared for all."""
+def _load_quantized(folder: Path, dtypes: dict[str, torch.dtype], device: str) -> dict[str, torch.Tensor]:
+    """Load the tensors of quantized matrices, which keep the dtype they are stored in."""
     stored = open_weights(folder)
-    _compare(folder, set(stored), set(wanted))
-    for name, shape in wanted.items():
-        place = stored.file_of[name]
+    for name, dtype in dtypes.items():
+        if name in stored and stored.dtypes[name] != dtype:
+            file = stored.file_of[name]
+            raise FileError(f"{file}: {name} holds {stored.dtypes[name]} where the configuration says {dtype}")
+    return {name: stored[name].to(device) for name in dtypes if name in stored}
+
+
+def _load_tensors(
+    folder: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, device: str, quantized: set[str]
+) -> dict[str, torch.Tensor]:
+    """Check the shapes of all tensors, and load those that are not quantized."""
+    stored = open_weights(folder)
+    _check_names(folder, set(stored), set(shapes))
+    for name, shape in shapes.items():
+        file = stored.file_of[name]
         if stored.shapes[name] != tuple(shape):
-            shapes = f"{stored.shapes[name]} where the configuration says {tuple(shape)}"
-            raise FileError(f"{place}: {name} has shape {shapes}")
-        if name not in exact and not stored.dtypes[name].is_floating_point:
-            raise FileError(f"{place}: {name} holds {stored.dtypes[name]} where weights are floating-point numbers")
-    reader = Reader(stored, dtype, device)
-    return {name: reader.take([name])[0] for name in wanted if name not in exact}
+            difference = f"{stored.shapes[name]} where the configuration says {tuple(shape)}"
+            raise FileError(f"{file}: {name} has shape {difference}")
+        if name not in quantized and not stored.dtypes[name].is_floating_point:
+            raise FileError(f"{file}: {name} holds {stored.dtypes[name]} where weights are floating-point numbers")
+    reader = WeightReader(stored, dtype, device)
+    return {name: reader.load([name])[0] for name in shapes if name not in quantized}
 
 
-def _compare(folder: Path, stored: set[str], wanted: set[str]) -> None:
-    for left_over, what in ((stored - wanted, "holds a tensor the model has no place for"), (wanted - stored, "lacks")):
-        if left_over:
-            more = f" (and {len(left_over) - 1} more)" if len(left_over) > 1 else ""
-            raise FileError(f"{folder} {what}: {min(left_over)}{more}")
+def _check_names(folder: Path, stored: set[str], expected: set[str]) -> None:
+    unexpected, missing = stored - expected, expected - stored
+    for names, problem in ((unexpected, "holds a tensor the model has no place for"), (missing, "lacks")):
+        if names:
+            rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise FileError(f"{folder} {problem}: {min(names)}{rest}")

@@ -1,4 +1,4 @@
-"""A name on the Hugging Face hub becomes a folder here: weights, configuration and tokenizer, never code or pickles."""
+"""Download a model of the Hugging Face hub: weights, configuration and tokenizer, never code or pickles."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 from monoblock.errors import FileError
 
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-NAME = re.compile(r"(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95}")  # owner/name; a run folder is never meant for the hub
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+REPO_ID = re.compile(r"(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95}")  # owner/name; runs/NAME is always a local folder
 
 
-def at_hand(given: str | Path) -> Path:
-    """What is here, as it is; owner/name, where there is no folder of that owner, is fetched if that can be done."""
-    place = Path(given)
-    if place.exists() or not NAME.fullmatch(str(given)) or place.parent.exists():
-        return place
+def resolve_model_path(name_or_path: str | Path) -> Path:
+    """Return a local path; download owner/name from the hub unless a file, a folder or a folder `owner` exists."""
+    path = Path(name_or_path)
+    if path.exists() or not REPO_ID.fullmatch(str(name_or_path)) or path.parent.exists():
+        return path
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise FileError(
-            f"there is no folder {given} here; to fetch a model of that name, pip install huggingface_hub"
+            f"there is no folder {name_or_path} here; to fetch a model of that name, pip install huggingface_hub"
         ) from None
     try:
-        return Path(snapshot_download(str(given), allow_patterns=list(WANTED)))
-    except Exception as problem:  # the library's, the network's, the server's: all mean that it did not come
-        why = " ".join(str(problem).split())[:120] or type(problem).__name__
-        raise FileError(f"there is no folder {given} here, and the hub did not give it ({why})") from None
+        return Path(snapshot_download(str(name_or_path), allow_patterns=list(ALLOW_PATTERNS)))
+    except Exception as error:  # of the library, the network or the server: in each case there is no model
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise FileError(f"there is no folder {name_or_path} here, and the hub did not give it ({reason})") from None

@@ -1,4 +1,4 @@
-"""The names of a head's classes beside a model: labels.json in our folders, id2label in a published config.json."""
+"""Class names stored beside a model: labels.json in a monoblock folder, id2label in a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from monoblock.interop.folder import CONFIG
-from monoblock.untrusted import inside, present, read_json
+from monoblock.interop.folder import CONFIG_FILE
+from monoblock.untrusted_files import has_file, read_json, safe_join
 
-LABELS = "labels.json"
+LABELS_FILE = "labels.json"
 
 
-def labels_in(folder: Path) -> list[str]:
-    """The names of a head's classes: ours by labels.json, theirs by id2label, unless those are numbers only."""
+def read_labels(folder: Path) -> list[str]:
+    """Return the class names of a model, or [] if there are none or only placeholders (LABEL_0, LABEL_1, …)."""
     if folder.is_file():
         return []
-    if present(folder, LABELS):
-        found = json.loads(inside(folder, LABELS).read_text(encoding="utf-8"))
-        return [str(label) for label in found] if isinstance(found, list) else []
-    named = read_json(inside(folder, CONFIG)).get("id2label")
-    if not isinstance(named, dict) or sorted(named) != sorted(map(str, range(len(named)))):
+    if has_file(folder, LABELS_FILE):
+        labels = json.loads(safe_join(folder, LABELS_FILE).read_text(encoding="utf-8"))
+        return [str(label) for label in labels] if isinstance(labels, list) else []
+    id2label = read_json(safe_join(folder, CONFIG_FILE)).get("id2label")
+    if not isinstance(id2label, dict) or sorted(id2label) != sorted(map(str, range(len(id2label)))):
         return []
-    labels = [str(named[str(n)]) for n in range(len(named))]
+    labels = [str(id2label[str(n)]) for n in range(len(id2label))]
     return [] if labels == [f"LABEL_{n}" for n in range(len(labels))] else labels
 
 
-def write_labels(folder: Path, labels: Sequence[str], form: str) -> None:
-    """Put the names beside a model that was written there."""
-    if form == "hf":
-        config = read_json(inside(folder, CONFIG))
-        config["id2label"] = {str(number): label for number, label in enumerate(labels)}
-        config["label2id"] = {label: number for number, label in enumerate(labels)}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def write_labels(folder: Path, labels: Sequence[str], model_format: str) -> None:
+    """Store class names in a folder that already holds a model in `model_format`."""
+    if model_format == "hf":
+        config = read_json(safe_join(folder, CONFIG_FILE))
+        config["id2label"] = {str(index): label for index, label in enumerate(labels)}
+        config["label2id"] = {label: index for index, label in enumerate(labels)}
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
-        (folder / LABELS).write_text(json.dumps(list(labels), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(list(labels), indent=2, ensure_ascii=False) + "\n"
+        (folder / LABELS_FILE).write_text(text, encoding="utf-8")

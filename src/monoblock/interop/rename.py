@@ -1,11 +1,11 @@
-"""Reversible rules between our names of weights and a published family's: one table, read in both directions.
+"""Reversible rules between our weight names and those of a published family: one table for reading and writing.
 
-    Rule("decoder.*.attention_norm", "transformer.h.*.ln_1")                      a module: its weight and its bias
-    Rule(fused("decoder.*.attention"), "transformer.h.*.attn.c_attn", CONV_ROWS)  three of ours in one of theirs
-    Rule("decoder.*.feedforward.up", "model.layers.*.experts.#.w3.weight", STACKED)   one of ours from many of theirs
+    Rule("decoder.*.attention_norm", "transformer.h.*.ln_1")                           a module: its weight and its bias
+    Rule(qkv_names("decoder.*.attention"), "transformer.h.*.attn.c_attn", CONV1D_QKV)  three of ours, one of theirs
+    Rule("decoder.*.feedforward.up", "model.layers.*.experts.#.w3.weight", STACK)      one of ours, many of theirs
 
-`*` is the number of a layer, `#` counts experts or heads.  `plan` pairs the weights of a built model with names of
-theirs by the first rule that fits; `load` and `save` walk the same plan, so what one direction can do the other can.
+`*` is the index of a layer, `#` counts experts or heads.  `map_weights` pairs the weights of a model with the names of
+the family by the first rule that matches; the same pairs serve `TensorMapping.load` and `TensorMapping.save`.
 """
 
 from __future__ import annotations
@@ -18,163 +18,174 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monoblock.config import AttentionConfig, ModelConfig
+from monoblock.config.model import AttentionConfig, ModelConfig
 from monoblock.errors import FileError
 
 Tensors = Sequence[Tensor]
 
 
-class Heads(NamedTuple):
-    """What a step must know of the attention it takes apart: heads, key/value heads, sizes of a key and a value."""
+class AttentionShape(NamedTuple):
+    """Sizes of the attention whose weights a transform splits or joins."""
 
     heads: int = 1
-    groups: int = 1
-    key: int = 1
-    value: int = 1
+    kv_heads: int = 1
+    key_dim: int = 1
+    value_dim: int = 1
 
 
-class Step(NamedTuple):
-    """How tensors of theirs become ours, and back."""
+class TensorTransform(NamedTuple):
+    """A function from the tensors of a published family to ours, and its inverse."""
 
-    split: Callable[[Tensors, Heads], Tensors]
-    join: Callable[[Tensors, Heads], Tensors]
+    to_ours: Callable[[Tensors, AttentionShape], Tensors]
+    to_theirs: Callable[[Tensors, AttentionShape], Tensors]
 
 
 class Rule(NamedTuple):
-    ours: str  # several names are separated by blanks
+    """One row of a table: which of our weights correspond to which of theirs."""
+
+    ours: str  # one name, or several separated by spaces
     theirs: str
-    step: Step | None = None  # None: the same tensor
+    transform: TensorTransform | None = None  # None: the same tensor
 
 
-class Move(NamedTuple):
-    """One application of a rule: these weights of ours are those of theirs."""
+class TensorMapping(NamedTuple):
+    """A rule applied to the weights of one layer of one model."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    step: Step | None
-    heads: Heads
+    transform: TensorTransform | None
+    shape: AttentionShape
 
     def load(self, tensors: Tensors) -> Tensors:
-        return tensors if self.step is None else self.step.split(tensors, self.heads)
+        return tensors if self.transform is None else self.transform.to_ours(tensors, self.shape)
 
     def save(self, tensors: Tensors) -> Tensors:
-        return tensors if self.step is None else self.step.join(tensors, self.heads)
+        return tensors if self.transform is None else self.transform.to_theirs(tensors, self.shape)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
+# -- transforms -------------------------------------------------------------------------------------------------------
 
 
-def _one(change: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Step:
-    return Step(lambda found, _: [change(found[0])], lambda ours, _: [back(ours[0])])
+def _single_tensor(to_ours: Callable[[Tensor], Tensor], to_theirs: Callable[[Tensor], Tensor]) -> TensorTransform:
+    return TensorTransform(lambda theirs, _: [to_ours(theirs[0])], lambda ours, _: [to_theirs(ours[0])])
 
 
-def _by(split: Callable[[Tensor, Heads], Tensors], join: Callable[[Tensors, Heads], Tensor]) -> Step:
-    return Step(lambda found, heads: split(found[0], heads), lambda ours, heads: [join(ours, heads)])
+def _split_and_join(
+    split: Callable[[Tensor, AttentionShape], Tensors], join: Callable[[Tensors, AttentionShape], Tensor]
+) -> TensorTransform:
+    return TensorTransform(lambda theirs, shape: split(theirs[0], shape), lambda ours, shape: [join(ours, shape)])
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def _transpose(tensor: Tensor) -> Tensor:
     return tensor.T if tensor.dim() == 2 else tensor
 
 
-def _rows(tensor: Tensor, h: Heads) -> Tensors:
-    return tensor.split((h.heads * h.key, h.groups * h.key, h.groups * h.value))
+def _split_qkv_rows(tensor: Tensor, shape: AttentionShape) -> Tensors:
+    H, G, K, V = shape
+    return tensor.split((H * K, G * K, G * V))
 
 
-def _grouped(tensor: Tensor, h: Heads) -> Tensors:
-    each = h.heads // h.groups
-    parts = tensor.unflatten(0, (h.groups, each + 2, h.key)).split((each, 1, 1), dim=1)
+def _split_qkv_by_kv_head(tensor: Tensor, shape: AttentionShape) -> Tensors:
+    H, G, K, _ = shape
+    parts = tensor.unflatten(0, (G, H // G + 2, K)).split((H // G, 1, 1), dim=1)
     return [part.flatten(0, 2) for part in parts]
 
 
-def _ungrouped(ours: Tensors, h: Heads) -> Tensor:
-    each = h.heads // h.groups
-    shapes = ((h.groups, each, h.key), (h.groups, 1, h.key), (h.groups, 1, h.key))
-    return torch.cat([part.unflatten(0, shape) for part, shape in zip(ours, shapes, strict=True)], 1).flatten(0, 2)
+def _join_qkv_by_kv_head(ours: Tensors, shape: AttentionShape) -> Tensor:
+    H, G, K, _ = shape
+    shapes = ((G, H // G, K), (G, 1, K), (G, 1, K))
+    return torch.cat([part.unflatten(0, axes) for part, axes in zip(ours, shapes, strict=True)], 1).flatten(0, 2)
 
 
-SHARDS = 4
+CODEGEN_SHARDS = 4
 
 
-def _sharded(tensor: Tensor, h: Heads) -> Tensors:
-    query, value, key = (part.flatten(0, 1) for part in tensor.unflatten(0, (SHARDS, 3, -1)).unbind(1))
+def _split_codegen_qkv(tensor: Tensor, _: AttentionShape) -> Tensors:
+    query, value, key = (part.flatten(0, 1) for part in tensor.unflatten(0, (CODEGEN_SHARDS, 3, -1)).unbind(1))
     return [query, key, value]
 
 
-def _unsharded(ours: Tensors, h: Heads) -> Tensor:
-    query, key, value = (part.unflatten(0, (SHARDS, -1)) for part in ours)
+def _join_codegen_qkv(ours: Tensors, _: AttentionShape) -> Tensor:
+    query, key, value = (part.unflatten(0, (CODEGEN_SHARDS, -1)) for part in ours)
     return torch.stack((query, value, key), 1).flatten(0, 2)
 
 
-def _flat(axes: int) -> Step:
-    return _one(lambda t: t.flatten(0, axes), lambda t: t[(None,) * axes])
+def _squeeze_leading(axes: int) -> TensorTransform:
+    return _single_tensor(lambda t: t.flatten(0, axes), lambda t: t[(None,) * axes])
 
 
-CONV = _one(_turned, _turned)  # their Conv1D multiplies from the right: (in, out)
-ROWS = _by(_rows, lambda ours, _: torch.cat(list(ours)))  # [q | k | v]
-CONV_ROWS = _by(lambda t, h: [_turned(p) for p in t.chunk(3, -1)], lambda o, _: torch.cat([_turned(p) for p in o], -1))
-GROUPED = _by(_grouped, _ungrouped)  # queries of a key head, its key, its value; then of the next
-SHARDED = _by(_sharded, _unsharded)  # CodeGen: four shards, in each q, v, k
-HALVES = _by(lambda t, _: t.chunk(2), lambda o, _: torch.cat(list(o)))  # [gate | up]
-FLAT1, FLAT2 = _flat(1), _flat(2)  # leading axes of size one, there for broadcasting
-TURNED_EACH = _one(lambda t: t.mT, lambda t: t.mT)  # experts stored (E, in, out)
-WOVEN = _by(  # gate and up in turn along the last axis, (E, in, 2 out) or (E, 2 out)
+CONV1D = _single_tensor(_transpose, _transpose)  # their Conv1D multiplies from the right: (in, out)
+QKV_ROWS = _split_and_join(_split_qkv_rows, lambda ours, _: torch.cat(list(ours)))  # [q | k | v]
+CONV1D_QKV = _split_and_join(
+    lambda t, h: [_transpose(p) for p in t.chunk(3, -1)], lambda o, _: torch.cat([_transpose(p) for p in o], -1)
+)
+QKV_BY_KV_HEAD = _split_and_join(_split_qkv_by_kv_head, _join_qkv_by_kv_head)  # for each key/value head: queries, k, v
+CODEGEN_QKV = _split_and_join(_split_codegen_qkv, _join_codegen_qkv)  # for each shard: q, v, k
+GATE_UP_ROWS = _split_and_join(lambda t, _: t.chunk(2), lambda o, _: torch.cat(list(o)))  # [gate | up]
+SQUEEZE_1, SQUEEZE_2 = _squeeze_leading(1), _squeeze_leading(2)  # leading axes of size one, for broadcasting
+TRANSPOSE_EXPERTS = _single_tensor(lambda t: t.mT, lambda t: t.mT)  # experts stored (E, in, out)
+GATE_UP_INTERLEAVED = _split_and_join(  # gate and up alternate along the last axis: (E, in, 2 out) or (E, 2 out)
     lambda t, _: [p.mT if t.dim() == 3 else p for p in (t[..., 0::2], t[..., 1::2])],
     lambda o, _: torch.stack([p.mT if p.dim() == 3 else p for p in o], -1).flatten(-2),
 )
-STACKED = Step(lambda found, _: [torch.stack(list(found))], lambda ours, _: list(ours[0].unbind()))
+STACK = TensorTransform(lambda theirs, _: [torch.stack(list(theirs))], lambda ours, _: list(ours[0].unbind()))
 
 
-def fused(attention: str) -> str:
+def qkv_names(attention: str) -> str:
     return " ".join(f"{attention}.{name}" for name in ("query", "key", "value"))
 
 
-# -- the plan ---------------------------------------------------------------------------------------------------------
+# -- matching ---------------------------------------------------------------------------------------------------------
 
-PARTS = ("", ".weight", ".bias")
+SUFFIXES = ("", ".weight", ".bias")
 
 
 @cache
-def _pattern(name: str) -> re.Pattern[str]:
+def _compile_pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"(\d+)"))
 
 
-def _fit(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | None:
-    """All our names of the group this one is in, theirs, and the layer's number; None where the rule is of others."""
-    whole = rule.theirs.endswith((".weight", ".bias"))
-    for one in rule.ours.split():
-        for part in PARTS[:1] if whole else PARTS:
-            found = _pattern(one).fullmatch(name.removesuffix(part)) if name.endswith(part) else None
-            if found:
-                layer = found[1] if found.re.groups else ""
-                group = tuple(each.replace("*", layer) + part for each in rule.ours.split())
-                return group, rule.theirs.replace("*", layer) + part, layer
+def _match_rule(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | None:
+    """Match a rule against one of our names; return all our names it joins, their name, and the layer's index."""
+    is_parameter = rule.theirs.endswith((".weight", ".bias"))
+    for pattern in rule.ours.split():
+        for suffix in SUFFIXES[:1] if is_parameter else SUFFIXES:
+            match = _compile_pattern(pattern).fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
+            if match:
+                layer = match[1] if match.re.groups else ""
+                group = tuple(ours.replace("*", layer) + suffix for ours in rule.ours.split())
+                return group, rule.theirs.replace("*", layer) + suffix, layer
     return None
 
 
-def plan(table: Iterable[Rule], ours: Mapping[str, Sequence[int]], config: ModelConfig) -> Iterator[Move]:
-    """What must move, by rules; `ours` are the names and shapes of a built model, each is moved exactly once."""
-    rules, done = tuple(table), set[str]()
-    for name, shape in ours.items():
-        if name in done:
+def map_weights(
+    rules: Iterable[Rule], shapes: Mapping[str, Sequence[int]], config: ModelConfig
+) -> Iterator[TensorMapping]:
+    """Map every weight of a model, given its names and shapes, to weights of a family, each exactly once."""
+    rules, mapped = tuple(rules), set[str]()
+    for name, shape in shapes.items():
+        if name in mapped:
             continue
-        fitting = ((rule.step, found) for rule in rules if (found := _fit(rule, name)))
-        step, found = next(fitting, (None, None))
-        if found is None:
-            raise FileError(f"no rule of this family says what {name} is called there")
-        group, theirs, layer = found
-        strange = next((each for each in group if each not in ours or each in done), None)
-        if strange is not None:
-            raise FileError(f"{name} belongs with {strange}, which this model has no place for")
-        done.update(group)
+        matches = ((rule.transform, match) for rule in rules if (match := _match_rule(rule, name)))
+        transform, match = next(matches, (None, None))
+        if match is None:
+            raise FileError(f"no rule of this family gives a name to {name}")
+        group, theirs, layer = match
+        missing = next((ours for ours in group if ours not in shapes or ours in mapped), None)
+        if missing is not None:
+            raise FileError(f"{name} belongs with {missing}, which this model has no place for")
+        mapped.update(group)
         names = [theirs.replace("#", str(n)) for n in range(shape[0])] if "#" in theirs else [theirs]
-        yield Move(group, tuple(names), step, _heads(name, layer, config))
+        yield TensorMapping(group, tuple(names), transform, _attention_shape(name, layer, config))
 
 
-def _heads(name: str, layer: str, config: ModelConfig) -> Heads:
+def _attention_shape(name: str, layer: str, config: ModelConfig) -> AttentionShape:
     stack, *rest = name.split(".")
     if not layer or stack not in config.stacks:
-        return Heads()
+        return AttentionShape()
     block = list(config.stacks[stack].layers())[int(layer)]
     attention: AttentionConfig | None = block.cross if rest[1:2] == ["cross"] else block.attention
     assert attention is not None
-    return Heads(attention.heads, attention.groups, attention.key_size(block.width), attention.value_size(block.width))
+    return AttentionShape(
+        attention.heads, attention.num_kv_heads, attention.key_size(block.width), attention.value_size(block.width)
+    )

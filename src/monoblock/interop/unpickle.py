@@ -1,9 +1,9 @@
-"""A program of its own: tensors out of a .pt or .bin file, into safetensors, in a process that can do nothing else.
+"""A separate program that converts a .pt or .bin file to safetensors in a sandboxed process.
 
-It is started by convert.py, as a file and isolated, so it imports nothing of the package. A job comes as JSON on the
-standard input, the answer goes as JSON to the standard output. Between them: `torch.load` with `weights_only=True` and
-no other way to try; limits on memory, time and files; no network; and whatever Python would tell an audit hook about
-(a program started, a socket, a file opened elsewhere) ends it.
+convert.py starts this file in Python's isolated mode, so it imports nothing of the package.  It reads a job as JSON
+from standard input and writes the result as JSON to standard output.  The file is only ever loaded by
+`torch.load(weights_only=True)`, with limits on memory, time and files and without a network; an audit hook stops any
+other action (starting a program, opening a socket or another file).
 """
 
 import contextlib
@@ -15,134 +15,138 @@ import sys
 import zipfile
 from typing import Any
 
-LEAST_TORCH = (2, 10)  # before it, files could corrupt memory even so (CVE-2025-32434, CVE-2026-24747)
-MOST_TENSORS = 100_000
-LONGEST_NAME = 512
+MIN_TORCH = (2, 10)  # in earlier versions weights_only was not safe (CVE-2025-32434, CVE-2026-24747)
+MAX_TENSORS = 100_000
+MAX_NAME_LENGTH = 512
 GB = 2**30
-INSIDE = ("state_dict", "model_state_dict", "model")  # where a training checkpoint keeps the weights
-# What the unpickler needs of Python while it runs; everything else that is audited is refused.
-HARMLESS = {"object.__getattr__", "object.__setattr__", "object.__delattr__", "code.__new__", "marshal.loads"}
-HARMLESS |= {"sys._getframe", "sys._getframemodulename", "compile", "exec", "import", "os.listdir", "os.scandir"}
-HARMLESS |= {"pickle.find_class", "mmap.__new__", "builtins.id", "gc.get_objects", "time.sleep"}
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # where a training checkpoint keeps the weights
+# Audit events that the unpickler itself causes; every other one is refused.
+ALLOWED_AUDIT_EVENTS = {
+    "object.__getattr__", "object.__setattr__", "object.__delattr__", "code.__new__", "marshal.loads", "sys._getframe",
+    "sys._getframemodulename", "compile", "exec", "import", "os.listdir", "os.scandir", "pickle.find_class",
+    "mmap.__new__", "builtins.id", "gc.get_objects", "time.sleep",
+}  # fmt: skip
 
 
-class Refused(Exception):
-    """Why a file is not read."""
+class UnsafeFileError(Exception):
+    """The reason why a file is not read."""
 
 
 def main() -> None:
     job = json.loads(sys.stdin.read())
-    answer: dict[str, Any]
+    result: dict[str, Any]
     try:
-        answer = {"tensors": convert(job["source"], job["target"])}
-    except Refused as problem:
-        answer = {"error": str(problem)}
+        result = {"tensors": convert_file(job["source"], job["target"])}
+    except UnsafeFileError as error:
+        result = {"error": str(error)}
     except MemoryError:
-        answer = {"error": "it needs more memory than a file of its size may"}
-    except BaseException as problem:
-        said = " ".join(str(problem).split())
-        wanted = re.search(r"GLOBAL ([\w.]+)", said)
-        reason = f"it holds more than tensors, it asks for {wanted[1]}" if wanted else said.split(". ")[0][:160]
-        answer = {"error": reason if wanted else f"{type(problem).__name__}: {reason}"}
-    sys.stdout.write(json.dumps(answer))
+        result = {"error": "it needs more memory than a file of its size may"}
+    except BaseException as error:
+        message = " ".join(str(error).split())
+        forbidden = re.search(r"GLOBAL ([\w.]+)", message)
+        if forbidden:
+            result = {"error": f"it holds more than tensors, it asks for {forbidden[1]}"}
+        else:
+            result = {"error": f"{type(error).__name__}: {message.split('. ')[0][:160]}"}
+    sys.stdout.write(json.dumps(result))
     sys.stdout.flush()
-    os._exit(0)  # nothing that was read gets to run when Python ends
+    os._exit(0)  # skip Python's shutdown, which could run finalizers of what was loaded
 
 
-def convert(source: str, target: str) -> int:
-    """Read, check, write; the number of tensors."""
+def convert_file(source: str, target: str) -> int:
+    """Load, check and write a file; return the number of tensors."""
     size = os.path.getsize(source)
     zipped = check_zip(source, size)
     import torch
     from safetensors.torch import save_file
-    from torch._weights_only_unpickler import Unpickler  # noqa: F401  what is needed later is imported before the limits
+    from torch._weights_only_unpickler import Unpickler  # noqa: F401  imported before the sandbox forbids it
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < LEAST_TORCH:
-        raise Refused(f"torch {torch.__version__} reads such files unsafely; install 2.10 or later")
-    save_file({"warm": torch.zeros(1)}, target)
-    confine(size, {os.path.realpath(source), os.path.realpath(target)})
+    if version < MIN_TORCH:
+        raise UnsafeFileError(f"torch {torch.__version__} reads such files unsafely; install 2.10 or later")
+    save_file({"warm": torch.zeros(1)}, target)  # imports what writing needs
+    sandbox_process(size, {os.path.realpath(source), os.path.realpath(target)})
     loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=zipped)
-    tensors = {name: tensor.detach() for name, tensor in found(loaded, torch).items()}
+    tensors = {name: tensor.detach() for name, tensor in extract_tensors(loaded, torch).items()}
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > 4 * size + 2**20:
-        raise Refused("its tensors claim more than the file holds")
+        raise UnsafeFileError("its tensors claim more bytes than the file holds")
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)
     return len(tensors)
 
 
 def check_zip(source: str, size: int) -> bool:
-    """Whether the file is a zip archive; one that would unpack to more than itself is refused."""
+    """Return whether the file is a zip archive; refuse one that would unpack to more than itself."""
     if not zipfile.is_zipfile(source):
         return False
     with zipfile.ZipFile(source) as archive:
-        rows = archive.infolist()
-    if len(rows) > MOST_TENSORS or sum(row.file_size for row in rows) > size:
-        raise Refused("it would unpack to more than itself")
-    if any(row.compress_type != zipfile.ZIP_STORED or row.flag_bits & 1 for row in rows):
-        raise Refused("its parts are compressed or locked, which torch never writes")
+        members = archive.infolist()
+    if len(members) > MAX_TENSORS or sum(member.file_size for member in members) > size:
+        raise UnsafeFileError("it would unpack to more than itself")
+    if any(member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 for member in members):
+        raise UnsafeFileError("its parts are compressed or encrypted, which torch never writes")
     return True
 
 
-def confine(size: int, paths: set[str]) -> None:
-    """Limits, and an end to whatever else this process might be made to do."""
+def sandbox_process(size: int, paths: set[str]) -> None:
+    """Limit the resources of this process, and refuse every action but reading and writing `paths`."""
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else contextlib.nullcontext() as file:
-        held = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") if file else 16 * GB
+        address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") if file else 16 * GB
     limits = {
-        resource.RLIMIT_AS: held + 4 * size + GB,
+        resource.RLIMIT_AS: address_space + 4 * size + GB,
         resource.RLIMIT_CPU: 60 + size // (16 * 2**20),
         resource.RLIMIT_FSIZE: 4 * size + 64 * 2**20,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
     }
-    for what, most in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # a limit that is lower already stays
-            resource.setrlimit(what, (most, most))
-    leave_network()
+    for kind, limit in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # there is a lower limit already
+            resource.setrlimit(kind, (limit, limit))
+    isolate_network()
     libraries = tuple({os.path.realpath(folder) + os.sep for folder in sys.path if folder})
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
-        if event in HARMLESS:
+        if event in ALLOWED_AUDIT_EVENTS:
             return
         if event == "open" and isinstance(args[0], (str, bytes)):
             path = os.path.realpath(os.fsdecode(args[0]))
-            reads = not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if path in paths or (reads and path.startswith(libraries)):
+            read_only = not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if path in paths or (read_only and path.startswith(libraries)):
                 return
         elif event.startswith(("torch.", "cpython.", "numpy.")):
             return
-        raise Refused(f"it tried {event}")
+        raise UnsafeFileError(f"it tried {event}")
 
     sys.addaudithook(audit)
 
 
-def leave_network() -> None:
-    """A network of its own with nobody on it, where the system lets us have one."""
+def isolate_network() -> None:
+    """Move the process to an empty network namespace, if the system permits."""
     import ctypes
 
-    user, network = 0x10000000, 0x40000000
+    CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
     with contextlib.suppress(Exception):
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(network):
-            libc.unshare(user | network)
+        if libc.unshare(CLONE_NEWNET):
+            libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
 
 
-def found(loaded: Any, torch: Any) -> dict[str, Any]:
-    """The table of tensors in what was loaded."""
-    for key in INSIDE:
+def extract_tensors(loaded: Any, torch: Any) -> dict[str, Any]:
+    """Return the state_dict in what was loaded, checked to hold plain tensors only."""
+    for key in STATE_DICT_KEYS:
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
             break
     if not isinstance(loaded, dict) or not loaded:
-        raise Refused(f"it holds a {type(loaded).__name__}, not a table of tensors")
-    if len(loaded) > MOST_TENSORS:
-        raise Refused(f"it holds more than {MOST_TENSORS:,} tensors")
+        raise UnsafeFileError(f"it holds a {type(loaded).__name__}, not a table of tensors")
+    if len(loaded) > MAX_TENSORS:
+        raise UnsafeFileError(f"it holds more than {MAX_TENSORS:,} tensors")
     for name, tensor in loaded.items():
-        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
-            raise Refused(f"{name!r:.60} is no name of a tensor")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+            raise UnsafeFileError(f"{name!r:.60} is not a valid tensor name")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise Refused(f"{name!r:.60} is a {type(tensor).__name__}, not a tensor")
+            raise UnsafeFileError(f"{name!r:.60} is a {type(tensor).__name__}, not a tensor")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
-            raise Refused(f"{name!r:.60} is no plain tensor")
+            raise UnsafeFileError(f"{name!r:.60} is not a plain tensor")
     return loaded
 
 

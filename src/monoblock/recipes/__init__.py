@@ -1,1 +1,1 @@
-"""DATA: the training recipes, one TOML file each."""
+"""Training recipes: one TOML file each, their schema and their parser."""

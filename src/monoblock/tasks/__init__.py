@@ -1,1 +1,1 @@
-"""Whole jobs: a recipe becomes tokenizer, data, model and objective, and is run."""
+"""The tasks a model can be trained for, one folder each."""

@@ -1,7 +1,7 @@
-"""Words that say something about a text and are no part of it: <2tamil> asks for a script, <bt> marks a made source.
+"""Tags in texts: <2tamil> asks for a target in a script, <bt> marks a synthetic source.
 
-A tag is a special token of the tokenizer.  Only tags are read in a text, never <s> or <mask>: text that spells those is
-text.  The space beside a tag belongs to it.
+A tag is a special token of the tokenizer. No other special token is recognized in a text: one that spells <s> or <mask>
+is encoded as text. The space beside a tag belongs to it.
 """
 
 from __future__ import annotations
@@ -9,77 +9,77 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from monoblock.data.indic import script_of
-from monoblock.data.noise import BLANK
+from monoblock.data.indic_normalization import script_of
+from monoblock.data.noise import BLANK_TOKEN
 from monoblock.errors import InputError, did_you_mean
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-BACKTRANSLATED = "<bt>"  # Caswell et al. 2019
-SCRIPT = "<2"  # a tag that asks for a script begins so
-SYNTHETIC = (BACKTRANSLATED, BLANK)
+BACKTRANSLATION_TAG = "<bt>"  # Caswell et al. 2019
+SCRIPT_TAG_PREFIX = "<2"
+SYNTHETIC_TAGS = (BACKTRANSLATION_TAG, BLANK_TOKEN)
 
 
 def script_tag(text: str) -> str:
-    """What asks for a text in the script of this one."""
-    return f"{SCRIPT}{script_of(text) or 'none'}>"
+    """The tag that asks for the script of a text."""
+    return f"{SCRIPT_TAG_PREFIX}{script_of(text) or 'none'}>"
 
 
 def script_tags(texts: Iterable[str]) -> list[str]:
     return sorted({script_tag(text) for text in texts})
 
 
-def tags_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens that play no role of their own."""
-    others = tokenizer.special_ids - set(tokenizer.sentinel_ids)
-    named = {tokenizer.token(number): number for number in others}
-    return {token: number for token, number in named.items() if token not in tokenizer.roles.values()}
+def tag_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens that are neither sentinels nor have a role such as <pad>."""
+    candidates = tokenizer.special_ids - set(tokenizer.sentinel_ids)
+    tokens = {tokenizer.token(index): index for index in candidates}
+    return {token: index for token, index in tokens.items() if token not in tokenizer.special_tokens_map.values()}
 
 
-class Reader:
-    """Text to ids with tags read as such."""
+class TagAwareEncoder:
+    """Encode text with its tags as special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.tags = tokenizer, tags_of(tokenizer)
-        spelled = "|".join(re.escape(tag) for tag in sorted(self.tags))
-        self.first = re.compile(rf"^\s*({spelled})\s*") if spelled else None
-        self.inside = re.compile(rf"\s*({spelled})") if spelled else None
+        self.tokenizer, self.tags = tokenizer, tag_ids(tokenizer)
+        pattern = "|".join(re.escape(tag) for tag in sorted(self.tags))
+        self.leading_tag = re.compile(rf"^\s*({pattern})\s*") if pattern else None
+        self.any_tag = re.compile(rf"\s*({pattern})") if pattern else None
 
     def __call__(self, text: str) -> list[int]:
-        return self.cut(text, self.tokenizer.encode)
+        return self.encode_with(text, self.tokenizer.encode)
 
-    def cut(self, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-        """The ids of a text, what stands between tags cut by `encode`."""
-        if self.first is None or self.inside is None or "<" not in text:
+    def encode_with(self, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
+        """Encode a text; the parts between tags are encoded by `encode`."""
+        if self.leading_tag is None or self.any_tag is None or "<" not in text:
             return list(encode(text))
         ids: list[int] = []
-        while match := self.first.match(text):
+        while match := self.leading_tag.match(text):
             ids.append(self.tags[match[1]])
             text = text[match.end() :]
-        for number, part in enumerate(self.inside.split(text)):
-            ids += [self.tags[part]] if number % 2 else encode(part) if part else []
+        for index, part in enumerate(self.any_tag.split(text)):  # texts and tags alternate
+            ids += [self.tags[part]] if index % 2 else encode(part) if part else []
         return ids
 
-    def without_tags(self, text: str) -> tuple[str, int]:
-        """A text from behind the tags at its head, and how many those are."""
+    def strip_leading_tags(self, text: str) -> tuple[str, int]:
+        """A text without the tags it begins with, and their number."""
         count = 0
-        while self.first is not None and (match := self.first.match(text)):
+        while self.leading_tag is not None and (match := self.leading_tag.match(text)):
             text, count = text[match.end() :], count + 1
         return text, count
 
-    def script(self, to: str | None) -> str:
-        """The tag that asks for a script; without a word, the only one there is, or "" where there is none."""
-        known = [tag for tag in self.tags if tag.startswith(SCRIPT)]
+    def find_script_tag(self, to: str | None) -> str:
+        """The tag for a script; for None the only one of the model, or "" if it has none."""
+        tags = [tag for tag in self.tags if tag.startswith(SCRIPT_TAG_PREFIX)]
         if to is None:
-            if len(known) > 1:
-                raise InputError(f"this model writes several scripts; say which: {', '.join(_words(known))}")
-            return known[0] if known else ""
-        tag = f"{SCRIPT}{to.lower()}>"
-        if tag not in known:
-            listed = _words(known)
-            told = f"{did_you_mean(to, listed)}; it has {', '.join(listed)}" if listed else "; leave it out"
-            raise InputError(f"this model has no script {to!r} to ask for{told}")
+            if len(tags) > 1:
+                raise InputError(f"this model writes several scripts; say which: {', '.join(_script_names(tags))}")
+            return tags[0] if tags else ""
+        tag = f"{SCRIPT_TAG_PREFIX}{to.lower()}>"
+        if tag not in tags:
+            names = _script_names(tags)
+            advice = f"{did_you_mean(to, names)}; it has {', '.join(names)}" if names else "; leave it out"
+            raise InputError(f"this model has no script {to!r} to ask for{advice}")
         return tag
 
 
-def _words(tags: Iterable[str]) -> list[str]:
-    return sorted(tag[len(SCRIPT) : -1] for tag in tags)
+def _script_names(tags: Iterable[str]) -> list[str]:
+    return sorted(tag[len(SCRIPT_TAG_PREFIX) : -1] for tag in tags)

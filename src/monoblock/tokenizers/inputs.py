@@ -1,4 +1,4 @@
-"""What callers hand in, checked once: texts the library can take, ids that are whole numbers."""
+"""Check what callers pass in: texts the library accepts, ids that are integers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,32 +6,34 @@ from typing import Any
 from monoblock.errors import InputError
 
 
-def check_text(text: Any, what: str = "the text") -> None:
-    """Raise InputError unless this is a string the library can take: it refuses half a surrogate pair."""
+def check_text(text: Any, name: str = "the text") -> None:
+    """Raise InputError unless this is a str without lone surrogates, which the library rejects."""
     if not isinstance(text, str):
-        raise InputError(f"{what} is a {type(text).__name__}; give a str")
-    if text.isascii():  # costs nothing, and spares most texts the look at every character
+        raise InputError(f"{name} is a {type(text).__name__}; give a str")
+    if text.isascii():  # a flag of the str: most texts need no scan
         return
     try:
         text.encode()
     except UnicodeEncodeError as problem:
         code = ord(text[problem.start])
-        place = f"U+{code:04X} at {problem.start}"
-        raise InputError(f"{what} holds half a surrogate pair ({place}), which is no character") from None
+        raise InputError(
+            f"{name} holds half a surrogate pair (U+{code:04X} at {problem.start}), which is no character"
+        ) from None
 
 
-def text_list(texts: Iterable[str]) -> list[str]:
+def check_texts(texts: Iterable[str]) -> list[str]:
+    """Return the texts as a list, each checked."""
     if isinstance(texts, str):
         raise InputError("texts is one string, which would be read letter by letter; write [text]")
     texts = list(texts)
-    for place, text in enumerate(texts):
-        check_text(text, "the text" if len(texts) == 1 else f"text {place}")
+    for index, text in enumerate(texts):
+        check_text(text, "the text" if len(texts) == 1 else f"text {index}")
     return texts
 
 
-def id_list(ids: Any) -> list[int]:
-    """Whole numbers from a list, a tensor or an array."""
-    found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if not isinstance(found, list) or not all(isinstance(number, int) for number in found):
+def to_id_list(ids: Any) -> list[int]:
+    """Convert a list, a tensor or an array of ids to a list of int."""
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
         raise InputError("ids are not a list of whole numbers; give one sequence at a time")
-    return found
+    return values

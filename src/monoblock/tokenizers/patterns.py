@@ -1,31 +1,33 @@
-"""DATA: the regular expressions a tokenizer.json may hold: ours, and those of published models, as they spell them."""
+"""DATA: the regular expressions a tokenizer.json may contain: ours, and those of published models."""
 
-from monoblock.tokenizers.pipelines import MARKED_WORDS, WORDS
+from monoblock.tokenizers.pipelines import MARKED_WORD_PATTERN, WORD_PATTERN
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_CAPITALS_TOO = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MIXED_CASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER_CASE_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_PUNCTUATION_SLASH_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-ENDS = r"\A | \z"  # one space at either end of a text
-LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-CLIP = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+EDGE_SPACE_PATTERN = r"\A | \z"  # one space at either end of a text
+LLAMA3_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SPACE}"
+QWEN2_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION_AND_SPACE}"
+CLIP_PATTERN = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
-SPLITS = frozenset(
+ALLOWED_SPLIT_PATTERNS = frozenset(
     {
-        WORDS,
-        MARKED_WORDS,
+        WORD_PATTERN,
+        MARKED_WORD_PATTERN,
         # GPT-2
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        LLAMA3,  # and GPT-4 (cl100k)
-        QWEN2,  # and Qwen 3
-        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST,
+        LLAMA3_PATTERN,  # and GPT-4 (cl100k)
+        QWEN2_PATTERN,  # and Qwen 3
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+        + _PUNCTUATION_AND_SPACE,
         # GPT-4o (o200k), Mistral's tekken
-        rf"{_CAPITALS}{_CONTRACTIONS}?|{_CAPITALS_TOO}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_TAIL}",
-        rf"{_CAPITALS}|{_CAPITALS_TOO}|\p{{N}}|{_TAIL}",
+        rf"{_MIXED_CASE_WORD}{_CONTRACTIONS}?|{_UPPER_CASE_WORD}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|"
+        + _PUNCTUATION_SLASH_AND_SPACE,
+        rf"{_MIXED_CASE_WORD}|{_UPPER_CASE_WORD}|\p{{N}}|{_PUNCTUATION_SLASH_AND_SPACE}",
         # DeepSeek, and digits alone
         r"\p{N}{1,3}",
         r"\p{N}",
@@ -34,10 +36,10 @@ SPLITS = frozenset(
         r"\s?\p{L}+",
         # CLIP
         r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
-        CLIP,
+        CLIP_PATTERN,
         # BLOOM
         r" ?[^(\s|[.,!?…。，、।۔،])]+",
     }
 )
 
-REPLACED = frozenset({r" {2,}", r"\s+", r"\s{2,}", ENDS})
+ALLOWED_REPLACE_PATTERNS = frozenset({r" {2,}", r"\s+", r"\s{2,}", EDGE_SPACE_PATTERN})

@@ -1,7 +1,7 @@
-"""The Unigram model fitted by expectation-maximization (Kudo 2018), every sum in a fixed order.
+"""Fit a Unigram model by expectation-maximization (Kudo 2018), with every sum in a fixed order.
 
-Start from all frequent substrings, then repeat: estimate how often each piece is used over all segmentations of all
-words (forward-backward), and drop the pieces whose loss costs the likelihood least. All words advance together, one
+Start from all frequent substrings, then repeat: compute how often each piece is expected over all segmentations of all
+words (forward-backward), and drop the pieces whose removal costs the likelihood least. All words advance together, one
 end position at a time.
 """
 
@@ -14,76 +14,75 @@ from typing import Any
 
 import numpy as np
 
-LONGEST_PIECE = 16  # characters, as in SentencePiece
-LONGEST_WORD = 32  # longer words are cut for training, so that the product of so many probabilities stays a number
-SEEDS = 20  # candidates a wanted piece
-KEPT = 0.75  # of the pieces in a round
-SPARE = 1.1  # how many more than wanted are left to the last cut, which goes by probability
-ROUNDS = 2  # of expectation-maximization between two cuts
-LEAST_USE = 0.5  # a piece expected less often than this is dropped at once
+MAX_PIECE_LENGTH = 16  # characters, as in SentencePiece
+MAX_WORD_LENGTH = 32  # longer words are cut for training, so that products of probabilities do not underflow
+SEED_FACTOR = 20  # initial candidates per piece of the result
+KEEP_FRACTION = 0.75  # of the pieces, in each pruning round
+SLACK_FACTOR = 1.1  # pruning stops at this multiple of the size; the rest is dropped by probability
+EM_ROUNDS = 2  # between two pruning rounds
+MIN_EXPECTED_COUNT = 0.5  # a piece expected less often is dropped at once
 
-Array = Any  # numpy's arrays; their element types say nothing here that the names do not
+Array = Any  # numpy arrays of float64, int64 or bool
 
 
-def fit(words: Mapping[str, int], letters: list[str], size: int, least: int = 1) -> list[tuple[str, float]]:
-    """At most `size` pieces with their log probabilities, likely ones first; every letter is among them."""
-    counts = _shortened(words)
-    pieces = _seeds(counts, letters, size, least)
-    use = np.array(list(pieces.values()), dtype=np.float64)
+def fit(words: Mapping[str, int], letters: list[str], size: int, min_frequency: int = 1) -> list[tuple[str, float]]:
+    """Return at most `size` pieces with their log probabilities, the likely first; every letter is among them."""
+    counts = _split_long_words(words)
+    pieces = _seed_pieces(counts, letters, size, min_frequency)
+    expected = np.array(list(pieces.values()), dtype=np.float64)
     names = list(pieces)
-    fixed = np.array([len(name) == 1 for name in names])
-    probability = use / use.sum()
-    lattice = Lattice.of(list(counts), names, whole=True)
-    inner = Lattice.of(names, names, whole=False)
+    is_letter = np.array([len(name) == 1 for name in names])
+    probability = expected / expected.sum()
+    lattice = Lattice.build(list(counts), names, include_whole_word=True)
+    piece_lattice = Lattice.build(names, names, include_whole_word=False)
     weights = np.array(list(counts.values()), dtype=np.float64)
     while True:
-        for _ in range(ROUNDS):
-            use = lattice.expected(probability, weights)
-            probability = _sparse(use)
-        wanted = max(int(size * SPARE), int(KEPT * len(names)))
-        done = len(names) <= size * SPARE
-        loss = _loss(use, probability, inner)
-        keep = fixed | (use >= LEAST_USE)
-        if not done:
-            keep &= fixed | _best(np.where(fixed, np.inf, loss), wanted)
+        for _ in range(EM_ROUNDS):
+            expected = lattice.expected_counts(probability, weights)
+            probability = _sparse_probabilities(expected)
+        keep = is_letter | (expected >= MIN_EXPECTED_COUNT)
+        if len(names) > size * SLACK_FACTOR:
+            keep_count = max(int(size * SLACK_FACTOR), int(KEEP_FRACTION * len(names)))
+            loss = _removal_loss(expected, probability, piece_lattice)
+            keep &= is_letter | _top_mask(np.where(is_letter, np.inf, loss), keep_count)
         if keep.all():
             break
         names = [name for name, kept in zip(names, keep, strict=True) if kept]
-        lattice, inner = lattice.kept(keep), inner.kept(keep, keep)
-        fixed, probability = fixed[keep], probability[keep] / probability[keep].sum()
-    return _chosen(names, probability, fixed, size)
+        lattice, piece_lattice = lattice.select(keep), piece_lattice.select(keep, keep)
+        is_letter, probability = is_letter[keep], probability[keep] / probability[keep].sum()
+    return _select_pieces(names, probability, is_letter, size)
 
 
-def _shortened(words: Mapping[str, int]) -> dict[str, int]:
+def _split_long_words(words: Mapping[str, int]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for word, count in words.items():
-        for start in range(0, len(word), LONGEST_WORD):
-            counts[word[start : start + LONGEST_WORD]] += count
+        for start in range(0, len(word), MAX_WORD_LENGTH):
+            counts[word[start : start + MAX_WORD_LENGTH]] += count
     return {word: counts[word] for word in sorted(counts)}
 
 
-def _seeds(counts: Mapping[str, int], letters: list[str], size: int, least: int) -> dict[str, int]:
-    """All letters, and the substrings that cover most text, in the order of their code points."""
-    found: Counter[str] = Counter(dict.fromkeys(letters, 0))
+def _seed_pieces(counts: Mapping[str, int], letters: list[str], size: int, min_frequency: int) -> dict[str, int]:
+    """Return all letters and the substrings that cover most text, with their counts, in code point order."""
+    frequency: Counter[str] = Counter(dict.fromkeys(letters, 0))
     for word, count in counts.items():
         for start in range(len(word)):
-            for end in range(start + 1, min(len(word), start + LONGEST_PIECE) + 1):
-                found[word[start:end]] += count
-    single = {letter: max(1, found[letter]) for letter in letters}
-    longer = [piece for piece, count in found.items() if len(piece) > 1 and count >= max(2, least)]
-    longer = sorted(longer, key=lambda piece: (-found[piece] * len(piece), piece))[: SEEDS * size]
-    seeds = single | {piece: found[piece] for piece in longer}
+            for end in range(start + 1, min(len(word), start + MAX_PIECE_LENGTH) + 1):
+                frequency[word[start:end]] += count
+    single = {letter: max(1, frequency[letter]) for letter in letters}
+    longer = [piece for piece, count in frequency.items() if len(piece) > 1 and count >= max(2, min_frequency)]
+    longer = sorted(longer, key=lambda piece: (-frequency[piece] * len(piece), piece))[: SEED_FACTOR * size]
+    seeds = single | {piece: frequency[piece] for piece in longer}
     return {piece: seeds[piece] for piece in sorted(seeds)}
 
 
-def _sparse(use: Array) -> Array:
-    """exp(digamma(use)), normalized: the mean under a Dirichlet prior, which starves what is hardly used."""
-    share = np.exp(_digamma(np.maximum(use, 1e-3)) - _digamma(use.sum()))
+def _sparse_probabilities(expected: Array) -> Array:
+    """Return exp(digamma(expected)), normalized: the variational Bayes estimate, which favours sparse solutions."""
+    share = np.exp(_digamma(np.maximum(expected, 1e-3)) - _digamma(expected.sum()))
     return np.maximum(share, 1e-12) / np.maximum(share, 1e-12).sum()
 
 
 def _digamma(x: Array) -> Array:
-    """The derivative of log gamma: up to 7 by its recurrence, from there by its asymptotic series."""
+    """Compute the derivative of log gamma: below 7 by its recurrence, above by its asymptotic series."""
     x = np.asarray(x, dtype=np.float64)
     shift = np.zeros_like(x)
     for _ in range(7):
@@ -94,32 +93,32 @@ def _digamma(x: Array) -> Array:
     return np.log(x) - 0.5 / x - square * (1 / 12 - square * (1 / 120 - square / 252)) - shift
 
 
-def _loss(use: Array, probability: Array, inner: Lattice) -> Array:
-    """How much log likelihood is lost when a piece is cut into others wherever it was used."""
-    instead = inner.totals(inner.forward(probability))
-    return use * (np.log(probability) - np.log(np.maximum(instead, 1e-300)))
+def _removal_loss(expected: Array, probability: Array, piece_lattice: Lattice) -> Array:
+    """Return the log likelihood lost if each piece is replaced by shorter ones wherever it is used."""
+    replacement = piece_lattice.word_probabilities(piece_lattice.forward(probability))
+    return expected * (np.log(probability) - np.log(np.maximum(replacement, 1e-300)))
 
 
-def _best(values: Array, count: int) -> Array:
-    """True at the `count` largest; among equals the first."""
-    chosen = np.zeros(len(values), dtype=bool)
-    chosen[np.argsort(-values, kind="stable")[:count]] = True
-    return chosen
+def _top_mask(values: Array, count: int) -> Array:
+    """Return a mask of the `count` largest values; of equal ones the first."""
+    mask = np.zeros(len(values), dtype=bool)
+    mask[np.argsort(-values, kind="stable")[:count]] = True
+    return mask
 
 
-def _chosen(names: list[str], probability: Array, fixed: Array, size: int) -> list[tuple[str, float]]:
-    keep = _best(np.where(fixed, np.inf, probability), max(size, int(fixed.sum())))
+def _select_pieces(names: list[str], probability: Array, is_letter: Array, size: int) -> list[tuple[str, float]]:
+    keep = _top_mask(np.where(is_letter, np.inf, probability), max(size, int(is_letter.sum())))
     score = np.log(probability)
-    # A letter that only longer pieces used would be next to impossible, and no sample would ever be cut that far.
-    lowest = score[keep & ~fixed].min(initial=score.max())
-    score = np.where(fixed, np.maximum(score, lowest - 1), score)
+    # A letter that occurs only in longer pieces would be so unlikely that sampling never cuts a word that far.
+    lowest = score[keep & ~is_letter].min(initial=score.max())
+    score = np.where(is_letter, np.maximum(score, lowest - 1), score)
     rows = [(name, round(float(s), 6)) for name, s, kept in zip(names, score, keep, strict=True) if kept]
     return sorted(rows, key=lambda row: (-row[1], row[0]))
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """Every place where a piece fits into a word: an edge of `word` from `start` to `end`, sorted by `end`."""
+    """All occurrences of pieces in words: edges of `word` from `start` to `end`, sorted by `end`."""
 
     lengths: Array  # of the words
     word: Array
@@ -128,35 +127,35 @@ class Lattice:
     piece: Array
 
     @classmethod
-    def of(cls, words: list[str], pieces: list[str], whole: bool) -> Lattice:
-        """All edges; unless `whole`, without the one that is the word itself."""
-        number = {piece: place for place, piece in enumerate(pieces)}
+    def build(cls, words: list[str], pieces: list[str], include_whole_word: bool) -> Lattice:
+        """Find all edges; without `include_whole_word`, except the one that is the word itself."""
+        numbers = {piece: number for number, piece in enumerate(pieces)}
         edges = [
-            (place, start, end, found)
-            for place, word in enumerate(words)
+            (index, start, end, number)
+            for index, word in enumerate(words)
             for start in range(len(word))
-            for end in range(start + 1, min(len(word), start + LONGEST_PIECE) + 1)
-            if (found := number.get(word[start:end])) is not None and (whole or end - start < len(word))
+            for end in range(start + 1, min(len(word), start + MAX_PIECE_LENGTH) + 1)
+            if (number := numbers.get(word[start:end])) is not None and (include_whole_word or end - start < len(word))
         ]
         columns = np.array(edges, dtype=np.int64).reshape(-1, 4)
         columns = columns[np.argsort(columns[:, 2], kind="stable")]
         return cls(np.array([len(word) for word in words], dtype=np.int64), *columns.T.copy())
 
-    def kept(self, pieces: Array, words: Array | None = None) -> Lattice:
-        """Without the edges of the pieces (and the words) that are False, the others numbered anew."""
+    def select(self, pieces: Array, words: Array | None = None) -> Lattice:
+        """Keep the edges of the pieces (and words) where the mask is True, and renumber them."""
         words = np.ones(len(self.lengths), dtype=bool) if words is None else words
-        stays = pieces[self.piece] & words[self.word]
+        kept = pieces[self.piece] & words[self.word]
         new_word, new_piece = np.cumsum(words) - 1, np.cumsum(pieces) - 1
         return Lattice(
             self.lengths[words],
-            new_word[self.word[stays]],
-            self.start[stays],
-            self.end[stays],
-            new_piece[self.piece[stays]],
+            new_word[self.word[kept]],
+            self.start[kept],
+            self.end[kept],
+            new_piece[self.piece[kept]],
         )
 
     def forward(self, probability: Array) -> Array:
-        """(position, word): the probability of all ways to cut the word up to there."""
+        """Return (position, word): the total probability of all segmentations of the word up to the position."""
         total = np.zeros((int(self.lengths.max(initial=0)) + 1, len(self.lengths)))
         total[0] = 1
         bounds = np.searchsorted(self.end, np.arange(len(total) + 1))
@@ -168,7 +167,7 @@ class Lattice:
         return total
 
     def backward(self, probability: Array) -> Array:
-        """(position, word): the probability of all ways to cut the word from there on."""
+        """Return (position, word): the total probability of all segmentations of the word from the position on."""
         total = np.zeros((int(self.lengths.max(initial=0)) + 1, len(self.lengths)))
         total[self.lengths, np.arange(len(self.lengths))] = 1
         order = np.argsort(self.start, kind="stable")
@@ -180,12 +179,12 @@ class Lattice:
             total[start] += np.bincount(word, weights=mass, minlength=len(self.lengths))
         return total
 
-    def totals(self, forward: Array) -> Array:
+    def word_probabilities(self, forward: Array) -> Array:
         return forward[self.lengths, np.arange(len(self.lengths))]
 
-    def expected(self, probability: Array, weights: Array) -> Array:
-        """How often each piece is used, over all words and all ways to cut them."""
+    def expected_counts(self, probability: Array, weights: Array) -> Array:
+        """Return how often each piece is expected over all words and all their segmentations."""
         forward, backward = self.forward(probability), self.backward(probability)
-        rate = weights / self.totals(forward)
+        rate = weights / self.word_probabilities(forward)
         mass = forward[self.start, self.word] * probability[self.piece] * backward[self.end, self.word]
         return np.bincount(self.piece, weights=mass * rate[self.word], minlength=len(probability))

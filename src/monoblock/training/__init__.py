@@ -1,1 +1,1 @@
-"""Training: objectives, optimizers, schedules, the loop, and checkpoints that survive anything."""
+"""Training: collation, loss, optimizers, schedules, the trainer, and crash-safe checkpoints."""

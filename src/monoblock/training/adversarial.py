@@ -1,9 +1,8 @@
-"""Adversarial training (Miyato, Dai and Goodfellow 2017): the loss once more, with every text moved a little to where
-it is worst.
+"""Adversarial training on word embeddings (Miyato, Dai and Goodfellow 2017).
 
-The words' vectors x of a text move along the gradient of its loss, r = ε |x| g / ‖g‖, where |x| is the length that its
-vectors have on average (root mean square), so that ε says the same whatever the size of the embedding.  The second loss
-is that of x + r, and r is a constant: nothing is learnt about making the gradient small.
+The embeddings x of a text are moved along the gradient g of its loss, r = ε |x| g / ‖g‖, and the loss of x + r is
+added. |x| is the root mean square norm of the embeddings of the text, so that ε does not depend on their scale. r is
+treated as a constant: no gradient flows through it.
 """
 
 from __future__ import annotations
@@ -14,57 +13,60 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import InputError
-from monoblock.training.objectives import Loss
+from monoblock.training.loss import CrossEntropyLoss
 
-WORDS = "input.token"
+EMBEDDING_NAME = "input.token"
 
 
-class Words:
-    """A tap on the words' vectors: keeps them, or puts others in their place."""
+class EmbeddingTap:
+    """Record the token embeddings of a forward pass, or replace them."""
 
-    def __init__(self, instead: Tensor | None = None) -> None:
-        self.instead = instead
-        self.seen: Tensor | None = None
+    def __init__(self, replacement: Tensor | None = None) -> None:
+        self.replacement = replacement
+        self.embeddings: Tensor | None = None
 
     def wants(self, name: str) -> bool:
         return False
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        if name != WORDS:
+        if name != EMBEDDING_NAME:
             return tensor
-        if self.instead is not None:
-            return self.instead
-        frozen = not tensor.requires_grad
-        self.seen = tensor.detach().requires_grad_() if frozen else tensor
-        return self.seen
+        if self.replacement is not None:
+            return self.replacement
+        self.embeddings = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+        return self.embeddings
 
 
 @dataclass(frozen=True)
-class Adversarial:
-    """The mean of a loss and of the same where the words lie worse."""
+class AdversarialLoss:
+    """The mean of a loss on clean and on adversarially perturbed embeddings."""
 
-    loss: Loss
-    size: float  # ε
+    loss: CrossEntropyLoss
+    epsilon: float  # ε
 
-    def plain(self) -> Loss:
-        return self.loss.plain()
+    def evaluation_loss(self) -> CrossEntropyLoss:
+        return self.loss.evaluation_loss()
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        tap = Words()
+        tap = EmbeddingTap()
         loss = self.loss(model, inputs, labels, tap)
-        if tap.seen is None:
-            raise InputError("train.adversarial moves the words of a text, and this model reads none; leave it out")
-        worse = tap.seen + worst(loss, tap.seen, inputs.get("attention_mask"), self.size)
-        return (loss + self.loss(model, inputs, labels, Words(worse))) / 2
+        if tap.embeddings is None:
+            raise InputError("train.adversarial perturbs word embeddings, and this model reads none; leave it out")
+        attention_mask = inputs.get("attention_mask")
+        perturbation = adversarial_perturbation(loss, tap.embeddings, attention_mask, self.epsilon)
+        perturbed = EmbeddingTap(tap.embeddings + perturbation)
+        return (loss + self.loss(model, inputs, labels, perturbed)) / 2
 
 
-def worst(loss: Tensor, words: Tensor, real: Tensor | None, size: float) -> Tensor:
-    """The move of each text's words (B, T, D) that makes the loss grow most, of so many word lengths."""
-    (gradient,) = torch.autograd.grad(loss, words, retain_graph=True)
-    vectors, gradient = words.detach().float(), gradient.float()
-    counted = vectors.new_full((len(vectors),), vectors.shape[1]) if real is None else real.sum(1)
-    if real is not None:
-        vectors = vectors * real[..., None]
-    length = (vectors.square().sum((1, 2)) / counted.clamp(min=1)).sqrt()
-    along = gradient / gradient.flatten(1).norm(dim=1).clamp(min=torch.finfo(gradient.dtype).tiny)[:, None, None]
-    return (size * length[:, None, None] * along).to(words.dtype)
+def adversarial_perturbation(loss: Tensor, embeddings: Tensor, attention_mask: Tensor | None, epsilon: float) -> Tensor:
+    """Compute the perturbation (B, T, D) that increases the loss most, of norm `epsilon` times the embedding norm."""
+    (gradient,) = torch.autograd.grad(loss, embeddings, retain_graph=True)
+    vectors, gradient = embeddings.detach().float(), gradient.float()
+    if attention_mask is None:
+        lengths = vectors.new_full((len(vectors),), vectors.shape[1])
+    else:
+        lengths = attention_mask.sum(1)
+        vectors = vectors * attention_mask[..., None]
+    scale = (vectors.square().sum((1, 2)) / lengths.clamp(min=1)).sqrt()
+    direction = gradient / gradient.flatten(1).norm(dim=1).clamp(min=torch.finfo(gradient.dtype).tiny)[:, None, None]
+    return (epsilon * scale[:, None, None] * direction).to(embeddings.dtype)

@@ -1,9 +1,9 @@
-"""Checkpoints that survive a kill at any moment: written beside, synced, hashed, renamed, and only then `latest`.
+"""Crash-safe checkpoints: write to a temporary folder, sync, hash, rename, and only then update `latest`.
 
-    checkpoints/step-400/   the files of one state, and manifest.json with their sizes and SHA-256
-    checkpoints/latest      the word "step-400", replaced atomically once step-400 is safe on disk
+    checkpoints/step-400/   the files of one checkpoint, and manifest.json with their sizes and SHA-256
+    checkpoints/latest      the text "step-400", replaced atomically once step-400 is on disk
 
-A state is named tensors and one JSON object; safetensors and JSON only, optimizer and random states too.
+A checkpoint is named tensors and one JSON object; all states are stored as safetensors and JSON, never pickled.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torch import Tensor
 
 from monoblock.errors import FileError
 
-MANIFEST, LATEST, FACTS = "manifest.json", "latest", "state.json"
-LARGEST_JSON = 64 * 2**20
+MANIFEST_FILE, LATEST_FILE, METADATA_FILE = "manifest.json", "latest", "state.json"
+MAX_JSON_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class State:
-    """What a checkpoint holds: groups of tensors by file name ("model", "optimizer", …) and plain facts."""
+class Checkpoint:
+    """Groups of tensors by file name ("model", "optimizer", …), and JSON metadata."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
 
-def reached(point: str) -> None:
-    """Called before every write, sync and rename of a save; tests put a fault here."""
+def fault_injection_point(point: str) -> None:
+    """Called before every write, sync and rename of a save; tests replace it to inject faults."""
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -46,111 +46,116 @@ def reached(point: str) -> None:
 
 def save(
     folder: Path,
-    state: State,
+    checkpoint: Checkpoint,
     *,
     keep: int = 3,
     best: int | None = None,
-    sound: int | None = None,
-    every: int = 0,
+    last_good: int | None = None,
+    save_every: int = 0,
 ) -> Path:
-    """Write a checkpoint, make it `latest`, then drop all but the last `keep`, the best, and the last sound one.
+    """Write a checkpoint, make it `latest`, and delete all but the last `keep`, the best and the last good one.
 
-    One of a step between two multiples of `every` was left by an interruption and goes, too: what stays is then what a
-    run never stopped would have.
+    Earlier checkpoints at steps that are not multiples of `save_every` were left by an interruption and are deleted
+    too: the folder then looks like that of an uninterrupted run.
     """
-    place, beside = folder / f"step-{state.step}", folder / f"step-{state.step}.tmp"
+    step = checkpoint.step
+    path, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _bring_back(folder)
-        shutil.rmtree(beside, ignore_errors=True)
-        reached("make")
-        beside.mkdir()
-        sizes = dict(_write_files(beside, state))
-        _write(beside / MANIFEST, json.dumps({"step": state.step, "files": sizes}, indent=2).encode())
-        _sync(beside)
-        _put(beside, place)
-        reached("latest")
-        _write(folder / f"{LATEST}.tmp", place.name.encode())
-        reached("name")
-        os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
-        _sync(folder)
-        reached("prune")
-        _prune(folder, state.step, keep, (best, sound), every)
+        _restore_stale(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        fault_injection_point("make")
+        temporary.mkdir()
+        files = dict(_write_files(temporary, checkpoint))
+        _write_and_sync(temporary / MANIFEST_FILE, json.dumps({"step": step, "files": files}, indent=2).encode())
+        _fsync(temporary)
+        _rename_into_place(temporary, path)
+        fault_injection_point("latest")
+        _write_and_sync(folder / f"{LATEST_FILE}.tmp", path.name.encode())
+        fault_injection_point("name")
+        os.replace(folder / f"{LATEST_FILE}.tmp", folder / LATEST_FILE)
+        _fsync(folder)
+        fault_injection_point("prune")
+        _prune(folder, step, keep, (best, last_good), save_every)
     except OSError as problem:
-        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
-        _bring_back(folder)
+        shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
+        _restore_stale(folder)
         raise FileError(
-            f"the checkpoint of step {state.step} cannot be written to {folder}: {problem.strerror or problem}; "
+            f"the checkpoint of step {step} cannot be written to {folder}: {problem.strerror or problem}; "
             f"earlier checkpoints are untouched"
         ) from None
-    return place
+    return path
 
 
-def _write_files(folder: Path, state: State) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, tensors in state.tensors.items():
+def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write all files but the manifest; yield the name and description of each."""
+    for name, tensors in checkpoint.tensors.items():
         path = folder / f"{name}.safetensors"
-        reached(f"tensors {name}")
+        fault_injection_point(f"tensors {name}")
         try:
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
-        except SafetensorError as problem:  # it wraps what the disk said
+        except SafetensorError as problem:  # wraps the error of the file system
             raise OSError(str(problem)) from None
-        _sync(path)
-        yield path.name, _described(path)
-    reached("facts")
-    _write(folder / FACTS, json.dumps(dict(state.facts)).encode())
-    yield FACTS, _described(folder / FACTS)
+        _fsync(path)
+        yield path.name, _describe_file(path)
+    fault_injection_point("facts")
+    _write_and_sync(folder / METADATA_FILE, json.dumps(dict(checkpoint.metadata)).encode())
+    yield METADATA_FILE, _describe_file(folder / METADATA_FILE)
 
 
-def _write(path: Path, data: bytes) -> None:
-    reached(f"write {path.name}")
+def _write_and_sync(path: Path, data: bytes) -> None:
+    fault_injection_point(f"write {path.name}")
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync(path: Path) -> None:
-    """Make sure of a file, or of the names in a folder."""
-    reached(f"sync {path.name}")
-    number = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    """Flush a file, or the directory entries of a folder, to disk."""
+    fault_injection_point(f"sync {path.name}")
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
-def _put(beside: Path, place: Path) -> None:
-    """Rename into place; a checkpoint of the same step that is in the way is moved aside first."""
-    reached("rename")
-    stale = place.with_suffix(".stale")
+def _rename_into_place(temporary: Path, path: Path) -> None:
+    """Rename a finished checkpoint; an existing checkpoint of the same step is moved aside first."""
+    fault_injection_point("rename")
+    stale = path.with_suffix(".stale")
     shutil.rmtree(stale, ignore_errors=True)
-    if place.exists():
-        os.rename(place, stale)
-        reached("between renames")
-    os.rename(beside, place)
-    _sync(place.parent)
+    if path.exists():
+        os.rename(path, stale)
+        fault_injection_point("between renames")
+    os.rename(temporary, path)
+    _fsync(path.parent)
     shutil.rmtree(stale, ignore_errors=True)
 
 
-def _bring_back(folder: Path) -> None:
-    """A save that ended between its two renames has left a checkpoint moved aside: it goes back to its place."""
+def _restore_stale(folder: Path) -> None:
+    """Move checkpoints back that a save interrupted between its two renames had moved aside."""
     for stale in folder.glob("step-*.stale"):
         if not stale.with_suffix("").exists():
             with suppress(OSError):
                 os.rename(stale, stale.with_suffix(""))
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _describe_file(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _prune(folder: Path, last: int, keep: int, spared: tuple[int | None, ...], every: int) -> None:
-    """Later steps than the last are damaged, or training would have gone on from them: they do not count as kept."""
-    earlier = [step for step in steps(folder) if step <= last]
-    lasting = [step for step in earlier if step == last or not every or step % every == 0]
-    for step in earlier:
-        if step not in lasting[-keep:] and step not in spared:  # keep=0: all that last
+def _prune(folder: Path, last: int, keep: int, protected: tuple[int | None, ...], save_every: int) -> None:
+    """Delete checkpoints up to step `last` that are neither among the last `keep` nor protected.
+
+    Checkpoints of later steps are damaged, or training would have resumed from them, and do not count.
+    """
+    steps = [step for step in list_steps(folder) if step <= last]
+    regular = [step for step in steps if step == last or not save_every or step % save_every == 0]
+    for step in steps:
+        if step not in regular[-keep:] and step not in protected:  # keep=0 keeps all regular ones
             shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
     for unfinished in [*folder.glob("step-*.tmp"), *folder.glob("step-*.stale")]:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -159,73 +164,73 @@ def _prune(folder: Path, last: int, keep: int, spared: tuple[int | None, ...], e
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def steps(folder: Path) -> list[int]:
-    """The steps there are checkpoints of, oldest first; unfinished ones do not count."""
+def list_steps(folder: Path) -> list[int]:
+    """List the steps of finished checkpoints in ascending order."""
     names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def problem_with(place: Path) -> str | None:
-    """Why a checkpoint cannot be trusted, or None."""
+def find_problem(path: Path) -> str | None:
+    """Return why a checkpoint cannot be used, or None if it is intact."""
     try:
-        if (place / MANIFEST).stat().st_size > LARGEST_JSON:
-            return f"{place / MANIFEST} is too large"
-        manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+        if (path / MANIFEST_FILE).stat().st_size > MAX_JSON_BYTES:
+            return f"{path / MANIFEST_FILE} is too large"
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         files: dict[str, dict[str, Any]] = manifest["files"]
-        if FACTS not in files:
-            return f"{place / MANIFEST} does not name {FACTS}"
-        if manifest["step"] != step_of(place):
-            return f"{place / MANIFEST} is of step {manifest['step']}"
-        for name, wanted in files.items():
+        if METADATA_FILE not in files:
+            return f"{path / MANIFEST_FILE} does not name {METADATA_FILE}"
+        if manifest["step"] != parse_step(path):
+            return f"{path / MANIFEST_FILE} is of step {manifest['step']}"
+        for name, expected in files.items():
             if Path(name).name != name:
-                return f"{place / MANIFEST} names a file outside its folder"
-            if not (place / name).is_file():
-                return f"{place / name} is missing"
-            if _described(place / name) != wanted:
-                return f"{place / name} is damaged: its size or hash is not the manifest's"
+                return f"{path / MANIFEST_FILE} names a file outside its folder"
+            if not (path / name).is_file():
+                return f"{path / name} is missing"
+            if _describe_file(path / name) != expected:
+                return f"{path / name} is damaged: its size or hash is not the manifest's"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        return f"{place / MANIFEST} cannot be read: {problem}"
+        return f"{path / MANIFEST_FILE} cannot be read: {problem}"
     return None
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that can be trusted, and what had to be passed over to find it."""
-    _bring_back(folder)
-    names = [f"step-{step}" for step in reversed(steps(folder))]
-    passed_over = _astray(folder / LATEST, names)
-    for name in names:  # one that was finished but is not yet `latest` is as good: training reached it
-        problem = problem_with(folder / name)
+def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest intact checkpoint, or None, and the problems of those skipped."""
+    _restore_stale(folder)
+    names = [f"step-{step}" for step in reversed(list_steps(folder))]
+    problems = _check_latest_file(folder / LATEST_FILE, names)
+    for name in names:  # the newest may be finished without being `latest` yet
+        problem = find_problem(folder / name)
         if problem is None:
-            return folder / name, passed_over
-        passed_over.append(problem)
-    return None, passed_over
+            return folder / name, problems
+        problems.append(problem)
+    return None, problems
 
 
-def _astray(latest: Path, names: list[str]) -> list[str]:
-    """What is wrong with `latest`: it is read for this alone, because a lost checkpoint shows nowhere else."""
+def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
+    """Return the problems of the file `latest`; only there does a deleted checkpoint show."""
     try:
         name = latest.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:  # a first save that ended before it was named
+    except FileNotFoundError:  # the first save was interrupted
         return []
     except (OSError, ValueError):
         return [f"{latest} cannot be read"]
     return [] if name in names else [f"{latest} names {name[:80]!r}, which is not there"]
 
 
-def load(place: Path) -> State:
-    """Read a checkpoint that `problem_with` has nothing against; what its manifest does not name is left alone."""
-    files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
+def load(path: Path) -> Checkpoint:
+    """Load the files named in the manifest of a checkpoint that `find_problem` found intact."""
+    files = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
     try:
-        tensors = {Path(name).stem: load_file(place / name) for name in files if name.endswith(".safetensors")}
+        tensors = {Path(name).stem: load_file(path / name) for name in files if name.endswith(".safetensors")}
     except SafetensorError as problem:
-        raise FileError(f"{place} cannot be read: {problem}") from None
-    return State(step=step_of(place), tensors=tensors, facts=facts(place))
+        raise FileError(f"{path} cannot be read: {problem}") from None
+    return Checkpoint(step=parse_step(path), tensors=tensors, metadata=load_metadata(path))
 
 
-def facts(place: Path) -> dict[str, Any]:
-    """The facts of a checkpoint, without its tensors."""
-    return json.loads((place / FACTS).read_text(encoding="utf-8"))
+def load_metadata(path: Path) -> dict[str, Any]:
+    """Load the metadata of a checkpoint without its tensors."""
+    return json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
 
 
-def step_of(place: Path) -> int:
-    return int(place.name.removeprefix("step-"))
+def parse_step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

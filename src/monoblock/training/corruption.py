@@ -1,7 +1,7 @@
-"""What is hidden from a model that must restore it: masked tokens (BERT) and spans (T5).
+"""Token masking (BERT) and span corruption (T5).
 
-Both are functions of a random generator that the caller keys by (seed, epoch, sample): new every epoch, the same again
-after an interruption, whatever the workers.
+Both draw from a random generator keyed by (seed, epoch, sample): different in every epoch, and the same after an
+interruption and for any number of workers.
 """
 
 from __future__ import annotations
@@ -9,40 +9,42 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from monoblock.data.batching.encode import IGNORE_INDEX
+
 Ids = NDArray[np.int64]
-IGNORE = -100
 
 
-def generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """The random numbers of one sample in one epoch."""
-    # As a plain list a large seed would become a float and lose its lower bits.
+def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
+    """Return the random generator of one sample in one epoch."""
+    # NumPy converts a plain list with a large seed to float, which drops its lower bits.
     key = np.array([seed & (2**64 - 1), (epoch << 40) ^ sample], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def mask_tokens(
-    ids: Ids, draw: np.random.Generator, *, mask_id: int, vocab: int, special: frozenset[int], rate: float = 0.15
+    ids: Ids, rng: np.random.Generator, *, mask_id: int, vocab: int, special: frozenset[int], rate: float = 0.15
 ) -> tuple[Ids, Ids]:
-    """Hide `rate` of the tokens: 80 % become the mask, 10 % a random token, 10 % stay (Devlin et al. 2019).
+    """Select `rate` of the tokens: 80 % become the mask, 10 % a random token, 10 % stay (Devlin et al. 2019).
 
-    Returns the input and the labels, which are IGNORE where nothing was hidden.  At least one token is hidden.
+    Return the masked ids and the labels, which are IGNORE_INDEX for all other tokens. At least one token is selected,
+    tokens in `special` never.
     """
     eligible = np.flatnonzero(~np.isin(ids, list(special)))
     count = min(len(eligible), max(1, round(rate * len(eligible))))
-    chosen = draw.permutation(eligible)[:count]
-    labels = np.full_like(ids, IGNORE)
+    chosen = rng.permutation(eligible)[:count]
+    labels = np.full_like(ids, IGNORE_INDEX)
     labels[chosen] = ids[chosen]
-    hidden = ids.copy()
-    dice = draw.random(count)
-    hidden[chosen[dice < 0.8]] = mask_id
-    swapped = chosen[(dice >= 0.8) & (dice < 0.9)]
-    hidden[swapped] = draw.integers(0, vocab, len(swapped))
-    return hidden, labels
+    masked = ids.copy()
+    draws = rng.random(count)
+    masked[chosen[draws < 0.8]] = mask_id
+    swapped = chosen[(draws >= 0.8) & (draws < 0.9)]
+    masked[swapped] = rng.integers(0, vocab, len(swapped))
+    return masked, labels
 
 
 def corrupt_spans(
     ids: Ids,
-    draw: np.random.Generator,
+    rng: np.random.Generator,
     *,
     sentinels: list[int],
     eos: int | None = None,
@@ -51,31 +53,32 @@ def corrupt_spans(
 ) -> tuple[Ids, Ids]:
     """Replace random spans by sentinels; the target is each sentinel followed by its span (Raffel et al. 2020).
 
-    `rate` of the tokens are hidden in spans of `mean` tokens on average; a last sentinel closes the target.
+    `rate` of the tokens are removed in spans of `mean` tokens on average; a final sentinel ends the target.
     """
     length = len(ids)
-    hidden = min(max(1, round(rate * length)), max(1, length - 1))
-    spans = min(max(1, round(hidden / mean)), hidden, max(1, length - hidden), len(sentinels) - 1)
-    noise, kept = _cut(hidden, spans, draw), _cut(length - hidden, spans, draw)
+    num_noise = min(max(1, round(rate * length)), max(1, length - 1))
+    num_spans = min(max(1, round(num_noise / mean)), num_noise, max(1, length - num_noise), len(sentinels) - 1)
+    noise_lengths = _random_partition(num_noise, num_spans, rng)
+    kept_lengths = _random_partition(length - num_noise, num_spans, rng)
     source: list[int] = []
     target: list[int] = []
-    place = 0
-    for number in range(spans):
-        source += ids[place : place + kept[number]].tolist() + [sentinels[number]]
-        place += kept[number]
-        target += [sentinels[number]] + ids[place : place + noise[number]].tolist()
-        place += noise[number]
-    source += ids[place:].tolist()
-    target.append(sentinels[spans])
+    position = 0
+    for sentinel, kept, noise in zip(sentinels, kept_lengths, noise_lengths, strict=False):
+        source += [*ids[position : position + kept].tolist(), sentinel]
+        position += kept
+        target += [sentinel, *ids[position : position + noise].tolist()]
+        position += noise
+    source += ids[position:].tolist()
+    target.append(sentinels[num_spans])
     if eos is not None:
         source.append(eos)
         target.append(eos)
     return np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
 
 
-def _cut(total: int, parts: int, draw: np.random.Generator) -> list[int]:
-    """`total` in random parts of at least one each (none where there is not enough to go round)."""
+def _random_partition(total: int, parts: int, rng: np.random.Generator) -> list[int]:
+    """Split `total` into random parts of at least one each; if there are too few, the last parts are 0."""
     if total < parts:
         return [1] * total + [0] * (parts - total)
-    places = np.sort(draw.permutation(total - 1)[: parts - 1]) + 1
-    return np.diff(np.concatenate(([0], places, [total]))).tolist()
+    bounds = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate(([0], bounds, [total]))).tolist()

@@ -1,4 +1,4 @@
-"""What a training run tells while it goes: the loop yields these, the command line draws them."""
+"""Events of a training run: the trainer yields them, the command line displays them."""
 
 from __future__ import annotations
 
@@ -8,72 +8,81 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What was decided before the first step, and why."""
+class DecisionEvent:
+    """A choice made before the first step, and its reason."""
 
-    what: str
-    why: str
+    decision: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepEvent:
     step: int  # updates done, this one included
     loss: float
     lr: float
     grad_norm: float
-    tokens: int  # asked places so far
+    tokens: int  # targets so far
     seconds: float  # of this step
 
-    def line(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationEvent:
     step: int
     metrics: dict[str, float]
-    best: bool
+    is_best: bool
 
-    def line(self) -> dict[str, Any]:
-        return {"step": self.step, **self.metrics, "best": self.best}
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, **self.metrics, "best": self.is_best}
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleEvent:
     step: int
     text: str
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointEvent:
     step: int
-    place: Path
+    path: Path
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """An update that was not made, because it would have done harm."""
+class SkippedUpdateEvent:
+    """An update that was not applied because of its loss or gradient."""
 
     step: int
     reason: str
     epoch: int
     samples: list[int]
 
-    def line(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"step": self.step, "skipped": self.reason, "epoch": self.epoch, "samples": self.samples}
 
 
 @dataclass(frozen=True)
-class Warned:
-    """Something the user must know: a damaged checkpoint passed over, a roll-back, a smaller micro-batch."""
+class WarningEvent:
+    """A warning for the user: a damaged checkpoint skipped, a rollback, a smaller micro-batch."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedEvent:
     step: int
     interrupted: bool
 
 
-Event = Chosen | Stepped | Evaluated | Sampled | Saved | Skipped | Warned | Finished
+TrainingEvent = (
+    DecisionEvent
+    | StepEvent
+    | EvaluationEvent
+    | SampleEvent
+    | CheckpointEvent
+    | SkippedUpdateEvent
+    | WarningEvent
+    | FinishedEvent
+)

@@ -1,4 +1,4 @@
-"""Adam, AdamW and Muon over groups: matrices decay, norms, biases and embeddings do not; lower layers may go slower."""
+"""Adam, AdamW and Muon with parameter groups: weight decay for matrices only, optional layer-wise learning rates."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from torch import Tensor, nn
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.training.muon import Muon
 
-KINDS = ("adam", "adamw", "muon")
+OPTIMIZERS = ("adam", "adamw", "muon")
 
 
-def is_table(name: str, weight: Tensor) -> bool:
-    """Whether a weight is looked up by row: tokens, places, segments."""
-    names = name in ("input.weight", "target.weight") or any(part in name for part in ("token", "position", "segment"))
-    return weight.dim() >= 2 and names
+def is_embedding_table(name: str, weight: Tensor) -> bool:
+    """Whether a weight is an embedding table: tokens, positions or segments."""
+    is_table = name in ("input.weight", "target.weight") or any(
+        word in name for word in ("token", "position", "segment")
+    )
+    return weight.dim() >= 2 and is_table
 
 
-def decays(name: str, weight: Tensor) -> bool:
-    """Whether a weight is decayed: matrices inside blocks and heads, not tables, norms or biases."""
-    return weight.dim() >= 2 and not is_table(name, weight) and not name.endswith("bias")  # experts have 2-axis biases
+def has_weight_decay(name: str, weight: Tensor) -> bool:
+    """Whether weight decay applies: to matrices of blocks and heads, not to embedding tables, norms or biases."""
+    is_bias = name.endswith("bias")  # those of experts have two dimensions
+    return weight.dim() >= 2 and not is_embedding_table(name, weight) and not is_bias
 
 
-def in_a_block(name: str, weight: Tensor) -> bool:
-    """Whether Muon takes it: a matrix of attention or feed-forward, of one network or of many experts."""
+def is_block_matrix(name: str, weight: Tensor) -> bool:
+    """Whether Muon updates a weight: a matrix of attention or of a feed-forward network, experts included."""
     return (
         weight.dim() >= 2
         and any(part in name for part in (".attention.", ".cross.", ".feedforward."))
@@ -35,50 +38,50 @@ def in_a_block(name: str, weight: Tensor) -> bool:
     )
 
 
-BLOCK = re.compile(r"(encoder|decoder)\.(\d+)\.")
+BLOCK_PREFIX = re.compile(r"(encoder|decoder)\.(\d+)\.")
 
 
-def layers_above(names: Iterable[str]) -> dict[str, int]:
-    """How many layers lie between each weight and the output: none above the head, all of them above an embedding."""
-    found = {name: BLOCK.match(name) for name in names}
+def count_layers_above(names: Iterable[str]) -> dict[str, int]:
+    """Count the layers from each weight to the output: 0 for the head, 1 for the last block, most for embeddings."""
+    matches = {name: BLOCK_PREFIX.match(name) for name in names}
     depth: dict[str, int] = {}
-    for match in found.values():
+    for match in matches.values():
         if match:
             depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
 
-    def above(name: str) -> int:
-        match = found[name]
+    def count(name: str) -> int:
+        match = matches[name]
         if match:
             return depth[match[1]] - int(match[2])
         return 1 + max(depth.values(), default=0) if name.startswith(("input.", "target.")) else 0
 
-    return {name: above(name) for name in found}
+    return {name: count(name) for name in matches}
 
 
 class Optimizers:
-    """One or several torch optimizers driven as one."""
+    """One or more torch optimizers used as one."""
 
-    def __init__(self, each: list[torch.optim.Optimizer]) -> None:
-        self.each = each
-        for optimizer in each:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("factor", 1.0)
 
-    def set_rate(self, rate: float) -> None:
-        for optimizer in self.each:
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["factor"]
+                group["lr"] = lr * group["factor"]
 
     def step(self) -> None:
-        for optimizer in self.each:
+        for optimizer in self.optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        for optimizer in self.each:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-def build(
+def build_optimizers(
     model: nn.Module,
     kind: str = "adamw",
     *,
@@ -90,46 +93,49 @@ def build(
     adam_factor: float = 1.0,
     layer_decay: float = 1.0,
 ) -> Optimizers:
-    """Optimizers for a model; the rate is set before each step.
+    """Build the optimizers of a model; the learning rate is set before each step with `set_lr`.
 
-    `adam_factor` multiplies the rate of what AdamW keeps beside Muon; `layer_decay` that of each layer once more for
-    every layer above it (Howard and Ruder 2018).
+    `adam_factor` scales the learning rate of the weights that AdamW updates next to Muon. `layer_decay` multiplies the
+    learning rate once for each layer above a weight (Howard and Ruder 2018).
     """
-    if kind not in KINDS:
-        raise ConfigError(f"optimizer={kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    matrices = [(n, w) for n, w in named if kind == "muon" and in_a_block(n, w)]
-    taken = {name for name, _ in matrices}
-    rest = [(n, w) for n, w in named if n not in taken]
-    above = layers_above(name for name, _ in model.named_parameters())
-    slower = {name: layer_decay**count for name, count in above.items()} if layer_decay != 1.0 else {}
-    each: list[torch.optim.Optimizer] = []
+    if kind not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={kind!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(kind, OPTIMIZERS)}")
+    trainable = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    matrices = [(name, weight) for name, weight in trainable if kind == "muon" and is_block_matrix(name, weight)]
+    matrix_names = {name for name, _ in matrices}
+    rest = [(name, weight) for name, weight in trainable if name not in matrix_names]
+    layers_above = count_layers_above(name for name, _ in model.named_parameters())
+    lr_scales = {name: layer_decay**count for name, count in layers_above.items()} if layer_decay != 1.0 else {}
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        each.append(Muon(_by_rate(matrices, weight_decay, slower), momentum=momentum))
+        optimizers.append(Muon(_group_by_lr(matrices, weight_decay, lr_scales), momentum=momentum))
     if rest:
-        groups = _groups(rest, weight_decay, table_decay, adam_factor if kind == "muon" else 1.0, slower)
+        groups = _parameter_groups(rest, weight_decay, table_decay, adam_factor if kind == "muon" else 1.0, lr_scales)
         options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "fused": True}
-        each.append(torch.optim.Adam(groups, **options) if kind == "adam" else torch.optim.AdamW(groups, **options))
-    return Optimizers(each)
+        adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+        optimizers.append(adam(groups, **options))
+    return Optimizers(optimizers)
 
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-def _groups(
-    named: Named, weight_decay: float, table_decay: float, factor: float, slower: dict[str, float]
+def _parameter_groups(
+    named: NamedParameters, weight_decay: float, table_decay: float, factor: float, lr_scales: dict[str, float]
 ) -> list[dict[str, Any]]:
-    decayed = [(n, w) for n, w in named if decays(n, w)]
-    tables = [(n, w) for n, w in named if table_decay and is_table(n, w)]
-    taken = {id(w) for _, w in decayed + tables}
-    kept = [(n, w) for n, w in named if id(w) not in taken]
-    parts = [(decayed, weight_decay), (tables, table_decay), (kept, 0.0)]
-    return [group for some, decay in parts if some for group in _by_rate(some, decay, slower, factor)]
+    matrices = [(name, weight) for name, weight in named if has_weight_decay(name, weight)]
+    tables = [(name, weight) for name, weight in named if table_decay and is_embedding_table(name, weight)]
+    decayed = {id(weight) for _, weight in matrices + tables}
+    rest = [(name, weight) for name, weight in named if id(weight) not in decayed]
+    groups = [(matrices, weight_decay), (tables, table_decay), (rest, 0.0)]
+    return [group for weights, decay in groups for group in _group_by_lr(weights, decay, lr_scales, factor)]
 
 
-def _by_rate(named: Named, decay: float, slower: dict[str, float], factor: float = 1.0) -> list[dict[str, Any]]:
-    """One group for every share of the rate."""
-    rates: dict[float, list[nn.Parameter]] = {}
+def _group_by_lr(
+    named: NamedParameters, decay: float, lr_scales: dict[str, float], factor: float = 1.0
+) -> list[dict[str, Any]]:
+    """Build one parameter group for each distinct factor on the learning rate."""
+    by_factor: dict[float, list[nn.Parameter]] = {}
     for name, weight in named:
-        rates.setdefault(factor * slower.get(name, 1.0), []).append(weight)
-    return [{"params": weights, "weight_decay": decay, "factor": rate} for rate, weights in rates.items()]
+        by_factor.setdefault(factor * lr_scales.get(name, 1.0), []).append(weight)
+    return [{"params": weights, "weight_decay": decay, "factor": scale} for scale, weights in by_factor.items()]

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: warm-up, then one of several ways down."""
+"""Learning rate schedules as pure functions of the step: warm-up, then decay."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from collections.abc import Callable
 
 from monoblock.errors import ConfigError, did_you_mean
 
-Shape = Callable[
-    [float], float
-]  # progress after warm-up, 0 to 1 -> the part of the way from the peak down that is left
+DecayCurve = Callable[[float], float]  # progress after warm-up, from 0 to 1 -> fraction of the peak above the floor
 
 
-def _wsd(decay: float) -> Shape:
-    """Warm-up, stable, decay (Hu et al. 2024): the peak until the last `decay` of the run, then straight down."""
+def _wsd(decay: float) -> DecayCurve:
+    """Warmup-stable-decay (Hu et al. 2024): the peak until the last `decay` of the run, then linear decay."""
     return lambda progress: min(1.0, (1 - progress) / decay)
 
 
-SHAPES: dict[str, Shape] = {
+DECAY_CURVES: dict[str, DecayCurve] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -33,17 +31,18 @@ def noam(step: int, width: int, warmup: int) -> float:
 def learning_rate(
     name: str, step: int, *, peak: float, steps: int, warmup: int = 0, floor: float = 0.0, width: int = 512
 ) -> float:
-    """The rate of update `step`, counted from 0.
+    """Return the learning rate of update `step`, counted from 0.
 
-    `floor` is the share of the peak that is left at the end.  For "noam" the peak is a factor on the paper's formula.
+    `floor` is the fraction of the peak reached at the end. For "noam" the peak is a factor on the paper's formula.
     """
     if name == "noam":
         return peak * noam(step + 1, width, warmup)
-    if name not in SHAPES:
+    if name not in DECAY_CURVES:
         raise ConfigError(
-            f"schedule={name!r} is none of noam, {', '.join(SHAPES)}{did_you_mean(name, [*SHAPES, 'noam'])}"
+            f"schedule={name!r} is not one of noam, {', '.join(DECAY_CURVES)}"
+            f"{did_you_mean(name, [*DECAY_CURVES, 'noam'])}"
         )
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return peak * (floor + (1 - floor) * SHAPES[name](progress))
+    return peak * (floor + (1 - floor) * DECAY_CURVES[name](progress))

@@ -1,0 +1,26 @@
+"""Shared by the benchmarks: the name of the machine, and files of results with one section per table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def processor_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+
+
+def write_section(path: Path, heading: str, section: str) -> None:
+    """Write a section into a file of results; it replaces the section with the same first line."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {heading}\n"
+    head, *sections = text.split("\n## ")
+    title = section.strip().split("\n")[0]
+    sections = [old.strip() for old in sections if old.split("\n")[0] != title]
+    path.write_text("\n\n## ".join([head.strip(), *sorted([*sections, section.strip()])]) + "\n", encoding="utf-8")

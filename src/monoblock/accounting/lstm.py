@@ -1,0 +1,61 @@
+"""Parameters and FLOPs of the recurrent baselines.
+
+An LSTM layer of width D on an input of size I has four gates, each with a matrix on the input, one on the state and, as
+in torch, two biases: 4·(I·D + D·D + 2·D). The encoder-decoder (Bahdanau et al. 2015) reads the source in both
+directions, attends to it by v·tanh(W s + U h), and predicts from state, context and last token with a maxout layer.
+"""
+
+from __future__ import annotations
+
+from monoblock.config.model import RecurrentConfig
+
+
+def lstm_matrix_weights(inputs: int, width: int) -> int:
+    return 4 * (inputs * width + width * width)
+
+
+def lstm_parameters(inputs: int, width: int) -> int:
+    return lstm_matrix_weights(inputs, width) + 8 * width
+
+
+def _encoder_inputs(config: RecurrentConfig) -> list[int]:
+    """Input sizes of the layers of both directions: the embedding, then both directions of the layer below."""
+    return 2 * ([config.width] + (config.depth - 1) * [2 * config.width])
+
+
+def _decoder_inputs(config: RecurrentConfig) -> list[int]:
+    """Input sizes of the layers; the first also reads the context, of the size of both directions."""
+    first = config.width if config.kind == "language_model" else 3 * config.width
+    return [first] + (config.depth - 1) * [config.width]
+
+
+def recurrent_parameters(config: RecurrentConfig) -> dict[str, int]:
+    """Parameters by component; their sum is the model's."""
+    width, target = config.width, config.target_vocab or config.vocab
+    counts = {"input.token": config.vocab * width}
+    if config.kind == "encoder_decoder":
+        if config.target_vocab is not None:
+            counts["target.token"] = target * width
+        counts["encoder.lstm"] = sum(lstm_parameters(inputs, width) for inputs in _encoder_inputs(config))
+        counts["decoder.attention"] = 3 * width**2 + width  # on the state, on both directions, and v
+        counts["decoder.start"] = config.depth * width * (width + 1)
+        counts["decoder.readout"] = 2 * width * (4 * width + 1)
+    counts["decoder.lstm"] = sum(lstm_parameters(inputs, width) for inputs in _decoder_inputs(config))
+    counts["head.output"] = target + (0 if config.tie else target * width)
+    return counts
+
+
+def recurrent_flops(config: RecurrentConfig, batch: int, source: int, target: int) -> dict[str, int]:
+    """Forward FLOPs by component: 2 for every weight and token, and 6·D in attention for every pair of positions."""
+    width, rows, source_rows = config.width, batch * target, batch * source
+    flops = {}
+    if config.kind == "encoder_decoder":
+        encoder_weights = sum(lstm_matrix_weights(inputs, width) for inputs in _encoder_inputs(config))
+        flops["encoder.lstm"] = 2 * source_rows * encoder_weights
+        flops["decoder.attention.projections"] = 2 * width**2 * (2 * source_rows + rows)
+        flops["decoder.attention.scores"] = rows * source * 6 * width  # v · tanh(…), and a sum of vectors of 2·D
+        flops["decoder.start"] = 2 * batch * config.depth * width**2
+        flops["decoder.readout"] = 2 * rows * 8 * width**2
+    flops["decoder.lstm"] = 2 * rows * sum(lstm_matrix_weights(inputs, width) for inputs in _decoder_inputs(config))
+    flops["head.output"] = 2 * rows * width * (config.target_vocab or config.vocab)
+    return flops

@@ -1,0 +1,47 @@
+"""The LSTM baseline that matches a Transformer in size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Literal
+
+from monoblock.accounting.lstm import recurrent_parameters
+from monoblock.accounting.parameters import count_parameters
+from monoblock.config.model import EmbeddingConfig, Family, ModelConfig, RecurrentConfig
+from monoblock.errors import ConfigError
+
+LSTMKind = Literal["language_model", "encoder_decoder"]
+KIND_BY_FAMILY: dict[Family, LSTMKind] = {"decoder-only": "language_model", "encoder-decoder": "encoder_decoder"}
+
+
+def parameter_count(config: RecurrentConfig) -> int:
+    """The number of parameters of a `Recurrent`, by the formula in nn/lstm.py, without building it."""
+    return sum(recurrent_parameters(config).values())
+
+
+def matching_config(config: ModelConfig, kind: LSTMKind | None = None, *, depth: int = 2) -> RecurrentConfig:
+    """Configure the LSTM with a Transformer's vocabulary and tying whose number of parameters is nearest to it."""
+    kind, target_input = kind or KIND_BY_FAMILY.get(config.family), config.target_input
+    if not isinstance(config.input, EmbeddingConfig) or not isinstance(target_input, EmbeddingConfig):
+        raise ConfigError("a model of image patches has no recurrent counterpart; give one that reads tokens")
+    if kind is None:
+        raise ConfigError("an encoder alone has no counterpart here; write kind='language_model' to match its size")
+    is_shared = kind == "language_model" or config.target is None or config.tie in ("source_target", "three_way")
+    vocab, target_vocab = (target_input.vocab, None) if is_shared else (config.input.vocab, target_input.vocab)
+    base = RecurrentConfig(
+        kind=kind,
+        vocab=vocab,
+        target_vocab=target_vocab,
+        width=1,
+        depth=depth,
+        dropout=target_input.dropout,
+        tie=config.tie in ("output", "three_way"),
+    )
+
+    def count(width: int) -> int:
+        return parameter_count(replace(base, width=width))
+
+    target = sum(count_parameters(config).values())
+    width = 1 + bisect_left(range(1, target), target, key=count)  # the first width with as many parameters or more
+    return replace(base, width=min(max(1, width - 1), width, key=lambda width: abs(count(width) - target)))

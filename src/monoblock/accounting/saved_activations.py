@@ -1,0 +1,149 @@
+"""Counts of saved activations, and those of norms and attention; activations.py explains what is saved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from monoblock.accounting.parameters import attention_linears
+from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
+
+FLEX_FROM = 128  # queries, as in nn/attention.py
+
+
+class SavedActivations(NamedTuple):
+    """Counts of elements in the computing dtype, of attention weights in that dtype, of fp32 elements, and of bytes."""
+
+    elements: int = 0
+    attention_elements: int = 0
+    fp32_elements: int = 0
+    raw_bytes: int = 0
+
+
+def add_activations(*parts: SavedActivations) -> SavedActivations:
+    return SavedActivations(*(sum(column) for column in zip(*parts, strict=True))) if parts else SavedActivations()
+
+
+def scale_activations(factor: int, saved: SavedActivations) -> SavedActivations:
+    return SavedActivations(*(factor * count for count in saved))
+
+
+def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActivations:
+    if norm is None:
+        return SavedActivations()
+    offset = size if norm.unit_offset and norm.affine != "none" else 0  # 1 + weight
+    return SavedActivations(rows * size + offset, fp32_elements=rows * (2 if norm.kind == "layer" else 1))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def needs_plain_attention(attention: AttentionConfig) -> bool:
+    """Whether no fused kernel supports this attention."""
+    return attention.softcap is not None or attention.sinks
+
+
+def _has_mask_pattern(attention: AttentionConfig, length: int) -> bool:
+    """Whether the mask over `length` tokens is neither full nor causal."""
+    exceeds_window = attention.global_tokens or attention.random_blocks > 0
+    is_windowed = attention.window is not None and (length > attention.window or exceeds_window)
+    return is_windowed or attention.mask == "prefix"
+
+
+def _has_score_bias(attention: AttentionConfig) -> bool:
+    return isinstance(attention.positions, Alibi | Buckets)
+
+
+def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
+    """Whether the kernel gets a mask, so that rows that see nothing are zeroed after it."""
+    if _has_score_bias(attention):
+        return attention.mask != "full" or _has_mask_pattern(attention, queries)
+    supports_flex = attention.dropout == 0.0 and attention.key_size(width) == attention.value_size(width)
+    return _has_mask_pattern(attention, queries) and not (supports_flex and queries >= FLEX_FROM)
+
+
+def attention_activations(
+    attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool = False
+) -> SavedActivations:
+    """Activations of attention, from its normalized input to the input of its output matrix."""
+    query, key, value, output = attention_linears(attention, width)
+    copies = attention.heads // attention.num_kv_heads if needs_plain_attention(attention) else 1
+    keys_and_values = keys * (key.outputs + value.outputs)
+    saved = add_activations(
+        SavedActivations(batch * (queries * (width + query.outputs + output.inputs) + copies * keys_and_values)),
+        SavedActivations(batch * (queries * query.outputs + keys_and_values) if attention.clip is not None else 0),
+        _qk_norm_activations(attention, batch * queries, query.outputs, attention.heads),
+        _qk_norm_activations(attention, batch * keys, key.outputs, attention.num_kv_heads),
+    )
+    if needs_plain_attention(attention):
+        return add_activations(saved, _plain_attention_activations(attention, batch, queries, keys))
+    if fused:
+        copies_output = isinstance(attention.positions, Rotary) or _has_kernel_mask(attention, width, queries)
+        outputs = batch * queries * output.inputs if copies_output else 0
+        return add_activations(
+            saved,
+            _fused_attention_activations(attention, width, queries, keys),
+            SavedActivations(outputs, fp32_elements=batch * attention.heads * queries),
+        )
+    matrix = batch * attention.heads * queries * keys
+    return add_activations(saved, SavedActivations(attention_elements=matrix), _dropout_activations(attention, matrix))
+
+
+def _dropout_activations(attention: AttentionConfig, elements: int) -> SavedActivations:
+    if attention.dropout == 0:
+        return SavedActivations()
+    return SavedActivations(attention_elements=elements, raw_bytes=elements)
+
+
+def _qk_norm_activations(attention: AttentionConfig, rows: int, size: int, heads: int) -> SavedActivations:
+    if attention.qk_norm is None:
+        return SavedActivations()
+    if attention.qk_norm_over == "width":
+        return norm_activations(attention.qk_norm, rows, size)
+    scaled = rows * size if attention.qk_norm_over == "each_head" else 0  # normalized first, then scaled by head
+    return add_activations(norm_activations(attention.qk_norm, rows * heads, size // heads), SavedActivations(scaled))
+
+
+def _plain_attention_activations(attention: AttentionConfig, batch: int, queries: int, keys: int) -> SavedActivations:
+    """Activations of the plain path: the softmax, the masked or dropped weights, capped scores, and masks."""
+    matrix = batch * attention.heads * queries * keys
+    masked = attention.mask != "full" or _has_mask_pattern(attention, queries)
+    copies = 1 + (attention.softcap is not None) + (masked or attention.dropout > 0)
+    return SavedActivations(
+        attention_elements=copies * matrix + (batch * attention.heads * queries if attention.sinks else 0),
+        raw_bytes=(2 * queries * keys if masked else 0) + (matrix if attention.dropout > 0 else 0),
+    )
+
+
+def _fused_attention_activations(attention: AttentionConfig, width: int, queries: int, keys: int) -> SavedActivations:
+    """The mask or bias that a block passes to the kernel and shares with no other block."""
+    if isinstance(attention.positions, Buckets) and not attention.positions.shared:
+        return _bias_activations(attention, queries, keys, fused=True)
+    has_own_mask = not _has_score_bias(attention) and _has_kernel_mask(attention, width, queries)
+    return SavedActivations(attention_elements=queries * keys if has_own_mask else 0)
+
+
+def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fused: bool) -> SavedActivations:
+    """A bias joined with the mask for the kernel; a learned bias also saves its bucket indices and the mask."""
+    matrix = attention.heads * queries * keys if fused else 0
+    if isinstance(attention.positions, Alibi):
+        return SavedActivations(attention_elements=matrix)
+    masked = fused and attention.mask != "full"
+    return SavedActivations(attention_elements=matrix, raw_bytes=(8 + masked) * queries * keys)
+
+
+def shared_attention_activations(
+    attention: AttentionConfig, width: int, length: int, *, fused: bool
+) -> SavedActivations:
+    """Activations that blocks with equal attention share: angles, a bias, and which rows see nothing."""
+    saved, positions = [], attention.positions
+    fused = fused and not needs_plain_attention(attention)
+    if isinstance(positions, Rotary):
+        size = attention.key_size(width)
+        is_proportional = positions.scaling is not None and positions.scaling.kind == "proportional"
+        rotated = size if positions.dim is None or is_proportional else positions.dim
+        saved.append(SavedActivations(2 * length * (rotated // 2)))
+    elif isinstance(positions, Alibi) or (isinstance(positions, Buckets) and positions.shared):
+        saved.append(_bias_activations(attention, length, length, fused=fused))
+    if fused and _has_kernel_mask(attention, width, length):
+        saved.append(SavedActivations(raw_bytes=length))
+    return add_activations(*saved)

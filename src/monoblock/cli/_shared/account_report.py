@@ -1,0 +1,100 @@
+"""Print an account: tables of parameters, FLOPs and memory, with a bar for each share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from monoblock.cli._shared.output import format_bytes, format_count, print_table
+
+if TYPE_CHECKING:
+    from monoblock.accounting.report import Account
+
+BAR_WIDTH = 24  # characters of a full bar
+BAR_EIGHTHS = " ▏▎▍▌▋▊▉"
+MEMORY_MODES = {  # JSON key -> heading
+    "fused": "fused",
+    "fused_checkpointed": "fused, checkpointed",
+    "plain": "plain attention",
+    "plain_checkpointed": "plain, checkpointed",
+}
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "attention_matrices", "total")
+FLOP_TOTALS = ("forward", "forward_needed", "backward", "training", "training_checkpointed")
+
+
+def format_bar(share: float) -> str:
+    """Return a bar whose length is a share of the full width, to an eighth of a character."""
+    eighths = round(8 * BAR_WIDTH * share)
+    return "█" * (eighths // 8) + BAR_EIGHTHS[eighths % 8].strip()
+
+
+def print_shares(column: str, components: dict[str, int]) -> None:
+    """Print a table of components with their share of the total."""
+    total = sum(components.values()) or 1
+    rows = [(name, count, f"{count / total:6.1%}", format_bar(count / total)) for name, count in components.items()]
+    print_table(("component", column, "share", ""), [*rows, ("total", total, "", "")])
+
+
+def print_account(model_account: Account, report: dict[str, Any]) -> None:
+    experts = ""
+    if model_account.active_parameters != model_account.parameters:
+        experts = f", {model_account.active_parameters:,} of them active per token"
+    click.echo(f"{model_account.name}: {model_account.family}, {model_account.parameters:,} parameters{experts}\n")
+    print_shares("parameters", report["components"])
+    flops = report["flops"]
+    length = f"{flops['source']} tokens"
+    if model_account.family == "encoder-decoder":
+        length = f"{flops['source']} source and {flops['target']} target tokens"
+    click.echo(f"\nFLOPs of a pass, batch {flops['batch']}, {length}")
+    print_shares("forward", flops["components"])
+    click.echo()
+    print_table(
+        ("pass", "FLOPs", ""),
+        [(name.replace("_", " "), flops[name], format_count(flops[name])) for name in FLOP_TOTALS],
+    )
+    _print_memory(report)
+    _print_extras(report)
+
+
+def _print_memory(report: dict[str, Any]) -> None:
+    memory, batch = report["memory"], report["flops"]["batch"]
+    gpus = f", on each of {memory['gpus']} GPUs" if memory["gpus"] > 1 else ""
+    click.echo(f"\nTraining memory, {memory['trained_in']}, {memory['optimizer']}, batch {batch}{gpus}")
+    rows = [
+        (part.replace("_", " "), *(format_bytes(memory["training"][mode][part]) for mode in MEMORY_MODES))
+        for part in MEMORY_PARTS
+    ]
+    print_table(("part", *MEMORY_MODES.values()), rows)
+    click.echo(f"\nInference: weights in {memory['dtype']} {format_bytes(memory['weights'])}, ", nl=False)
+    click.echo(f"key/value cache in {memory['trained_in']} {format_bytes(report['kv_cache_bytes'])}")
+
+
+def _print_extras(report: dict[str, Any]) -> None:
+    if "decoding" in report:
+        rows = [
+            (mode, cost["positions"], format_count(cost["flops"]), format_bytes(cost["bytes_moved"]))
+            for mode, cost in report["decoding"].items()
+        ]
+        click.echo()
+        print_table(("decoding", "positions", "FLOPs", "bytes moved"), rows)
+    if "measured" in report:
+        costs = report["measured"]["parts"]
+        total = costs["total"]["seconds"]
+        click.echo(f"\nMeasured on {report['measured']['device']}, fp32, one forward pass")
+        rows = [
+            (
+                name,
+                f"{1e3 * cost['seconds']:.2f} ms",
+                f"{cost['seconds'] / total:6.1%}",
+                format_bytes(cost["kept_bytes"]),
+            )
+            for name, cost in costs.items()
+        ]
+        print_table(("component", "time", "share", "kept for backward"), rows)
+    if "budget" in report:
+        budget = report["budget"]
+        click.echo(f"\nTraining on {format_count(budget['tokens'])} tokens: {budget['flops']:.3g} FLOPs ", nl=False)
+        click.echo(
+            f"(6N: {budget['rule_of_six']:.3g}), {budget['gpu_hours']:,.4g} GPU hours, {budget['days']:.3g} days"
+        )

@@ -1,0 +1,226 @@
+"""Runners that continue prompts with the same weights: this package, and the other libraries that are installed.
+
+A runner takes prompts (B rows of token ids) and a number of new tokens, which it generates greedily without an
+end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from monoblock.errors import MonoblockError
+from monoblock.nn.transformer import Transformer
+
+RunFunction = Callable[[list[list[int]], int], Any]
+
+
+class Runner(NamedTuple):
+    run: RunFunction
+    weight_bytes: int
+
+
+class RunnerUnavailable(Exception):
+    """Raised when a runner cannot run here; the message is the reason."""
+
+
+class BenchSetup(NamedTuple):
+    """The model to run, and the folder with its export for transformers."""
+
+    model: Transformer
+    folder: Path
+    device: str
+    threads: int
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.model.encoder is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+
+# -- this package -----------------------------------------------------------------------------------------------------
+
+
+def monoblock_runner(setup: BenchSetup, bits: int | None = None, draft: str | None = None) -> Runner:
+    model = setup.model
+    if draft is not None and (model.config.quantize is not None or setup.device != "cpu"):
+        raise RunnerUnavailable("needs a CPU and a model that is not quantized")
+    if bits is not None:
+        from monoblock.quantization.convert import quantize
+
+        if model.config.quantize is not None:
+            raise RunnerUnavailable("the model is already quantized")
+        model = quantize(model, bits=bits).eval()
+    device = setup.device
+
+    def run(ids: list[list[int]], new: int) -> Any:
+        return model.generate(torch.tensor(ids, device=device), max_new_tokens=new, draft=draft)
+
+    return Runner(run, count_weight_bytes(model))
+
+
+def count_weight_bytes(model: torch.nn.Module) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+
+def export_for_peers(model: Transformer, folder: Path) -> str | None:
+    """Export the model for transformers with a placeholder tokenizer; return the reason if that is not possible."""
+    from monoblock.interop.huggingface.export import export_hf
+
+    if model.config.quantize is not None:
+        return "quantized models are not exported"
+    try:
+        export_hf(model, folder, special_token_ids={"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
+    except MonoblockError as problem:
+        return str(problem)
+    size = max(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {f"t{index}": index for index in range(size)}, "unk_token": "t0"},
+        **dict.fromkeys(("normalizer", "post_processor", "decoder", "truncation", "padding")),
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t0", "unk_token": "t0"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return None
+
+
+def _require_package(package: str) -> None:
+    if find_spec(package) is None:
+        raise RunnerUnavailable("not installed")
+
+
+@contextlib.contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Silence warnings and progress bars of transformers, which would disturb the timing."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def transformers_runner(setup: BenchSetup, cache: str | None = None) -> Runner:
+    _require_package("transformers")
+    with silence_transformers():
+        import transformers
+
+        auto_class = (
+            transformers.AutoModelForSeq2SeqLM if setup.is_encoder_decoder else transformers.AutoModelForCausalLM
+        )
+        model: Any = auto_class.from_pretrained(setup.folder, dtype=setup.dtype)
+        model = model.to(setup.device).eval()
+    model.generation_config.eos_token_id = None
+    cache_options = {} if cache is None else {"cache_implementation": cache}
+
+    @torch.inference_mode()
+    def run(ids: list[list[int]], new: int) -> Any:
+        prompt = torch.tensor(ids, device=setup.device)
+        with silence_transformers():
+            return model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=new,
+                pad_token_id=0,
+                **cache_options,
+            )
+
+    return Runner(run, count_weight_bytes(model))
+
+
+def ctranslate2_runner(setup: BenchSetup, kind: str) -> Runner:
+    _require_package("ctranslate2")
+    _require_package("transformers")
+    if setup.is_encoder_decoder:
+        raise RunnerUnavailable("only decoder-only models are compared")
+    if setup.dtype != torch.float32:
+        raise RunnerUnavailable("only fp32 models are compared")
+    with silence_transformers():
+        ctranslate2: Any = import_module("ctranslate2")
+        target = setup.folder / f"ctranslate2-{kind}"
+        try:
+            ctranslate2.converters.TransformersConverter(str(setup.folder)).convert(str(target), quantization=kind)
+        except (ValueError, KeyError, AttributeError, NotImplementedError) as problem:
+            raise RunnerUnavailable(" ".join(str(problem).split())[:60]) from None
+    options = {"device": setup.device, "compute_type": kind, "inter_threads": 1, "intra_threads": setup.threads}
+    generator = ctranslate2.Generator(str(target), **options)
+
+    def run(ids: list[list[int]], new: int) -> Any:
+        tokens = [[f"t{token}" for token in row] for row in ids]
+        lengths = {"max_length": new, "min_length": new}
+        return generator.generate_batch(tokens, sampling_topk=1, include_prompt_in_result=False, **lengths)
+
+    return Runner(run, (target / "model.bin").stat().st_size)
+
+
+def llama_cpp_runner(setup: BenchSetup, kind: str) -> Runner:
+    _require_package("llama_cpp")
+    if setup.is_encoder_decoder:
+        raise RunnerUnavailable("only decoder-only models are compared")
+    import numpy as np
+
+    from monoblock.interop.gguf.writer import save_gguf
+
+    llama_cpp: Any = import_module("llama_cpp")
+    path = setup.folder / f"model-{kind}.gguf"
+    try:
+        save_gguf(setup.model, path, kind=kind)
+        threads = {"n_threads": setup.threads, "n_threads_batch": setup.threads}
+        model = llama_cpp.Llama(str(path), n_ctx=setup.model.config.context or 4096, **threads, verbose=False)
+    except (MonoblockError, ValueError) as problem:
+        raise RunnerUnavailable(" ".join(str(problem).split())[:60]) from None
+
+    def next_token() -> int:
+        logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+        return int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
+
+    def run(ids: list[list[int]], new: int) -> Any:
+        outputs = []
+        for row in ids:
+            model.reset()
+            model.eval(row)
+            tokens = [next_token()]
+            while len(tokens) < new:
+                model.eval(tokens[-1:])
+                tokens.append(next_token())
+            outputs.append(tokens)
+        return outputs
+
+    return Runner(run, path.stat().st_size)
+
+
+# Name -> function that builds the runner, or raises RunnerUnavailable.
+RUNNERS: dict[str, Callable[[BenchSetup], Runner]] = {
+    "monoblock": monoblock_runner,
+    "monoblock, own 8-bit draft": partial(monoblock_runner, draft="8-bit"),
+    "monoblock, 8 bits": partial(monoblock_runner, bits=8),
+    "monoblock, 4 bits": partial(monoblock_runner, bits=4),
+    "transformers": transformers_runner,
+    "transformers, static cache": partial(transformers_runner, cache="static"),
+    "CTranslate2, fp32": partial(ctranslate2_runner, kind="float32"),
+    "CTranslate2, int8": partial(ctranslate2_runner, kind="int8"),
+    "llama.cpp, f32": partial(llama_cpp_runner, kind="f32"),
+    "llama.cpp, q8_0": partial(llama_cpp_runner, kind="q8_0"),
+}
+DEFAULT_RUNNERS = [name for name in RUNNERS if name != "transformers, static cache"]  # it compiles for a minute

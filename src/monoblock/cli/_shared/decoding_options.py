@@ -1,0 +1,82 @@
+"""Options that control how text is generated: sampling, beam search, stop strings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from monoblock.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from monoblock.decoding.settings import Settings
+    from monoblock.runs.pipeline import Pipeline
+
+# Option -> (field of Settings, type, help). Options not given fall back to the folder's generation_config.json.
+OptionTable = dict[str, tuple[str, Any, str]]
+SAMPLING_OPTIONS: OptionTable = {
+    "--max-new-tokens": ("max_new_tokens", int, "Generate at most this many tokens."),
+    "--min-new-tokens": ("min_new_tokens", int, "Generate at least this many tokens."),
+    "--temperature": ("temperature", float, "0 is greedy; higher values are more random (0.8 is common)."),
+    "--top-k": ("top_k", int, "Sample from the k most probable tokens."),
+    "--top-p": ("top_p", float, "Sample from the most probable tokens whose probabilities add up to p."),
+    "--min-p": ("min_p", float, "Drop tokens less probable than p times the most probable one."),
+    "--typical-p": ("typical_p", float, "Locally typical sampling with probability mass p."),
+    "--repetition-penalty": ("repetition_penalty", float, "Values above 1 discourage repeating earlier tokens."),
+    "--no-repeat-ngram-size": ("no_repeat_ngram_size", int, "Never repeat an n-gram of this size."),
+    "--seed": ("seed", int, "Seed of the sampler; the same seed gives the same text."),
+    "--draft": ("draft", str, "8-bit or 4-bit: a quantized copy of the model proposes tokens; same text, faster."),
+}
+BEAM_OPTIONS: OptionTable = {
+    "--num-beams": ("num_beams", int, "Number of beams; the text is printed when the search is finished."),
+    "--length-penalty": ("length_penalty", float, "Values above 0 favour longer texts."),
+}
+SEARCH_OPTIONS: OptionTable = {
+    "--num-beams": ("num_beams", click.IntRange(min=1), "Number of beams; 1 is greedy."),
+    "--length-penalty": ("length_penalty", float, "Values above 0 favour longer targets."),
+    "--max-new-tokens": ("max_new_tokens", int, "Generate at most this many tokens per target."),
+    "--temperature": ("temperature", float, "Values above 0 sample the target instead of searching for the best."),
+    "--top-k": ("top_k", int, "Sample from the k most probable tokens."),
+    "--top-p": ("top_p", float, "Sample from the most probable tokens whose probabilities add up to p."),
+    "--seed": ("seed", int, "Seed of the sampler; line n uses seed + n."),
+}
+
+stop_option = click.option("--stop", multiple=True, help="Stop before this string; may be repeated.")
+
+
+def add_options(*tables: OptionTable) -> Callable[[Any], Any]:
+    """Decorate a command with the options of these tables; each arrives under its field of Settings."""
+
+    def decorate(command: Any) -> Any:
+        rows = [item for table in tables for item in table.items()]
+        for option, (field, kind, help_text) in reversed(rows):
+            command = click.option(option, field, type=kind, help=help_text)(command)
+        return command
+
+    return decorate
+
+
+def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
+    """Keep only the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
+    """Merge the options into the model's defaults; invalid values are usage errors."""
+    try:
+        return pipe.resolve_settings(options)
+    except InputError as problem:
+        raise ConfigError(str(problem)) from None
+
+
+def print_stream(chunks: Iterable[str]) -> str:
+    """Print a text as it is generated, and return it."""
+    printed = []
+    for chunk in chunks:
+        sys.stdout.write(chunk)
+        sys.stdout.flush()
+        printed.append(chunk)
+    sys.stdout.write("\n")
+    return "".join(printed)

@@ -1,0 +1,40 @@
+"""Read lines from arguments, files or standard input, in chunks that are sorted by length together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+CHUNK_SIZE = 2048  # lines
+
+
+def read_lines(texts: Sequence[str] = (), file: Path | None = None) -> Iterator[str]:
+    """Yield the lines of the texts, of a file, or of standard input: the first of them that is given."""
+    from monoblock.tasks.text_splitting import decode_lines
+
+    if texts:
+        for text in texts:
+            yield from text.split("\n")
+    elif file is not None:
+        with file.open("rb") as stream:
+            yield from decode_lines(stream, str(file))
+    else:
+        yield from decode_lines(sys.stdin.buffer, "standard input")
+
+
+def chunk_lines(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield lists of lines, each with the index of its first line; line by line if a terminal is attached."""
+    size, start, stream = 1 if sys.stdin.isatty() else CHUNK_SIZE, 0, iter(lines)
+    while chunk := list(islice(stream, size)):
+        yield start, chunk
+        start += len(chunk)
+
+
+def count_lines(file: Path | None) -> int | None:
+    """Count the lines of a file; None for a pipe, which can be read only once."""
+    if file is None or not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return sum(1 for _ in stream)

@@ -1,0 +1,70 @@
+"""Choose a device and a dtype, and load a model folder: shared by every verb that runs a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from monoblock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from monoblock.runs.pipeline import Pipeline
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+device_option = click.option("--device", help="cpu, cuda, cuda:1, …  [the best device available]")
+dtype_option = click.option("--dtype", help="fp32, bf16 or fp16.  [bf16 on a GPU that supports it, else fp32]")
+
+
+class DefaultChoice(NamedTuple):
+    value: str
+    why: str
+
+
+def choose_device() -> DefaultChoice:
+    """Return the default device and the reason for it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return DefaultChoice("cuda", f"a CUDA device is available: {torch.cuda.get_device_name()}")
+    if torch.backends.mps.is_available():
+        return DefaultChoice("mps", "an Apple GPU is available, and no CUDA device")
+    if torch.version.cuda is None:
+        return DefaultChoice("cpu", "this build of torch has no CUDA support")
+    return DefaultChoice("cpu", "torch was built with CUDA but finds no device")
+
+
+def choose_dtype(device: str) -> DefaultChoice:
+    """Return the default dtype on a device and the reason for it."""
+    import torch
+
+    if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return DefaultChoice("bfloat16", "this GPU supports it: half the memory, and no loss scaling as with float16")
+    if device == "cuda":
+        return DefaultChoice("float32", "this GPU does not support bfloat16, and float16 would need loss scaling")
+    return DefaultChoice("float32", f"lower precision is rarely faster on {device}, and float32 matches the references")
+
+
+def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
+    """Return the device and the torch dtype to use: those given, or the defaults."""
+    import torch
+
+    device = device or choose_device().value
+    device = "cpu" if device == "mps" else device
+    name = dtype or choose_dtype(device.partition(":")[0]).value
+    if name not in {*DTYPES, *DTYPES.values()}:
+        raise ConfigError(f"--dtype {name} is not a dtype for weights; write {', '.join(DTYPES)}")
+    return device, getattr(torch, DTYPES.get(name, name))
+
+
+def load_pipeline(model: str, device: str | None, dtype: str | None) -> Pipeline:
+    """Load a model folder with its tokenizer and defaults; warn about ignored fields of generation_config.json."""
+    from monoblock.runs.load import load
+
+    device, torch_dtype = resolve_device(device, dtype)
+    pipe = load(Path(model), device=device, dtype=torch_dtype)
+    if pipe.defaults.ignored_fields:
+        click.echo(f"generation_config.json: ignored fields {', '.join(pipe.defaults.ignored_fields)}", err=True)
+    return pipe

@@ -1,0 +1,85 @@
+"""Output shared by the verbs: the --json option, readable numbers, tables, and the suggestion of a next command."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+COLUMN_GAP = 2  # characters between two columns of a table
+MIN_TEXT_WIDTH = 12  # characters: text columns are not folded narrower
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def format_count(number: int | float) -> str:
+    """Three significant digits: 65, 1.50k, 124M, 7.24B."""
+    return _format_scaled(number, 1000, ("", "k", "M", "B", "T", "P", "E"))
+
+
+def format_bytes(number: int | float) -> str:
+    """Three significant digits in powers of 1024: 512 B, 1.50 KiB, 13.5 GiB."""
+    return _format_scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
+
+
+def _format_scaled(number: int | float, base: int, units: Sequence[str]) -> str:
+    if abs(number) < base:
+        return f"{number:.3g}{units[0]}" if isinstance(number, float) else f"{number}{units[0]}"
+    size = float(number)
+    for unit in units[1:]:
+        size /= base
+        # Compare the rounded value, or 999,999 would be printed as 1000k.
+        if abs(size) < base - 0.5 or unit == units[-1]:
+            break
+    decimals = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+    return f"{size:.{decimals}f}{unit}"
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table on stdout. Numbers are right-aligned and never folded.
+
+    On a terminal, long text is folded to its width; in a file or a pipe, every row is one line.
+    """
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+
+    texts = [[_format_cell(cell) for cell in row] for row in rows]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    min_width = full_width = 0
+    for index, name in enumerate(columns):
+        is_number = any(isinstance(row[index], int | float) for row in rows)
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        width = COLUMN_GAP + max(cell_len(text) for text in [name, *(row[index] for row in texts)])
+        full_width += width
+        min_width += width if is_number else min(width, COLUMN_GAP + MIN_TEXT_WIDTH)
+    for row in texts:
+        table.add_row(*row)
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    # rich crops columns that do not fit, numbers included, so the width is never less than the numbers need.
+    console.width = max(min_width, console.width) if console.is_terminal else full_width
+    console.print(table)
+
+
+def _format_cell(value: object) -> str:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+        case _:
+            return str(value)
+
+
+def suggest_next(line: str) -> None:
+    """Suggest a command to run next; on stderr, because it is not part of the result."""
+    click.echo(f"Try: monoblock {line}", err=True)

@@ -1,0 +1,119 @@
+"""Print the predictions for a line, as text or as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import click
+
+DECIMALS = 4  # of a probability: the digits that do not depend on the batch size
+
+
+class OutputFormat(NamedTuple):
+    as_json: bool
+    columns: bool
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def _choices_json(choices: Sequence[Any], name: str = "label") -> list[dict[str, Any]]:
+    return [{name: choice.label, "probability": round(choice.probability, DECIMALS)} for choice in choices]
+
+
+def print_classes(output_format: OutputFormat, line: str, result: Any) -> None:
+    choices = result or []
+    if output_format.as_json:
+        text, tab, text_pair = line.partition("\t")
+        _print_json({"text": text, **({"text_pair": text_pair} if tab else {}), "labels": _choices_json(choices)})
+        return
+    click.echo("\t".join(f"{choice.label}\t{choice.probability:.{DECIMALS}f}" for choice in choices))
+
+
+def print_tags(output_format: OutputFormat, line: str, result: Any) -> None:
+    """Print the restored text, the entities in brackets, or word/LABEL; with --columns one word per line."""
+    words, entities, restored = result if result is not None else ([], [], None)
+    if output_format.as_json:
+        rounded = [
+            [item._asdict() | {"probability": round(item.probability, DECIMALS)} for item in items]
+            for items in (words, entities)
+        ]
+        restored_json = {"restored": restored} if restored else {}
+        _print_json({"text": line, "words": rounded[0], "entities": rounded[1], **restored_json})
+    elif output_format.columns:
+        click.echo("".join(f"{word.word}\t{word.label}\n" for word in words))
+    elif restored is not None:
+        click.echo(restored)
+    elif entities:
+        click.echo(bracket_entities([word.word for word in words], entities))
+    else:
+        click.echo(" ".join(word.word if word.label == "O" else f"{word.word}/{word.label}" for word in words))
+
+
+def bracket_entities(words: Sequence[str], entities: Sequence[Any]) -> str:
+    """Return the text with its entities marked: [PER Peter Blackburn] writes from [LOC Brussels]."""
+    marked = list(words)
+    for entity in reversed(entities):
+        marked[entity.start : entity.end] = [f"[{entity.label} {entity.text}]"]
+    return " ".join(marked)
+
+
+def print_fills(output_format: OutputFormat, line: str, result: Any) -> None:
+    text, masks = result if result is not None else ("", [])
+    if output_format.as_json:
+        _print_json({"text": line, "filled": text, "masks": [_choices_json(choices, "token") for choices in masks]})
+        return
+    cells = [" ".join(f"{choice.label} {choice.probability:.{DECIMALS}f}" for choice in choices) for choices in masks]
+    click.echo("\t".join([text, *cells]))
+
+
+def print_answers(output_format: OutputFormat, line: str, result: Any) -> None:
+    """Print `answer<TAB>probability`, best first; "no answer" is an empty string."""
+    answers = result or []
+    if output_format.as_json:
+        question, _, context = line.partition("\t")
+        rows = [
+            {
+                "text": answer.text,
+                "start": answer.start,
+                "end": answer.end,
+                "probability": round(answer.probability, DECIMALS),
+            }
+            for answer in answers
+        ]
+        _print_json({"question": question, "context": context, "answers": rows})
+        return
+    click.echo("\t".join(f"{answer.text}\t{answer.probability:.{DECIMALS}f}" for answer in answers))
+
+
+def print_embedding(output_format: OutputFormat, line: str, result: Any) -> None:
+    vector = [] if result is None else [round(value, 6) for value in result.tolist()]
+    if output_format.as_json:
+        _print_json({"text": line, "embedding": vector})
+    else:
+        click.echo(json.dumps(vector))
+
+
+def print_neighbours(output_format: OutputFormat, line: str, neighbours: Sequence[tuple[str, int, float]]) -> None:
+    """Print `cosine<TAB>line`, nearest first."""
+    if output_format.as_json:
+        rows = [
+            {"line": number + 1, "text": text, "cosine": round(cosine, DECIMALS)} for text, number, cosine in neighbours
+        ]
+        _print_json({"text": line, "nearest": rows})
+        return
+    for text, _, cosine in neighbours:
+        click.echo(f"{cosine:.{DECIMALS}f}\t{text}")
+
+
+# Method of Pipeline -> function that prints its result.
+PRINTERS: dict[str, Callable[[OutputFormat, str, Any], None]] = {
+    "classify": print_classes,
+    "tag": print_tags,
+    "fill": print_fills,
+    "embed": print_embedding,
+    "answer": print_answers,
+}

@@ -1,0 +1,108 @@
+"""Progress of a training run on stderr: a bar on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Self
+
+import click
+
+from monoblock.cli._shared.output import format_count
+from monoblock.training.events import (
+    CheckpointEvent,
+    DecisionEvent,
+    EvaluationEvent,
+    FinishedEvent,
+    SampleEvent,
+    SkippedUpdateEvent,
+    StepEvent,
+    TrainingEvent,
+    WarningEvent,
+)
+
+LINE_SECONDS = 5.0  # between two plain lines
+SMOOTHING = 0.95  # of the loss shown
+
+
+class TrainingProgress:
+    """Show the events of a run, with a smoothed loss, the speed and the time left."""
+
+    def __init__(self, steps: int, unit: str = "tokens") -> None:
+        self.steps, self.unit = steps, unit
+        self.bar: Any = None
+        self.task: Any = None
+        self.loss: float | None = None
+        self.start_tokens, self.start_time, self.last_line_time = 0, 0.0, 0.0
+        self.tokens_per_second = 0.0
+        self.start_step = 0
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.steps)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def print_line(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False)
+        else:
+            click.echo(text, err=True)
+
+    def handle_event(self, event: TrainingEvent) -> None:
+        match event:
+            case DecisionEvent(decision, reason):
+                self.print_line(f"{decision} ({reason})")
+            case StepEvent():
+                self._handle_step(event)
+            case EvaluationEvent(step, metrics, is_best):
+                values = [f"{k.removeprefix('val_')} {v:.4f}" for k, v in metrics.items() if k != "val_tokens"]
+                self.print_line(f"step {step}: validation {', '.join(values)}{' (best)' if is_best else ''}")
+            case SampleEvent(step, text):
+                if text:
+                    self.print_line(f"step {step}: sample: {text.strip()}")
+            case CheckpointEvent(step, path):
+                self.print_line(f"step {step}: saved {path}")
+            case SkippedUpdateEvent(step, reason, epoch, samples):
+                self.print_line(f"step {step}: update skipped, {reason} (epoch {epoch}, samples {samples[:8]}…)")
+            case WarningEvent(text):
+                self.print_line(f"warning: {text}")
+            case FinishedEvent():
+                self._print_status(force=True)
+
+    def _handle_step(self, event: StepEvent) -> None:
+        self.loss = event.loss if self.loss is None else SMOOTHING * self.loss + (1 - SMOOTHING) * event.loss
+        now = time.monotonic()
+        if not self.start_time:
+            self.start_time = self.last_line_time = now
+            self.start_tokens, self.start_step = event.tokens, event.step
+        elif now > self.start_time:
+            self.tokens_per_second = (event.tokens - self.start_tokens) / (now - self.start_time)
+        self.last_step = event.step
+        if self.bar is not None:
+            self.bar.update(self.task, completed=event.step, description=self._status_text())
+        else:
+            self._print_status()
+
+    def _status_text(self) -> str:
+        return f"loss {self.loss:.4f}  {format_count(float(f'{self.tokens_per_second:.3g}'))} {self.unit}/s"
+
+    def _print_status(self, *, force: bool = False) -> None:
+        """Print a plain line every few seconds, and always the last one."""
+        if self.bar is not None or self.loss is None:
+            return
+        now = time.monotonic()
+        if force or now - self.last_line_time >= LINE_SECONDS:
+            self.last_line_time = now
+            seconds_per_step = (now - self.start_time) / max(1, self.last_step - self.start_step)
+            left = (self.steps - self.last_step) * seconds_per_step
+            self.print_line(f"step {self.last_step}/{self.steps}  {self._status_text()}  about {left:.0f} s left")

@@ -1,0 +1,113 @@
+"""Run a recipe from the command line: progress, interruption, and the report at the end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from monoblock.cli._shared.output import print_json, suggest_next
+from monoblock.cli._shared.training_progress import TrainingProgress
+
+if TYPE_CHECKING:
+    from monoblock.recipes.schema import Recipe
+    from monoblock.runs.train import Run
+    from monoblock.training.distributed import World
+
+MAX_EXPONENT = 50.0  # larger losses would overflow the perplexity of a diverged run
+
+
+@contextmanager
+def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[Callable[[], bool]]:
+    """Make the first Ctrl-C stop the run after the current step, and the second stop it at once.
+
+    With several processes each may receive the signal twice, from the terminal and from torchrun, so a repeated
+    signal is ignored; torchrun itself stops them at once.
+    """
+    interrupted = False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        if interrupted and processes == 1:
+            raise KeyboardInterrupt
+        if not interrupted and not rank:
+            click.echo("stopping after this step, then saving; press Ctrl-C again to stop at once", err=True)
+        interrupted = True
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def run_with_progress(run: Run, progress: TrainingProgress, *, resume: bool) -> Any:
+    """Run to the end and return the last event; only the main process shows progress."""
+    last = None
+    if not run.trainer.world.is_main:
+        for last in run.events(resume=resume):  # noqa: B007 (the last one is returned)
+            pass
+        return last
+    with progress:
+        for last in run.events(resume=resume):
+            progress.handle_event(last)
+    return last
+
+
+def run_training(
+    recipe: Recipe, folder: Path, data: Path | None, world: World, options: dict[str, bool]
+) -> tuple[Run, Any]:
+    """Train a recipe into a folder; return the run and its last event."""
+    from monoblock.runs.train import prepare_run
+
+    with stop_on_interrupt(world.rank, world.size) as stop:
+        run = prepare_run(recipe, folder, data=data, stop=stop, world=world, **options)
+        progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
+        return run, run_with_progress(run, progress, resume=options["resume"])
+
+
+def print_result(run: Run, as_json: bool) -> None:
+    """Print the final metrics of a run, and suggest the verb that uses its model."""
+    summary = summarize_run(run)
+    if as_json:
+        print_json(summary)
+    else:
+        metrics = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
+        click.echo(f"Saved {run.folder}" + (f": {', '.join(metrics)}" if metrics else ""))
+    suggest_next(_next_command(run))
+
+
+def _next_command(run: Run) -> str:
+    recipe, rows = run.recipe, run.task_data.validation_rows
+    match recipe.train.objective:
+        case "chat":
+            return f"chat {run.folder}"
+        case "pairs":
+            return f"translate {run.folder} {shlex.quote(rows[0].source if rows else 'TEXT')}"
+        case "causal":
+            return f"generate {run.folder} {shlex.quote(recipe.generate.prompt or 'The')}"
+    return f"evaluate {run.folder} {shlex.quote(recipe.data.corpus)}"
+
+
+def summarize_run(run: Run) -> dict[str, Any]:
+    """Return the folder, the number of steps and the final metrics, as `--json` prints them."""
+    metrics = dict(run.final_metrics)
+    if "val_loss" in metrics and run.recipe.train.objective not in ("classify", "label"):
+        metrics["val_perplexity"] = math.exp(min(metrics["val_loss"], MAX_EXPONENT))
+    return {"folder": str(run.folder), "steps": run.trainer.step, "figures": metrics}
+
+
+def print_resume_command(
+    folder: Path, step: int, words: list[str], data: Path | None = None, processes: int = 1
+) -> None:
+    """Print the command that resumes an interrupted run."""
+    options = ["--data", str(data)] if data is not None else []
+    options += ["--nproc", str(processes)] if processes > 1 else []
+    line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *options])
+    click.echo(f"Saved {folder} at step {step}. Resume with: {line}", err=True)

@@ -1,0 +1,110 @@
+"""The configurations of the inputs: tokens, image patches and audio frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from monoblock.config.parts import NormConfig
+from monoblock.config.positions import Learned, Sinusoid
+from monoblock.config.schema import check_at_least, check_fraction, check_types, nearest_divisor
+from monoblock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """Tokens as input."""
+
+    kind: Literal["tokens"] = "tokens"
+    vocab: int  # V
+    context: int | None = None  # length of the longest sequence in training; a limit for learned positions
+    dim: int | None = None  # if smaller than the width, projected to it (ALBERT, ELECTRA)
+    projection: Literal["last", "first"] = "last"  # after positions and norm (ALBERT), or before them (OPT-350m)
+    projection_bias: bool = True
+    scale: float | Literal["sqrt_width"] = 1.0
+    positions: Learned | Sinusoid | None = None
+    segments: int = 0  # token types; 0: none
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+    word_dropout: float = 0.0  # of whole tokens, at all their positions (Gal and Ghahramani 2016)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "vocab", "context", "dim")
+        check_at_least(self, 0, "segments")
+        check_fraction(self, "dropout", "word_dropout")
+        if isinstance(self.positions, Learned) and self.context is None:
+            raise ConfigError("learned positions need context, the number of positions; write context=…")
+        if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
+            raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig:
+    """Image patches as input."""
+
+    kind: Literal["patches"] = "patches"
+    image: int  # height and width of the image
+    patch: int
+    channels: int = 3
+    class_token: bool = True
+    distillation_token: bool = False  # a second token with a position, read by the `teacher` head (DeiT)
+    registers: int = 0  # additional learned tokens before the patches
+    mask_token: bool = False  # a learned vector that replaces marked patches (DINOv2)
+    bias: bool = True
+    positions: Learned | Sinusoid | None = Learned()
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "image", "patch", "channels")
+        check_at_least(self, 0, "registers")
+        check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.positions.offset:
+            raise ConfigError("patches are counted from 0; write positions=Learned() without an offset")
+        if self.distillation_token and not self.class_token:
+            raise ConfigError("a distillation token comes after a class token; write class_token=True")
+        if self.image % self.patch:
+            fix = nearest_divisor(self.image, self.patch)
+            raise ConfigError(f"patch={self.patch} does not divide image={self.image}; try patch={fix}")
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """The number of tokens before the patches."""
+        return self.num_class_tokens + self.registers
+
+    @property
+    def num_positions(self) -> int:
+        """The number of tokens with a position: class and distillation token and the patches, not the registers."""
+        return (self.image // self.patch) ** 2 + self.num_class_tokens
+
+    @property
+    def num_class_tokens(self) -> int:
+        """The number of tokens before the patches that have a position."""
+        return int(self.class_token) + int(self.distillation_token)
+
+    @property
+    def context(self) -> int:
+        return self.num_positions + self.registers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramesConfig:
+    """Audio frames as input: two convolutions over three frames each, the second with stride two (Whisper)."""
+
+    kind: Literal["frames"] = "frames"
+    channels: int  # features of a frame
+    context: int  # positions after the second convolution
+    positions: Learned | Sinusoid | None = Learned()
+    norm: NormConfig | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "channels", "context")
+        check_fraction(self, "dropout")
+        if isinstance(self.positions, Learned) and self.positions.offset:
+            raise ConfigError("frames are counted from 0; write positions=Learned() without an offset")
+        if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
+            raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for frames")

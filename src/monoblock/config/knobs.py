@@ -1,0 +1,295 @@
+"""Change some choices of a configuration and keep the rest: `vary(config, norm="rms", kv_heads=2)`.
+
+A knob is a flat name for a choice somewhere in the tree of a ModelConfig; KNOBS lists the classes it belongs to and the
+function that sets it. All knobs of a call are applied in one pass from the leaves up, so that values that must agree
+(width and heads) are validated together. Family constructors, recipes and the command line use these names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from monoblock.config.model import (
+    Alibi,
+    AttentionConfig,
+    BlockConfig,
+    Buckets,
+    EmbeddingConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    InitConfig,
+    Learned,
+    ModelConfig,
+    NormConfig,
+    PatchConfig,
+    Repeat,
+    Rotary,
+    Sinusoid,
+    StackConfig,
+)
+from monoblock.config.stack import MAX_LAYERS
+from monoblock.errors import ConfigError, did_you_mean
+
+FieldValues = dict[str, Any]  # the arguments from which a part is rebuilt
+ConfigT = TypeVar("ConfigT")
+
+POSITION_SCHEMES: dict[str, tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]] = {
+    "none": (None, None),
+    "sinusoid": (Sinusoid(), None),
+    "learned": (Learned(), None),
+    "rotary": (None, Rotary()),
+    "alibi": (None, Alibi()),
+    "buckets": (None, Buckets()),
+}
+
+
+def rebuild(config: ConfigT, edit: Callable[[Any, FieldValues], None]) -> ConfigT:
+    """Copy a configuration; `edit(part, values)` may change the new values of every part, leaves first."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(walk(item) for item in value)
+        return rebuild(value, edit) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+    values = {f.name: walk(getattr(config, f.name)) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    edit(config, values)
+    return type(config)(**values)
+
+
+def check_positive_int(name: str, value: Any) -> int:
+    """Return the value if it is a positive whole number; sizes are checked before others are derived from them."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not a positive whole number; write 1 or more")
+    return value
+
+
+def _set_field(name: str) -> Callable[[Any, FieldValues, Any], None]:
+    def write(part: Any, values: FieldValues, value: Any) -> None:
+        values[name] = value
+
+    return write
+
+
+def _set_self_attention(name: str) -> Callable[[Any, FieldValues, Any], None]:
+    """Set a field of self-attention only, not of cross-attention."""
+
+    def write(part: BlockConfig, values: FieldValues, value: Any) -> None:
+        values["attention"] = dataclasses.replace(values["attention"], **{name: value})
+
+    return write
+
+
+def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
+    """Keep the ratio of hidden to width when the width changes."""
+    width = check_positive_int("width", values["width"])
+    hidden = max(1, round(Fraction(block.feedforward.hidden * width, block.width)))
+    values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
+
+
+def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
+    """Cut a pattern to `depth` blocks, or repeat its last run until it has as many."""
+    check_positive_int("depth", depth)
+    if depth > MAX_LAYERS:
+        raise ConfigError(f"depth={depth} is too large; write {MAX_LAYERS} or less")
+    runs: list[Repeat] = []
+    left = depth
+    for number, run in enumerate(pattern, start=1):
+        times, rest = divmod(left, len(run.blocks))
+        is_last = number == len(pattern) or times < run.times or (times == run.times and not rest)
+        if not is_last:
+            runs.append(run)
+            left -= run.times * len(run.blocks)
+            continue
+        if times:
+            runs.append(dataclasses.replace(run, times=times))
+        if rest and run.tied:
+            size = len(run.blocks)
+            raise ConfigError(f"depth={depth} does not fit tied runs of {size} blocks; write {depth - rest or size}")
+        if rest:
+            runs.append(Repeat(blocks=run.blocks[:rest]))
+        break
+    return tuple(runs)
+
+
+def _set_depth(stack: StackConfig, values: FieldValues, depth: int) -> None:
+    values["pattern"] = resize_pattern(values["pattern"], depth)
+
+
+def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
+    if kind != part.kind:
+        values["kind"], values["affine"] = kind, "scale" if kind == "rms" else "scale_shift"
+
+
+def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
+    """Post-norm blocks end with a norm; all others need one after the last block."""
+    values["norm"] = None if norm_place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
+
+
+def _look_up_positions(positions: str) -> tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]:
+    if not isinstance(positions, str) or positions not in POSITION_SCHEMES:
+        raise ConfigError(
+            f"positions={positions!r} is not one of {', '.join(POSITION_SCHEMES)}"
+            f"{did_you_mean(str(positions), POSITION_SCHEMES)}"
+        )
+    return POSITION_SCHEMES[positions]
+
+
+def _set_input_positions(part: EmbeddingConfig | PatchConfig, values: FieldValues, positions: str) -> None:
+    """Set the positions added to the input; sinusoids of patches encode row and column."""
+    scheme = _look_up_positions(positions)[0]
+    is_grid = isinstance(part, PatchConfig) and isinstance(scheme, Sinusoid)
+    values["positions"] = Sinusoid(form="grid") if is_grid else scheme
+
+
+def _set_attention_positions(part: BlockConfig, values: FieldValues, positions: str) -> None:
+    values["attention"] = dataclasses.replace(values["attention"], positions=_look_up_positions(positions)[1])
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not true or false")
+
+
+def _set_bias(part: AttentionConfig | FeedForwardConfig, values: FieldValues, bias: bool) -> None:
+    _check_bool("bias", bias)
+    values["bias"] = ("qkvo" if bias else "") if isinstance(part, AttentionConfig) else bias
+
+
+def _set_experts(part: FeedForwardConfig, values: FieldValues, count: int) -> None:
+    check_positive_int("experts", count)
+    top_k = part.experts.top_k if part.experts else min(2, count)
+    values["experts"] = dataclasses.replace(part.experts or ExpertsConfig(count=count, top_k=top_k), count=count)
+
+
+def _set_qk_norm(part: BlockConfig, values: FieldValues, enabled: bool) -> None:
+    _check_bool("qk_norm", enabled)
+    norm = values["norm"] if enabled else None
+    values["attention"] = dataclasses.replace(values["attention"], qk_norm=norm)
+
+
+def _set_embedding_norm(part: ModelConfig, values: FieldValues, enabled: bool) -> None:
+    """Add a norm like that of the blocks, unless there is one."""
+    _check_bool("embedding_norm", enabled)
+    norm = (values["encoder"] or values["decoder"]).pattern[0].blocks[0].norm
+    for side in ("input", "target"):
+        if isinstance(values[side], EmbeddingConfig):
+            values[side] = dataclasses.replace(values[side], norm=(values[side].norm or norm) if enabled else None)
+
+
+def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
+    """Build the usual head of this kind; classifier and tagger have two classes by default."""
+    num_classes = 2 if classes is None else classes
+    heads: dict[str, Callable[[], HeadConfig | None]] = {
+        "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
+        "masked_lm": lambda: HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned"),
+        "classifier": lambda: HeadConfig(kind="classifier", classes=num_classes, pooler="tanh", bias="learned"),
+        "tagger": lambda: HeadConfig(kind="tagger", classes=num_classes, bias="learned"),
+        "spans": lambda: HeadConfig(kind="spans", bias="learned"),
+        "none": lambda: None,
+    }
+    if not isinstance(head, str) or head not in heads:
+        raise ConfigError(f"head={head!r} is not one of {', '.join(heads)}{did_you_mean(str(head), heads)}")
+    if classes is not None and head not in ("classifier", "tagger"):
+        raise ConfigError(f"classes={classes} goes with a classifier or tagger, not with head={head!r}; leave it out")
+    return heads[head]()
+
+
+def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
+    """Set the head of an encoder by kind; a head of that kind is kept as it is."""
+    if part.family not in ("encoder-only", "vision"):
+        raise ConfigError(f"head={head!r} is for an encoder, not for a {part.family} model; leave it out")
+    if head != (part.head.kind if part.head else "none"):
+        values["head"] = build_encoder_head(head, None, values["encoder"].pattern[0].blocks[0].norm)
+        values["tie"] = "output" if head == "masked_lm" else "none"
+
+
+KnobSetter = tuple[tuple[type, ...], Callable[[Any, FieldValues, Any], None]]
+
+# name -> the classes it belongs to and how to set it there
+KNOBS: dict[str, tuple[KnobSetter, ...]] = {
+    "vocab": (((EmbeddingConfig,), _set_field("vocab")),),
+    "context": (((EmbeddingConfig,), _set_field("context")),),
+    "segments": (((EmbeddingConfig,), _set_field("segments")),),
+    "embedding_scale": (((EmbeddingConfig,), _set_field("scale")),),
+    "embedding_norm": (((ModelConfig,), _set_embedding_norm),),
+    "image": (((PatchConfig,), _set_field("image")),),
+    "patch": (((PatchConfig,), _set_field("patch")),),
+    "channels": (((PatchConfig,), _set_field("channels")),),
+    "class_token": (((PatchConfig,), _set_field("class_token")),),
+    "width": (((BlockConfig,), _set_field("width")),),
+    "depth": (((StackConfig,), _set_depth),),
+    "heads": (((AttentionConfig,), _set_field("heads")),),
+    "kv_heads": (((AttentionConfig,), _set_field("kv_heads")),),
+    "head_dim": (((AttentionConfig,), _set_field("head_dim")),),
+    "value_dim": (((AttentionConfig,), _set_field("value_dim")),),
+    "scale": (((AttentionConfig,), _set_field("scale")),),
+    "softcap": (((AttentionConfig,), _set_field("softcap")),),
+    "mask": (((BlockConfig,), _set_self_attention("mask")),),
+    "window": (((BlockConfig,), _set_self_attention("window")),),
+    "qk_norm": (((BlockConfig,), _set_qk_norm),),
+    "positions": (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
+    "rotary_base": (((Rotary,), _set_field("base")),),
+    "rotary_dim": (((Rotary,), _set_field("dim")),),
+    "scaling": (((Rotary,), _set_field("scaling")),),
+    "hidden": (((FeedForwardConfig,), _set_field("hidden")),),
+    "activation": (((FeedForwardConfig,), _set_field("activation")),),
+    "gated": (((FeedForwardConfig,), _set_field("gated")),),
+    "experts": (((FeedForwardConfig,), _set_experts),),
+    "top_k": (((ExpertsConfig,), _set_field("top_k")),),
+    "norm": (((NormConfig,), _set_norm_kind),),
+    "eps": (((NormConfig,), _set_field("eps")),),
+    "norm_place": (((BlockConfig,), _set_field("norm_place")), ((StackConfig,), _set_final_norm)),
+    "residual": (((BlockConfig,), _set_field("residual")),),
+    "bias": (((AttentionConfig, FeedForwardConfig), _set_bias),),
+    "dropout": (
+        ((AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig), _set_field("dropout")),
+    ),
+    "attention_dropout": (((AttentionConfig,), _set_field("dropout")),),
+    "embedding_dropout": (((EmbeddingConfig, PatchConfig), _set_field("dropout")),),
+    "word_dropout": (((EmbeddingConfig,), _set_field("word_dropout")),),
+    "head_dropout": (((HeadConfig,), _set_field("dropout")),),
+    "head": (((ModelConfig,), _set_head),),
+    "classes": (((HeadConfig,), _set_field("classes")),),
+    "pooling": (((HeadConfig,), _set_field("pooling")),),
+    "pooler": (((HeadConfig,), _set_field("pooler")),),
+    "tie": (((ModelConfig,), _set_field("tie")),),
+    "init": (((InitConfig,), _set_field("kind")),),
+    "std": (((InitConfig,), _set_field("std")),),
+}
+
+
+# Knobs of parts that other knobs may add, and specific dropout rates, which override the general `dropout`.
+APPLIED_LAST = (
+    *("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling", "pooler"),
+    *("attention_dropout", "embedding_dropout", "head_dropout"),
+)
+
+
+def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
+    """Copy a configuration with some choices changed, by the names in KNOBS."""
+    for name in knobs:
+        if name not in KNOBS:
+            raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
+    later = {name: value for name, value in knobs.items() if name in APPLIED_LAST}
+    if later and len(later) < len(knobs):
+        return vary(vary(config, **{name: value for name, value in knobs.items() if name not in later}), **later)
+    applied: set[str] = set()
+
+    def edit(part: Any, values: FieldValues) -> None:
+        for name, value in knobs.items():
+            for classes, set_value in KNOBS[name]:
+                if isinstance(part, classes):
+                    set_value(part, values, value)
+                    applied.add(name)
+        if isinstance(part, BlockConfig) and "width" in knobs and "hidden" not in knobs:
+            _scale_hidden(part, values)
+
+    varied = rebuild(config, edit)
+    for name in knobs:
+        if name not in applied:
+            raise ConfigError(f"{name}={knobs[name]!r} changes nothing: this {config.family} model has no such part")
+    return varied

@@ -1,0 +1,239 @@
+"""The configuration of a model: frozen, keyword-only, validated dataclasses; derived values are properties.
+
+ModelConfig = input + encoder and/or decoder + head. A StackConfig is a pattern of blocks. A BlockConfig describes
+attention, optional cross-attention and feed-forward, and how they are normalized and added. The family of a model
+follows from which stacks it has. This module re-exports the classes of inputs.py, parts.py, positions.py and stack.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from monoblock.config.inputs import EmbeddingConfig, FramesConfig, PatchConfig
+from monoblock.config.parts import (
+    Activation,
+    AttentionConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    InitConfig,
+    NormConfig,
+)
+from monoblock.config.positions import Alibi, Buckets, Learned, Rotary, Scaling, Sinusoid
+from monoblock.config.schema import check_at_least, check_fraction, check_types, from_dict, to_dict
+from monoblock.config.stack import BlockConfig, Repeat, StackConfig
+from monoblock.errors import ConfigError
+
+__all__ = [
+    "Activation",
+    "Alibi",
+    "AttentionConfig",
+    "BlockConfig",
+    "Buckets",
+    "EmbeddingConfig",
+    "ExpertsConfig",
+    "Family",
+    "FeedForwardConfig",
+    "FramesConfig",
+    "HeadConfig",
+    "InitConfig",
+    "Learned",
+    "ModelConfig",
+    "NormConfig",
+    "PatchConfig",
+    "QuantizeConfig",
+    "RecurrentConfig",
+    "Repeat",
+    "Rotary",
+    "Scaling",
+    "Sinusoid",
+    "StackConfig",
+]
+
+Family = Literal["encoder-only", "decoder-only", "encoder-decoder", "vision"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Store matrices as 8- or 4-bit integers, with a scale for each group of consecutive weights in a row.
+
+    Routers, positions, patches, norms and biases are not quantized.
+    """
+
+    bits: Literal[8, 4] = 8
+    group: int = 64  # weights that share a scale
+    table_bits: Literal[8, 4] = 8  # of the token embedding and the output matrix, which every logit depends on
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.group < 32 or self.group % 32:
+            raise ConfigError(
+                f"group={self.group} is not a multiple of 32, in which weights are packed; write 32, 64 or 128"
+            )
+
+    def padded_columns(self, inputs: int) -> int:
+        """Return the stored length of a row, padded to whole groups."""
+        return -(-inputs // self.group) * self.group
+
+    def packed_bytes(self, inputs: int, outputs: int, *, is_vocab_matrix: bool = False) -> int:
+        """Return the bytes of a matrix: integers, for each group a 2-byte scale, and at 4 bits a 2-byte minimum."""
+        bits, columns = self.table_bits if is_vocab_matrix else self.bits, self.padded_columns(inputs)
+        return outputs * (columns * bits // 8 + columns // self.group * (2 if bits == 8 else 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A complete model; see the top of this file."""
+
+    input: EmbeddingConfig | PatchConfig | FramesConfig
+    encoder: StackConfig | None = None
+    decoder: StackConfig | None = None
+    target: EmbeddingConfig | None = None  # input of the decoder; None: it shares `input`
+    tie: Literal["none", "output", "source_target", "three_way"] = "none"
+    head: HeadConfig | None = None
+    init: InitConfig = InitConfig()
+    quantize: QuantizeConfig | None = None  # None: not quantized
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.encoder is None and self.decoder is None:
+            raise ConfigError("a model needs an encoder, a decoder or both; give encoder=… or decoder=…")
+        if self.encoder and self.decoder and self.encoder.width != self.decoder.width:
+            raise ConfigError(
+                f"encoder width {self.encoder.width} and decoder width {self.decoder.width} must be equal"
+            )
+        self._check_stacks()
+        self._check_tie()
+        self._check_head()
+
+    def _check_stacks(self) -> None:
+        if self.encoder and any(b.cross or b.attention.mask != "full" for b in self.encoder.layers()):
+            raise ConfigError(
+                "an encoder block sees everything and has no cross-attention; write mask='full' and cross=None"
+            )
+        if self.decoder and any(b.attention.mask == "full" for b in self.decoder.layers()):
+            raise ConfigError("a decoder block must not see the future; write mask='causal' (or 'prefix')")
+        if self.decoder and any((b.cross is not None) != (self.encoder is not None) for b in self.decoder.layers()):
+            raise ConfigError("decoder blocks need cross-attention exactly when there is an encoder; set or drop cross")
+        if isinstance(self.input, PatchConfig) and self.decoder:
+            raise ConfigError("image patches feed an encoder only; leave decoder=None")
+        if isinstance(self.input, FramesConfig) and (self.encoder is None or (self.decoder and self.target is None)):
+            raise ConfigError("frames feed an encoder, and a decoder needs token input; give encoder=… and target=…")
+        if self.target is not None and not (self.encoder and self.decoder):
+            raise ConfigError("target is the decoder input of an encoder-decoder; with one stack write input alone")
+
+    def _check_tie(self) -> None:
+        ties_inputs = self.tie in ("source_target", "three_way")
+        if ties_inputs and self.family != "encoder-decoder":
+            raise ConfigError(f"tie={self.tie!r} ties source and target, but there is one input; write tie='output'")
+        if self.family == "encoder-decoder" and self.target is None and not ties_inputs:
+            raise ConfigError(f"tie={self.tie!r} contradicts target=None, where one input is shared; give target=…")
+        if (
+            ties_inputs
+            and self.target is not None
+            and self._embedding_shape(self.target) != self._embedding_shape(self.input)
+        ):
+            raise ConfigError("tied source and target need the same vocab and dim; write tie='output' or 'none'")
+        if self.tie in ("output", "three_way") and (
+            not self.head or self.head.kind not in ("language_model", "masked_lm")
+        ):
+            raise ConfigError(f"tie={self.tie!r} needs a language_model or masked_lm head to tie; write tie='none'")
+
+    def _check_head(self) -> None:
+        kind = self.head.kind if self.head else None
+        if kind == "language_model" and self.decoder is None:
+            raise ConfigError("a language_model head needs a decoder, or it would see its target; write 'masked_lm'")
+        if kind == "masked_lm" and (self.family != "encoder-only" or not isinstance(self.input, EmbeddingConfig)):
+            raise ConfigError("a masked_lm head sees both sides of a token: it needs an encoder alone")
+        if kind in ("tagger", "spans", "pooled", "classifier") and self.family == "encoder-decoder":
+            raise ConfigError(f"a {kind} head goes on one stack; drop the decoder, or write 'language_model'")
+        if self.head and self.head.teacher and not getattr(self.input, "distillation_token", False):
+            raise ConfigError("teacher=True needs a distillation token; write distillation_token=True in the input")
+
+    @staticmethod
+    def _embedding_shape(input_config: EmbeddingConfig | PatchConfig | FramesConfig) -> tuple[int, int | None] | None:
+        return (input_config.vocab, input_config.dim) if isinstance(input_config, EmbeddingConfig) else None
+
+    @property
+    def family(self) -> Family:
+        if isinstance(self.input, PatchConfig):
+            return "vision"
+        if self.encoder is not None and self.decoder is not None:
+            return "encoder-decoder"
+        return "encoder-only" if self.encoder is not None else "decoder-only"
+
+    @property
+    def width(self) -> int:
+        stack = self.encoder or self.decoder
+        assert stack is not None
+        return stack.width
+
+    @property
+    def stacks(self) -> dict[str, StackConfig]:
+        """The stacks the model has, in the order they run."""
+        return {name: stack for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)) if stack}
+
+    @property
+    def inputs(self) -> dict[str, EmbeddingConfig | PatchConfig | FramesConfig]:
+        """The inputs that own weights, by the name of their weights."""
+        return {"input": self.input} if self.target is None else {"input": self.input, "target": self.target}
+
+    @property
+    def target_input(self) -> EmbeddingConfig | PatchConfig | FramesConfig:
+        """The input whose vocabulary the head predicts."""
+        return self.target if self.target is not None else self.input
+
+    @property
+    def context(self) -> int | None:
+        return self.target_input.context
+
+    @property
+    def depth(self) -> int:
+        return sum(stack.depth for stack in self.stacks.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ModelConfig:
+        return from_dict(cls, data)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise ConfigError(f"the configuration is not JSON: {problem}") from None
+        return cls.from_dict(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """The recurrent baselines: an LSTM language model, or an LSTM encoder-decoder with additive attention."""
+
+    kind: Literal["language_model", "encoder_decoder"] = "language_model"
+    vocab: int
+    width: int  # of the embedding and of every LSTM layer
+    depth: int = 2
+    target_vocab: int | None = None  # None: as for the source
+    tie: bool = True  # share the output matrix with the (target) embedding
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "vocab", "width", "depth", "target_vocab")
+        check_fraction(self, "dropout")
+
+    @property
+    def family(self) -> Family:
+        """The family of a Transformer for the same task."""
+        return "decoder-only" if self.kind == "language_model" else "encoder-decoder"
+
+    @property
+    def context(self) -> None:
+        """None: an LSTM reads sequences of any length."""

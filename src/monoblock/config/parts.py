@@ -1,0 +1,216 @@
+"""The configurations of norm, attention, feed-forward, head and initialization.
+
+Values that depend on the width of the model are methods with the width as argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from monoblock.config.positions import Alibi, Buckets, Rotary
+from monoblock.config.schema import check_at_least, check_fraction, check_positive, check_types, nearest_divisor
+from monoblock.errors import ConfigError
+
+Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
+
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-5
+    affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
+    unit_offset: bool = False  # the scale is 1 + weight (Gemma, Nemotron)
+    cast: Literal["before_scale", "after_scale"] = "before_scale"  # where 16-bit input is cast back from fp32
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 0, "eps")
+        if self.kind == "rms" and self.affine == "scale_shift":
+            raise ConfigError("an RMS norm has no shift; write affine='scale' (or 'none')")
+
+
+# -- attention and feed-forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Self- or cross-attention."""
+
+    heads: int  # H
+    kv_heads: int | None = None  # None: one per query head
+    head_dim: int | None = None  # None: width / heads
+    value_dim: int | None = None  # None: head_dim
+    bias: str = "qkvo"  # the projections with a bias, letters of q, k, v, o
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    mask: Literal["causal", "prefix", "full"] = "causal"
+    window: int | None = None  # a token sees keys closer than this, itself included
+    global_tokens: bool = False  # marked tokens attend and are attended beyond the window (Longformer)
+    random_blocks: int = 0  # number of random blocks beyond the window (BigBird)
+    block_size: int = 64
+    random_seed: int = 0  # for the choice of random blocks
+    positions: Rotary | Alibi | Buckets | None = None
+    qk_norm: NormConfig | None = None
+    qk_norm_over: Literal["head", "each_head", "width"] = "head"  # weights shared by heads, for each, or over all
+    softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
+    clip: float | None = None  # queries, keys and values clamped to +-clip (OLMo, MPT)
+    sinks: bool = False  # for each head a learned score without a value (gpt-oss)
+    kept_heads: tuple[int, ...] = ()  # indices of the heads left after pruning; (): all
+    unpruned_heads: int | None = None  # heads before pruning, where positions give each head its own bias
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "heads", "kv_heads", "head_dim", "value_dim", "window", "block_size")
+        check_at_least(self, 0, "random_blocks")
+        check_positive(self, "scale", "softcap", "clip")
+        check_fraction(self, "dropout")
+        if self.heads % self.num_kv_heads:
+            fix = nearest_divisor(self.heads, self.num_kv_heads)
+            raise ConfigError(f"kv_heads={self.num_kv_heads} does not divide heads={self.heads}; try kv_heads={fix}")
+        if set(self.bias) - set("qkvo") or len(set(self.bias)) != len(self.bias):
+            raise ConfigError(f"bias={self.bias!r} names projections by letters of 'qkvo', each once; '' is none")
+        kept = set(self.kept_heads)
+        if kept and (len(kept) != self.heads or not kept <= set(range(self.num_unpruned_heads))):
+            raise ConfigError(
+                f"kept_heads={self.kept_heads} must name {self.heads} of {self.num_unpruned_heads} unpruned heads"
+            )
+        if self.window is None and (self.global_tokens or self.random_blocks):
+            raise ConfigError("global tokens and random blocks reach beyond a window; write window=… too")
+        if self.window is not None and self.mask == "prefix":
+            raise ConfigError(
+                "a window cannot go with mask='prefix', which always sees its prefix; write mask='causal'"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """G, the number of key/value heads."""
+        return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def num_unpruned_heads(self) -> int:
+        """The number of heads before pruning."""
+        return self.unpruned_heads if self.unpruned_heads is not None else self.heads
+
+    def key_size(self, width: int) -> int:
+        """K, the size of a query or key head."""
+        return self.head_dim if self.head_dim is not None else width // self.heads
+
+    def value_size(self, width: int) -> int:
+        """The size of a value head."""
+        return self.value_dim if self.value_dim is not None else self.key_size(width)
+
+    def check_width(self, width: int) -> None:
+        """Raise ConfigError unless heads and rotary positions fit a model of this width."""
+        if self.head_dim is None and width % self.heads:
+            fix = nearest_divisor(width, self.heads)
+            raise ConfigError(f"heads={self.heads} does not divide width={width}; try heads={fix}, or set head_dim")
+        if isinstance(self.positions, Rotary):
+            dim, size = self.positions.dim, self.key_size(width)
+            self._check_longrope_factors(self.positions, dim if dim is not None else size)
+            if dim is None and size % 2:
+                raise ConfigError(f"rotary positions rotate pairs, but the head size is {size}; make it even")
+            if dim is not None and dim > size:
+                raise ConfigError(f"rotary dim={dim} is larger than the head size {size}; write dim={size // 2 * 2}")
+
+    def _check_longrope_factors(self, rotary: Rotary, rotary_dim: int) -> None:
+        scaling = rotary.scaling
+        if scaling is not None and scaling.kind == "longrope":
+            counts = {len(scaling.short_factors), len(scaling.long_factors)}
+            if counts != {rotary_dim // 2}:
+                raise ConfigError(
+                    f"longrope has {sorted(counts)} short and long factors and needs {rotary_dim // 2}, one a pair"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in place of one feed-forward network."""
+
+    count: int
+    top_k: int = 2  # experts for each token
+    router: Literal["softmax_renormalized", "softmax", "top_k_softmax"] = "softmax_renormalized"
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "count", "top_k")
+        if self.top_k > self.count:
+            raise ConfigError(
+                f"top_k={self.top_k} is more than count={self.count} experts; write top_k={self.count} or less"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardConfig:
+    """The feed-forward network, or each of its experts."""
+
+    hidden: int  # F
+    activation: Activation = "gelu"
+    gated: bool = False  # down(activation(gate(x)) * up(x)), as in GLU, SwiGLU, GeGLU
+    clamp: float | None = None  # gated: limit of gate and up, and 1 is added to up (gpt-oss)
+    bias: bool = True
+    dropout: float = 0.0
+    experts: ExpertsConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "hidden")
+        check_fraction(self, "dropout")
+        check_positive(self, "clamp")
+        if self.clamp is not None and not self.gated:
+            raise ConfigError("clamp is for gated feed-forward networks; write gated=True, or drop it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The layers after the last stack."""
+
+    kind: Literal["language_model", "masked_lm", "classifier", "tagger", "spans", "pooled"]
+    classes: int | None = None  # classifier and tagger
+    bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
+    pooling: Literal["first", "last", "mean"] = "first"
+    pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)
+    normalize: bool = False  # scale pooled vectors to length one
+    project: int | None = None  # size of a linear projection of pooled vectors, without a bias (CLIP)
+    teacher: bool = False  # average with a second classifier on the distillation token (DeiT)
+    transform: Activation | None = None  # masked LM: linear layer, activation and norm before the output
+    transform_bias: bool = True
+    norm: NormConfig | None = None
+    scale: float | Literal["inverse_sqrt_width"] = 1.0  # on the logits (T5, Cohere, Granite)
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "classes", "project")
+        check_positive(self, "softcap")
+        check_fraction(self, "dropout")
+        if self.kind not in ("classifier", "pooled") and (self.pooling != "first" or self.pooler != "none"):
+            raise ConfigError(f"a {self.kind} head predicts for each token and pools nothing; drop pooling and pooler")
+        if self.kind == "pooled" and (self.scale != 1.0 or self.softcap is not None or self.bias != "none"):
+            raise ConfigError("a pooled head has no logits; drop scale, softcap and bias")
+        if self.project is not None and (self.kind != "pooled" or self.normalize):
+            raise ConfigError(f"project={self.project} is for a pooled head without normalize=True; drop one of them")
+        if self.teacher and (self.kind != "classifier" or self.pooling != "first" or self.pooler != "none"):
+            raise ConfigError("teacher=True goes with a classifier that reads the first token; drop it")
+        if self.kind != "pooled" and self.normalize:
+            raise ConfigError(f"normalize=True is for pooled vectors, not for a {self.kind} head; drop it")
+        if (self.kind in ("classifier", "tagger")) != (self.classes is not None):
+            raise ConfigError(
+                f"head kind={self.kind!r} with classes={self.classes} is invalid: classes go with classifier and tagger"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """The initial weights."""
+
+    kind: Literal["normal", "xavier", "t5", "small"] = "normal"
+    std: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 0, "std")

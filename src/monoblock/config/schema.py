@@ -1,0 +1,183 @@
+"""Validate frozen dataclasses against their annotations, and convert them to and from plain dicts.
+
+Every configuration class calls `check_types(self)` when it is built, so that a wrong type is reported where it was
+written. `from_dict` rejects unknown keys: a typo never becomes a silent default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from monoblock.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+class FieldError(ConfigError):
+    """An invalid field, named by its class or by the path under which the user wrote it."""
+
+    def __init__(self, path: str, field: str, problem: str) -> None:
+        super().__init__(path, field, problem)
+        self.path, self.field, self.problem = path, field, problem
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.field}{self.problem}" if self.path else f"{self.field}{self.problem}"
+
+    def with_path(self, path: str) -> FieldError:
+        """Return the same error under another path."""
+        return FieldError(path, self.field, self.problem)
+
+
+_type_hints_cache: dict[type, dict[str, Any]] = {}
+
+
+def _type_hints(cls: type) -> dict[str, Any]:
+    """Return the resolved annotations of a class, cached."""
+    if cls not in _type_hints_cache:
+        _type_hints_cache[cls] = get_type_hints(cls)
+    return _type_hints_cache[cls]
+
+
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _matches_hint(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_matches_hint(item, get_args(hint)[0]) for item in value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, hint)
+
+
+def _describe_hint(hint: Any) -> str:
+    """Describe an annotation in words: "a whole number or none", "one of 'pre', 'post'"."""
+    names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+    names |= {dict: "a table", type(None): "none"}
+    words = []
+    for member in _union_members(hint):
+        if get_origin(member) is Literal:
+            words.append("one of " + ", ".join(repr(choice) for choice in get_args(member)))
+        elif get_origin(member) is tuple:
+            words.append(f"a tuple of {_describe_hint(get_args(member)[0])}")
+        else:
+            words.append(names.get(member, f"a {getattr(member, '__name__', member)}"))
+    return " or ".join(words)
+
+
+def check_types(config: Any) -> None:
+    """Raise ConfigError unless every field of this dataclass matches its annotation."""
+    for name, hint in _type_hints(type(config)).items():
+        value = getattr(config, name)
+        members = _union_members(hint)
+        if not any(_matches_hint(value, member) for member in members):
+            suggestion = ""
+            if isinstance(value, str):
+                literals = [member for member in members if get_origin(member) is Literal]
+                suggestion = did_you_mean(value, [choice for literal in literals for choice in get_args(literal)])
+            raise _field_error(config, name, f"={value!r} is not {_describe_hint(hint)}{suggestion}")
+
+
+def _field_error(config: Any, name: str, problem: str) -> FieldError:
+    return FieldError(type(config).__name__, name, problem)
+
+
+def check_at_least(config: Any, minimum: float, *names: str) -> None:
+    """Raise ConfigError if one of the named numbers is below `minimum`; None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            raise _field_error(config, name, f"={value} is too small; write {minimum} or more")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raise ConfigError unless the named numbers are above zero; None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise _field_error(config, name, f"={value} must be positive; None switches it off")
+
+
+def check_fraction(config: Any, *names: str) -> None:
+    """Raise ConfigError unless the named numbers are in [0, 1), as dropout rates are."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise _field_error(config, name, f"={value} is not a rate; write 0 or more and less than 1")
+
+
+MAX_DIVISOR_DISTANCE = 100_000  # how far to search before falling back to 1
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of `number` closest to `wanted`, as a suggestion in an error message."""
+    if wanted >= number:
+        return number
+    for step in range(min(wanted, MAX_DIVISOR_DISTANCE)):
+        for divisor in (wanted - step, wanted + step):
+            if number % divisor == 0:
+                return divisor
+    return 1
+
+
+def to_dict(value: Any) -> Any:
+    """Convert a configuration to dicts, lists, strings and numbers, with every field."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_dict(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [to_dict(item) for item in value]
+    return value
+
+
+def from_dict(cls: type[T], data: Any, path: str = "") -> T:
+    """Build `cls` from the output of `to_dict`; unknown and missing keys raise ConfigError."""
+    location = path or cls.__name__
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{location} must be an object with named fields, not {data!r:.60}")
+    hints = _type_hints(cls)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"{location} has no field {key!r}{did_you_mean(str(key), list(hints))}")
+    required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}  # type: ignore[arg-type]
+    missing = sorted(required - set(data))
+    if missing:
+        raise ConfigError(f"{location} lacks the field {missing[0]!r}; add it")
+    values = {key: _parse_value(hints[key], value, f"{path}.{key}" if path else key) for key, value in data.items()}
+    try:
+        return cls(**values)
+    except FieldError as problem:  # the user knows the path, not the name of the class
+        raise (problem.with_path(path) if path and problem.path == cls.__name__ else problem) from None
+
+
+def _parse_value(hint: Any, data: Any, path: str) -> Any:
+    """Convert JSON to the type of the annotation; plain values are left to `check_types`."""
+    alternatives = _union_members(hint)
+    for member in alternatives:
+        if get_origin(member) is tuple and isinstance(data, Sequence) and not isinstance(data, str):
+            return tuple(_parse_value(get_args(member)[0], item, f"{path}.{i}") for i, item in enumerate(data))
+    classes = [member for member in alternatives if dataclasses.is_dataclass(member)]
+    if not classes or data is None:
+        return data
+    if len(classes) == 1:
+        return from_dict(classes[0], data, path)  # type: ignore[arg-type]
+    return from_dict(_class_by_kind(classes, data, path), data, path)
+
+
+def _class_by_kind(classes: Sequence[Any], data: Any, path: str) -> type:
+    """Choose one of several dataclasses by the field "kind" of an object."""
+    kinds = {get_args(_type_hints(cls)["kind"])[0]: cls for cls in classes}
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if kind not in kinds:
+        listed = ", ".join(repr(name) for name in kinds)
+        raise ConfigError(f"{path}.kind={kind!r} is not one of {listed}{did_you_mean(str(kind), list(kinds))}")
+    return kinds[kind]

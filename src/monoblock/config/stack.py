@@ -1,0 +1,110 @@
+"""The configurations of a block and of a stack of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from monoblock.config.parts import AttentionConfig, FeedForwardConfig, NormConfig
+from monoblock.config.schema import check_at_least, check_fraction, check_types
+from monoblock.errors import ConfigError
+
+MAX_LAYERS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """One Transformer block."""
+
+    width: int  # D
+    attention: AttentionConfig
+    feedforward: FeedForwardConfig
+    cross: AttentionConfig | None = None
+    norm: NormConfig = NormConfig()
+    norm_place: Literal["pre", "post", "output", "sandwich"] = "pre"
+    attention_norm: bool = True  # False: the input is normalized already (first block of ModernBERT)
+    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"  # shared: one norm for both
+    residual_scale: float = 1.0  # factor on the output of each sublayer (Granite)
+    layer_scale: float | None = None  # initial value of a learned gain for each output channel (DINOv2)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "width")
+        check_fraction(self, "dropout")
+        self.attention.check_width(self.width)
+        if self.residual != "sequential" and (self.norm_place != "pre" or self.cross is not None):
+            raise ConfigError("parallel attention and feed-forward need norm_place='pre' and no cross-attention")
+        if not self.attention_norm and (self.norm_place != "pre" or self.residual == "parallel_shared"):
+            raise ConfigError("attention_norm=False needs norm_place='pre' and residual other than 'parallel_shared'")
+        if self.cross is not None:
+            self._check_cross(self.cross)
+
+    def _check_cross(self, cross: AttentionConfig) -> None:
+        cross.check_width(self.width)
+        if cross.window is not None:
+            raise ConfigError("cross-attention has no window: source and target positions are not comparable; drop it")
+        if cross.mask != "full" or cross.positions is not None:
+            raise ConfigError("cross-attention sees the whole source: write mask='full' and positions=None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """A sequence of blocks, repeated; `tied`: all repetitions share their weights (ALBERT)."""
+
+    blocks: tuple[BlockConfig, ...]
+    times: int = 1
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "times")
+        if self.times > MAX_LAYERS:
+            raise ConfigError(f"times={self.times} is too large; write {MAX_LAYERS} or less")
+        if not self.blocks:
+            raise ConfigError("a Repeat needs at least one block; add one to blocks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """The blocks of an encoder or decoder, and the norm after them."""
+
+    pattern: tuple[Repeat, ...]
+    norm: NormConfig | None = None  # after the last block
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if len({block.width for block in self.layers()}) != 1:
+            raise ConfigError("a stack needs at least one block, and all its blocks need the same width")
+        tables = {
+            (a.positions, a.num_unpruned_heads)
+            for a in self._self_attentions()
+            if getattr(a.positions, "shared", False)
+        }
+        if len(tables) > 1:
+            raise ConfigError("blocks that share a table of buckets need equal buckets and heads; write shared=False")
+
+    def _self_attentions(self) -> Iterator[AttentionConfig]:
+        return (block.attention for block in self.layers())
+
+    def layers(self) -> Iterator[BlockConfig]:
+        """Iterate over the blocks in the order they run."""
+        return (block for run in self.pattern for _ in range(run.times) for block in run.blocks)
+
+    def layers_with_ownership(self) -> Iterator[tuple[BlockConfig, bool]]:
+        """Iterate over the blocks and whether each owns its weights; a tied repetition shares those of the first."""
+        return (
+            (block, not run.tied or repetition == 0)
+            for run in self.pattern
+            for repetition in range(run.times)
+            for block in run.blocks
+        )
+
+    @property
+    def depth(self) -> int:
+        return sum(run.times * len(run.blocks) for run in self.pattern)
+
+    @property
+    def width(self) -> int:
+        return self.pattern[0].blocks[0].width

@@ -1,0 +1,108 @@
+"""Samples for language models: blocks of context + 1 ids; the first `context` are the input, the last the targets.
+
+    stream      concatenate all documents and cut them into blocks, at another offset in every epoch
+    documents   pack whole documents into a row, each masked from the others; long ones are split
+
+A sample is a pure function of (index, epoch, seed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monoblock.data.batching.order import random_uint64
+from monoblock.data.batching.packing import TokenRange, pack_best_fit, split_documents
+from monoblock.data.batching.shards import TokenDataset
+from monoblock.errors import InputError
+
+Packing = Literal["stream", "documents"]
+NO_DOCUMENT = -1  # the document number of padding
+
+
+class BlockDataset:
+    """`len(blocks)` samples per epoch.
+
+    With packing="stream", every token is a target once per epoch, except fewer than `context` that do not fill a last
+    block; which ones depends on the epoch. The last block may wrap around to the first tokens.
+    """
+
+    def __init__(self, tokens: TokenDataset, context: int, *, packing: Packing = "stream") -> None:
+        if context < 1:
+            raise InputError(f"context={context} is too small; write 1 or more")
+        if packing not in ("stream", "documents"):
+            raise InputError(f"packing={packing!r} is unknown; write 'stream' or 'documents'")
+        self.tokens, self.context, self.packing = tokens, context, packing
+        self._packed_rows: list[list[TokenRange]] = []
+        if packing == "documents":
+            self._packed_rows = pack_best_fit(split_documents(tokens, context), context + 1)
+            if not self._packed_rows:
+                raise InputError("no document has two tokens, so there is nothing to predict; try packing='stream'")
+        elif len(tokens) < context + 1:
+            raise InputError(
+                f"{len(tokens)} tokens are too few for a context of {context}; give more text, or a shorter context"
+            )
+
+    def __len__(self) -> int:
+        return len(self._packed_rows) if self.packing == "documents" else len(self.tokens) // self.context
+
+    def sample(self, index: int, epoch: int, seed: int) -> dict[str, NDArray[np.int64]]:
+        """Return "ids" (context + 1,), and with packed documents "documents" (context + 1,), −1 for padding.
+
+        A token is a target if its document number equals that of the token before it, and is not −1.
+        """
+        if not 0 <= index < len(self):
+            raise InputError(f"there is no sample {index}; there are {len(self)}")
+        if self.packing == "documents":
+            return self._packed_sample(index)
+        start = (self.epoch_offset(epoch, seed) + index * self.context) % len(self.tokens)
+        return {"ids": self._read_block(start)}
+
+    def epoch_offset(self, epoch: int, seed: int) -> int:
+        """Return where the first block of an epoch begins, in [0, context)."""
+        return int(random_uint64(seed, epoch, 1, "offset")[0] % self.context)
+
+    def _read_block(self, start: int) -> NDArray[np.int64]:
+        stop = start + self.context + 1
+        excess = stop - len(self.tokens)
+        if excess <= 0:
+            return self.tokens.read(start, stop)
+        return np.concatenate([self.tokens.read(start, len(self.tokens)), self.tokens.read(0, excess)])
+
+    def _packed_sample(self, index: int) -> dict[str, NDArray[np.int64]]:
+        ids = np.zeros(self.context + 1, np.int64)
+        documents = np.full(self.context + 1, NO_DOCUMENT, np.int64)
+        start = 0
+        for number, part in enumerate(self._packed_rows[index]):
+            end = start + part.stop - part.start
+            ids[start:end] = self.tokens.read(*part)
+            documents[start:end] = number
+            start = end
+        return {"ids": ids, "documents": documents}
+
+
+class EvaluationWindow(NamedTuple):
+    """ids (at most context + 1,), of which the last `num_targets` are targets."""
+
+    ids: NDArray[np.int64]
+    num_targets: int
+
+
+def evaluation_windows(tokens: TokenDataset, context: int, stride: int | None = None) -> Iterator[EvaluationWindow]:
+    """Yield windows over all tokens in which every token but the first is a target exactly once.
+
+    With a stride below the context, windows overlap: except in the first window, each target then has at least
+    context − stride + 1 tokens before it.
+    """
+    stride = context if stride is None else stride
+    if not 1 <= stride <= context:
+        raise InputError(f"stride={stride} is out of range; write a number from 1 to the context, {context}")
+    num_seen = 1  # the first token has nothing before it
+    start = 0
+    while num_seen < len(tokens):
+        stop = min(start + context + 1, len(tokens))
+        yield EvaluationWindow(tokens.read(start, stop), stop - num_seen)
+        num_seen, start = stop, start + stride

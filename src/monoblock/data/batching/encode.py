@@ -1,0 +1,148 @@
+"""Encode rows of a corpus (pairs, labelled texts, tagged sentences) into datasets of token ids, and collate them.
+
+A sample keeps the number of its row in the corpus, whatever was left out before it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
+from monoblock.errors import InputError, did_you_mean
+
+Encode = Callable[[str], Sequence[int]]
+IGNORE_INDEX = -100  # a label that the loss ignores
+TEXT_FIELDS = ("source", "target", "ids")
+
+
+class RaggedArray:
+    """Rows of different lengths in one flat array: little memory, and no copy when a process forks."""
+
+    def __init__(self, rows: Iterable[Sequence[int]]) -> None:
+        flat, offsets = array("q"), array("q", [0])
+        for row in rows:
+            flat.extend(row)
+            offsets.append(len(flat))
+        self._flat = np.frombuffer(flat, np.int64) if flat else np.empty(0, np.int64)
+        self._offsets = np.frombuffer(offsets, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int) -> NDArray[np.int64]:
+        return self._flat[self._offsets[row] : self._offsets[row + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self._offsets)
+
+
+@dataclass(frozen=True)
+class EncodedDataset:
+    """Samples with named fields of ids, and the number of the corpus row each came from."""
+
+    fields: Mapping[str, RaggedArray]
+    row_numbers: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    def __getitem__(self, sample: int) -> dict[str, NDArray[np.int64]]:
+        return {name: rows[sample] for name, rows in self.fields.items()}
+
+    def length(self, sample: int) -> int:
+        """Return the number of tokens of a sample, over all its texts."""
+        return sum(len(rows[sample]) for name, rows in self.fields.items() if name in TEXT_FIELDS)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each text (samples, texts), for `BucketBatchPlan`."""
+        return np.stack([rows.lengths for name, rows in self.fields.items() if name in TEXT_FIELDS], axis=1)
+
+
+def encode_pairs(
+    rows: Iterable[Pair], encode_source: Encode, encode_target: Encode, *, longest: int | None = None
+) -> EncodedDataset:
+    """Encode pairs to the fields "source" and "target"; drop a pair if either side is longer than `longest`."""
+    encoded = ((encode_source(row.source), encode_target(row.target)) for row in rows)
+    return _build_dataset(("source", "target"), encoded, longest)
+
+
+def encode_labelled(
+    rows: Iterable[LabelledText], encode: Callable[[str, str | None], tuple[Sequence[int], ...]], labels: Sequence[str]
+) -> EncodedDataset:
+    """Encode texts to the fields "ids", "label" (one id) and, if any row is a pair of texts, "segments".
+
+    `encode` returns (ids, segments) of a text and its pair, or None.
+    """
+    label_ids = {label: number for number, label in enumerate(labels)}
+    encoded = [(*encode(row.text, row.text_pair)[:2], [_label_id(label_ids, row.label)]) for row in rows]
+    dataset = _build_dataset(("ids", "segments", "label"), encoded, None)
+    if any(segment for _, segments, _ in encoded for segment in segments):
+        return dataset
+    fields = {name: field for name, field in dataset.fields.items() if name != "segments"}
+    return EncodedDataset(fields, dataset.row_numbers)
+
+
+def encode_tagged(
+    rows: Iterable[TaggedSentence],
+    encode: Callable[[Sequence[str]], tuple[Sequence[int], Sequence[int]]],
+    labels: Sequence[str],
+) -> EncodedDataset:
+    """Encode sentences to the fields "ids" and "labels": the label of a word on its first token, −100 on all others.
+
+    `encode` returns the ids of words and the index of the first token of each, or of the first words only.
+    """
+    label_ids = {label: number for number, label in enumerate(labels)}
+    return _build_dataset(("ids", "labels"), (align_labels(row, *encode(row.words), label_ids) for row in rows), None)
+
+
+def align_labels(
+    row: TaggedSentence, ids: Sequence[int], first_tokens: Sequence[int], label_ids: Mapping[str, int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the ids of a sentence and a label for each."""
+    labels = [IGNORE_INDEX] * len(ids)
+    for label in row.labels[len(first_tokens) :]:
+        _label_id(label_ids, label)
+    for index, label in zip(first_tokens, row.labels, strict=False):
+        labels[index] = _label_id(label_ids, label)
+    return ids, labels
+
+
+def _label_id(label_ids: Mapping[str, int], label: str) -> int:
+    if label not in label_ids:
+        raise InputError(f"label {label!r} is not one of the {len(label_ids)} known{did_you_mean(label, label_ids)}")
+    return label_ids[label]
+
+
+def _build_dataset(
+    names: Sequence[str], encoded: Iterable[Sequence[Sequence[int]]], longest: int | None
+) -> EncodedDataset:
+    kept: list[Sequence[Sequence[int]]] = []
+    numbers = []
+    for number, row in enumerate(encoded):
+        if all(map(len, row)) and (longest is None or max(map(len, row)) <= longest):
+            kept.append(row)
+            numbers.append(number)
+    if not kept:
+        raise InputError(f"all rows are empty or longer than longest={longest}; raise it")
+    fields = {name: RaggedArray(row[index] for row in kept) for index, name in enumerate(names)}
+    return EncodedDataset(fields, np.array(numbers, np.int64))
+
+
+def collate(
+    rows: Sequence[Mapping[str, NDArray[np.int64]]], pad_values: Mapping[str, int]
+) -> dict[str, NDArray[np.int64]]:
+    """Pad each field on the right to (B, T) with its pad value."""
+    batch = {}
+    for name in rows[0] if rows else ():
+        width = max(len(row[name]) for row in rows)
+        batch[name] = np.full((len(rows), width), pad_values.get(name, 0), np.int64)
+        for index, row in enumerate(rows):
+            batch[name][index, : len(row[name])] = row[name]
+    return batch

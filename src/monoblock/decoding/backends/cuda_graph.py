@@ -1,0 +1,177 @@
+"""Decoding steps recorded as a CUDA graph and replayed: launching a hundred small kernels takes longer than they run.
+
+The cache has one shape for all steps (`Cache.make_static`), tokens and lengths lie in fixed buffers.  A burst replays
+several steps, including the choice of each token, before Python looks at the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from monoblock.decoding.backends.allow_list import AllowList, allow, one_of, unsupported_field
+from monoblock.decoding.backends.eager import CachedDecoderState
+from monoblock.decoding.backends.protocol import ChooseTokens
+from monoblock.decoding.prompt import Prompt
+from monoblock.nn.transformer import Transformer
+
+CAPACITY_MULTIPLE = 64
+_recording = threading.Lock()  # one recording at a time
+
+_NORM = "kind eps affine unit_offset cast"
+_ATTENTION = (
+    "heads kv_heads head_dim value_dim bias scale mask window global_tokens random_blocks block_size random_seed "
+    "positions qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout"
+)
+_SCALING = (
+    "kind factor original_context low_freq_factor high_freq_factor beta_fast beta_slow truncate attention_factor "
+    "short_factors long_factors"
+)
+SUPPORTED: AllowList = {
+    **allow("width cross norm_place attention_norm residual residual_scale layer_scale dropout"),
+    **allow(_NORM, "norm."),
+    **allow(_ATTENTION, "attention."),
+    **allow(_NORM, "attention.qk_norm."),
+    **allow("kind base dim layout scaling form max_bias count max_distance shared", "attention.positions."),
+    **allow(_SCALING, "attention.positions.scaling."),
+    **allow(_ATTENTION, "cross."),
+    **allow(_NORM, "cross.qk_norm."),
+    **allow("hidden activation gated clamp bias dropout", "feedforward."),
+    "feedforward.experts": one_of(None),  # which expert a token goes to is known only on the device
+}
+
+
+def supports_cuda_graph(model: Transformer) -> bool:
+    """Whether the steps of a model can be recorded."""
+    blocks = () if model.decoder is None else dict.fromkeys(model.decoder.config.layers())
+    return model.device.type == "cuda" and all(unsupported_field(block, SUPPORTED) is None for block in blocks)
+
+
+class CudaGraphDecoderState(CachedDecoderState):
+    """Rows whose steps are a CUDA graph; when they are finished, the recorded step can serve the next prompts."""
+
+    capabilities = frozenset({"burst"})
+
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        rows_per_prompt: int = 1,
+        prefill_chunk: int | None = None,
+        give_back: Callable[[CudaGraphDecoderState], None] | None = None,
+    ) -> None:
+        super().__init__(model, _round_up(capacity), rows_per_prompt, prefill_chunk)
+        self.give_back = give_back  # takes the state when all rows are finished
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.choose: ChooseTokens | None = None
+        self.key: object = None  # what the recorded choice of tokens depends on
+        self.is_idle = False
+
+    def fits(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> bool:
+        """Whether this idle state may serve a call that asks for these sizes."""
+        own = (self.capacity, self.rows_per_prompt, self.prefill_chunk)
+        return own == (_round_up(capacity), rows_per_prompt, prefill_chunk)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        recorded = self.cache if self.is_idle and self.graph is not None else None
+        if self.is_idle:
+            self.cache = None  # of rows that are finished
+        else:
+            self._discard_graph()
+        logits = super().prefill(prompts)
+        if recorded is not None and self.cache is not None and recorded.copy_from(self.cache):
+            self.cache = recorded  # the same shapes again: the recorded step is still right
+        elif recorded is not None:
+            self.graph = None
+        self.is_idle = False
+        return logits
+
+    def release(self) -> None:
+        self.is_idle = True
+        if self.give_back is not None:
+            self.give_back(self)
+
+    def _discard_graph(self) -> None:
+        """Go back to a cache that may change its shape."""
+        self.graph = None
+        if self.cache is not None and self.cache.is_static:
+            self.cache.make_dynamic()
+
+    def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
+        self._record_if_needed(None, None)
+        assert self.graph is not None
+        self._set_inputs(tokens, active)
+        self.graph.replay()
+        return self.logits
+
+    def burst(
+        self,
+        tokens: Tensor,
+        count: int,
+        uniforms: Tensor | None,
+        choose: ChooseTokens,
+        key: object,
+        active: Tensor | None = None,
+    ) -> Tensor:
+        self._record_if_needed(choose, key)
+        assert self.graph is not None
+        self._set_inputs(tokens, active)
+        chosen = torch.empty(len(tokens), count, dtype=torch.long, device=self.device)
+        for step in range(count):
+            if uniforms is not None:
+                self.uniforms.copy_(uniforms[:, step])
+            self.graph.replay()
+            chosen[:, step] = self.tokens
+        return chosen
+
+    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        self._discard_graph()
+        super().reorder(rows, sources)
+
+    def _set_inputs(self, tokens: Tensor, active: Tensor | None) -> None:
+        self.tokens.copy_(tokens)
+        if active is None:
+            self.active.fill_(1)
+        else:
+            self.active.copy_(active)
+
+    def _record_if_needed(self, choose: ChooseTokens | None, key: object) -> None:
+        if self.graph is not None and self.key == key:
+            return
+        assert self.cache is not None
+        rows = self.cache.batch
+        self.cache.make_static()
+        self.choose, self.key = choose, key
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.active = torch.ones(rows, dtype=torch.long, device=self.device)
+        self.uniforms = torch.zeros(rows, dtype=torch.double, device=self.device)
+        lengths = self.cache.lengths.clone()
+        self.graph = self._record()
+        self.cache.lengths.copy_(lengths)
+
+    def _record(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compile and choose kernels before recording
+                self._run_once()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on decoding
+            self._run_once()
+        return graph
+
+    def _run_once(self) -> None:
+        """The recorded step: a pass, the new lengths and, in a burst, the next tokens."""
+        assert self.cache is not None
+        self.logits = self.score_tokens(self.tokens[:, None])[:, -1]
+        self.cache.lengths.add_(self.active)
+        if self.choose is not None:
+            self.tokens.copy_(self.choose(self.logits, self.uniforms))
+
+
+def _round_up(capacity: int) -> int:
+    return -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE

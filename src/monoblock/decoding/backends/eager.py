@@ -1,0 +1,141 @@
+"""The plain backends: one pass of the model a step.
+
+`CachedDecoderState` runs each new token once against a key/value cache.  `UncachedDecoderState` runs the whole sequence
+anew at every step, which is what every other backend must equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from monoblock.decoding.prompt import Prompt, pad_right
+from monoblock.nn.cache import Cache
+from monoblock.nn.tap import Tap
+from monoblock.nn.transformer import Transformer
+
+Encoded = tuple[Tensor, Tensor | None]  # encoder output (B, S, D), mask of valid source tokens
+
+
+def encode_sources(model: Transformer, prompts: Sequence[Prompt], tap: Tap | None = None) -> Encoded | None:
+    """Encode the sources of the prompts; None if the model has no encoder."""
+    if model.encoder is None:
+        return None
+    sources, mask = pad_right([prompt.source or () for prompt in prompts], model.device)
+    return model.encode(sources, mask, tap=tap), mask
+
+
+class CachedDecoderState:
+    """Rows with a key/value cache; the `rows_per_prompt` rows of a prompt attend to one source."""
+
+    capabilities: frozenset[str] = frozenset({"rollback"})
+
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        rows_per_prompt: int = 1,
+        prefill_chunk: int | None = None,
+        tap: Tap | None = None,
+    ) -> None:
+        self.model, self.capacity, self.rows_per_prompt, self.tap = model, capacity, rows_per_prompt, tap
+        self.prefill_chunk = prefill_chunk  # tokens of a prompt in one pass; None: all
+        self.device = model.device
+        self.cache: Cache | None = None
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        cache = self.model.make_cache(len(prompts), self.capacity, chunk=min(self.capacity, self.prefill_chunk or 16))
+        logits = self._run_prompts(cache, prompts)
+        cache.repeat_interleave(self.rows_per_prompt)
+        if self.cache is None:
+            self.cache = cache
+        else:
+            self.cache.append_rows(cache)
+        return logits.repeat_interleave(self.rows_per_prompt, 0) if self.rows_per_prompt > 1 else logits
+
+    def _run_prompts(self, cache: Cache, prompts: Sequence[Prompt]) -> Tensor:
+        ids, mask = pad_right([prompt.ids for prompt in prompts], self.device)
+        encoded = encode_sources(self.model, prompts, self.tap)
+        lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=self.device)
+        size = self.prefill_chunk or ids.shape[1]
+        last_logits: Tensor | None = None
+        for start in range(0, ids.shape[1], size):
+            chunk = ids[:, start : start + size]
+            valid = None if mask is None else mask[:, start : start + size]
+            last = (lengths - 1 - start).clamp(0, chunk.shape[1] - 1)[:, None]
+            logits = self._run_chunk(cache, chunk, valid, encoded, last)[:, 0]
+            cache.advance(chunk.shape[1] if valid is None else valid.sum(-1))
+            ends_here = ((lengths > start) & (lengths <= start + size))[:, None]
+            last_logits = logits if last_logits is None else torch.where(ends_here, logits, last_logits)
+        assert last_logits is not None
+        return last_logits
+
+    def _run_chunk(
+        self, cache: Cache, ids: Tensor, valid: Tensor | None, encoded: Encoded | None, logits_at: Tensor
+    ) -> Tensor:
+        if encoded is None:
+            return self.model(ids, valid, cache=cache, logits_at=logits_at, tap=self.tap)
+        memory, mask = encoded if cache.memory_positions is None else (None, None)
+        return self.model.decode(ids, memory, mask, valid, cache=cache, logits_at=logits_at, tap=self.tap)
+
+    def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
+        logits = self.score_tokens(tokens[:, None], active)[:, -1]
+        self.commit(1 if active is None else active.long())
+        return logits
+
+    def score_tokens(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
+        assert self.cache is not None
+        valid = None if active is None else active[:, None].expand(tokens.shape)
+        if self.model.encoder is None:
+            return self.model(tokens, valid, cache=self.cache, tap=self.tap)
+        return self.model.decode(tokens, target_mask=valid, cache=self.cache, tap=self.tap)
+
+    def commit(self, counts: int | Tensor) -> None:
+        assert self.cache is not None
+        self.cache.advance(counts)
+
+    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        if self.cache is not None:
+            self.cache.select(rows, sources)
+
+    def release(self) -> None:
+        self.cache = None
+
+
+class UncachedDecoderState:
+    """Rows without a cache."""
+
+    capabilities: frozenset[str] = frozenset()
+
+    def __init__(self, model: Transformer, capacity: int, rows_per_prompt: int = 1, tap: Tap | None = None) -> None:
+        self.model, self.capacity, self.rows_per_prompt, self.tap = model, capacity, rows_per_prompt, tap
+        self.device = model.device
+        self.sequences: list[Prompt] = []
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        new = [prompt for prompt in prompts for _ in range(self.rows_per_prompt)]
+        self.sequences += new
+        return self._run_sequences(new)
+
+    def _run_sequences(self, sequences: Sequence[Prompt]) -> Tensor:
+        """Return the logits (rows, V) after the last token of each sequence."""
+        ids, mask = pad_right([sequence.ids for sequence in sequences], self.device)
+        last = torch.tensor([[len(sequence.ids) - 1] for sequence in sequences], device=self.device)
+        encoded = encode_sources(self.model, sequences, self.tap)
+        if encoded is None:
+            return self.model(ids, mask, logits_at=last, tap=self.tap)[:, -1]
+        return self.model.decode(ids, *encoded, mask, logits_at=last, tap=self.tap)[:, -1]
+
+    def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
+        goes_on = [True] * len(self.sequences) if active is None else active.tolist()
+        rows = zip(self.sequences, tokens.tolist(), goes_on, strict=True)
+        self.sequences = [Prompt((*row.ids, token), row.source) if goes else row for row, token, goes in rows]
+        return self._run_sequences(self.sequences)
+
+    def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        self.sequences = [self.sequences[row] for row in rows.tolist()]
+
+    def release(self) -> None:
+        self.sequences = []

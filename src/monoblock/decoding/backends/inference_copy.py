@@ -1,0 +1,155 @@
+"""A copy of a model for decoding: its own modules around the model's own weights.
+
+    copy = build_inference_copy(model)      # a Transformer in evaluation mode; the model is left as it is
+
+Parameters are shared, not copied, so what training changes is changed in the copy too.  The exceptions are joined
+projections and a padded vocabulary on a GPU (fused_linear.py, padded_vocabulary.py), which are copied unless
+`optimize(model)` has laid the weights side by side; `refresh` copies them anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from monoblock.decoding.backends.allow_list import AllowList, allow, unsupported_field
+from monoblock.decoding.backends.cpu_step import InferenceStack, fuse_stack
+from monoblock.decoding.backends.inference_modules import (
+    InferenceAttention,
+    InferenceBlock,
+    InferenceFeedForward,
+    InferenceHead,
+    InferenceLinear,
+    InferenceNorm,
+)
+from monoblock.decoding.backends.plain_model import reason_to_run_as_is
+from monoblock.kernels.cpu.library import load_kernels
+from monoblock.nn.attention import Attention
+from monoblock.nn.block import Block
+from monoblock.nn.experts import Experts
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.heads import Head
+from monoblock.nn.norm import Norm
+from monoblock.nn.stack import Stack
+from monoblock.nn.transformer import Transformer
+from monoblock.quantization.cpu_linear import KERNEL_ROWS, use_cpu_kernels
+
+M = TypeVar("M", bound=nn.Module)
+
+MIN_NATIVE_WEIGHTS = 2_000_000  # smaller models are not worth compiling the CPU kernels for
+
+INFERENCE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: InferenceLinear,
+    Attention: InferenceAttention,
+    Block: InferenceBlock,
+    FeedForward: InferenceFeedForward,
+    Norm: InferenceNorm,
+    Head: InferenceHead,
+    Stack: InferenceStack,
+}
+
+_NORM = "kind eps affine unit_offset cast"
+_ATTENTION = (
+    "heads kv_heads head_dim value_dim bias scale mask window global_tokens random_blocks block_size random_seed "
+    "positions qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout"
+)
+_POSITIONS = "kind base dim layout scaling form max_bias count max_distance shared"
+_SCALING = (
+    "kind factor original_context low_freq_factor high_freq_factor beta_fast beta_slow truncate attention_factor "
+    "short_factors long_factors"
+)
+SUPPORTED: AllowList = {
+    **allow("width cross norm_place attention_norm residual residual_scale layer_scale dropout"),
+    **allow(_NORM, "norm."),
+    **allow(_ATTENTION, "attention."),
+    **allow(_NORM, "attention.qk_norm."),
+    **allow(_POSITIONS, "attention.positions."),
+    **allow(_SCALING, "attention.positions.scaling."),
+    **allow(_ATTENTION, "cross."),
+    **allow(_NORM, "cross.qk_norm."),
+    **allow("hidden activation gated clamp bias dropout experts", "feedforward."),
+    **allow("count top_k router router_bias", "feedforward.experts."),
+}
+
+
+def reason_for_no_copy(model: Transformer) -> str | None:
+    """Why a model must be run as it is, None if a copy decodes as the model does."""
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on"
+    for stack in (model.encoder, model.decoder):
+        for block in dict.fromkeys(stack.config.layers()) if stack is not None else ():
+            if (field := unsupported_field(block, SUPPORTED)) is not None:
+                return f"the inference copy does not know {field}"
+    return reason_to_run_as_is(model)
+
+
+def signature(model: Transformer) -> tuple[object, ...]:
+    """Identify the weights and configurations a copy was built around: another signature needs another copy."""
+    tensors = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    configs = (id(module.__dict__.get("config")) for module in model.modules())
+    return (*tensors, *configs)
+
+
+def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Transformer:
+    """Build the copy; on a CPU with a compiler its decoder runs a few tokens by one operator (cpu_step.py).
+
+    `fuse` joins projections and pads the vocabulary, which pays on a GPU only (the default).
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if model.config.quantize is not None:
+            return _use_fused_stack(_copy_module(use_cpu_kernels(model)))
+        twin = _copy_module(model)
+        if fuse if fuse is not None else model.device.type == "cuda":
+            _fuse_weights(twin)
+        large = sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
+        if is_cpu_fp32(model) and large and load_kernels().is_ready:
+            for module in twin.modules():
+                if isinstance(module, (InferenceLinear, InferenceHead)):
+                    module.kernel_rows = KERNEL_ROWS["dense"]
+                elif isinstance(module, InferenceAttention):
+                    module.uses_row_kernel = True
+            _use_fused_stack(twin)
+        return twin
+
+
+def refresh(copied: Transformer) -> None:
+    """Copy the weights that the copy holds a second time, so that it decodes with those the model has now."""
+    with torch.inference_mode(False), torch.no_grad():
+        for module in copied.modules():
+            if isinstance(module, (InferenceAttention, InferenceFeedForward)) and module.fused is not None:
+                module.fused.refresh()
+            elif isinstance(module, InferenceHead) and module.padded is not None:
+                module.padded.refresh()
+
+
+def is_cpu_fp32(model: nn.Module) -> bool:
+    weight = next(model.parameters())
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def _use_fused_stack(model: Transformer) -> Transformer:
+    if isinstance(model.decoder, InferenceStack) and is_cpu_fp32(model) and load_kernels().is_ready:
+        model.decoder.fused_stack = fuse_stack(model.decoder)
+    return model
+
+
+def _copy_module(module: M) -> M:
+    """Copy the modules, not the tensors, and give those that have one their class for decoding."""
+    twin = copy.copy(module)
+    twin.training = False
+    twin._modules = {name: None if child is None else _copy_module(child) for name, child in module._modules.items()}
+    kind: Any = INFERENCE_CLASSES.get(type(module))
+    if kind is not None and not isinstance(module, Experts):
+        twin.__class__ = kind
+    return twin
+
+
+def _fuse_weights(model: Transformer) -> None:
+    for module in model.modules():
+        if isinstance(module, (InferenceAttention, InferenceFeedForward)):
+            module.fuse()
+        elif isinstance(module, InferenceHead):
+            module.pad(model.output_embedding)

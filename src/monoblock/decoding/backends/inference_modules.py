@@ -1,0 +1,172 @@
+"""The modules of an inference copy: each computes what its base class does, faster for the few tokens of a step.
+
+Whatever a module does not speed up (a tap, a longer input, another dtype) runs in its base class in `nn/`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.decoding.backends.cpu_attention import attend_one_query, supports_row_kernel
+from monoblock.decoding.backends.fused_linear import FusedLinear, can_fuse, fast_linear, is_single_gpu_vector
+from monoblock.decoding.backends.padded_vocabulary import PaddedVocabulary
+from monoblock.kernels import gpu as kernels
+from monoblock.nn.attention import Attention
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.block import Block
+from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.heads import Head
+from monoblock.nn.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.tap import Tap
+
+
+class _PendingResidual(threading.local):
+    """The residual that the next product of a layer is added to, in this thread."""
+
+    layer: nn.Module | None = None
+    residual: Tensor | None = None
+
+
+_pending = _PendingResidual()
+
+
+class InferenceLinear(nn.Linear):
+    kernel_rows = range(0)  # row counts for which the CPU has a kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _pending.layer is not self:
+            return fast_linear(x, self.weight, self.bias, self.kernel_rows)
+        residual, _pending.layer, _pending.residual = _pending.residual, None, None
+        return kernels.matvec(x, self.weight, self.bias, residual)
+
+
+class InferenceBlock(Block):
+    """A pre-norm block adds the residual where the last product of a sublayer is written."""
+
+    def _apply_sublayer(self, x: Tensor, name: str, sublayer: Callable[[Tensor], Tensor], tap: Tap | None) -> Tensor:
+        layers = {"attention": self.attention.output, "feedforward": getattr(self.feedforward, "down", None)}
+        last, norm, config = layers.get(name), getattr(self, f"{name}_norm"), self.config
+        plain = config.norm_place == "pre" and config.residual_scale == 1.0 and config.layer_scale is None
+        if tap is not None or not plain or norm is None or not isinstance(last, InferenceLinear):
+            return super()._apply_sublayer(x, name, sublayer, tap)
+        if not is_single_gpu_vector(x, last.weight):
+            return super()._apply_sublayer(x, name, sublayer, tap)
+        _pending.layer, _pending.residual = last, x
+        return sublayer(norm(x))
+
+
+class InferenceHead(Head):
+    plain_outputs = (nn.Linear, InferenceLinear)
+    kernel_rows = range(0)
+    padded: PaddedVocabulary | None = None
+
+    def pad(self, table: object) -> None:
+        """Pad the output table where that makes its product faster."""
+        weight = table if self.output is None else getattr(self.output, "weight", None)
+        self.padded = PaddedVocabulary.build(weight) if isinstance(weight, Tensor) else None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padded is not None and bias is None and not is_single_gpu_vector(x, weight):
+            return F.linear(x, self.padded.table)[..., : weight.shape[0]]
+        return fast_linear(x, weight, bias, self.kernel_rows)
+
+
+class InferenceNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        config, weight = self.config, self.weight
+        plain = not config.unit_offset and (weight is None or weight.dim() == 1)
+        if plain and x.is_cuda and x.dtype in HALF_DTYPES and x.is_contiguous() and kernels.is_available():
+            centered = config.kind == "layer"
+            after = centered or config.cast == "after_scale"
+            return kernels.norm(x, weight, self.bias, config.eps, centered=centered, cast_after_scale=after)
+        return super().forward(x)
+
+
+class InferenceFeedForward(FeedForward):
+    fused: FusedLinear | None = None
+
+    def fuse(self) -> None:
+        if self.gate is not None and self.config.clamp is None and can_fuse([self.gate, self.up]):
+            self.fused = FusedLinear([self.gate, self.up])
+
+    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
+        if self.fused is None or tap is not None:
+            return super().forward(x, tap)
+        both = self.fused(x)
+        if x.is_cuda and self.config.activation in kernels.ACTIVATION_CODES and kernels.is_available():
+            return self.down(kernels.gated_activation(both, self.config.activation))
+        gate, up = both.chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+
+class InferenceAttention(Attention):
+    fused: FusedLinear | None = None
+    uses_row_kernel = False  # whether the CPU has a kernel for one query a row
+
+    def fuse(self) -> None:
+        layers = [self.query, self.key, self.value]
+        if can_fuse(layers):
+            self.fused = FusedLinear(layers)
+
+    def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.fused is None or source is not x or is_cached:
+            return super().project_qkv(x, source, is_cached)
+        q, k, v = self.fused(x).split(self.fused.sizes, -1)
+        return q, k, v
+
+    def forward(
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        *,
+        memory: Tensor | None = None,
+        layer_cache: LayerCache | CrossAttentionCache | None = None,
+        cache_write: CacheWrite | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        if self.uses_row_kernel and tap is None and supports_row_kernel(self, x, context, layer_cache, cache_write):
+            q, k, v = self.project_qkv(x, x, isinstance(layer_cache, CrossAttentionCache))
+            keys_values = self._update_keys_values(k, v, context, layer_cache, cache_write)
+            return self.output(attend_one_query(self, q, keys_values, context))
+        if tap is None and isinstance(layer_cache, LayerCache) and self._supports_step_kernel(x, context, layer_cache):
+            return self._step_on_gpu(x, context, layer_cache)
+        return super().forward(x, context, memory=memory, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
+
+    def _step_on_gpu(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> Tensor:
+        """One token a row: rotate, write the cache and attend in one kernel."""
+        q, k, v = self.project_qkv(x, x, False)
+        assert k is not None
+        assert v is not None
+        assert layer_cache.keys is not None
+        assert layer_cache.values is not None
+        assert context.cached_lengths is not None
+        angles = context.rotary_angles
+        out = kernels.attend_step(
+            self._split_heads(q, self.config.heads, self.query_norm),
+            self._split_heads(k, self.config.num_kv_heads, self.key_norm),
+            self._split_heads(v, self.config.num_kv_heads),
+            layer_cache.keys,
+            layer_cache.values,
+            context.cached_lengths,
+            scale=self.config.scale,
+            cos=None if angles is None else angles.cos.contiguous(),
+            sin=None if angles is None else angles.sin.contiguous(),
+            layout=None if angles is None else "interleaved" if angles.interleaved else "halves",
+        )
+        return self.output(out.transpose(1, 2).flatten(2))
+
+    def _supports_step_kernel(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> bool:
+        config, keys, values = self.config, layer_cache.keys, layer_cache.values
+        if context.cached_lengths is None or keys is None or values is None:
+            return False
+        if not (x.is_cuda and x.dtype in HALF_DTYPES and kernels.is_available()):
+            return False
+        size = keys.shape[-1]
+        plain = config.softcap is None and self.sinks is None and self.position_bias is None and context.bias is None
+        return plain and size == values.shape[-1] and 16 <= size <= 256 and size & (size - 1) == 0

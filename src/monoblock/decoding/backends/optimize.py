@@ -1,0 +1,47 @@
+"""Lay the weights of a model out for decoding, in place.
+
+    model = mb.optimize(mb.Transformer.from_pretrained(folder).to("cuda"))
+
+Decoding on a GPU joins query, key and value (gate and up) into one product and pads the vocabulary.  For a model that
+is not optimized it holds those weights a second time; an optimized one keeps them side by side, so that nothing is
+stored twice.  Parameters keep their names, shapes and values; training, saving and loading work as before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from monoblock.decoding.backends.fused_linear import can_fuse, join_storage
+from monoblock.decoding.backends.inference_copy import reason_for_no_copy
+from monoblock.decoding.backends.padded_vocabulary import make_room, needs_padding, output_table
+from monoblock.nn.attention import Attention
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.transformer import Transformer
+
+
+def optimize(model: Transformer) -> Transformer:
+    """Move weights that decoding joins next to each other and return the model; on a CPU nothing is moved."""
+    if model.device.type != "cuda" or model.config.quantize is not None or reason_for_no_copy(model) is not None:
+        return model
+    join_weights(model)
+    table = output_table(model)
+    if table is not None and needs_padding(table):
+        with torch.no_grad():
+            make_room(table)
+    return model
+
+
+def join_weights(model: Transformer) -> None:
+    """Move query, key and value, and gate and up, of every block into one storage each."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Attention):
+                layers = [module.query, module.key, module.value]
+            elif isinstance(module, FeedForward) and module.gate is not None and module.config.clamp is None:
+                layers = [module.gate, module.up]
+            else:
+                continue
+            if can_fuse(layers):
+                join_storage([layer.weight for layer in layers])
+                if layers[0].bias is not None:
+                    join_storage([layer.bias for layer in layers])

@@ -1,0 +1,35 @@
+"""Whether a model consists of this package's own modules, so that a fast path may stand in for them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from monoblock.nn.attention import Attention
+from monoblock.nn.block import Block
+from monoblock.nn.embedding import Embedding, FrameEmbedding, PatchEmbedding
+from monoblock.nn.experts import Experts
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.heads import Head
+from monoblock.nn.lora import LoraLinear
+from monoblock.nn.norm import Norm
+from monoblock.nn.plain_module import is_customized
+from monoblock.nn.stack import Stack
+from monoblock.nn.transformer import Transformer
+from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+
+OWN_MODULES = {
+    *(Transformer, Stack, Block, Attention, FeedForward, Experts, Norm, Head),
+    *(Embedding, PatchEmbedding, FrameEmbedding, LoraLinear),
+    *(QuantizedMatrix, QuantizedLinear, QuantizedEmbedding),
+    *(nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d),
+}
+
+
+def reason_to_run_as_is(model: nn.Module) -> str | None:
+    """Name a module that has to be called itself: a subclass, a foreign class, hooks.  None if none is."""
+    for name, module in model.named_modules():
+        if type(module) not in OWN_MODULES:
+            return f"{name or 'the model'} is a {type(module).__name__}"
+        if is_customized(module):
+            return f"{name or 'the model'} has hooks or a forward of its own"
+    return None

@@ -1,0 +1,85 @@
+"""What decoding prepares for a model, in one object that ends with the model.
+
+    prepared = prepare(model)       # None if the model has to run as it is
+    prepared.model                  # the inference copy
+    release(model)                  # free everything now
+
+A `PreparedModel` owns the inference copy (with the weights it joins), the operators of a beam search, recorded CUDA
+graphs that wait for the next call, and the quantized copies that propose tokens.  It never refers to the model itself,
+so all of it is freed when the model is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from monoblock.decoding.backends.cpu_search_operators import SearchOperators, build_search_operators
+from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
+from monoblock.decoding.backends.inference_copy import build_inference_copy, reason_for_no_copy, refresh, signature
+from monoblock.nn.transformer import Transformer
+
+_PREPARED: WeakKeyDictionary[Transformer, PreparedModel] = WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+class PreparedModel:
+    """The inference copy of a model and what goes with it.  Several threads may decode with it at once."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.signature = signature(model)
+        self.model = build_inference_copy(model)
+        self.drafts: dict[str, tuple[Sequence[int], Transformer]] = {}  # by kind: weight versions, quantized copy
+        self._idle_graph: CudaGraphDecoderState | None = None
+        self._search_operators: SearchOperators | None = None
+        self._has_search_operators = False
+
+    def search_operators(self) -> SearchOperators | None:
+        """The operators that take whole steps of a beam search, None where there are none; built when first asked."""
+        with _lock:
+            if not self._has_search_operators:
+                self._search_operators = build_search_operators(self.model)
+                self._has_search_operators = True
+            return self._search_operators
+
+    def graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
+        """A state whose steps are recorded: the idle one if it fits, else a new one."""
+        with _lock:
+            state, self._idle_graph = self._idle_graph, None
+        if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
+            return state
+        return CudaGraphDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, give_back=self._keep_graph)
+
+    def _keep_graph(self, state: CudaGraphDecoderState) -> None:
+        with _lock:
+            self._idle_graph = state
+
+
+def prepare(model: Transformer) -> PreparedModel | None:
+    """Prepare a model for decoding, or return what was prepared before, with the weights the model has now."""
+    if reason_for_no_copy(model) is not None:
+        return None
+    with _lock:
+        prepared = _PREPARED.get(model)
+        if prepared is None or prepared.signature != signature(model):
+            prepared = _PREPARED[model] = PreparedModel(model)
+        else:
+            refresh(prepared.model)
+    return prepared
+
+
+def release(model: Transformer) -> None:
+    """Free what decoding has prepared for a model; the next call prepares it again."""
+    with _lock:
+        _PREPARED.pop(model, None)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def get_inference_copy(model: Transformer) -> Transformer:
+    """The model that decodes: the inference copy, or the model itself where it has to run as it is."""
+    prepared = prepare(model)
+    return model if prepared is None else prepared.model

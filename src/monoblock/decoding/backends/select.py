@@ -1,0 +1,123 @@
+"""Choose the backend that decodes with a model.
+
+| backend    | when                                                                                        |
+|------------|---------------------------------------------------------------------------------------------|
+| lstm       | an LSTM                                                                                     |
+| uncached   | use_cache=False                                                                             |
+| cuda_graph | a GPU, plain modules, blocks in its allow-list, no draft                                    |
+| cpu_search | several rows a prompt on a CPU with a compiler, blocks in its allow-list, no draft          |
+| cached     | otherwise: on the inference copy, or on the model itself if it has hooks or foreign modules |
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+import torch
+
+from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
+from monoblock.decoding.backends.cuda_graph import supports_cuda_graph
+from monoblock.decoding.backends.eager import CachedDecoderState, UncachedDecoderState
+from monoblock.decoding.backends.lstm import LSTMDecoderState
+from monoblock.decoding.backends.plain_model import reason_to_run_as_is
+from monoblock.decoding.backends.prepared import prepare
+from monoblock.decoding.backends.protocol import DecoderState
+from monoblock.decoding.evaluation_mode import evaluation_mode
+from monoblock.errors import InputError, with_article
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.tap import Tap
+from monoblock.nn.transformer import Transformer
+
+
+class Backend(Protocol):
+    """A model and the ways to decode with it."""
+
+    device: torch.device
+    vocab_size: int
+    has_encoder: bool
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence, None if there is no limit."""
+        ...
+
+    def make_state(
+        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
+    ) -> DecoderState:
+        """Make the state of new rows of at most `capacity` tokens."""
+        ...
+
+    def inference(self) -> AbstractContextManager[object]:
+        """The context that every pass runs in."""
+        ...
+
+
+def choose_backend(
+    model: Transformer | Recurrent, *, use_cache: bool = True, optimize: bool = True, tap: Tap | None = None
+) -> Backend:
+    """Choose how to decode with a model; `optimize=False` runs the model itself, without any fast path."""
+    if isinstance(model, Recurrent):
+        if not use_cache or tap is not None:
+            raise InputError("an LSTM decodes from its state and has no tap; leave out use_cache and tap")
+        return LSTMBackend(model)
+    return TransformerBackend(model, use_cache=use_cache, optimize=optimize, tap=tap)
+
+
+class LSTMBackend:
+    def __init__(self, model: Recurrent) -> None:
+        self.model, self.device = model, model.device
+        self.family, self.context = model.config.family, None  # an LSTM has no maximum length
+        self.vocab_size = model.config.target_vocab or model.config.vocab
+        self.has_encoder = model.encoder is not None
+
+    def make_state(
+        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
+    ) -> DecoderState:
+        if speculative:
+            raise InputError("an LSTM has no cache to take tokens back from; leave out the draft")
+        return LSTMDecoderState(self.model, rows_per_prompt)
+
+    def inference(self) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(evaluation_mode(self.model))
+        return stack
+
+
+class TransformerBackend:
+    def __init__(self, model: Transformer, *, use_cache: bool, optimize: bool, tap: Tap | None) -> None:
+        if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
+            kind = with_article(model.config.family)
+            raise InputError(f"{kind} model without a language-model head generates no text")
+        self.device, self.family, self.context = model.device, model.config.family, model.config.context
+        self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
+        self.has_encoder = model.encoder is not None
+        self.use_cache, self.tap = use_cache, tap
+        self.prepared = prepare(model) if optimize and tap is None else None
+        self.model = model if self.prepared is None else self.prepared.model
+        # Foreign modules may do what inference mode forbids, such as FSDP's in-place all-gather.
+        self.is_plain = self.prepared is not None or reason_to_run_as_is(model) is None
+
+    def make_state(
+        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
+    ) -> DecoderState:
+        if not self.use_cache:
+            return UncachedDecoderState(self.model, capacity, rows_per_prompt, self.tap)
+        if self.prepared is not None and not speculative:
+            if supports_cuda_graph(self.model):
+                return self.prepared.graph_state(capacity, rows_per_prompt, prefill_chunk)
+            operators = self.prepared.search_operators() if rows_per_prompt > 1 else None
+            if operators is not None:
+                return CpuSearchDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, operators=operators)
+        return CachedDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, self.tap)
+
+    def inference(self) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode() if self.is_plain else torch.no_grad())
+        if self.prepared is None:
+            stack.enter_context(evaluation_mode(self.model))
+        return stack

@@ -1,0 +1,39 @@
+"""Evaluation mode for the time of a pass, restored module by module."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+_lock = threading.Lock()
+_active: dict[
+    int, tuple[int, list[nn.Module]]
+] = {}  # by id(model): passes under way, modules that were in training mode
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every sub-module in evaluation mode and restore each afterwards; passes in several threads may overlap."""
+    with _lock:
+        count, training = _active.get(id(model), (0, []))
+        if count == 0:
+            training = [module for module in model.modules() if module.training]
+            _set_training(training, False)
+        _active[id(model)] = count + 1, training
+    try:
+        yield
+    finally:
+        with _lock:
+            count, training = _active.pop(id(model))
+            if count > 1:
+                _active[id(model)] = count - 1, training
+            else:
+                _set_training(training, True)
+
+
+def _set_training(modules: list[nn.Module], value: bool) -> None:
+    for module in modules:
+        module.training = value

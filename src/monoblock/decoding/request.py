@@ -1,0 +1,126 @@
+"""A request while it is decoded: its prompt and settings, the tokens of its rows so far, and why each row stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoblock.decoding.beam import BeamHypothesis, BeamSearch
+from monoblock.decoding.prompt import Prompt
+from monoblock.decoding.sampling import RandomStream, fresh_seed
+from monoblock.decoding.settings import Settings
+
+
+class RequestOutput(NamedTuple):
+    """New tokens of one sequence of one request."""
+
+    request_id: int
+    sequence_index: int  # below num_return_sequences
+    tokens: tuple[int, ...]  # new since the last output; a beam search has one output, at its end
+    finish_reason: str | None = None  # "stop": an end token; "length": max_new_tokens or the context is reached
+    score: float | None = None  # beam search: sum of log-probabilities / length ** length_penalty
+
+
+@dataclass
+class SequenceState:
+    """One sequence that is not part of a beam search."""
+
+    random_stream: RandomStream | None = None  # None: greedy
+    new_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Request:
+    """A prompt and its `rows_per_prompt` rows: sequences to return, or the beams of a search."""
+
+    def __init__(self, request_id: int, prompt: Prompt, settings: Settings, token_budget: int) -> None:
+        self.id, self.prompt, self.settings = request_id, prompt, settings
+        self.token_budget = token_budget  # the limit of new tokens, by settings and context
+        self.beam_search = BeamSearch(settings) if settings.num_beams > 1 else None
+        is_sampled = settings.temperature > 0
+        seed = fresh_seed() if settings.seed is None and is_sampled else settings.seed or 0
+        self.sequences = [
+            SequenceState(RandomStream(seed, row) if is_sampled else None) for row in range(settings.rows_per_prompt)
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        if self.beam_search is not None:
+            return self.beam_search.is_done
+        return all(sequence.finish_reason for sequence in self.sequences)
+
+    def is_row_done(self, row: int) -> bool:
+        """Whether a row is finished, though other rows of the request may not be."""
+        return self.is_done or (self.beam_search is None and self.sequences[row].finish_reason is not None)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of new tokens in the longest row."""
+        if self.beam_search is not None:
+            return self.beam_search.length
+        return max(len(sequence.new_tokens) for sequence in self.sequences)
+
+    def row_tokens(self, row: int) -> list[int]:
+        """All tokens of one row, including the prompt."""
+        new = self.beam_search.running_tokens(row) if self.beam_search is not None else self.sequences[row].new_tokens
+        return [*self.prompt.ids, *new]
+
+    def last_token(self, row: int) -> int:
+        """The next input of a row; 0 if it has no new token."""
+        if self.beam_search is not None:
+            return self.beam_search.last_tokens[row]
+        return self.sequences[row].new_tokens[-1] if self.sequences[row].new_tokens else 0
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The next input of every row."""
+        if self.beam_search is not None:
+            return self.beam_search.last_tokens
+        return [self.last_token(row) for row in range(len(self.sequences))]
+
+    def uniform(self, row: int, offset: int = 0) -> float:
+        """The uniform number that samples a row's next token, or the one `offset` tokens later; 0 if greedy."""
+        sequence = self.sequences[row]
+        return 0.0 if sequence.random_stream is None else sequence.random_stream[len(sequence.new_tokens) + offset]
+
+    def append_tokens(self, row: int, tokens: Sequence[int]) -> RequestOutput | None:
+        """Append chosen tokens to a row, up to its end; None if the row was finished before."""
+        sequence = self.sequences[row]
+        if sequence.finish_reason:
+            return None
+        new = tokens[: self.token_budget - len(sequence.new_tokens)]
+        ends = [index for index, token in enumerate(new) if token in self.settings.eos_token_id]
+        if ends:
+            new, sequence.finish_reason = new[: ends[0] + 1], "stop"
+        sequence.new_tokens.extend(new)
+        if not sequence.finish_reason and len(sequence.new_tokens) >= self.token_budget:
+            sequence.finish_reason = "length"
+        return RequestOutput(self.id, row, tuple(new), sequence.finish_reason)
+
+    def beam_outputs(self) -> list[RequestOutput]:
+        """The best hypotheses of a finished beam search."""
+        assert self.beam_search is not None
+        hypotheses = self.beam_search.best_hypotheses()
+        return [self._beam_output(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
+
+    def _beam_output(self, sequence_index: int, hypothesis: BeamHypothesis) -> RequestOutput:
+        tokens = hypothesis.tokens
+        finish_reason = "stop" if tokens and tokens[-1] in self.settings.eos_token_id else "length"
+        return RequestOutput(self.id, sequence_index, tokens, finish_reason, hypothesis.score)
+
+
+def request_rows(requests: list[Request]) -> list[tuple[Request, int]]:
+    """List (request, row) in the order of the batch."""
+    return [(request, row) for request in requests for row in range(request.settings.rows_per_prompt)]
+
+
+def active_mask(requests: list[Request], device: torch.device) -> Tensor | None:
+    """Mark the rows (rows,) that are not finished; None if all are active."""
+    if all(request.beam_search is not None and not request.is_done for request in requests):
+        return None
+    is_active = [not request.is_row_done(row) for request, row in request_rows(requests)]
+    return None if all(is_active) else torch.tensor(is_active, device=device)

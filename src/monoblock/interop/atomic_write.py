@@ -1,0 +1,18 @@
+"""Write a file so that a reader never sees half of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from monoblock.errors import FileError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write to a temporary file beside the target, then rename it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as problem:
+        raise FileError(f"{path} cannot be written: {problem.strerror}") from None

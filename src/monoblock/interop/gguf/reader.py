@@ -1,0 +1,172 @@
+"""Read a model from a GGUF file, the format of llama.cpp: configuration, weights and tokenizer in one file.
+
+Quantized tensors are dequantized to floating point.  The `gguf` package knows the block layouts; this module checks
+that the file is large enough for what its header describes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monoblock.config.model import ModelConfig
+from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_FACTORS, VOCAB_SIZE
+from monoblock.interop.huggingface.family import Family
+from monoblock.interop.rename import map_weights
+from monoblock.interop.safetensors_reader import build_on_meta
+from monoblock.tokenizers.formats.gguf_header import GgufHeader, TensorInfo, read_gguf_header
+from monoblock.untrusted_files import short_repr
+
+if TYPE_CHECKING:
+    from monoblock.nn.transformer import Transformer
+
+BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, which bounds the memory of a pass
+FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16}
+
+
+def import_gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise FileError("reading GGUF needs the package gguf; write pip install 'monoblock[gguf]'") from None
+    return gguf
+
+
+class GgufWeights(Mapping[str, Tensor]):
+    """The tensors of a GGUF file by name, each converted to float32 on access."""
+
+    def __init__(self, path: str | Path, header: GgufHeader) -> None:
+        self.path, self.header, self.gguf = Path(path), header, import_gguf()
+        self.byte_sizes = {name: self._byte_size(name, info) for name, info in header.tensors.items()}
+        end = 0
+        for name, info in sorted(header.tensors.items(), key=lambda item: item[1].offset):
+            if info.offset < end:
+                raise FileError(f"{path} is damaged: {short_repr(name)} overlaps another tensor")
+            end = info.offset + self.byte_sizes[name]
+        if header.data_offset + end > header.file_size:
+            raise FileError(
+                f"{path} is cut short: its tensors need {header.data_offset + end:,} bytes of {header.file_size:,}"
+            )
+        self.raw = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+
+    def _byte_size(self, name: str, info: TensorInfo) -> int:
+        """Compute the bytes of a tensor from its shape and type."""
+        try:
+            ggml_type = self.gguf.GGMLQuantizationType(info.ggml_type)
+            block, block_bytes = self.gguf.GGML_QUANT_SIZES[ggml_type]
+        except (ValueError, KeyError):
+            raise FileError(f"{self.path}: {short_repr(name)} has the unknown type {info.ggml_type}") from None
+        if info.shape[-1] % block:
+            raise FileError(
+                f"{self.path} is damaged: rows of {info.shape[-1]} in {short_repr(name)} are not a multiple of {block}"
+            )
+        return int(math.prod(info.shape) // block * block_bytes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        info = self.header.tensors[name]
+        start = self.header.data_offset + info.offset
+        ggml_type = self.gguf.GGMLQuantizationType(info.ggml_type)
+        block, block_bytes = self.gguf.GGML_QUANT_SIZES[ggml_type]
+        dtype = FLOAT_DTYPES.get(ggml_type.name, np.uint8)
+        values = np.empty(math.prod(info.shape), dtype=np.float32)
+        try:
+            # As one long row, because the package converts row by row.
+            for first in range(0, len(values), BLOCKS_PER_PASS * block):
+                chunk = values[first : first + BLOCKS_PER_PASS * block]
+                offset = start + first // block * block_bytes
+                raw = self.raw[offset : offset + len(chunk) // block * block_bytes].reshape(1, -1)
+                chunk[:] = self.gguf.quants.dequantize(raw.view(dtype), ggml_type).reshape(-1)
+        except (NotImplementedError, KeyError, ValueError):
+            raise FileError(f"{self.path}: {short_repr(name)} has the unsupported type {ggml_type.name}") from None
+        return torch.from_numpy(values).reshape(info.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header.tensors)
+
+    def __len__(self) -> int:
+        return len(self.header.tensors)
+
+
+def read_gguf_config(path: str | Path) -> ModelConfig:
+    """Read the configuration of the model in a GGUF file."""
+    return _open_model(path)[2]
+
+
+def load_gguf(
+    cls: type[Transformer], path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Transformer:
+    """Load the model in a GGUF file."""
+    family, stored, config = _open_model(path)
+    try:
+        model: Transformer = build_on_meta(cls, config, len(stored))
+    except (ConfigError, FileError) as error:
+        raise FileError(f"{path}: {error}") from None
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    unused = set(stored) - {"rope_freqs.weight"} - ({"output.weight"} if config.tie == "output" else set())
+    weights: dict[str, Tensor] = {}
+    for mapping in map_weights(family.weights, shapes, config):
+        missing = next((name for name in mapping.theirs if name not in stored), None)
+        if missing is not None:
+            raise FileError(f"{path} lacks {missing}")
+        sources = {name: stored[name] for name in mapping.theirs}
+        try:
+            tensors = mapping.load(list(sources.values()))
+        except RuntimeError:
+            tensors = [torch.empty(0)]
+        if [tensor.shape for tensor in tensors] != [shapes[name] for name in mapping.ours]:
+            stored_shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sources.items())
+            raise FileError(f"{path}: {stored_shapes} does not fit the configuration")
+        converted = [tensor.to(device, dtype, memory_format=torch.contiguous_format) for tensor in tensors]
+        weights |= dict(zip(mapping.ours, converted, strict=True))
+        unused -= set(mapping.theirs)
+    if unused:
+        raise FileError(f"{path} holds a tensor the model has no place for: {min(unused)}")
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def _open_model(path: str | Path) -> tuple[Family, GgufWeights, ModelConfig]:
+    """Read everything but the weights."""
+    header = read_gguf_header(path)
+    family = _find_architecture(header.fields.get("general.architecture"), path)
+    stored = GgufWeights(path, header)
+    try:
+        tree = family.config_tree(_config_fields(family.model_type, header, stored), LM_CLASS, frozenset())
+        return family, stored, family.build_config(tree, tied=_is_tied(stored))
+    except (ConfigError, FileError) as error:
+        raise FileError(f"{path}: {error}") from None
+
+
+def _find_architecture(name: Any, path: str | Path) -> Family:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        hint = did_you_mean(str(name)[:40], ARCHITECTURES)
+        raise FileError(f"{path}: the architecture {short_repr(name)} is none of {', '.join(ARCHITECTURES)}{hint}")
+    return ARCHITECTURES[name]
+
+
+def _config_fields(architecture: str, header: GgufHeader, stored: GgufWeights) -> dict[str, Any]:
+    """Collect the fields of an architecture, without its prefix, and the two values that only tensors give."""
+    prefix = f"{architecture}."
+    fields = {name.removeprefix(prefix): value for name, value in header.fields.items() if name.startswith(prefix)}
+    if "token_embd.weight" not in stored:
+        raise FileError("it lacks token_embd.weight")
+    fields[VOCAB_SIZE] = header.tensors["token_embd.weight"].shape[0]
+    if "rope_freqs.weight" in stored:
+        fields[ROPE_FACTORS] = stored["rope_freqs.weight"].tolist()
+    return fields
+
+
+def _is_tied(stored: GgufWeights) -> bool:
+    """Return whether the output matrix is the embedding: not stored, or stored as an equal tensor."""
+    if "output.weight" not in stored:
+        return True
+    output, embedding = (stored.header.tensors[name] for name in ("output.weight", "token_embd.weight"))
+    same_layout = (output.shape, output.ggml_type) == (embedding.shape, embedding.ggml_type)
+    return same_layout and torch.equal(stored["output.weight"], stored["token_embd.weight"])

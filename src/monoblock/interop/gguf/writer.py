@@ -1,0 +1,130 @@
+"""Write a model as a GGUF file that llama.cpp loads, with F32, F16 or Q8_0 matrices."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
+from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_FACTORS, VOCAB_SIZE, with_rope_factors
+from monoblock.interop.gguf.reader import import_gguf
+from monoblock.interop.huggingface.family import Family
+from monoblock.interop.rename import map_weights
+from monoblock.tokenizers.formats.gguf_tokenizer import to_fields
+
+if TYPE_CHECKING:
+    from monoblock.nn.transformer import Transformer
+    from monoblock.tokenizers.tokenizer import Tokenizer
+
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}  # storage type of the matrices -> general.file_type of llama.cpp
+STORAGE_DTYPES = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8}
+Q8_BLOCK = 32
+HF_ONLY_FIELDS = ("architectures", "model_type", "tie_word_embeddings")
+MAX_F16 = 65504.0
+
+
+def save_gguf(
+    model: Transformer, path: str | Path, *, tokenizer: Tokenizer | None = None, kind: str = "f16", name: str = "model"
+) -> None:
+    """Write a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0."""
+    if kind not in FILE_TYPES:
+        raise ConfigError(f"kind={kind!r} is none of {', '.join(FILE_TYPES)}{did_you_mean(kind, FILE_TYPES)}")
+    family, fields = _choose_architecture(model)
+    rope_factors = fields.pop(ROPE_FACTORS, None)
+    package = import_gguf()
+    path, temporary = Path(path), Path(f"{path}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writer = package.GGUFWriter(temporary, family.model_type)
+        writer.add_name(name)
+        writer.add_file_type(FILE_TYPES[kind])
+        writer.add_quantization_version(package.GGML_QUANT_VERSION)
+        for field, value in fields.items():
+            _add_field(writer, f"{family.model_type}.{field}", value)
+        vocabulary: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
+        if tokenizer is not None:
+            vocabulary = to_fields(*tokenizer.content(), fields[VOCAB_SIZE])
+        for field, value in vocabulary.items():
+            _add_field(writer, field, value)
+        _write_tensors(writer, model, family, kind, rope_factors)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FileError(f"the model cannot be written to {path}: {error.strerror or error}") from None
+
+
+def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
+    """Return the first architecture of llama.cpp that can express this model, and its fields."""
+    if model.config.family != "decoder-only":
+        raise ConfigError(
+            f"GGUF is written for decoders; this is {model.config.family}: write --format hf or monoblock"
+        )
+    reasons = []
+    for family in ARCHITECTURES.values():
+        try:
+            fields = family.write_config(with_rope_factors(model.config), LM_CLASS)
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        return family, {key: value for key, value in fields.items() if key not in HF_ONLY_FIELDS and value is not None}
+    raise ConfigError(f"no architecture of GGUF can express this model: {'; '.join(reasons)[:300]}")
+
+
+def _add_field(writer: Any, field: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(field, value)
+        case int():
+            writer.add_uint32(field, value)
+        case float():
+            writer.add_float32(field, value)
+        case str():
+            writer.add_string(field, value)
+        case _:
+            writer.add_array(field, list(value))
+
+
+def _write_tensors(
+    writer: Any, model: Transformer, family: Family, kind: str, rope_factors: list[float] | None
+) -> None:
+    """Write the table of tensors, then the tensors one at a time, so that the model is never copied as a whole."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if any(tensor.is_meta for tensor in state.values()):
+        raise InputError("a model on the meta device has no weights to save; build it on a real device first")
+    types, quants = import_gguf().GGMLQuantizationType, import_gguf().quants
+    mappings = list(map_weights(family.weights, {name: tensor.shape for name, tensor in state.items()}, model.config))
+    if rope_factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", (len(rope_factors),), np.dtype(np.float32), 4 * len(rope_factors))
+    for mapping in mappings:
+        (tensor,) = mapping.save([state[name].to("meta") for name in mapping.ours])
+        storage = _storage_type(tuple(tensor.shape), mapping.theirs[0], kind)
+        shape = tuple(tensor.shape)
+        if storage == "q8_0":
+            shape = quants.quant_shape_to_byte_shape(tensor.shape, types.Q8_0)
+        dtype = np.dtype(STORAGE_DTYPES[storage])
+        size = math.prod(shape) * dtype.itemsize
+        writer.add_tensor_info(mapping.theirs[0], shape, dtype, size, raw_dtype=types[storage.upper()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if rope_factors is not None:
+        writer.write_tensor_data(np.array(rope_factors, dtype=np.float32))
+    for mapping in mappings:
+        (tensor,) = mapping.save([state[name].float().cpu() for name in mapping.ours])
+        storage = _storage_type(tuple(tensor.shape), mapping.theirs[0], kind)
+        if storage == "f16" and tensor.abs().max() > MAX_F16:
+            raise InputError(f"{mapping.theirs[0]} holds numbers above the largest of f16; write kind='f32'")
+        writer.write_tensor_data(quants.quantize(tensor.contiguous().numpy(), types[storage.upper()]))
+    writer.close()
+
+
+def _storage_type(shape: tuple[int, ...], name: str, kind: str) -> str:
+    """Keep vectors and positions in f32, as llama.cpp expects, and rows that do not divide into blocks in f16."""
+    if len(shape) < 2 or name.startswith("position_embd"):
+        return "f32"
+    return "f16" if kind == "q8_0" and shape[-1] % Q8_BLOCK else kind

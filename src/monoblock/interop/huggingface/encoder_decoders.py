@@ -1,0 +1,255 @@
+"""DATA: published encoder-decoders: template, fields, weights and classes of each family (see decoders.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from monoblock.config.families import bart, t5
+from monoblock.config.model import Learned, ModelConfig, NormConfig, Sinusoid
+from monoblock.config.schema import to_dict
+from monoblock.errors import ConfigError
+from monoblock.interop.huggingface import weight_rules as w
+from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
+from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_FIXED_BIAS, Family
+from monoblock.interop.huggingface.field_converters import (
+    ACTIVATIONS,
+    activation,
+    flag,
+    read_activation,
+    unused_field,
+    write_activation,
+)
+from monoblock.interop.huggingface.field_rules import Constant, Field, FieldGroup, FieldRule
+from monoblock.untrusted_files import short_repr
+
+T5_TEMPLATE = t5(vocab=8, width=8, depth=1, heads=1, context=8)
+BART_TEMPLATE = bart(vocab=8, width=8, depth=1, heads=1, context=8)
+LAYER_NORM = to_dict(NormConfig())
+
+
+def both_stacks(path: str) -> str:
+    return f"encoder.*.{path} decoder.*.{path}"
+
+
+ATTENTION_PATHS = ("encoder.*.attention", "decoder.*.attention", "decoder.*.cross")
+
+
+def all_attentions(field: str) -> str:
+    return " ".join(f"{path}.{field}" for path in ATTENTION_PATHS)
+
+
+# -- T5 ---------------------------------------------------------------------------------------------------------------
+
+
+def t5_activation(default: str) -> FieldGroup:
+    """T5's feed_forward_proj: an activation, or "gated-" and one; "gated-gelu" means the tanh approximation."""
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        word = fields["feed_forward_proj"]
+        gate, _, name = word.rpartition("-")
+        if gate not in ("", "gated"):
+            raise ConfigError(f"feed_forward_proj={short_repr(word)} must be an activation, or 'gated-' and one")
+        set_value(tree, both_stacks("feedforward.gated"), gate == "gated")
+        set_value(
+            tree, both_stacks("feedforward.activation"), "gelu_tanh" if word == "gated-gelu" else read_activation(name)
+        )
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        act, gated = (get_value(tree, f"encoder.*.feedforward.{name}") for name in ("activation", "gated"))
+        word = write_activation(act, "gelu_new")
+        if gated:
+            word = "gated-gelu" if act == "gelu_tanh" else f"gated-{word}"
+        return {"feed_forward_proj": word}
+
+    assert default.rpartition("-")[2] in ACTIVATIONS
+    return FieldGroup({"feed_forward_proj": default}, read, write)
+
+
+def decoder_depth() -> FieldGroup:
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        set_value(tree, "decoder.depth", fields["num_decoder_layers"] or get_value(tree, "encoder.depth"))
+
+    return FieldGroup(
+        {"num_decoder_layers": None}, read, lambda tree: {"num_decoder_layers": get_value(tree, "decoder.depth")}
+    )
+
+
+def t5_output_scale() -> FieldGroup:
+    """Whether the decoder's output is scaled down; older files imply it by the tie alone (see `apply_t5_tying`)."""
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        scaled = get_value(tree, "head.scale") == "inverse_sqrt_width"
+        return {"scale_decoder_outputs": scaled, "tie_word_embeddings": scaled}
+
+    return FieldGroup({"scale_decoder_outputs": None, "tie_word_embeddings": None}, lambda fields, tree: None, write)
+
+
+def apply_t5_tying(tree: ConfigTree, fields: Mapping[str, Any], tied: bool) -> ConfigTree:
+    """Scale the output of a tied T5 (version 1.0), unless scale_decoder_outputs states otherwise."""
+    stated = fields.get("scale_decoder_outputs")
+    if tree["head"] is not None:
+        tree["head"]["scale"] = "inverse_sqrt_width" if (tied if stated is None else stated) else 1.0
+    return tree
+
+
+def t5_fields(activation_default: str) -> tuple[FieldRule, ...]:
+    return (
+        Field("vocab_size", "input.vocab"),
+        Field("num_layers", "encoder.depth"),
+        decoder_depth(),
+        Field("d_model", both_stacks("width")),
+        Field("d_kv", all_attentions("head_dim")),
+        Field("num_heads", all_attentions("heads")),
+        Field("d_ff", both_stacks("feedforward.hidden")),
+        t5_activation(activation_default),
+        Field("relative_attention_num_buckets", both_stacks("attention.positions.count"), 32),
+        Field("relative_attention_max_distance", both_stacks("attention.positions.max_distance"), 128),
+        Field("layer_norm_epsilon", "**.eps", 1e-6),
+        Constant("input.context", None),
+        unused_field("n_positions", 512),
+    )
+
+
+def is_gated(config: ModelConfig) -> bool:
+    assert config.encoder is not None
+    return next(config.encoder.layers()).feedforward.gated
+
+
+def t5_family(
+    model_type: str, class_prefix: str, activation_default: str, *extra_fields: FieldRule, **options: Any
+) -> Family:
+    return Family(
+        model_type=model_type,
+        template=T5_TEMPLATE,
+        fields=(*t5_fields(activation_default), *extra_fields),
+        weights=w.T5,
+        weight_variants=((is_gated, w.T5_GATED),),
+        classes={f"{class_prefix}ForConditionalGeneration": LM_HEAD, f"{class_prefix}Model": None},
+        weight_aliases={
+            "encoder.embed_tokens.weight": "shared.weight",
+            "decoder.embed_tokens.weight": "shared.weight",
+        },
+        ignored_weights=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+        **options,
+    )
+
+
+# -- BART and its descendants -----------------------------------------------------------------------------------------
+
+
+def bart_fields(activation_default: str, *, scale_embedding: bool = False) -> tuple[FieldRule, ...]:
+    return (
+        Field("vocab_size", "input.vocab target.vocab"),
+        Field("d_model", both_stacks("width")),
+        Field("encoder_layers", "encoder.depth"),
+        Field("decoder_layers", "decoder.depth"),
+        Field("d_model", both_stacks("width")),
+        Field("encoder_attention_heads", "encoder.*.attention.heads"),
+        Field("decoder_attention_heads", "decoder.*.attention.heads decoder.*.cross.heads"),
+        Field("encoder_ffn_dim", "encoder.*.feedforward.hidden"),
+        Field("decoder_ffn_dim", "decoder.*.feedforward.hidden"),
+        Field("max_position_embeddings", "input.context target.context"),
+        activation("activation_function", both_stacks("feedforward.activation"), activation_default),
+        flag("scale_embedding", "input.scale target.scale", scale_embedding, "sqrt_width", 1.0),
+        unused_field("num_hidden_layers", None),
+    )
+
+
+PRE_NORM = (Constant(both_stacks("norm_place"), "pre"), Constant("encoder.norm decoder.norm", LAYER_NORM))
+NO_EMBEDDING_NORM = Constant("input.norm target.norm", None)
+
+
+def embedding_positions(positions: Learned | Sinusoid) -> Constant:
+    return Constant("input.positions target.positions", to_dict(positions))
+
+
+def padding_offset(offset: str) -> Field:
+    """Count positions from pad_token_id + 1 on."""
+    return Field("pad_token_id", offset, 1, lambda pad: pad + 1, lambda first: first - 1)
+
+
+def marian_vocabularies() -> FieldGroup:
+    """Marian: source and target share an embedding, or each has its own."""
+    defaults = {"share_encoder_decoder_embeddings": True, "decoder_vocab_size": None}
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        tree["share"] = bool(fields["share_encoder_decoder_embeddings"])
+        set_value(tree, "target.vocab", fields["decoder_vocab_size"] or get_value(tree, "input.vocab"))
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        return {
+            "share_encoder_decoder_embeddings": tree["share"],
+            "decoder_vocab_size": get_value(tree, "target.vocab"),
+        }
+
+    return FieldGroup(defaults, read, write)
+
+
+def bart_family(
+    model_type: str,
+    class_prefix: str,
+    fields: Sequence[FieldRule],
+    *,
+    head: ConfigTree = LM_HEAD_FIXED_BIAS,
+    lm_suffix: str = "ForConditionalGeneration",
+    **options: Any,
+) -> Family:
+    return Family(
+        model_type=model_type,
+        template=BART_TEMPLATE,
+        fields=fields,
+        weights=w.BART,
+        classes={f"{class_prefix}{lm_suffix}": head, f"{class_prefix}Model": None},
+        prefix="model.",
+        unprefixed_classes=(f"{class_prefix}Model",),
+        weight_aliases={
+            "model.encoder.embed_tokens.weight": "model.shared.weight",
+            "model.decoder.embed_tokens.weight": "model.shared.weight",
+        },
+        **options,
+    )
+
+
+SINUSOID_WEIGHTS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight",
+          "model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")  # fmt: skip
+has_separate_embeddings: Callable[[ModelConfig], bool] = lambda config: config.tie in ("none", "output")
+
+SEQ2SEQ = (
+    t5_family("t5", "T5", "relu", t5_output_scale(), apply_tying=apply_t5_tying),
+    t5_family("mt5", "MT5", "gated-gelu", Constant("head.scale", 1.0)),
+    t5_family(
+        "umt5",
+        "UMT5",
+        "gated-gelu",
+        Constant(both_stacks("attention.positions.shared"), False),
+        apply_tying=apply_t5_tying,
+    ),
+    bart_family("bart", "Bart", bart_fields("gelu")),
+    bart_family("mbart", "MBart", (*bart_fields("gelu"), *PRE_NORM)),
+    bart_family(
+        "marian",
+        "Marian",
+        (*bart_fields("gelu"), NO_EMBEDDING_NORM, embedding_positions(Sinusoid(form="halves")), marian_vocabularies()),
+        lm_suffix="MTModel",
+        ignored_weights=SINUSOID_WEIGHTS,
+        weight_variants=((has_separate_embeddings, w.MARIAN_SEPARATE),),
+    ),
+    # Pegasus stores its table of sinusoids, so it is read like a learned one.
+    bart_family(
+        "pegasus", "Pegasus", (*bart_fields("gelu"), *PRE_NORM, NO_EMBEDDING_NORM, embedding_positions(Learned()))
+    ),
+    bart_family(
+        "m2m_100",
+        "M2M100",
+        (
+            *bart_fields("relu", scale_embedding=True),
+            *PRE_NORM,
+            NO_EMBEDDING_NORM,
+            embedding_positions(Sinusoid(form="fairseq", offset=2)),
+            padding_offset("input.positions.offset target.positions.offset"),
+        ),
+        head=LM_HEAD,
+        ignored_weights=SINUSOID_WEIGHTS,
+    ),
+)

@@ -1,0 +1,104 @@
+"""Write a Transformer as a Hugging Face folder that transformers loads with the same weights and logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from monoblock.config.model import ModelConfig
+from monoblock.errors import ConfigError, FileError, InputError, did_you_mean
+from monoblock.interop.huggingface.families import FAMILIES
+from monoblock.interop.huggingface.family import Family
+from monoblock.interop.rename import TensorMapping, map_weights
+from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, commit_file, save_weights
+
+if TYPE_CHECKING:
+    from monoblock.nn.transformer import Transformer
+
+CONFIG_FILE = "config.json"
+
+
+def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[Family, str, dict[str, Any]]:
+    """Return the first family and class that can express a configuration, and the fields of their config.json."""
+    if model_type is not None and model_type not in FAMILIES:
+        raise ConfigError(f"there is no family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
+    reason = ""
+    for family in [FAMILIES[model_type]] if model_type is not None else FAMILIES.values():
+        for name, head in family.classes.items():
+            if (head is None) != (config.head is None) or (head and config.head and head["kind"] != config.head.kind):
+                continue
+            try:
+                return family, name, family.write_config(config, name)
+            except ConfigError as error:
+                reason = str(error)
+    if model_type is not None:
+        raise ConfigError(
+            f"this {config.family} model cannot be {model_type}: {reason or 'that family has no such head'}"
+        )
+    raise ConfigError(
+        f"no published family can express this {config.family} model; write family=… to see why one of them cannot"
+    )
+
+
+def export_hf(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    family: str | None = None,
+    special_token_ids: Mapping[str, int] | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Write a folder that transformers loads with the same weights and logits.
+
+    `family` is a model_type, needed only to choose among several that can express the model; `special_token_ids` are
+    fields of config.json such as eos_token_id.
+    """
+    state = model.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        raise InputError("a model on the meta device has no weights to save; build it on a real device first")
+    chosen, class_name, fields = choose_family(model.config, family)
+    read = {field for rule in chosen.fields for field in rule.defaults}  # an id that positions depend on is no choice
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    fields = ids | fields | {field: id_ for field, id_ in (special_token_ids or {}).items() if field not in read}
+    fields["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    omitted_prefix = chosen.prefix if class_name in chosen.unprefixed_classes else ""
+    rules = chosen.weight_rules(model.config, class_name)
+    factories, sizes = list[dict[str, TensorFactory]](), dict[str, int]()
+    for mapping in map_weights(rules, {name: tensor.shape for name, tensor in state.items()}, model.config):
+        tensors = _LazyTensors(mapping, [state[name] for name in mapping.ours])
+        names = [name.removeprefix(omitted_prefix) for name in mapping.theirs]
+        factories.append({name: tensors.factory(index) for index, name in enumerate(names)})
+        sizes |= dict.fromkeys(names, sum(state[name].nbytes for name in mapping.ours) // len(names))
+    folder = Path(folder)
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(folder, factories, sizes, max_shard_size)
+        (folder / f"{CONFIG_FILE}.tmp").write_text(text, encoding="utf-8")
+        commit_file(folder / CONFIG_FILE)
+    except OSError as error:
+        raise FileError(f"the model cannot be written to {folder}: {error.strerror or error}") from None
+
+
+class _LazyTensors:
+    """The tensors one mapping produces: computed when the first is asked for, freed after the last."""
+
+    def __init__(self, mapping: TensorMapping, ours: Sequence[Tensor]) -> None:
+        self.mapping, self.ours = mapping, ours
+        self.tensors: list[Tensor | None] = []
+
+    def factory(self, index: int) -> TensorFactory:
+        def take() -> Tensor:
+            if not self.tensors:
+                self.tensors = list(self.mapping.save(self.ours))
+            tensor, self.tensors[index] = self.tensors[index], None
+            assert tensor is not None
+            if all(left is None for left in self.tensors):
+                self.tensors = []
+            return tensor
+
+        return take

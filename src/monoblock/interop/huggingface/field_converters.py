@@ -1,0 +1,208 @@
+"""Field rules whose values need a conversion: activations, scales, sizes, labels, layer types.
+
+Each function returns a rule of field_rules.py, so that the description of a family stays a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from monoblock.errors import ConfigError
+from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
+from monoblock.interop.huggingface.field_rules import Field, FieldGroup
+from monoblock.untrusted_files import short_repr
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "linear": "identity",
+}
+
+
+def read_activation(name: Any) -> str:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ConfigError(f"the activation {short_repr(name)} is none of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def write_activation(ours: str, default: str) -> str:
+    """Return their name of an activation; of several, the family's default."""
+    if ACTIVATIONS.get(default) == ours:
+        return default
+    return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
+
+
+def activation(theirs: str, ours: str, default: str) -> Field:
+    return Field(theirs, ours, default, read_activation, lambda name: write_activation(name, default))
+
+
+def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
+    """A boolean of theirs that chooses between two values of ours; in a string of biases the order is free."""
+
+    def write(value: Any) -> bool:
+        return sorted(value) == sorted(yes) if isinstance(value, str) and isinstance(yes, str) else value == yes
+
+    return Field(theirs, ours, default, lambda enabled: yes if enabled else no, write)
+
+
+def inverse_sqrt(theirs: str, ours: str, default: float) -> Field:
+    """A number whose square root divides the scores."""
+
+    def read(number: float) -> float:
+        if not number > 0:
+            raise ConfigError(f"{theirs}={short_repr(number)} must be above zero: its square root divides the scores")
+        return number**-0.5
+
+    return Field(theirs, ours, default, read, lambda scale: int_if_whole(scale**-2))
+
+
+def inverse(theirs: str, ours: str, default: float) -> Field:
+    return Field(theirs, ours, default, lambda n: 1.0 / n, lambda scale: int_if_whole(1.0 / scale))
+
+
+def int_if_whole(number: float) -> float | int:
+    """Return the integer if the number is one up to rounding, else the number."""
+    return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number
+
+
+def feedforward_size(theirs: str, ours: str, width: str, default: Any = None) -> FieldGroup:
+    """The hidden size of the feed-forward; 4 times the width if the field is None."""
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        set_value(tree, ours, fields[theirs] if fields[theirs] is not None else 4 * get_value(tree, width))
+
+    return FieldGroup({theirs: default}, read, lambda tree: {theirs: get_value(tree, ours)})
+
+
+def feedforward_ratio(ours: str, width: str, **ratio_field: int) -> FieldGroup:
+    """A hidden size that is a multiple of the width: always 4, or by a field such as expansion_ratio=4."""
+    ((name, ratio),) = ratio_field.items() or [("", 4)]
+    defaults = {name: ratio} if name else {}
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        set_value(tree, ours, int(get_value(tree, width) * fields.get(name, ratio)))
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        return {name: int_if_whole(get_value(tree, ours) / get_value(tree, width))} if name else {}
+
+    return FieldGroup(defaults, read, write)
+
+
+def unused_field(theirs: str, default: Any) -> FieldGroup:
+    """A field the published class has and does not use."""
+    return FieldGroup({theirs: default}, lambda fields, tree: None, lambda tree: {})
+
+
+def num_labels() -> FieldGroup:
+    """The number of classes: num_labels, or the size of id2label."""
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        head = tree["head"]
+        if head is not None and head["kind"] in ("classifier", "tagger") and head["classes"] != 1:
+            id2label = fields["id2label"]
+            head["classes"] = fields["num_labels"] or (len(id2label) if isinstance(id2label, dict) else 2)
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        head = tree["head"]
+        if head is None or head["kind"] not in ("classifier", "tagger") or head["classes"] == 1:
+            return {}
+        labels = [f"LABEL_{n}" for n in range(head["classes"])]
+        return {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+
+    return FieldGroup({"id2label": None, "num_labels": None, "label2id": None}, read, write)
+
+
+def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
+    """RoBERTa counts positions from pad_token_id + 1 on, and its table includes the rows before that."""
+    defaults = {"max_position_embeddings": default, "pad_token_id": 1}
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        first = fields["pad_token_id"] + 1
+        set_value(tree, offset, first)
+        set_value(tree, context, fields["max_position_embeddings"] - first)
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        first = get_value(tree, offset)
+        return {"max_position_embeddings": get_value(tree, context) + first, "pad_token_id": first - 1}
+
+    return FieldGroup(defaults, read, write)
+
+
+# -- layer types ------------------------------------------------------------------------------------------------------
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
+
+
+def every_nth(interval: int, which: str, others: str, *, first: bool = False) -> LayerTypes:
+    """Every interval-th layer is of one type: the first of each interval, or the last."""
+    return lambda fields, depth: [which if (n + (0 if first else 1)) % interval == 0 else others for n in range(depth)]
+
+
+def qwen_layer_types(fields: Mapping[str, Any], depth: int) -> Sequence[str]:
+    """Qwen: layers from max_window_layers on have the sliding window."""
+    enabled = fields["use_sliding_window"] and fields["sliding_window"] is not None
+    return [SLIDING if enabled and n >= fields["max_window_layers"] else FULL for n in range(depth)]
+
+
+def layer_types(
+    stack: str,
+    default_types: LayerTypes,
+    *,
+    window: str = "sliding_window",
+    default: int | None = None,
+    to_ours: Callable[[int], int] = lambda size: size,
+    to_theirs: Callable[[int], int] = lambda size: size,
+    has_switch: bool = False,
+    **extra_fields: Any,
+) -> FieldGroup:
+    """Which layers have a sliding window, and its size.
+
+    A file without `layer_types` gets `default_types(fields, depth)`; `extra_fields` are what that function reads.
+    """
+    switch = {"use_sliding_window": False} if has_switch else {}
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        layers = tree[stack]["layers"]
+        types = fields["layer_types"] if fields["layer_types"] is not None else default_types(fields, len(layers))
+        if len(types) != len(layers) or set(types) - {FULL, SLIDING}:
+            raise ConfigError(
+                f"layer_types={short_repr(types)} must name {FULL} or {SLIDING} for each of {len(layers)} layers"
+            )
+        size = fields[window] if fields.get("use_sliding_window", True) else None
+        for layer, layer_type in zip(layers, types, strict=True):
+            layer["attention"]["window"] = to_ours(size) if layer_type == SLIDING and size is not None else None
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        windows = [layer["attention"]["window"] for layer in tree[stack]["layers"]]
+        size = next((w for w in windows if w is not None), None)
+        fields: dict[str, Any] = {"layer_types": [FULL if w is None else SLIDING for w in windows]}
+        fields[window] = default if size is None else to_theirs(size)
+        return fields | ({"use_sliding_window": size is not None} if has_switch else {})
+
+    return FieldGroup({window: default, "layer_types": None, **switch, **extra_fields}, read, write)
+
+
+def optional_window(ours: str, default: int) -> FieldGroup:
+    """One sliding window for all layers, with a switch."""
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        set_value(tree, ours, fields["sliding_window"] if fields["use_sliding_window"] else None)
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        size = get_value(tree, ours)
+        return {"use_sliding_window": size is not None, "sliding_window": size}
+
+    return FieldGroup({"use_sliding_window": False, "sliding_window": default, "max_window_layers": 28}, read, write)

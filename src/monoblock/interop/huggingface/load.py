@@ -1,0 +1,176 @@
+"""Load a Hugging Face folder as a Transformer.
+
+config.json names a family and a class; its fields become a configuration (field_rules.py) and its tensors, by the
+family's table, weights (rename.py).  Whether the output is tied is decided by the stored tensors.  No code of the
+folder is run, no file outside it is opened, and a tensor without a counterpart on either side is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from monoblock.config.model import ModelConfig
+from monoblock.errors import FileError, did_you_mean
+from monoblock.interop.huggingface.families import FAMILIES
+from monoblock.interop.huggingface.family import VOCABULARY_HEADS, Family
+from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
+from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
+from monoblock.interop.weights_reader import WeightReader
+from monoblock.untrusted_files import short_repr
+
+if TYPE_CHECKING:
+    from monoblock.nn.transformer import Transformer
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
+    """Return the family and the class name that a config.json names."""
+    model_type, classes = fields.get("model_type"), fields.get("architectures")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        hint = did_you_mean(str(model_type), FAMILIES)
+        raise FileError(f"model_type={short_repr(model_type)} is none of the {len(FAMILIES)} supported families{hint}")
+    family = FAMILIES[model_type]
+    if classes is None:
+        return family, next(iter(family.classes))
+    if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
+        raise FileError(f"architectures={short_repr(classes)} must name one class")
+    return family, classes[0]
+
+
+def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
+    """Convert a config.json without its weights: tie_word_embeddings alone decides whether the output is tied."""
+    family, name = find_family(fields)
+    tied = bool(fields.get("tie_word_embeddings", family.tied_by_default))
+    return family.build_config(family.apply_tying(family.config_tree(fields, name), fields, tied), tied=tied)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+class StoredNames:
+    """The tensor names of a file, looked up by the names of a family's table.
+
+    A file may omit the prefix of the family, or use an older spelling or an alias.
+    """
+
+    def __init__(self, weights: SafetensorsWeights, family: Family, rules: Sequence[Rule]) -> None:
+        self.ignored = [_compile_pattern(name) for name in family.ignored_weights]
+        self.aliases, self.prefix, self.rules = family.weight_aliases, family.prefix, tuple(rules)
+        self.originals = {self._normalize(name): name for name in weights}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.originals or any(alias in self.originals for alias in self._aliases_of(name))
+
+    def __getitem__(self, name: str) -> str:
+        known = next((key for key in (name, *self._aliases_of(name)) if key in self.originals), None)
+        if known is None:
+            raise KeyError(name)
+        return self.originals[known]
+
+    def _normalize(self, name: str) -> str:
+        for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        full = name.startswith(self.prefix) or name in self.aliases or any(p.fullmatch(name) for p in self.ignored)
+        return name if full or _has_rule(self.rules, name) else self.prefix + name
+
+    def _aliases_of(self, name: str) -> Iterator[str]:
+        return (alias for alias, target in self.aliases.items() if target == name)
+
+    def duplicates(self, used: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield pairs of stored names that must be the same tensor."""
+        for alias, target in self.aliases.items():
+            if target in used and target in self.originals and alias in self.originals:
+                yield self.originals[alias], self.originals[target]
+
+    def unexpected(self, used: set[str]) -> list[str]:
+        """Return the stored names that are neither used, nor aliases of used ones, nor ignored."""
+        rest = (name for name in self.originals if name not in used and self.aliases.get(name) not in used)
+        return sorted(self.originals[name] for name in rest if not any(p.fullmatch(name) for p in self.ignored))
+
+
+@cache
+def _compile_pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"\d+").replace(r"\#", r"\d+"))
+
+
+@cache
+def _has_rule(rules: Sequence[Rule], name: str) -> bool:
+    """Return whether a table has a rule for this name of theirs."""
+    return any(_compile_pattern(rule.theirs).fullmatch(name.removesuffix(end)) for rule in rules for end in SUFFIXES)
+
+
+def load_hf(
+    cls: type[Transformer], fields: Mapping[str, Any], weights: SafetensorsWeights, dtype: torch.dtype, device: str
+) -> Transformer:
+    """Build a model from the fields of a config.json and its stored weights."""
+    family, name = find_family(fields)
+    tree = family.config_tree(fields, name)
+    rules = family.weight_rules(family.build_config(tree, tied=False), name)
+    names = StoredNames(weights, family, rules)
+    has_vocabulary_head = tree["head"] is not None and tree["head"]["kind"] in VOCABULARY_HEADS
+    output = _output_name(rules) if has_vocabulary_head else None
+    declared_tied = bool(fields.get("tie_word_embeddings", family.tied_by_default))
+    tied = output is not None and _is_tied(output, names, weights, rules, tree, declared_tied)
+    config = family.build_config(family.apply_tying(tree, fields, tied), tied=tied)
+    model = build_on_meta(cls, config, len(weights))
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    mappings = list(map_weights(rules, shapes, config))
+    _check_names(mappings, names, weights, {output} if tied and output else set())
+    reader, state = WeightReader(weights, dtype, device), dict[str, Tensor]()
+    for mapping in mappings:
+        tensors = reader.load([names[key] for key in mapping.theirs], mapping.load)
+        for key, tensor in zip(mapping.ours, tensors, strict=True):
+            if tensor.shape != shapes[key]:
+                difference = f"{tuple(tensor.shape)} where the configuration says {tuple(shapes[key])}"
+                raise FileError(f"{short_repr(names[mapping.theirs[0]])} becomes {key} with shape {difference}")
+        state |= dict(zip(mapping.ours, tensors, strict=True))
+    model.load_state_dict(state, assign=True, strict=True)
+    return model
+
+
+def _output_name(rules: Sequence[Rule]) -> str | None:
+    """Return the name of the output matrix in a table."""
+    rule = next((rule for rule in rules if rule.ours in ("head.output", "head.output.weight")), None)
+    return None if rule is None else f"{rule.theirs.removesuffix('.weight')}.weight"
+
+
+def _is_tied(
+    output: str,
+    names: StoredNames,
+    weights: SafetensorsWeights,
+    rules: Sequence[Rule],
+    tree: Mapping[str, Any],
+    declared_tied: bool,
+) -> bool:
+    """Return whether the output matrix is the embedding: not stored, or declared tied and stored as an equal tensor."""
+    if output not in names.originals:
+        return True
+    token_table = "target.token" if tree["target"] is not None and not tree["share"] else "input.token"
+    embedding = next(f"{rule.theirs}.weight" for rule in rules if rule.ours == token_table)
+    if not declared_tied or embedding not in names:
+        return False
+    first, second = names.originals[output], names[embedding]
+    return weights.shapes[first] == weights.shapes[second] and torch.equal(weights[first], weights[second])
+
+
+def _check_names(
+    mappings: Sequence[TensorMapping], names: StoredNames, weights: SafetensorsWeights, optional: set[str]
+) -> None:
+    required = [key for mapping in mappings for key in mapping.theirs]
+    missing = [key for key in required if key not in names]
+    unexpected = names.unexpected({*required, *optional})
+    for keys, problem in ((missing, "lacks"), (unexpected, "holds a tensor this family has no place for")):
+        if keys:
+            rest = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+            raise FileError(f"it {problem}: {short_repr(keys[0])}{rest}")
+    for first, second in names.duplicates(set(required)):
+        if not torch.equal(weights[first], weights[second]):
+            raise FileError(f"its {short_repr(first)} and {short_repr(second)} should be one tensor, and they differ")

@@ -1,0 +1,270 @@
+"""Read untrusted safetensors files: the whole header is checked before any tensor is made from the bytes after it.
+
+    weights = open_weights(folder)            # model.safetensors, or the shards of model.safetensors.index.json
+    weights.shapes["lm_head.weight"]          # known from the headers alone
+    weights["lm_head.weight"]                 # a tensor over the mapped file: read when it is used
+
+Refused: a header that is too large for its file or for MAX_HEADER_BYTES, too many tensors, bytes that belong to two
+tensors or to none, a shape that does not match the number of bytes, an unknown dtype, a shard outside the folder, a
+tensor that is missing or in two shards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from monoblock.config.model import ModelConfig
+from monoblock.errors import FileError
+from monoblock.untrusted_files import MB, has_file, parse_json, read_json, safe_join, short_repr
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 16 * MB
+MAX_TENSORS = 100_000
+MAX_SHARDS = 2_000
+MAX_DIMS = 8
+MAX_ELEMENTS = 2**48
+MAX_NAME_LENGTH = 512
+_INIT_LOCK = threading.Lock()
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class SafetensorsEntry(NamedTuple):
+    """One tensor of a header; `start` and `end` are bytes after the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def build_on_meta(factory: Callable[[Any], Any], config: Any, tensor_count: int) -> Any:
+    """Build a model without weights; refuse more layers than tensors, which would take long to build even so."""
+    stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
+    untied = [stack for stack in stacks if not any(repeat.tied for repeat in stack.pattern)]
+    depth = sum(repeat.times * len(repeat.blocks) for stack in untied for repeat in stack.pattern)
+    if depth > tensor_count:
+        raise FileError(f"its configuration says {depth:,} layers, and there are {tensor_count:,} tensors")
+    try:
+        with torch.device("meta"), _skip_random_init():
+            return factory(config)
+    except (RuntimeError, TypeError, OverflowError):
+        raise FileError("its configuration says sizes that no model has") from None
+
+
+@contextmanager
+def _skip_random_init() -> Iterator[None]:
+    """Skip the random initialization of torch's layers on the meta device, where it only costs time."""
+    with _INIT_LOCK:
+        originals = {name: getattr(nn.init, name) for name in ("kaiming_uniform_", "uniform_", "normal_")}
+        try:
+            for name, function in originals.items():
+                setattr(nn.init, name, partial(_init_unless_meta, function))
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(nn.init, name, function)
+
+
+def _init_unless_meta(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
+
+
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: str | Path) -> dict[str, SafetensorsEntry]:
+    """Read and check the header of a safetensors file; return its entries by tensor name."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 + 2:
+                raise FileError(f"{path} is not a safetensors file: it has {size} bytes")
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                limit = f"the file has {size:,}" if length > size - 8 else f"at most {MAX_HEADER_BYTES:,} are read"
+                raise FileError(f"{path} is damaged: its header claims {length:,} bytes, and {limit}")
+            raw = file.read(length)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from None
+    if not raw.startswith(b"{"):
+        raise FileError(f"{path} is not a safetensors file: its header is not JSON")
+    if raw.count(b'"dtype"') > MAX_TENSORS:
+        raise FileError(f"{path} claims more than {MAX_TENSORS:,} tensors")
+    header = parse_json(raw, f"{path}: the header", max_values=16 * MAX_TENSORS, max_depth=4)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FileError(f"{path} is damaged: its __metadata__ is not a table of strings")
+    if len(header) > MAX_TENSORS:
+        raise FileError(f"{path} holds {len(header):,} tensors; at most {MAX_TENSORS:,} are read")
+    entries = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
+    _check_offsets(path, entries, size - 8 - length)
+    return entries
+
+
+def _parse_entry(path: str | Path, name: str, entry: Any) -> SafetensorsEntry:
+    def damaged(reason: str) -> FileError:
+        return FileError(f"{path} is damaged: {short_repr(name)} {reason}")
+
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+        raise damaged("is not a valid tensor name")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise damaged("is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise damaged(f"is stored as {short_repr(dtype)}, which is none of {', '.join(DTYPES)}")
+    if not _is_size_list(shape) or len(shape) > MAX_DIMS:
+        raise damaged(f"has the shape {short_repr(shape)}; a shape is at most {MAX_DIMS} whole numbers")
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise damaged(f"has the offsets {short_repr(offsets)}, which are not a range of bytes")
+    elements = 1
+    for axis in shape:
+        elements *= axis
+        if elements > MAX_ELEMENTS:
+            raise damaged(f"has the shape {short_repr(shape)}, which is more than any file holds")
+    nbytes = offsets[1] - offsets[0]
+    if elements * DTYPES[dtype].itemsize != nbytes:
+        raise damaged(f"has the shape {short_repr(shape)} in {dtype}, which does not take {nbytes:,} bytes")
+    return SafetensorsEntry(DTYPES[dtype], tuple(shape), *offsets)
+
+
+def _is_size_list(value: Any) -> bool:
+    """Return whether this is a list of sizes that a file could have; `type is int` refuses True."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_ELEMENTS * 8 for size in value)
+
+
+def _check_offsets(path: str | Path, entries: Mapping[str, SafetensorsEntry], size: int) -> None:
+    """Raise unless every byte after the header belongs to exactly one tensor."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            problem = "overlaps another tensor" if entry.start < end else "leaves unused bytes before it"
+            raise FileError(f"{path} is damaged: {short_repr(name)} {problem}")
+        end = entry.end
+    if end > size:
+        raise FileError(f"{path} is cut short: its tensors need {end:,} bytes, and {size:,} are there")
+    if end < size:
+        raise FileError(f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor")
+
+
+# -- a folder ----------------------------------------------------------------------------------------------------------
+
+
+class SafetensorsWeights(Mapping[str, Tensor]):
+    """The tensors of one or more safetensors files by name, each mapped from its file on access.
+
+    A tensor is a view of the file, on the CPU; `.to(dtype)` or `.clone()` copies it.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.file_of: dict[str, Path] = {}
+        self._open_files: dict[Path, Any] = {}
+        self.entries: dict[str, SafetensorsEntry] = {}
+        for path in files:
+            entries = read_header(path)
+            repeated = next((name for name in entries if name in self.entries), None)
+            if repeated is not None:
+                locations = f"{self.file_of[repeated].name} and {path.name}"
+                raise FileError(f"{short_repr(repeated)} is stored twice, in {locations}")
+            self.entries |= entries
+            self.file_of |= dict.fromkeys(entries, path)
+            if len(self.entries) > MAX_TENSORS:
+                raise FileError(f"{path.parent} holds more than {MAX_TENSORS:,} tensors")
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self.file_of[name]
+        try:
+            if path not in self._open_files:
+                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
+            tensor: Tensor = self._open_files[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise FileError(f"{path} cannot be read: {' '.join(str(error).split())[:120]}") from None
+        if (tensor.dtype, tuple(tensor.shape)) != self.entries[name][:2]:
+            raise FileError(f"{path} changed while it was being read")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: entry.dtype for name, entry in self.entries.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.end - entry.start for entry in self.entries.values())
+
+
+def open_weights(folder: str | Path) -> SafetensorsWeights:
+    """Open the weights of a folder: the shards of its index if there is one, else model.safetensors."""
+    if has_file(folder, INDEX_FILE):
+        return _open_shards(folder)
+    if has_file(folder, WEIGHTS_FILE):
+        return SafetensorsWeights([safe_join(folder, WEIGHTS_FILE)])
+    pickles = [name for name in _list_files(folder) if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        hint = f"{min(pickles)} is a pickle: write monoblock convert {folder} --to FOLDER first"
+        raise FileError(f"{folder} has no {WEIGHTS_FILE}; {hint}")
+    raise FileError(f"{folder} has no {WEIGHTS_FILE}")
+
+
+def _list_files(folder: str | Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _open_shards(folder: str | Path) -> SafetensorsWeights:
+    index = safe_join(folder, INDEX_FILE)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FileError(f"{index} has no weight_map")
+    files = list(dict.fromkeys(file if isinstance(file, str) else short_repr(file) for file in weight_map.values()))
+    if len(files) > MAX_SHARDS:
+        raise FileError(f"{index} names {len(files):,} files; at most {MAX_SHARDS:,} are read")
+    foreign = next((file for file in files if not file.endswith(".safetensors")), None)
+    if foreign is not None:
+        raise FileError(f"{index} names {short_repr(foreign)}, which is not a safetensors file")
+    weights = SafetensorsWeights([safe_join(folder, file) for file in files])
+    for name, file in weight_map.items():
+        path = weights.file_of.get(name)
+        if path is None or path.name != file:
+            raise FileError(f"{index} says that {short_repr(name)} is in {short_repr(file)}, and it is not")
+    extra = next((name for name in weights if name not in weight_map), None)
+    if extra is not None:
+        raise FileError(f"{index} does not list {short_repr(extra)}, which {weights.file_of[extra].name} holds")
+    return weights

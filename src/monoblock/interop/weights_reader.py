@@ -1,0 +1,88 @@
+"""Read weights in a chosen dtype with little memory beyond the weights themselves.
+
+A tensor that needs no conversion stays a view of the mapped file.  One that is converted is read through a second
+mapping, which is reopened from time to time, because the pages of a mapping that were read count as memory in use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from monoblock.errors import FileError
+from monoblock.interop.safetensors_reader import SafetensorsWeights
+from monoblock.untrusted_files import short_repr
+
+REMAP_BYTES = 2**22  # bytes read through a mapping before it is reopened, unless a share of the model is more
+REMAPS_PER_MODEL = 32
+TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors
+
+
+def _reopen(weights: SafetensorsWeights) -> SafetensorsWeights:
+    """Return the same files with the same headers, to be mapped anew."""
+    reopened = copy.copy(weights)
+    reopened._open_files = {}
+    return reopened
+
+
+class WeightReader:
+    """Read stored tensors, transform them and convert them to one dtype on one device."""
+
+    def __init__(self, weights: SafetensorsWeights, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.weights, self.dtype, self.device = weights, dtype, torch.device(device)
+        self.temporary_weights, self.bytes_read = _reopen(weights), 0
+        self.remap_bytes = max(REMAP_BYTES, weights.nbytes // REMAPS_PER_MODEL)
+
+    def load(self, keys: Sequence[str], transform: TensorFunction = identity) -> Sequence[Tensor]:
+        """Return what `transform` makes of the tensors stored under `keys`."""
+        for key in keys:
+            dtype = self.weights.entries[key].dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise FileError(f"{short_repr(key)} holds {dtype} where weights are floating-point numbers")
+        tensors = self._read_tensors(self.temporary_weights, keys, transform)
+        if len(keys) == 1 and all(self._can_be_view(tensor) for tensor in tensors):
+            return self._read_tensors(self.weights, keys, transform)
+        if len(keys) > 1:  # the transform has copied them into new memory already
+            converted = [t.to(self.device, self.dtype, memory_format=torch.contiguous_format) for t in tensors]
+            self._count_bytes(sum(tensor.nbytes for tensor in tensors))
+            return converted
+        shapes = [tensor.shape for tensor in tensors]
+        del tensors
+        return [self._load_by_rows(keys, transform, index, shape) for index, shape in enumerate(shapes)]
+
+    def _load_by_rows(self, keys: Sequence[str], transform: TensorFunction, index: int, shape: torch.Size) -> Tensor:
+        """Convert output number `index` of the transform, a block of rows at a time."""
+        result = torch.empty(shape, dtype=self.dtype, device=self.device)
+        size = self.weights.entries[keys[0]].dtype.itemsize * shape.numel()
+        rows = max(1, self.remap_bytes * shape[0] // size) if shape.numel() else 1
+        for start in range(0, shape[0], rows):
+            block = self._read_tensors(self.temporary_weights, keys, transform)[index][start : start + rows]
+            result[start : start + rows].copy_(block)
+            self._count_bytes(block.nbytes)
+        return result
+
+    def _count_bytes(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+        if self.bytes_read > self.remap_bytes:
+            self.temporary_weights, self.bytes_read = _reopen(self.weights), 0
+
+    def _can_be_view(self, tensor: Tensor) -> bool:
+        return tensor.dtype == self.dtype and self.device.type == "cpu" and tensor.is_contiguous()
+
+    @staticmethod
+    def _read_tensors(weights: SafetensorsWeights, keys: Sequence[str], transform: TensorFunction) -> Sequence[Tensor]:
+        tensors = [weights[key] for key in keys]
+        try:
+            return transform(tensors)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:100]
+            raise FileError(
+                f"{short_repr(keys[0])} of shape {weights.shapes[keys[0]]} does not fit: {reason}"
+            ) from None

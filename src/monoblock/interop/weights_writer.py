@@ -1,0 +1,67 @@
+"""Write weights as safetensors: one file, or shards of bounded size with an index.
+
+Every file is written under a temporary name first, so an interrupted save never destroys an earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+
+MAX_SHARD_SIZE = 5 * 10**9  # bytes; a single larger tensor gets a file of its own
+TensorFactory = Callable[[], Tensor]  # called when its file is written, so that the model is never copied as a whole
+
+
+def save_weights(
+    folder: Path, factories: Sequence[Mapping[str, TensorFactory]], sizes: Mapping[str, int], max_shard_size: int
+) -> None:
+    """Write tensors by name, in files of at most `max_shard_size` bytes.
+
+    The tensors of one mapping come from one computation and stay in one file; `sizes` gives bytes by tensor name.
+    """
+    shards: list[list[Mapping[str, TensorFactory]]] = [[]]
+    shard_size = 0
+    for group in factories:
+        size = sum(sizes[name] for name in group)
+        if shards[-1] and shard_size + size > max_shard_size:
+            shards.append([])
+            shard_size = 0
+        shards[-1].append(group)
+        shard_size += size
+    count = len(shards)
+    names = [WEIGHTS_FILE] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    for name, groups in zip(names, shards, strict=True):
+        tensors = {key: factory().detach().contiguous() for group in groups for key, factory in group.items()}
+        save_file(tensors, folder / f"{name}.tmp", metadata={"format": "pt"})
+    if count > 1:
+        weight_map = {
+            key: name for name, groups in zip(names, shards, strict=True) for group in groups for key in group
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / f"{INDEX_FILE}.tmp").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names.append(INDEX_FILE)
+    for name in names:
+        commit_file(folder / name)
+    _remove_stale_files(folder, set(names))
+
+
+def commit_file(path: Path) -> None:
+    """Flush PATH.tmp to disk, then rename it to PATH: after a crash there is the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _remove_stale_files(folder: Path, current: set[str]) -> None:
+    """Delete the weights of an earlier save with another number of shards, which would be read instead of these."""
+    for path in (folder / INDEX_FILE, folder / WEIGHTS_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        if path.name not in current:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+// Functions of vectors: exponentials, activations, and loops over arrays of any length.
+#pragma once
+
+#include <cmath>
+#include <initializer_list>
+
+#include "simd.h"
+
+namespace {
+
+// e^x = 2^n e^r, |r| <= ln 2 / 2, to the last bit or two; clamped to what fp32 holds.
+inline Floats exponential(Floats x) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
+  x = x < -87.0f ? all(-87.0f) : x;
+  x = x > 88.0f ? all(88.0f) : x;
+  Floats n = (x * 1.44269504f + shift) - shift;
+  Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = all(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return p * scale;
+}
+
+inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+inline Floats tanh_of(Floats x) { return 2.0f * logistic(2.0f * x) - 1.0f; }
+
+// The error function (Abramowitz and Stegun 1964, 7.1.26), to 1.5e-7.
+inline Floats erf_of(Floats x) {
+  Floats size = x < 0.0f ? -x : x;
+  Floats t = 1.0f / (1.0f + 0.3275911f * size);
+  Floats p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  Floats y = 1.0f - p * exponential(-size * size);
+  return x < 0.0f ? -y : y;
+}
+
+enum Activation { RELU, RELU2, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID, TANH, IDENTITY };
+
+// In the order of Activation.
+constexpr std::initializer_list<const char*> ACTIVATION_NAMES = {"relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"};
+
+inline Floats activate(Floats x, int64_t kind) {
+  switch (kind) {
+    case RELU: return x > 0.0f ? x : Floats{};
+    case RELU2: return x > 0.0f ? x * x : Floats{};
+    case GELU: return 0.5f * x * (1.0f + erf_of(x * 0.70710678f));
+    case GELU_TANH: return x * logistic(1.59576912f * (x + 0.044715f * x * x * x));
+    case QUICK_GELU: return x * logistic(1.702f * x);
+    case SILU: return x * logistic(x);
+    case SIGMOID: return logistic(x);
+    case TANH: return tanh_of(x);
+    default: return x;
+  }
+}
+
+// x[i] = f(x[i], i, live) for i below count, a vector at a time, of which the first `live` lanes are elements.
+template <class Function>
+inline void transform(float* x, int64_t count, Function f) {
+  int64_t i = 0;
+  Floats v;
+  for (; i + LANES <= count; i += LANES) {
+    v = f(load<Floats>(x + i), i, LANES);
+    std::memcpy(x + i, &v, sizeof v);
+  }
+  if (i == count) return;
+  v = Floats{};
+  std::memcpy(&v, x + i, 4 * (count - i));
+  v = f(v, i, int(count - i));
+  std::memcpy(x + i, &v, 4 * (count - i));
+}
+
+// The first `count` lanes from memory, zeros in the others.
+inline Floats load_lanes(const float* from, int count) {
+  if (count == LANES) return load<Floats>(from);
+  Floats v = {};
+  std::memcpy(&v, from, 4 * count);
+  return v;
+}
+
+inline float dot(const float* a, const float* b, int64_t count) {
+  Floats even = {}, odd = {};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= count; i += 2 * LANES) {
+    even += load<Floats>(a + i) * load<Floats>(b + i);
+    odd += load<Floats>(a + i + LANES) * load<Floats>(b + i + LANES);
+  }
+  for (; i < count; i += LANES) {
+    int rest = int(std::min<int64_t>(LANES, count - i));
+    even += load_lanes(a + i, rest) * load_lanes(b + i, rest);
+  }
+  return sum(even + odd);
+}
+
+}  // namespace

@@ -1,0 +1,122 @@
+"""Kernels for training on a CPU: GELU (tanh) and causal attention, each with its gradient.
+
+They run where they are faster, on large fp32 tensors that require gradients.  Everything else is left to torch: forward
+mode, vmap, tracing, compilation, double backward.  The choice depends on the machine, its threads and the shapes alone,
+so that a resumed run has the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from monoblock.kernels.cpu.library import load_kernels
+
+MIN_ELEMENTS = 1 << 16  # smaller tensors are not worth compiling the kernels for
+MAX_HEAD_ELEMENTS = 1 << 16  # elements in the keys of one head: more do not stay in a core's cache
+
+
+def is_eager_training(*tensors: Tensor) -> bool:
+    """Whether this is plain eager training on a CPU with large tensors: nothing is traced or transformed."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or tensors[0].numel() < MIN_ELEMENTS:
+        return False
+    is_supported = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+    if not is_supported or not any(x.requires_grad for x in tensors) or torch.is_autocast_enabled("cpu"):
+        return False
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    is_traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    return not is_transformed and not is_traced
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    if is_eager_training(x) and x.is_contiguous() and load_kernels().is_ready:
+        return _GeluFunction.apply(x)
+    return F.gelu(x, approximate="tanh")
+
+
+class _GeluFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.monoblock.gelu_tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward
+            return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+        return torch.ops.monoblock.gelu_tanh_backward(grad, x)
+
+
+def supports_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel is faster for q (B, H, T, K) and k, v (B, G, T, *): short sequences, a head for every core."""
+    if not is_eager_training(q, k, v) or q.shape[2] != k.shape[2] or any(x.stride(-1) != 1 for x in (q, k, v)):
+        return False
+    is_short = k.shape[2] * max(k.shape[3], v.shape[3]) <= MAX_HEAD_ELEMENTS
+    return is_short and k.shape[0] * k.shape[1] >= torch.get_num_threads() and load_kernels().is_ready
+
+
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Attention of q (B, H, T, K) to k, v (B, G, T, *) in which each query sees the keys up to its own position."""
+    return _CausalAttentionFunction.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class _CausalAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, logs = torch.ops.monoblock.attend_causal(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out, logs)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logs = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward
+            return *_reference_gradients(grad, q, k, v, ctx.scale), None
+        return *torch.ops.monoblock.attend_causal_backward(grad, q, k, v, out, logs, ctx.scale), None
+
+
+def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Split the last axis of x (B, T, *)."""
+    if is_eager_training(x) and x.dim() == 3 and x.is_contiguous():
+        return _SplitColumnsFunction.apply(x, sizes)
+    return x.split(sizes, dim=-1)
+
+
+class _SplitColumnsFunction(torch.autograd.Function):
+    """A split whose backward copies nothing if gradients are adjacent in memory, as those of `attend_causal` are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return x.split(sizes, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        width = sum(grad.shape[-1] for grad in grads)
+        B, T, _ = grads[0].shape
+        strides = (T * width, width, 1)
+        offset, storage = grads[0].storage_offset(), grads[0].untyped_storage().data_ptr()
+        is_joined = not torch.is_grad_enabled() and offset == 0
+        for grad in grads:
+            is_adjacent = grad.storage_offset() == offset and grad.untyped_storage().data_ptr() == storage
+            is_joined = is_joined and is_adjacent and grad.stride() == strides
+            offset += grad.shape[-1]
+        return grads[0].as_strided((B, T, width), strides) if is_joined else torch.cat(grads, dim=-1), None
+
+
+def _reference_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor | None, ...]:
+    """Gradients of causal attention by torch, which can be differentiated again."""
+    q, k, v = inputs = tuple(x.view_as(x) for x in (q, k, v))  # three inputs, even if one tensor is passed three times
+    with sdpa_kernel(SDPBackend.MATH):
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    differentiable = [x for x in inputs if x.requires_grad]
+    grads = iter(torch.autograd.grad(out, differentiable, grad, create_graph=True))
+    return tuple(next(grads) if x.requires_grad else None for x in inputs)

@@ -1,0 +1,210 @@
+// Causal attention of whole sequences and its gradients, for sequences so short that a head fits in a core's cache.
+//
+//     P = softmax(Q K')    O = P V                       Q is scaled first; a query attends up to its own key
+//     dV = P' dO           dS = P (dO V' - sum(dO O))    dQ = dS K    dK = dS' Q
+//
+// A thread takes all queries that share one head of keys, BLOCK of them at a time, so each sum has one order, whatever
+// the number of threads.  Between the passes only the log of each row's sum is kept; P is computed again.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <tuple>
+
+#include "attention.h"
+#include "checks.h"
+#include "head_matrices.h"
+
+namespace {
+namespace causal {
+
+// -- softmax ----------------------------------------------------------------------------------------------------------
+
+constexpr float MASKED = -std::numeric_limits<float>::infinity();  // the score of a later key
+
+inline float max_of(Floats v) {
+  float tops[LANES];
+  std::memcpy(tops, &v, sizeof v);
+  for (int apart = LANES / 2; apart; apart /= 2)
+    for (int i = 0; i < apart; ++i) tops[i] = std::max(tops[i], tops[i + apart]);
+  return tops[0];
+}
+
+inline float max_of(const float* x, int64_t vectors) {
+  Floats top = all(MASKED);
+  for (int64_t n = 0; n < vectors; ++n) {
+    const Floats v = load<Floats>(x + n * LANES);
+    top = v > top ? v : top;
+  }
+  return max_of(top);
+}
+
+// x = e^(x - top), 0 where masked; returns the sum.
+inline float exp_row(float* x, int64_t vectors, float top) {
+  Floats total = {};
+  for (int64_t n = 0; n < vectors; ++n) {
+    Floats v = load<Floats>(x + n * LANES);
+    v = v == MASKED ? Floats{} : exponential(v - top);
+    std::memcpy(x + n * LANES, &v, sizeof v);
+    total += v;
+  }
+  return sum(total);
+}
+
+// Mask the scores of the keys behind a query; `visible` are the keys of its block.
+inline float* mask_row(Scratch& scores, int64_t row, int64_t own, int64_t visible) {
+  std::fill(scores.row(row) + own, scores.row(row) + round_up(visible, LANES), MASKED);
+  return scores.row(row);
+}
+
+// -- one head of keys -------------------------------------------------------------------------------------------------
+
+struct AttentionShape {
+  int64_t batch, heads, kv_heads, length, size, value_size;
+  float scale;
+  AttentionShape(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double by)
+      : scale(float(by)) {
+    check_heads("q", q, {ANY, ANY, ANY, ANY});
+    batch = q.size(0), heads = q.size(1), length = q.size(2), size = q.size(3);
+    check_heads("k", k, {batch, ANY, length, size});
+    kv_heads = k.size(1);
+    check_heads("v", v, {batch, kv_heads, length, ANY});
+    value_size = v.size(3);
+    TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, "k has ", kv_heads, " heads, which do not divide the ", heads, " heads of q");
+  }
+  // All queries, a block at a time, between `begin` and `end` for the keys they share.
+  template <class Worker>
+  void run(Worker worker) const {
+    at::parallel_for(0, batch * kv_heads, 1, [&](int64_t from, int64_t to) {
+      Worker own = worker;
+      for (int64_t n = from; n < to; ++n) {
+        const int64_t b = n / kv_heads, g = n % kv_heads, shared = heads / kv_heads;
+        own.begin(b, g);
+        for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+          for (int64_t first = 0; first < length; first += BLOCK)
+            own.run(b, h, first, std::min(BLOCK, length - first));
+        own.end(b, g);
+      }
+    });
+  }
+};
+
+// Heads (B, H, T, size) as columns of a tensor (B, T, *), the layout of the products before and after.
+at::Tensor heads_of(const at::Tensor& columns, int64_t from, int64_t heads, int64_t size) {
+  return columns.narrow(2, from, heads * size).unflatten(2, {heads, size}).transpose(1, 2);
+}
+
+struct Forward {
+  const AttentionShape& shape;
+  const at::Tensor &q, &k, &v;
+  at::Tensor columns = at::empty({shape.batch, shape.length, shape.heads * shape.value_size}, q.options());
+  at::Tensor out = heads_of(columns, 0, shape.heads, shape.value_size);
+  at::Tensor log_sums = at::empty({shape.batch, shape.heads, shape.length, 1}, q.options());
+  Scratch keys_t{shape.size, shape.length}, values{shape.length, shape.value_size};
+  Scratch block{BLOCK, shape.size}, weights{BLOCK, shape.length}, mixture{BLOCK, shape.value_size};
+
+  void begin(int64_t b, int64_t g) {
+    copy_transposed(Head(k, b, g), shape.length, keys_t);
+    copy_rows(Head(v, b, g), 0, shape.length, 1.0f, values);
+  }
+
+  void run(int64_t b, int64_t h, int64_t first, int64_t count) {
+    const int64_t visible = first + count, vectors = round_up(visible, LANES) / LANES;
+    const Head to(out, b, h), log_sum(log_sums, b, h);
+    float sums[BLOCK];
+    copy_rows(Head(q, b, h), first, count, shape.scale, block);
+    multiply(plain(block), keys_t, count, shape.size, visible, weights);
+    for (int64_t r = 0; r < count; ++r) {
+      float* row = mask_row(weights, r, first + r + 1, visible);
+      const float top = max_of(row, vectors);
+      sums[r] = exp_row(row, vectors, top);
+      *log_sum.row(first + r) = top + std::log(sums[r]);
+    }
+    multiply(plain(weights), values, count, visible, shape.value_size, mixture);
+    for (int64_t r = 0; r < count; ++r) copy_scaled(mixture.row(r), shape.value_size, 1.0f / sums[r], to.row(first + r));
+  }
+
+  void end(int64_t, int64_t) {}
+};
+
+struct Backward {
+  const AttentionShape& shape;
+  const at::Tensor &grad, &q, &k, &v, &out, &log_sums;
+  const int64_t first_key = shape.heads * shape.size, first_value = first_key + shape.kv_heads * shape.size;
+  const int64_t width = first_value + shape.kv_heads * shape.value_size;
+  at::Tensor columns = at::empty({shape.batch, shape.length, width}, q.options());  // of q, k and v side by side, as the input may be
+  at::Tensor grad_q = heads_of(columns, 0, shape.heads, shape.size);
+  at::Tensor grad_k = heads_of(columns, first_key, shape.kv_heads, shape.size);
+  at::Tensor grad_v = heads_of(columns, first_value, shape.kv_heads, shape.value_size);
+  Scratch keys{shape.length, shape.size}, keys_t{shape.size, shape.length};
+  Scratch values_t{shape.value_size, shape.length};
+  Scratch block{BLOCK, shape.size}, grads{BLOCK, shape.value_size}, weights{BLOCK, shape.length};
+  Scratch score_grads{BLOCK, shape.length}, query_grads{BLOCK, shape.size};
+  Scratch key_grads{shape.length, shape.size}, value_grads{shape.length, shape.value_size};
+
+  void begin(int64_t b, int64_t g) {
+    copy_rows(Head(k, b, g), 0, shape.length, 1.0f, keys);
+    copy_transposed(Head(k, b, g), shape.length, keys_t);
+    copy_transposed(Head(v, b, g), shape.length, values_t);
+    key_grads.clear();
+    value_grads.clear();
+  }
+
+  void run(int64_t b, int64_t h, int64_t first, int64_t count) {
+    const int64_t visible = first + count, vectors = round_up(visible, LANES) / LANES;
+    const Head to(grad_q, b, h), result(out, b, h), log_sum(log_sums, b, h);
+    copy_rows(Head(q, b, h), first, count, shape.scale, block);
+    copy_rows(Head(grad, b, h), first, count, 1.0f, grads);
+    result.fetch(first, count);
+    multiply(plain(block), keys_t, count, shape.size, visible, weights);
+    multiply(plain(grads), values_t, count, shape.value_size, visible, score_grads);
+    for (int64_t r = 0; r < count; ++r) {
+      const float mean = dot(grads.row(r), result.row(first + r), shape.value_size);
+      float *weight = mask_row(weights, r, first + r + 1, visible), *score_grad = score_grads.row(r);
+      exp_row(weight, vectors, *log_sum.row(first + r));
+      for (int64_t i = 0; i < vectors * LANES; ++i) score_grad[i] = weight[i] * (score_grad[i] - mean);
+    }
+    multiply(plain(score_grads), keys, count, visible, shape.size, query_grads);
+    multiply<true>(transposed(score_grads), block, visible, count, shape.size, key_grads);
+    multiply<true>(transposed(weights), grads, visible, count, shape.value_size, value_grads);
+    for (int64_t r = 0; r < count; ++r) copy_scaled(query_grads.row(r), shape.size, shape.scale, to.row(first + r));
+  }
+
+  void end(int64_t b, int64_t g) {
+    const Head to_keys(grad_k, b, g), to_values(grad_v, b, g);
+    for (int64_t n = 0; n < shape.length; ++n) {
+      copy_scaled(key_grads.row(n), shape.size, 1.0f, to_keys.row(n));
+      copy_scaled(value_grads.row(n), shape.value_size, 1.0f, to_values.row(n));
+    }
+  }
+};
+
+// -- the operators ----------------------------------------------------------------------------------------------------
+
+// q (B, H, T, K), k (B, G, T, K), v (B, G, T, V) -> the output (B, H, T, V), and the log of each row's sum (B, H, T, 1).
+std::tuple<at::Tensor, at::Tensor> attend_causal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+  const AttentionShape shape(q, k, v, scale);
+  const Forward worker{shape, q, k, v};
+  shape.run(worker);
+  return {worker.out, worker.log_sums};
+}
+
+// The gradients of q, k and v.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_causal_backward(const at::Tensor& output_grad, const at::Tensor& q,
+                                                                      const at::Tensor& k, const at::Tensor& v,
+                                                                      const at::Tensor& out, const at::Tensor& log_sums,
+                                                                      double scale) {
+  const AttentionShape shape(q, k, v, scale);
+  const int64_t B = shape.batch, H = shape.heads, T = shape.length, V = shape.value_size;
+  check_dtype("grad", output_grad, at::kFloat), check_shape("grad", output_grad, {B, H, T, V});
+  check_heads("out", out, {B, H, T, V}), check_heads("log_sums", log_sums, {B, H, T, 1});
+  const at::Tensor grad = output_grad.stride(3) == 1 ? output_grad : output_grad.contiguous();
+  const Backward worker{shape, grad, q, k, v, out, log_sums};
+  shape.run(worker);
+  return {worker.grad_q, worker.grad_k, worker.grad_v};
+}
+
+}  // namespace causal
+}  // namespace

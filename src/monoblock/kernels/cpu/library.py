@@ -1,0 +1,127 @@
+"""Compile and load the C++ kernels of this folder on first use.
+
+The library is stored in the user's cache folder under a hash of sources, torch version, compiler and processor, so it
+is built once.  Without a compiler `load_kernels` returns the reason, and everything runs in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SOURCE_FOLDER = Path(__file__).parent
+MAIN_SOURCE = SOURCE_FOLDER / "operators.cpp"  # registers all operators; the headers hold them
+SOURCES = [MAIN_SOURCE, *sorted(SOURCE_FOLDER.glob("*.h"))]
+COMPILERS = ("g++", "clang++", "c++")
+COMPILER_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
+COMPILER_TIMEOUT = 300  # seconds
+
+
+class KernelStatus(NamedTuple):
+    is_ready: bool
+    reason: str = ""  # if not ready
+
+
+@functools.cache
+def load_kernels() -> KernelStatus:
+    """Load torch.ops.monoblock.* and torch.classes.monoblock.*, compiled first if needed (half a minute, once)."""
+    compiler = find_compiler()
+    if compiler is None:
+        return KernelStatus(
+            False, f"no C++ compiler was found ({', '.join(COMPILERS)}), so weights are dequantized first"
+        )
+    try:
+        torch.ops.load_library(str(_build_library(compiler)))
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
+        message = str(getattr(error, "stderr", None) or error)
+        line = next((line for line in message.splitlines() if "error" in line), message.strip().split("\n")[0])
+        return KernelStatus(False, f"{Path(compiler).name} could not build the kernels ({line.strip()[:120]})")
+    for storage in ("dense", "int8", "int4"):
+        torch.library.register_fake(f"monoblock::linear_{storage}", _fake_product)
+    return KernelStatus(True)
+
+
+def find_compiler() -> str | None:
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@functools.cache
+def kernels_id() -> str:
+    """Identify the kernels of this machine, on which the bits of a training step depend; "" if there are none."""
+    compiler = find_compiler()
+    is_broken = load_kernels.cache_info().currsize > 0 and not load_kernels().is_ready
+    return "" if compiler is None or is_broken else f"kernels-{_build_hash(_compiler_command(compiler))}"
+
+
+def _compiler_command(compiler: str) -> list[str]:
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return [compiler, *COMPILER_FLAGS, native]
+
+
+def _build_library(compiler: str) -> Path:
+    """Return the path of the compiled kernels, compiling them if needed."""
+    command = _compiler_command(compiler)
+    library = cache_folder() / f"kernels-{_build_hash(command)}.so"
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    headers = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
+    with _exclusive_lock(library.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        if library.is_file():  # another process has compiled it
+            return library
+        output = Path(folder) / library.name
+        arguments = [*command, *headers, str(MAIN_SOURCE), *libraries, "-o", str(output)]
+        subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT)
+        os.replace(output, library)
+    return library
+
+
+@contextmanager
+def _exclusive_lock(lock: Path) -> Iterator[None]:
+    """Let one process at a time compile."""
+    import fcntl  # not available on Windows, where none of COMPILERS is expected
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "monoblock"
+
+
+def _build_hash(command: list[str]) -> str:
+    """Hash what the library depends on, also the processor: machines that share a home folder may differ in it."""
+    version = subprocess.run(
+        [command[0], "--version"], check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
+    )
+    sources = [file.read_text(encoding="utf-8") for file in SOURCES]
+    parts = [*sources, torch.__version__, *command, version.stdout, _processor_features()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))}))

@@ -1,0 +1,223 @@
+// y = x W' + bias for a few rows x (one token of each sequence), which is bound by the memory bandwidth of the weights.
+//
+// A weight is stored by rows, in groups along the row.  In one group, with its scale s and its least value m:
+//     dense   w           4 bytes, or the upper 2 of them (bfloat16)
+//     int8    s q         one byte each
+//     int4    m + s q     two in a byte: of 32 weights the first 16 are the lower halves of 16 bytes
+// so that  y = sum over groups of s (sum of q x) + m (sum of x), and q is widened in registers and never written.
+// Every sum has one order, so the number of rows that are multiplied at once never changes a bit.
+#pragma once
+
+#include <vector>
+
+#include "integer_dot.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int ROWS = 8, SUMS = 16;  // rows of a weight in a tile; sums that registers hold
+#else
+constexpr int ROWS = 4, SUMS = 8;
+#endif
+constexpr int CHUNK_VECTORS = CHUNK / LANES;  // vectors in a chunk
+
+// -- formats: unpack a chunk to floats or 16-bit integers; scale and least are those of a row, one a group ------------
+
+struct Fp32Format {
+  const float* weight;
+  int64_t columns;
+  static constexpr bool scaled = false, offset = false;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const float* from = weight + row * columns + column;
+    prefetch(from), prefetch(from + CHUNK / 2);
+    UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) out[p] = load<Floats>(from + p * LANES);
+  }
+  const uint16_t* scale(int64_t) const { return nullptr; }
+  const uint16_t* least(int64_t) const { return nullptr; }
+};
+
+struct Bf16Format {
+  const uint16_t* weight;
+  int64_t columns;
+  static constexpr bool scaled = false, offset = false;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const uint16_t* from = weight + row * columns + column;
+    prefetch(from);
+    UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) {
+      Ints bits = load_ints(from + p * LANES) << 16;
+      std::memcpy(&out[p], &bits, sizeof bits);
+    }
+  }
+  const uint16_t* scale(int64_t) const { return nullptr; }
+  const uint16_t* least(int64_t) const { return nullptr; }
+};
+
+struct Int8Format {
+  const int8_t* weight;
+  const uint16_t* scales;
+  int64_t columns, groups;
+  static constexpr bool scaled = true, offset = false;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const int8_t* from = weight + row * columns + column;
+    prefetch(from);
+    UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) out[p] = to_floats(load_ints(from + p * LANES));
+  }
+  void unpack(int64_t row, int64_t column, Shorts* out) const {
+    const int8_t* from = weight + row * columns + column;
+    prefetch(from);
+    UNROLL for (int p = 0; p < CHUNK_SHORTS; ++p) out[p] = load_shorts(from + p * 2 * LANES);
+  }
+  const uint16_t* scale(int64_t row) const { return scales + row * groups; }
+  const uint16_t* least(int64_t) const { return nullptr; }
+};
+
+struct Int4Format {
+  const uint8_t* weight;
+  const uint16_t *scales, *leasts;
+  int64_t columns, groups;
+  static constexpr bool scaled = true, offset = true;
+  void unpack(int64_t row, int64_t column, Floats* out) const {
+    const uint8_t* from = weight + (row * columns + column) / 2;
+    prefetch(from);
+    UNROLL for (int p = 0; p < CHUNK_VECTORS / 2; ++p) {
+      Ints both = load_ints(from + p * LANES);
+      out[p] = low_nibbles(both);
+      out[p + CHUNK_VECTORS / 2] = low_nibbles(both >> 4);
+    }
+  }
+  void unpack(int64_t row, int64_t column, Shorts* out) const {
+    const uint8_t* from = weight + (row * columns + column) / 2;
+    prefetch(from);
+    load_nibbles(from, out);
+  }
+  const uint16_t* scale(int64_t row) const { return scales + row * groups; }
+  const uint16_t* least(int64_t row) const { return leasts + row * groups; }
+};
+
+// -- the product ------------------------------------------------------------------------------------------------------
+
+struct MatvecInput {
+  const float* x;     // (batch, stride), of which columns are read
+  const float* sums;  // (batch, groups, LANES): a group added up lane by lane, for formats with an offset
+  int64_t batch, columns, group, groups, stride;
+  const int16_t* int16 = nullptr;  // (batch, columns) x quantized, for products in integers
+  const float* steps = nullptr;    // (batch, groups)
+};
+
+// Rows of a weight that one tile multiplies.  They lie far apart: the processor prefetches each as a stream of its own,
+// while short rows that follow each other would be one stream that is read in leaps.
+struct WeightRows {
+  int64_t first, step;
+  int count;
+  int64_t operator[](int number) const { return first + number * step; }
+  WeightRows from(int number) const { return {first + number * step, step, count - number}; }
+};
+
+// One group of R rows of the weight with B rows of x.
+template <int R, int B, class Format>
+inline void group_sums(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, int64_t g,
+                       Floats (&part)[R][B]) {
+  const int64_t begin = g * in.group, end = begin + in.group;
+  if constexpr (Format::scaled && HAS_INTEGER_DOT) {
+    Ints sums[R][B] = {};
+    for (int64_t c = begin; c < end; c += CHUNK)
+      UNROLL for (int r = 0; r < R; ++r) {
+        Shorts w[CHUNK_SHORTS];
+        format.unpack(band[r], c, w);
+        UNROLL for (int p = 0; p < CHUNK_SHORTS; ++p)
+          UNROLL for (int b = 0; b < B; ++b)
+            sums[r][b] = add_pair_products(sums[r][b], w[p],
+                               load<Shorts>(in.int16 + (first + b) * in.columns + c + p * 2 * LANES));
+      }
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int b = 0; b < B; ++b) part[r][b] = to_floats(sums[r][b]) * in.steps[(first + b) * in.groups + g];
+  } else {
+    for (int64_t c = begin; c < end; c += CHUNK) {
+      Floats w[R][CHUNK_VECTORS];
+      UNROLL for (int r = 0; r < R; ++r) format.unpack(band[r], c, w[r]);
+      UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p)
+        UNROLL for (int b = 0; b < B; ++b) {
+          const Floats x = load<Floats>(in.x + (first + b) * in.stride + c + p * LANES);
+          UNROLL for (int r = 0; r < R; ++r) part[r][b] += w[r][p] * x;
+        }
+    }
+  }
+}
+
+// R rows of the weight with B rows of x: what is unpacked once is used B times, in R * B independent sums.
+// Scales and least values (rows, groups) are fp32 here, each broadcast to all lanes.
+template <int R, int B, class Format>
+inline void tile(const Format& format, const MatvecInput& in, const float* scales, const float* leasts, const WeightRows& band,
+                 int64_t first, float* y, int64_t rows) {
+  Floats total[R][B] = {};
+  if constexpr (!Format::scaled) {
+    for (int64_t g = 0; g < in.groups; ++g) group_sums(format, in, band, first, g, total);
+  } else {
+    for (int64_t g = 0; g < in.groups; ++g) {
+      Floats part[R][B] = {};
+      group_sums(format, in, band, first, g, part);
+      UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int b = 0; b < B; ++b) {
+          total[r][b] += part[r][b] * scales[r * in.groups + g];
+          if (Format::offset)
+            total[r][b] += leasts[r * in.groups + g] * load<Floats>(in.sums + ((first + b) * in.groups + g) * LANES);
+        }
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int b = 0; b < B; ++b) y[(first + b) * rows + band[r]] = sum(total[r][b]);
+}
+
+// Some rows of the weight with B rows of x, as many sums at a time as registers hold.
+template <int B, class Format>
+inline void tiles(const Format& format, const MatvecInput& in, const float* scales, const float* leasts, const WeightRows& band,
+                  int64_t first, float* y, int64_t rows) {
+  constexpr int R = std::min(ROWS, SUMS / B);
+  int r = 0;
+  for (; r + R <= band.count; r += R)
+    tile<R, B>(format, in, scales + r * in.groups, leasts + r * in.groups, band.from(r), first, y, rows);
+  for (; r < band.count; ++r)
+    tile<1, B>(format, in, scales + r * in.groups, leasts + r * in.groups, band.from(r), first, y, rows);
+}
+
+// A few rows of the weight with all rows of x.  `scales` and `leasts` are scratch.
+template <class Format>
+void multiply_band(const Format& format, const MatvecInput& in, const WeightRows& band, const float* bias, float* y, int64_t rows,
+          float* scales, float* leasts) {
+  for (int r = 0; r < band.count; ++r) {
+    if (Format::scaled) bf16_to_fp32(format.scale(band[r]), in.groups, scales + r * in.groups);
+    if (Format::offset) bf16_to_fp32(format.least(band[r]), in.groups, leasts + r * in.groups);
+  }
+  int64_t b = 0;
+  for (; b + 8 <= in.batch; b += 8) tiles<8>(format, in, scales, leasts, band, b, y, rows);
+  for (; b + 4 <= in.batch; b += 4) tiles<4>(format, in, scales, leasts, band, b, y, rows);
+  for (; b + 2 <= in.batch; b += 2) tiles<2>(format, in, scales, leasts, band, b, y, rows);
+  for (; b < in.batch; ++b) tiles<1>(format, in, scales, leasts, band, b, y, rows);
+  if (bias)
+    for (b = 0; b < in.batch; ++b)
+      for (int r = 0; r < band.count; ++r) y[b * rows + band[r]] += bias[band[r]];
+}
+
+// The rows from low to high of the weight with all rows of x.
+template <class Format>
+void multiply_rows(const Format& format, const MatvecInput& in, int64_t low, int64_t high, const float* bias, float* y,
+             int64_t rows, float* scales, float* leasts) {
+  const int64_t apart = (high - low) / ROWS, rest = low + apart * ROWS;
+  for (int64_t n = 0; n < apart; ++n) multiply_band(format, in, {low + n, apart, ROWS}, bias, y, rows, scales, leasts);
+  if (rest < high) multiply_band(format, in, {rest, 1, int(high - rest)}, bias, y, rows, scales, leasts);
+}
+
+// x quantized to 16 bits, for products in integers.
+struct QuantizedInput {
+  std::vector<int16_t> int16;
+  std::vector<float> steps;
+
+  void fill(MatvecInput& in) {
+    int16.resize(in.batch * in.columns), steps.resize(in.batch * in.groups);
+    for (int64_t b = 0; b < in.batch; ++b)
+      quantize_row(in.x + b * in.stride, in.groups, in.group, int16.data() + b * in.columns, steps.data() + b * in.groups);
+    in.int16 = int16.data(), in.steps = steps.data();
+  }
+};
+
+}  // namespace

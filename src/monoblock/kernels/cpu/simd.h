@@ -1,0 +1,123 @@
+// SIMD vectors of the compiler (GCC, Clang): one source for AVX-512, AVX2 and NEON, chosen by the target flags.
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;  // floats in a vector
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int64_t WEIGHTS_PER_THREAD = 1 << 15;  // fewer are not worth another thread
+constexpr int PREFETCH_BYTES = 2048;         // how far ahead weights are fetched
+
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+
+// Rows are short and many, so hardware prefetchers lose track of them; fetch what is read `ahead` bytes later.
+template <class Number>
+inline void prefetch(const Number* from, int ahead = PREFETCH_BYTES) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead);
+}
+
+template <class Vector, class Number>
+inline Vector load(const Number* from) {
+  Vector out;
+  std::memcpy(&out, from, sizeof out);  // unaligned
+  return out;
+}
+
+// -- LANES small integers as 32-bit ones, which compilers do not vectorize by themselves -----------------------------
+
+#if defined(__AVX512F__)
+inline Ints load_ints(const int8_t* from) { return Ints(_mm512_cvtepi8_epi32(load<__m128i>(from))); }
+inline Ints load_ints(const uint8_t* from) { return Ints(_mm512_cvtepu8_epi32(load<__m128i>(from))); }
+inline Ints load_ints(const uint16_t* from) { return Ints(_mm512_cvtepu16_epi32(load<__m256i>(from))); }
+#elif defined(__AVX2__)
+inline Ints load_ints(const int8_t* from) { return Ints(_mm256_cvtepi8_epi32(_mm_loadu_si64(from))); }
+inline Ints load_ints(const uint8_t* from) { return Ints(_mm256_cvtepu8_epi32(_mm_loadu_si64(from))); }
+inline Ints load_ints(const uint16_t* from) { return Ints(_mm256_cvtepu16_epi32(load<__m128i>(from))); }
+#elif defined(__ARM_NEON)
+inline Ints join(int32x4_t low, int32x4_t high) {
+  Ints out;
+  std::memcpy(&out, &low, 16);
+  std::memcpy(reinterpret_cast<char*>(&out) + 16, &high, 16);
+  return out;
+}
+inline Ints load_ints(const int8_t* from) {
+  int16x8_t wide = vmovl_s8(vld1_s8(from));
+  return join(vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide));
+}
+inline Ints load_ints(const uint16_t* from) {
+  uint16x8_t wide = vld1q_u16(from);
+  return join(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide)));
+}
+inline Ints load_ints(const uint8_t* from) {
+  uint16x8_t wide = vmovl_u8(vld1_u8(from));
+  return join(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide)));
+}
+#else
+template <class Number>
+inline Ints load_ints(const Number* from) {
+  Ints out;
+  for (int i = 0; i < LANES; ++i) out[i] = from[i];
+  return out;
+}
+#endif
+
+inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
+
+// The lowest four bits of each integer.
+inline Floats low_nibbles(Ints v) {
+#if defined(__AVX512F__)
+  const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return Floats(_mm512_permutexvar_ps(__m512i(v), __m512(numbers)));  // ignores all other bits
+#else
+  return to_floats(v & 15);
+#endif
+}
+
+// bfloat16 to fp32: the upper half of its bits.
+inline void bf16_to_fp32(const uint16_t* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    prefetch(from + i);
+    Ints bits = load_ints(from + i) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+  for (; i < count; ++i) {
+    uint32_t bits = uint32_t(from[i]) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+}
+
+inline Floats all(float value) { return Floats{} + value; }
+
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+inline float sum(Floats v) {
+  using Eight = float __attribute__((vector_size(32)));
+  using Four = float __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+  Eight e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  Eight e = v;
+#endif
+  Four f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
+  return (f[0] + f[1]) + (f[2] + f[3]);
+}
+
+}  // namespace

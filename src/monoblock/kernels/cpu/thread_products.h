@@ -1,0 +1,156 @@
+// One step of a stack by several threads: what they share, and each thread's part of the matrix products.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "matvec.h"
+#include "stack_weights.h"
+
+namespace {
+
+// Waiting threads spin for a little while, then yield.
+struct Barrier {
+  const int threads;
+  std::atomic<int> arrived{0}, round{0};
+
+  explicit Barrier(int count) : threads(count) {}
+
+  void wait() {
+    if (threads == 1) return;
+    const int mine = round.load(std::memory_order_relaxed);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived.store(0, std::memory_order_relaxed);
+      round.store(mine + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round.load(std::memory_order_acquire) == mine; ++spins) {
+      if (spins > 2000) sched_yield();
+#if defined(__AVX2__)
+      _mm_pause();
+#endif
+    }
+  }
+};
+
+// Keys and values of one block, (rows, heads, columns, size) each, and the steps between them.
+struct KeyValues {
+  float *keys, *values;
+  int64_t key_row, key_head, key_column, value_row, value_head, value_column, rows, columns, key_size, value_size;
+
+  KeyValues() = default;
+  KeyValues(const at::Tensor& k, const at::Tensor& v)
+      : keys(static_cast<float*>(k.data_ptr())), values(static_cast<float*>(v.data_ptr())), key_row(k.stride(0)),
+        key_head(k.stride(1)), key_column(k.stride(2)), value_row(v.stride(0)), value_head(v.stride(1)),
+        value_column(v.stride(2)), rows(k.size(0)), columns(k.size(2)), key_size(k.size(3)), value_size(v.size(3)) {}
+};
+
+// All that the threads of one step read, and the scratch they hand to each other.  Owned by one call.
+struct StackStep {
+  const NativeStack& stack;
+  int64_t batch, tokens;         // all tokens of this step, and how many of them each row has, one after the other
+  std::vector<int64_t> lengths;  // tokens before each token of the step
+  const bool* active;            // rows that store their tokens; null: all
+  std::vector<KeyValues> caches, sources;  // one a block; sources: of those with cross-attention
+  std::vector<const float*> rotary_cos, rotary_sin, biases;
+  std::vector<int64_t> rotary_pairs, bias_columns;
+  const bool* source_mask = nullptr;
+  int64_t source_mask_row = 0, max_length = 0, max_keys = 0;  // positions in use, keys of one query
+  float *queries = nullptr, *keys = nullptr, *values = nullptr, *attended = nullptr;
+  float *hidden = nullptr, *gates = nullptr, *first = nullptr, *second = nullptr;
+  int64_t query_step = 0, key_step = 0, value_step = 0;
+};
+
+struct Product {
+  const WeightMatrix* matrix;
+  float* y;
+  int64_t y_stride;
+};
+
+class ThreadProducts {
+ public:
+  ThreadProducts(const StackStep& s, Barrier& b, int n, int c) : step(s), barrier(b), number(n), count(c) {}
+
+ protected:
+  const StackStep& step;
+  Barrier& barrier;
+  const int number, count;  // of this thread, and of all
+
+  // This thread's share of so many equal pieces of work.
+  std::pair<int64_t, int64_t> share(int64_t size) const { return {size * number / count, size * (number + 1) / count}; }
+
+  // Whole groups are read: zero what a larger layer may have left behind the inputs of a matrix.
+  static void zero_padding(const WeightMatrix& m, float* row, int64_t inputs) {
+    if (inputs < m.columns) std::fill(row + inputs, row + m.columns, 0.0f);
+  }
+
+  // Bands of ROWS rows from begin to end.
+  void multiply_bands(const WeightMatrix& m, const float* x, int64_t stride, int64_t begin, int64_t end, float* y,
+                      int64_t y_stride) {
+    const MatvecInput in = input(m, x, stride);
+    const int64_t low = begin * ROWS, high = std::min(end * ROWS, m.rows);
+    switch (m.format) {
+      case WeightMatrix::DENSE: multiply_dense(m, in, low, high, y, y_stride); break;
+      case WeightMatrix::INT8:
+        multiply_rows(Int8Format{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, in, low, high,
+                      m.bias, y, y_stride, scales.data(), leasts.data());
+        break;
+      default:
+        multiply_rows(Int4Format{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups}, in, low,
+                      high, m.bias, y, y_stride, scales.data(), leasts.data());
+    }
+  }
+
+  // This thread's share of several products of one x.
+  void multiply(std::initializer_list<Product> products, const float* x, int64_t stride) {
+    int64_t total = 0, before = 0;
+    for (const Product& p : products) total += bands(*p.matrix);
+    const auto [begin, end] = share(total);
+    for (const Product& p : products) {
+      const int64_t size = bands(*p.matrix);
+      const int64_t b = std::max(begin - before, int64_t(0)), e = std::min(end - before, size);
+      if (b < e) multiply_bands(*p.matrix, x, stride, b, e, p.y, p.y_stride);
+      before += size;
+    }
+  }
+
+  static int64_t bands(const WeightMatrix& m) { return (m.rows + ROWS - 1) / ROWS; }
+
+ private:
+  std::vector<float> sums, scales, leasts;
+  QuantizedInput quantized;
+
+  MatvecInput input(const WeightMatrix& m, const float* x, int64_t stride) {
+    const int64_t tail = m.format == WeightMatrix::DENSE ? m.columns % CHUNK : 0, columns = m.columns - tail;
+    MatvecInput in{x, nullptr, step.batch, columns, columns / m.groups, columns ? m.groups : 0, stride};
+    if (m.format == WeightMatrix::DENSE) return in;
+    if (int64_t(scales.size()) < ROWS * m.groups) scales.resize(ROWS * m.groups), leasts.resize(ROWS * m.groups);
+    if (HAS_INTEGER_DOT) quantized.fill(in);
+    if (m.format != WeightMatrix::INT4) return in;
+    sums.resize(step.batch * m.groups * LANES);
+    for (int64_t b = 0; b < step.batch; ++b)
+      for (int64_t g = 0; g < m.groups; ++g) {
+        Floats total = {};
+        for (int64_t i = 0; i < in.group; i += LANES) total += load<Floats>(x + b * stride + g * in.group + i);
+        store(sums.data() + (b * m.groups + g) * LANES, total);
+      }
+    in.sums = sums.data();
+    return in;
+  }
+
+  void multiply_dense(const WeightMatrix& m, const MatvecInput& in, int64_t low, int64_t high, float* y, int64_t y_stride) {
+    const float* weight = static_cast<const float*>(m.weight);
+    multiply_rows(Fp32Format{weight, m.columns}, in, low, high, m.bias, y, y_stride, nullptr, nullptr);
+    if (in.columns == m.columns) return;
+    for (int64_t b = 0; b < step.batch; ++b)  // the columns behind the last whole chunk
+      for (int64_t row = low; row < high; ++row)
+        y[b * y_stride + row] += dot(in.x + b * in.stride + in.columns, weight + row * m.columns + in.columns,
+                                     m.columns - in.columns);
+  }
+};
+
+}  // namespace

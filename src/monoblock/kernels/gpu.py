@@ -1,0 +1,136 @@
+"""Triton kernels for decoding one token on a GPU: matrix times vector, norm, gated activation, attention over a cache.
+
+A decoding step reads every weight once and computes little with it, so memory bandwidth and the number of kernel
+launches decide its speed.  Each function equals the plain path in nn/ up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+# Of the attention kernel: keys at a time, warps, blocks loaded ahead; measured on an H200.
+ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 64, 4, 2
+TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether Triton is installed and supports the GPU."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    from monoblock.kernels import triton
+
+    return triton
+
+
+def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """weight (N, K) times the single vector in x (…, K), plus bias, plus residual: (…, N)."""
+    N, K = weight.shape
+    out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+    rows, columns, warps = _tile_sizes(N, K)
+    _triton_kernels().matvec_kernel[(-(-N // rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        weight if residual is None else residual,
+        out,
+        N,
+        K,
+        bias is not None,
+        residual is not None,
+        rows,
+        columns,
+        num_warps=warps,
+    )
+    return out
+
+
+def _tile_sizes(N: int, K: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: the fastest of those measured on an H200."""
+    if K <= 1024:
+        return (8, 256, 2) if N > 16384 else (2, 1024, 4)
+    if K > 8192:
+        return 4, 1024, 2
+    return (2, 2048, 2) if N >= 2048 else (1, 1024, 8)
+
+
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, cast_after_scale: bool
+) -> Tensor:
+    """`nn.norm.layer_norm` (centered) or `nn.norm.rms_norm` in one kernel."""
+    out, K = torch.empty_like(x), x.shape[-1]
+    block = 1 << (K - 1).bit_length()
+    parameters = (x if weight is None else weight, x if bias is None else bias)
+    _triton_kernels().norm_kernel[(x.numel() // K,)](
+        x, *parameters, out, K, eps,
+        CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, CAST_AFTER_SCALE=cast_after_scale,
+        BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of the concatenated projections [gate | up] (…, 2F): (…, F)."""
+    F = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
+    blocks = -(-F // 512)
+    _triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
+        gate_up, out, F, ACTIVATION_CODES[activation], 512, num_warps=4
+    )
+    return out
+
+
+def attend_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    layout: str | None = None,
+) -> Tensor:
+    """Rotate one new token a row, append it to the cache and attend to all cached tokens.
+
+    q (B, H, 1, K), k and v (B, G, 1, K), keys and values (B, G, capacity, K), lengths (B,) before the new token.
+    """
+    B, H, _, K = q.shape
+    G, capacity = keys.shape[1], keys.shape[2]
+    splits = max(1, min(-(-capacity // 64), TARGET_PROGRAMS // (B * G)))
+    out = torch.empty(B, H, 1, K, dtype=q.dtype, device=q.device)
+    partials = torch.empty(B * H * splits * (K + 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
+    rotary_layout = ROTARY_LAYOUTS[layout] if cos is not None else 0
+    pairs = cos.shape[-1] if cos is not None else 1
+    cos_rows = cos.shape[0] if cos is not None else 1
+    heads = H // G
+    padded_heads = max(16, 1 << (heads - 1).bit_length())
+    _triton_kernels().attend_kernel[(B * G, splits)](
+        q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out, partials,
+        K**-0.5 if scale is None else scale,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        pairs if cos_rows > 1 else 0, H, G, splits,
+        HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
+        BLOCK=ATTENTION_BLOCK if K <= 128 else ATTENTION_BLOCK // 2,
+        num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES,
+    )  # fmt: skip
+    if splits > 1:
+        padded_splits = 1 << (splits - 1).bit_length()
+        _triton_kernels().combine_kernel[(B * H,)](partials, out, splits, padded_splits, K, num_warps=1)
+    return out

@@ -1,0 +1,182 @@
+"""Triton source of the kernels in gpu.py; imported only if Triton is installed and there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matvec_kernel(
+    x, weight, bias, residual, out, N, K,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Each program multiplies ROWS rows of the weight with x, COLUMNS at a time, accumulating in fp32."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < N
+    columns = tl.arange(0, COLUMNS)
+    start = weight + rows.to(tl.int64)[:, None] * K
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, K, COLUMNS):
+        index = first + columns
+        mask = index < K
+        w = tl.load(
+            start + index[None, :], mask=row_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        x_block = tl.load(x + index, mask=mask, other=0.0)
+        total += w.to(tl.float32) * x_block.to(tl.float32)[None, :]
+    y = tl.sum(total, 1)
+    if HAS_BIAS:
+        y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
+        y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+
+
+@triton.jit
+def norm_kernel(
+    x, weight, bias, out, K, eps,
+    CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CAST_AFTER_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Each program normalizes one vector."""
+    row = tl.program_id(0).to(tl.int64) * K
+    index = tl.arange(0, BLOCK)
+    mask = index < K
+    wide = tl.load(x + row + index, mask=mask, other=0.0).to(tl.float32)
+    if CENTERED:
+        wide = tl.where(mask, wide - tl.sum(wide, 0) / K, 0.0)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
+    if HAS_WEIGHT:
+        scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)
+        if CAST_AFTER_SCALE:
+            wide = wide * scale
+        else:
+            wide = wide.to(out.dtype.element_ty).to(tl.float32) * scale.to(out.dtype.element_ty).to(tl.float32)
+    if HAS_BIAS:
+        wide += tl.load(bias + index, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + index, wide.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+    """act(gate) * up, rounded after the activation as two separate kernels would."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < F
+    gate = tl.load(x + row * 2 * F + index, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * F + F + index, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == 0:
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == 1:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate * tl.sigmoid(2 * inner)
+    elif ACTIVATION == 2:
+        gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    else:
+        gate = tl.maximum(gate, 0.0)
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * F + index, (gate * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate(pointer, offsets, cos, sin, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr, mask) -> Any:
+    """Load the components `offsets` of a head, rotated by their angles; those beyond the pairs stay as they are."""
+    x = tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ROTARY_LAYOUT == 0:
+        return x
+    if ROTARY_LAYOUT == 1:
+        partner = tl.where(offsets < PAIRS, offsets + PAIRS, offsets - PAIRS)
+        pair = offsets % PAIRS
+        sign = tl.where(offsets < PAIRS, -1.0, 1.0)
+    else:
+        partner = offsets ^ 1
+        pair = offsets // 2
+        sign = tl.where(offsets % 2 == 0, -1.0, 1.0)
+    inside = (offsets < 2 * PAIRS) & mask
+    other = tl.load(pointer + partner, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + pair, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sin + pair, mask=inside, other=0.0).to(tl.float32)
+    return x * c + sign * other * s
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, keys, values, lengths, cos, sin, out, partials, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head,
+    keys_row, keys_head, keys_column, values_row, values_head, values_column,
+    cos_row, H, G, splits,
+    HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Attend from the query heads of one group of one row to one split of the cache; split 0 adds the new token."""
+    row, group, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    index = tl.arange(0, K)
+    head = tl.arange(0, PADDED_HEADS)
+    head_mask = head < HEADS
+    length = tl.load(lengths + row)
+    cos += row * cos_row
+    sin += row * cos_row
+    dtype = out.dtype.element_ty
+    first_head = group * HEADS
+    heads = (first_head + head)[:, None] * q_head + tl.zeros((1, K), tl.int32)
+    offsets = tl.zeros((PADDED_HEADS, 1), tl.int32) + index[None, :]
+    query = rotate(q + row * q_row + heads, offsets, cos, sin, PAIRS, ROTARY_LAYOUT, head_mask[:, None] & (offsets < K))
+    query = query.to(dtype)  # (PADDED_HEADS, K): tensor cores multiply at least 16 rows
+
+    running_max = tl.full((PADDED_HEADS,), -float("inf"), tl.float32)
+    total = tl.zeros((PADDED_HEADS,), tl.float32)
+    accumulator = tl.zeros((PADDED_HEADS, K), tl.float32)
+    keys += row.to(tl.int64) * keys_row + group * keys_head
+    values += row.to(tl.int64) * values_row + group * values_head
+    if split == 0:
+        new_key = rotate(k + row * k_row + group * k_head, index, cos, sin, PAIRS, ROTARY_LAYOUT, index < K).to(dtype)
+        new_value = tl.load(v + row * v_row + group * v_head + index)
+        tl.store(keys + length * keys_column + index, new_key)
+        tl.store(values + length * values_column + index, new_value)
+        running_max = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        total += 1.0
+        accumulator += new_value.to(tl.float32)[None, :]
+    split_length = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+    begin = split * split_length
+    end = tl.minimum(begin + split_length, length)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        visible = column < end
+        key = tl.load(keys + column[:, None] * keys_column + index[None, :], mask=visible[:, None], other=0.0)
+        value = tl.load(values + column[:, None] * values_column + index[None, :], mask=visible[:, None], other=0.0)
+        score = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, -float("inf"))  # (PADDED_HEADS, BLOCK)
+        new_max = tl.maximum(running_max, tl.max(score, 1))
+        rescale = tl.exp(running_max - new_max)
+        weights = tl.exp(score - new_max[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        accumulator = accumulator * rescale[:, None] + tl.dot(weights.to(dtype), value)
+        running_max = new_max
+
+    out_row = row * H + first_head + head
+    if splits == 1:
+        result = (accumulator / total[:, None]).to(dtype)
+        tl.store(out + out_row[:, None] * K + index[None, :], result, mask=head_mask[:, None])
+    else:
+        partial = partials + (out_row * splits + split) * (K + 2)
+        tl.store(partial[:, None] + index[None, :], accumulator, mask=head_mask[:, None])
+        tl.store(partial + K, running_max, mask=head_mask)
+        tl.store(partial + K + 1, total, mask=head_mask)
+
+
+@triton.jit
+def combine_kernel(partials, out, splits, SPLITS: tl.constexpr, K: tl.constexpr) -> Any:
+    """Combine the splits of one head; an empty split has weight 0."""
+    head = tl.program_id(0)
+    index, split = tl.arange(0, K), tl.arange(0, SPLITS)
+    mask = split < splits
+    partial = partials + (head * splits + split) * (K + 2)
+    running_max = tl.load(partial + K, mask=mask, other=-float("inf"))
+    weight = tl.exp(running_max - tl.max(running_max, 0))
+    total = tl.sum(tl.load(partial + K + 1, mask=mask, other=0.0) * weight, 0)
+    accumulator = tl.load(partial[:, None] + index[None, :], mask=mask[:, None], other=0.0)
+    y = tl.sum(accumulator * weight[:, None], 0) / total
+    tl.store(out + head * K + index, y.to(out.dtype.element_ty))

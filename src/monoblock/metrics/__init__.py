@@ -1,0 +1,1 @@
+"""Scores of predictions: classification, SQuAD answers, ROUGE, BLEU, chrF, error rates and perplexity."""

@@ -1,0 +1,121 @@
+"""Metrics of generated text: BLEU and chrF (by sacreBLEU, with signature), character error rate, accuracy, perplexity.
+
+    score = bleu(["the cat sat"], [["the cat sat"]], lowercase=True)     # a list of references for each text
+    score.value, score.signature
+
+BLEU, chrF, CER and accuracy are percentages over the whole corpus.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from monoblock.errors import ConfigError, InputError
+
+References = Sequence[Sequence[str]]  # for each text one or more accepted references
+
+
+class Score(NamedTuple):
+    """The value of a metric and the signature of its version and options, as sacreBLEU reports it."""
+
+    value: float
+    signature: str = ""
+
+
+def _import_package(name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ConfigError(f"the package {name} is not installed; write pip install 'monoblock[eval]'") from None
+
+
+def _reference_streams(hypotheses: Sequence[str], references: References) -> list[list[str | None]]:
+    """Transpose references as sacreBLEU takes them: the first of every text, then the second; None fills the gaps."""
+    if len(hypotheses) != len(references) or not hypotheses or not all(references):
+        raise InputError(
+            f"{len(hypotheses)} texts and {len(references)} rows of references; give one or more for each text, "
+            "and at least one text"
+        )
+    return [list(stream) for stream in itertools.zip_longest(*references)]
+
+
+def bleu(hypotheses: Sequence[str], references: References, *, lowercase: bool = False, tokenize: str = "13a") -> Score:
+    """Compute BLEU-4 of a corpus (Papineni et al. 2002) with sacreBLEU (Post 2018)."""
+    streams = _reference_streams(hypotheses, references)
+    metric = _import_package("sacrebleu").BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
+    value = metric.corpus_score(list(hypotheses), streams).score
+    return Score(float(value), str(metric.get_signature()))
+
+
+def chrf(hypotheses: Sequence[str], references: References) -> Score:
+    """Compute chrF2 (Popović 2015): F-score of character n-grams up to length 6, with twice the weight on recall."""
+    streams = _reference_streams(hypotheses, references)
+    metric = _import_package("sacrebleu").CHRF()
+    value = metric.corpus_score(list(hypotheses), streams).score
+    return Score(float(value), str(metric.get_signature()))
+
+
+def bleu_tokenized(hypotheses: Sequence[str], references: References, language: str = "en") -> Score:
+    """Compute BLEU-4 of lowercased texts split by the Moses tokenizer, comparable to multi-bleu.perl."""
+    moses = _import_package("sacremoses").MosesTokenizer(lang=language)
+
+    def tokenize(text: str) -> str:
+        return str(moses.tokenize(text.lower(), return_str=True, escape=False))
+
+    tokenized_references = [[tokenize(text) for text in row] for row in references]
+    score = bleu([tokenize(text) for text in hypotheses], tokenized_references, tokenize="none")
+    return Score(score.value, f"{score.signature}|lc|moses.{language}")
+
+
+# -- characters and words ---------------------------------------------------------------------------------------------
+
+
+def edit_distance(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Compute the Levenshtein distance: the fewest insertions, deletions and substitutions that turn `a` into `b`."""
+    previous = list(range(len(b) + 1))
+    for index, item in enumerate(a, 1):
+        row = [index]
+        for column, other in enumerate(b, 1):
+            row.append(min(previous[column] + 1, row[-1] + 1, previous[column - 1] + (item != other)))
+        previous = row
+    return previous[-1]
+
+
+def cer(hypotheses: Sequence[str], references: References) -> float:
+    """Compute the character error rate: edits to the nearest reference, in percent of its characters."""
+    _reference_streams(hypotheses, references)
+    errors = total = 0
+    for text, accepted in zip(hypotheses, references, strict=True):
+        # Of equally near references the longest, so that the result does not depend on their order.
+        distance, length = min((edit_distance(text, reference), -len(reference)) for reference in accepted)
+        errors, total = errors + distance, total - length
+    return 100 * errors / max(total, 1)
+
+
+def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int = 1) -> float:
+    """Compute the percentage of texts with an accepted reference among their first k hypotheses."""
+    if len(hypotheses) != len(references) or not hypotheses:
+        raise InputError(f"{len(hypotheses)} texts and {len(references)} rows of references; give as many, one or more")
+    pairs = zip(hypotheses, references, strict=True)
+    correct = sum(not set(candidates[:k]).isdisjoint(accepted) for candidates, accepted in pairs)
+    return 100 * correct / len(hypotheses)
+
+
+# -- language models --------------------------------------------------------------------------------------------------
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of the mean cross-entropy in nats, with the loss clamped to 50."""
+    return math.exp(min(loss, 50.0))
+
+
+def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float:
+    """Convert the mean loss of tokens to bits per byte of their text, which do not depend on the tokenizer."""
+    if num_bytes < 1:
+        raise InputError("a text of no bytes has no bits per byte; give one character or more")
+    return loss * num_tokens / math.log(2) / num_bytes

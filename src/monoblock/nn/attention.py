@@ -1,0 +1,234 @@
+"""Scaled dot-product attention, and multi-head attention built on it: MHA, GQA and MQA, self and cross.
+
+`attend` is equation 1 in plain steps; `attend_fused` computes the same with one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config.model import AttentionConfig, Buckets
+from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
+from monoblock.nn.attention_context import AttentionContext, compile_once
+from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.linear import fused_linear, should_fuse
+from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.plain_module import weight_if_plain
+from monoblock.nn.positions import apply_rotary, bucket_bias
+from monoblock.nn.tap import Tap, apply_tap, tap_wants
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    tap: Tap | None = None,
+) -> Tensor:
+    """softmax(q k' / sqrt(K) + bias) v, over the keys the mask allows (Vaswani et al. 2017, eq. 1).
+
+    q (B, H, T, K), k (B, G, S, K), v (B, G, S, *) with G dividing H; mask (B, 1, T, S) True where q may see k.
+    A query that may see no key gives zeros.  Scores of 16-bit inputs are computed in fp32.
+    """
+    H, K = q.shape[1], q.shape[3]
+    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) if t.shape[1] != H else t for t in (k, v))
+    wide_q, wide_k = (t.float() if t.dtype in HALF_DTYPES else t for t in (q, k))
+    scores = wide_q @ wide_k.mT * (K**-0.5 if scale is None else scale)  # (B, H, T, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    scores = apply_tap(tap, "scores", scores)
+    weights = _softmax(scores, sinks)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0)  # a query without keys gives 0; a NaN among visible keys still shows
+    weights = F.dropout(apply_tap(tap, "weights", weights), dropout)
+    return weights.to(v.dtype) @ v
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys; a sink (H,) adds to the denominator only."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, *, scale: float | None) -> Tensor:
+    """`attend` by FlexAttention (Dong et al. 2024), which skips masked blocks and stores no matrix of scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    run: Any = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
+    return run(q, k, v, block_mask=context.block_mask(), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attend_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: AttentionContext,
+    *,
+    scale: float | None,
+    dropout: float,
+    bias: Tensor | None,
+) -> Tensor:
+    """`attend` by one kernel.  Queries without keys see every key and are then zeroed: kernels are undefined there."""
+    if bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and context.uses_flex(q):
+        return attend_flex(q, k, v, context, scale=scale)
+    mask, blind = context.fused_mask(bias, q.dtype)
+    causal = mask is None and context.resolved_mask.kind == "causal"
+    if causal and dropout == 0.0 and supports_causal_attention(q, k, v):
+        return attend_causal(q, k, v, scale)
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+    )
+    return out if blind is None else out.masked_fill(blind, 0)
+
+
+def fold_beams(q: Tensor, num_sources: int) -> Tensor:
+    """Put the queries (n·B, H, T, K) of n beams that share one source side by side: (B, H, n·T, K)."""
+    if q.shape[0] == num_sources:
+        return q
+    return q.unflatten(0, (num_sources, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def unfold_beams(heads: Tensor, num_rows: int) -> Tensor:
+    """Undo `fold_beams` on the output of attention."""
+    if heads.shape[0] == num_rows:
+        return heads
+    return heads.unflatten(2, (num_rows // heads.shape[0], -1)).transpose(1, 2).flatten(0, 1)
+
+
+def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
+    """Select the heads left after pruning from a bias (B, H, T, S) of all heads."""
+    return bias[:, list(config.kept_heads)] if config.kept_heads else bias
+
+
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017, 3.2.2); grouped-query with fewer key heads (Ainslie et al. 2023)."""
+
+    def __init__(self, width: int, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        H, G, K, value_size = config.heads, config.num_kv_heads, config.key_size(width), config.value_size(width)
+        self.query = nn.Linear(width, H * K, bias="q" in config.bias)
+        self.key = nn.Linear(width, G * K, bias="k" in config.bias)
+        self.value = nn.Linear(width, G * value_size, bias="v" in config.bias)
+        self.output = nn.Linear(H * value_size, width, bias="o" in config.bias)
+        self.query_norm, self.key_norm = self._qk_norm(H, K), self._qk_norm(G, K)
+        self.sinks = nn.Parameter(torch.zeros(H)) if config.sinks else None
+        self.position_bias: nn.Embedding | None = None
+        if isinstance(config.positions, Buckets) and not config.positions.shared:
+            self.position_bias = nn.Embedding(config.positions.count, config.num_unpruned_heads)
+
+    def _qk_norm(self, heads: int, size: int) -> Norm | None:
+        if self.config.qk_norm is None:
+            return None
+        shapes: dict[str, int | tuple[int, ...]] = {"head": size, "each_head": (heads, size), "width": heads * size}
+        return Norm(shapes[self.config.qk_norm_over], self.config.qk_norm)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        *,
+        memory: Tensor | None = None,
+        layer_cache: LayerCache | CrossAttentionCache | None = None,
+        cache_write: CacheWrite | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Attend from x (B, T, D) to itself, or to memory (B, S, D)."""
+        is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
+        queries, new_keys, new_values = self.project_qkv(x, x if memory is None else memory, is_cached)
+        q = self._split_heads(queries, self.config.heads, self.query_norm)
+        if context.rotary_angles is not None:
+            q = apply_rotary(q, context.rotary_angles)
+        keys, values = self._update_keys_values(new_keys, new_values, context, layer_cache, cache_write)
+        q, keys, values = apply_tap(tap, "query", q), apply_tap(tap, "key", keys), apply_tap(tap, "value", values)
+        rows, q = q.shape[0], fold_beams(q, keys.shape[0])
+        out = unfold_beams(self._attend(q, keys, values, context, tap), rows)  # (B, H, T, value size)
+        out = apply_tap(tap, "heads", out).transpose(1, 2).flatten(2)
+        return self.output(out)
+
+    def _split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
+        """(B, T, heads * size) -> (B, heads, T, size), clamped and normalized if configured."""
+        if self.config.clip is not None:
+            x = x.clamp(-self.config.clip, self.config.clip)
+        if norm is not None and self.config.qk_norm_over == "width":
+            x = norm(x)
+        x = x.unflatten(-1, (heads, x.shape[-1] // heads))
+        if norm is not None and self.config.qk_norm_over != "width":
+            x = norm(x)
+        return x.transpose(1, 2)
+
+    def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Project queries from x, and keys and values from the source unless they are cached."""
+        layers = (self.query, self.key, self.value)
+        if source is x and not is_cached and should_fuse(x, layers):
+            q, k, v = fused_linear(x, layers)
+            return q, k, v
+        return self.query(x), None if is_cached else self.key(source), None if is_cached else self.value(source)
+
+    def _update_keys_values(
+        self,
+        new_keys: Tensor | None,
+        new_values: Tensor | None,
+        context: AttentionContext,
+        layer_cache: LayerCache | CrossAttentionCache | None,
+        cache_write: CacheWrite | None,
+    ) -> KeyValues:
+        """Split and rotate new keys and values, write them to the cache; return all that queries may see."""
+        if new_keys is None or new_values is None:
+            assert isinstance(layer_cache, CrossAttentionCache)
+            assert layer_cache.keys is not None
+            assert layer_cache.values is not None
+            return KeyValues(layer_cache.keys, layer_cache.values)
+        keys = self._split_heads(new_keys, self.config.num_kv_heads, self.key_norm)
+        values = self._split_heads(new_values, self.config.num_kv_heads)
+        if context.rotary_angles is not None:
+            keys = apply_rotary(keys, context.rotary_angles)
+        if isinstance(layer_cache, CrossAttentionCache):
+            return layer_cache.fill(keys, values)
+        if isinstance(layer_cache, LayerCache):
+            assert cache_write is not None
+            return layer_cache.update(keys, values, cache_write)
+        return KeyValues(keys, values)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None) -> Tensor:
+        config = self.config
+        bias = context.bias if self.position_bias is None else self._layer_position_bias(context)
+        dropout = config.dropout if self.training else 0.0
+        has_scores = tap_wants(tap, "weights") or tap_wants(tap, "scores")
+        if config.softcap is None and self.sinks is None and not has_scores:
+            return attend_fused(q, k, v, context, scale=config.scale, dropout=dropout, bias=bias)
+        mask, scale, softcap = context.dense_mask(), config.scale, config.softcap
+        return attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=self.sinks, dropout=dropout, tap=tap)
+
+    def _layer_position_bias(self, context: AttentionContext) -> Tensor:
+        """The bias from this block's own table of relative positions."""
+        assert isinstance(self.config.positions, Buckets)
+        assert self.position_bias is not None
+        mask = context.resolved_mask
+        bias = bucket_bias(
+            self.config.positions,
+            weight_if_plain(self.position_bias, nn.Embedding),
+            mask.q.positions,
+            mask.k.positions,
+            bidirectional=self.config.mask == "full",
+        )
+        return select_kept_heads(bias, self.config)

@@ -1,0 +1,100 @@
+"""What all blocks with one attention configuration share in a forward pass: mask, bias and rotary angles."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.nn.masks import ResolvedMask
+from monoblock.nn.positions import RotaryAngles
+
+FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
+
+
+@functools.cache
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+class AttentionContext:
+    """Mask, bias and rotary angles of one pass; `prepare` computes once what several blocks need."""
+
+    def __init__(
+        self, resolved_mask: ResolvedMask, bias: Tensor | None = None, rotary_angles: RotaryAngles | None = None
+    ) -> None:
+        self.resolved_mask = resolved_mask
+        self.bias = bias  # (B, H, T, S)
+        self.rotary_angles = rotary_angles
+        self.cached_lengths: Tensor | None = None  # (B,) if each row has one new token, which sees all cached ones
+        self._dense_mask: Tensor | None = None
+        self._safe_mask: tuple[Tensor, Tensor] | None = None
+        self._prepared_bias: tuple[Tensor, Tensor | None] | None = None
+        self._block_mask: Any = None
+
+    def prepare(self, x: Tensor) -> AttentionContext:
+        """Compute what the fused path needs, so that a checkpointed block finds the same tensors when it is rerun."""
+        if self.bias is not None:
+            self._prepared_bias = self._masked_bias(self.bias, x.dtype)
+        elif self.uses_flex(x):
+            self._block_mask = self._build_block_mask()
+        elif self.resolved_mask.kind == "dense":
+            self.safe_mask()
+        return self
+
+    def uses_flex(self, x: Tensor) -> bool:
+        """Whether FlexAttention pays: on a GPU, with a dense mask and many queries."""
+        return (
+            x.is_cuda
+            and self.resolved_mask.kind == "dense"
+            and self.bias is None
+            and self.resolved_mask.q.length >= FLEX_MIN_QUERIES
+        )
+
+    def dense_mask(self) -> Tensor | None:
+        """The mask as booleans (B, 1, T, S), or None if every key is visible."""
+        if self._dense_mask is None and self.resolved_mask.kind != "all":
+            self._dense_mask = self.resolved_mask.dense()
+        return self._dense_mask
+
+    def safe_mask(self) -> tuple[Tensor, Tensor] | None:
+        """The mask in which rows without a visible key see every key, and which rows those are (B, 1, T, 1)."""
+        dense = self.dense_mask()
+        if self._safe_mask is None and dense is not None:
+            blind = ~dense.any(-1, keepdim=True)
+            self._safe_mask = dense | blind, blind
+        return self._safe_mask
+
+    def block_mask(self) -> Any:
+        """The mask as a FlexAttention BlockMask."""
+        if self._block_mask is None:
+            self._block_mask = self._build_block_mask()
+        return self._block_mask
+
+    def _build_block_mask(self) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        q, k = self.resolved_mask.q, self.resolved_mask.k
+        build: Any = create_block_mask if torch.compiler.is_compiling() else compile_once(create_block_mask)
+        batch = max(q.positions.shape[0], k.positions.shape[0])
+        mask = self.resolved_mask.mask.to_mask_mod(q, k)
+        return build(mask, batch if batch > 1 else None, None, q.length, k.length, device=q.positions.device)
+
+    def fused_mask(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """The mask argument of a fused kernel (boolean, or the bias with -inf) and the rows without a visible key."""
+        if bias is None:
+            return (self.safe_mask() or (None, None)) if self.resolved_mask.kind == "dense" else (None, None)
+        if bias is self.bias and self._prepared_bias is not None:
+            return self._prepared_bias
+        return self._masked_bias(bias, dtype)
+
+    def _masked_bias(self, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        safe_mask = self.safe_mask()
+        if safe_mask is None:
+            return bias.to(dtype), None
+        allowed, blind = safe_mask
+        return bias.to(dtype).masked_fill(~allowed, -math.inf), blind

@@ -1,0 +1,114 @@
+"""The Transformer block: attention, optional cross-attention and feed-forward, each with norm and residual.
+
+pre        x + f(norm(x))             post     norm(x + f(x))
+output     x + norm(f(x))             sandwich x + norm'(f(norm(x)))
+parallel   x + attention(norm(x)) + feedforward(norm'(x)), with norm' = norm when shared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config.model import BlockConfig
+from monoblock.nn.attention import Attention
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.experts import Experts
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.norm import Norm
+from monoblock.nn.tap import Tap, apply_tap, prefix_tap
+
+
+class Block(nn.Module):
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = Attention(config.width, config.attention)
+        self.cross = Attention(config.width, config.cross) if config.cross is not None else None
+        kind = FeedForward if config.feedforward.experts is None else Experts
+        self.feedforward = kind(config.width, config.feedforward)
+        shared = config.residual == "parallel_shared"
+        self._add_norms_and_gain("attention", has_norm=config.attention_norm)
+        if config.cross is not None:
+            self._add_norms_and_gain("cross", has_norm=True)
+        self._add_norms_and_gain("feedforward", has_norm=not shared)
+
+    def _add_norms_and_gain(self, name: str, *, has_norm: bool) -> None:
+        """Register the norms and the gain of one sublayer under its name."""
+        config = self.config
+        has_output_norm = has_norm and config.norm_place == "sandwich"
+        self.register_module(f"{name}_norm", Norm(config.width, config.norm) if has_norm else None)
+        self.register_module(f"{name}_output_norm", Norm(config.width, config.norm) if has_output_norm else None)
+        gain = None if config.layer_scale is None else nn.Parameter(torch.full((config.width,), config.layer_scale))
+        self.register_parameter(f"{name}_gain", gain)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        *,
+        memory: Tensor | None = None,
+        memory_context: AttentionContext | None = None,
+        layer_cache: LayerCache | None = None,
+        cache_write: CacheWrite | None = None,
+        cross_cache: CrossAttentionCache | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        x = apply_tap(tap, "input", x)
+
+        def attention(h: Tensor) -> Tensor:
+            return self.attention(
+                h, context, layer_cache=layer_cache, cache_write=cache_write, tap=prefix_tap(tap, "attention")
+            )
+
+        def cross(h: Tensor) -> Tensor:
+            assert self.cross is not None
+            assert memory_context is not None
+            return self.cross(h, memory_context, memory=memory, layer_cache=cross_cache, tap=prefix_tap(tap, "cross"))
+
+        def feedforward(h: Tensor) -> Tensor:
+            # Without a tap any module of one argument may replace the feed-forward.
+            return self.feedforward(h) if tap is None else self.feedforward(h, tap=prefix_tap(tap, "feedforward"))
+
+        if self.config.residual != "sequential":
+            return apply_tap(tap, "output", self._apply_parallel(x, attention, feedforward, tap))
+        x = self._apply_sublayer(x, "attention", attention, tap)
+        if self.cross is not None:
+            x = self._apply_sublayer(x, "cross", cross, tap)
+        return apply_tap(tap, "output", self._apply_sublayer(x, "feedforward", feedforward, tap))
+
+    def _apply_sublayer(self, x: Tensor, name: str, sublayer: Callable[[Tensor], Tensor], tap: Tap | None) -> Tensor:
+        """Apply one sublayer with its norm and residual connection."""
+        norm_place, norm = self.config.norm_place, getattr(self, f"{name}_norm")
+        update = sublayer(norm(x) if norm_place in ("pre", "sandwich") and norm is not None else x)
+        if norm_place == "output":
+            update = norm(update)
+        elif norm_place == "sandwich":
+            update = getattr(self, f"{name}_output_norm")(update)
+        x = x + self._scale_residual(name, update, tap)
+        return norm(x) if norm_place == "post" else x
+
+    def _apply_parallel(
+        self, x: Tensor, attention: Callable[[Tensor], Tensor], feedforward: Callable[[Tensor], Tensor], tap: Tap | None
+    ) -> Tensor:
+        """Apply attention and feed-forward to the same x."""
+        attention_norm, feedforward_norm = (getattr(self, f"{name}_norm") for name in ("attention", "feedforward"))
+        attention_input = x if attention_norm is None else attention_norm(x)
+        feedforward_input = attention_input if feedforward_norm is None else feedforward_norm(x)
+        update = self._scale_residual("attention", attention(attention_input), tap)
+        update = update + self._scale_residual("feedforward", feedforward(feedforward_input), tap)
+        return x + update
+
+    def _scale_residual(self, name: str, update: Tensor, tap: Tap | None) -> Tensor:
+        """Apply dropout, gain and scale to what is added to the residual stream."""
+        update = F.dropout(apply_tap(tap, f"{name}.output", update), self.config.dropout, self.training)
+        gain = getattr(self, f"{name}_gain")
+        if gain is not None:
+            update = update * gain
+        return update if self.config.residual_scale == 1.0 else update * self.config.residual_scale

@@ -1,0 +1,272 @@
+"""Keys and values kept between forward passes, one `LayerCache` a block, with a separate length for each row.
+
+A pass writes behind `lengths` and does not advance them: the decoding loop calls `advance`.  So a pass can be repeated,
+draft tokens dropped (`truncate`), rows reordered (`select`) or copied (`fork`).  Padding is not stored: the length of a
+row counts its valid tokens.
+
+    full      a column for every token up to the capacity
+    windowed  a ring of window + chunk - 1 columns: what a window still sees while `chunk` tokens are written
+    cross     keys and values of the source, computed once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from monoblock.config.model import AttentionConfig, StackConfig
+from monoblock.errors import InputError
+from monoblock.nn.cache_index import CacheIndex, CacheWrite
+from monoblock.nn.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.token_positions import TokenPositions
+
+
+class Cache:
+    """The cache of one decoder for `batch` rows of at most `capacity` tokens.
+
+    `chunk` is the number of tokens a pass usually writes; longer passes are correct, but slower in windowed blocks.
+    """
+
+    def __init__(
+        self,
+        stack_config: StackConfig,
+        *,
+        batch: int,
+        capacity: int,
+        chunk: int = 16,
+        device: torch.device | None = None,
+    ) -> None:
+        if batch < 1 or capacity < 1 or chunk < 1:
+            raise InputError(f"batch={batch}, capacity={capacity}, chunk={chunk} make an empty cache; write 1 or more")
+        self.stack_config, self.capacity = stack_config, capacity
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.max_written = torch.zeros_like(self.lengths)  # the most tokens ever written to each row
+        self.common_length: int | None = 0  # the length of all rows, if the host knows that they are equally long
+        self.max_length = 0
+        self.is_static = False  # every pass has the same shapes and writes in place, so that a graph can replay it
+        self.rows_per_source = 1  # rows that share one source: the beams of one sentence
+        self.spare_buffer: Tensor | None = None  # receives the next keys or values whose rows are reordered
+        self.layers: list[LayerCache] = []
+        self.cross_layers: list[CrossAttentionCache | None] = []
+        self.index_by_capacity: dict[int, CacheIndex] = {}
+        self.memory_positions: TokenPositions | None = None  # of the source
+        for block in stack_config.layers():
+            size, window = self._layer_capacity(block.attention, chunk)
+            self.layers.append(LayerCache(size))
+            self.cross_layers.append(CrossAttentionCache() if block.cross is not None else None)
+            self.index_by_capacity.setdefault(size, CacheIndex(batch, size, window, device))
+
+    def _layer_capacity(self, config: AttentionConfig, chunk: int) -> tuple[int, int | None]:
+        """The number of columns a block needs, and its window if they form a ring."""
+        sees_beyond_window = config.global_tokens or config.random_blocks
+        if config.window is None or sees_beyond_window or config.window + chunk - 1 >= self.capacity:
+            return self.capacity, None
+        return config.window + chunk - 1, config.window
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    # -- writing and truncating ------------------------------------------------------------------------------------
+
+    def prepare_write(self, new_positions: TokenPositions) -> list[CacheWrite]:
+        """Prepare a pass over new tokens: one `CacheWrite` a block."""
+        counts = new_positions.length if new_positions.valid is None else new_positions.valid.sum(-1)
+        required = self.max_length + new_positions.length
+        if required > self.capacity:  # padding takes no room, and the longest rows may be gone: read the lengths
+            self.max_length = int(self.lengths.max())
+            required = int((self.lengths + counts).max())
+        if required > self.capacity:
+            raise InputError(
+                f"the cache holds {self.capacity} tokens a row: {self.max_length} are in it and "
+                f"{new_positions.length} more were given; make it with capacity={required} or more"
+            )
+        if not self.is_static:
+            self.max_written = torch.maximum(self.max_written, self.lengths + counts)
+        writes = {
+            size: index.prepare_write(new_positions, self.lengths, self.max_length, self.is_static)
+            for size, index in self.index_by_capacity.items()
+        }
+        return [writes[layer.capacity] for layer in self.layers]
+
+    def advance(self, counts: int | Tensor) -> None:
+        """Keep `counts` of the tokens just written: one number for all rows, or one a row (B,)."""
+        least, most = (counts, counts) if isinstance(counts, int) else (int(counts.min()), int(counts.max()))
+        if least < 0 or (isinstance(counts, int) and self.max_length + most > self.capacity):
+            raise InputError(
+                f"a cache of {self.capacity} that holds {self.max_length} tokens cannot keep {counts} more"
+            )
+        self.lengths = self.lengths + counts
+        if isinstance(counts, int):
+            self.common_length = None if self.common_length is None else self.common_length + counts
+            self.max_length += counts
+        else:
+            self.common_length, self.max_length = None, int(self.lengths.max())
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """Drop the tokens beyond these lengths; raise if a ring has overwritten what came before them."""
+        if int(torch.as_tensor(lengths).min()) < 0:
+            raise InputError(f"a cache cannot be cut to {lengths} tokens; write 0 or more")
+        new_lengths = torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device))
+        indices = self.index_by_capacity.values()
+        if not all(bool(index.can_truncate(new_lengths, self.max_written).all()) for index in indices):
+            count = int((self.max_written - new_lengths).max())
+            raise InputError(
+                f"{count} tokens cannot be truncated: a windowed block has overwritten what came before them; "
+                f"make the cache with chunk={count} or more"
+            )
+        self.max_written = torch.where(new_lengths == 0, 0, self.max_written)
+        self.lengths = new_lengths
+        self.max_length = int(self.lengths.max())
+        self.common_length = self.max_length if self.common_length is not None and isinstance(lengths, int) else None
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Keep these rows in this order; a row may be repeated.
+
+        If several rows share one source, all sources are kept unless `sources` selects them.
+        """
+        keeps_batch = len(rows) == self.batch and not self.is_static
+        self.lengths, self.max_written = self.lengths[rows], self.max_written[rows]
+        for index in self.index_by_capacity.values():
+            index.select(rows)
+        for layer in self.layers:
+            # Beams are reordered at every step and most columns are still empty; a ring is full of what it holds.
+            copies_prefix = keeps_batch and layer.capacity == self.capacity
+            layer.map_tensors((lambda t: self._reorder_rows(t, rows)) if copies_prefix else (lambda t: t[rows]))
+        if self.rows_per_source == 1:
+            sources = rows
+        if sources is not None:
+            self._map_sources(lambda t: t[sources])
+
+    def _reorder_rows(self, t: Tensor, rows: Tensor) -> Tensor:
+        """Copy the columns in use, in the new order, to the spare buffer, which `t` then becomes."""
+        if self.spare_buffer is None or self.spare_buffer.shape != t.shape or self.spare_buffer.dtype != t.dtype:
+            self.spare_buffer = torch.zeros_like(t)
+        out, self.spare_buffer = self.spare_buffer, t
+        torch.index_select(t[:, :, : self.max_length], 0, rows, out=out[:, :, : self.max_length])
+        return out
+
+    def repeat_interleave(self, copies: int) -> None:
+        """Repeat each row `copies` times, as beams that share one source."""
+        if copies == 1:
+            return
+        if self.rows_per_source != 1:
+            raise InputError("the rows of this cache have been repeated before; repeat those of a new one")
+        rows = torch.arange(self.batch, device=self.lengths.device).repeat_interleave(copies)
+        self.rows_per_source = copies
+        self.select(rows)
+
+    def fork(self, row: int) -> None:
+        """Append a copy of one row."""
+        if not -self.batch <= row < self.batch:
+            raise InputError(f"there is no row {row} in a cache of {self.batch}")
+        rows = torch.arange(self.batch, device=self.lengths.device)
+        self.select(torch.cat((rows, rows[row].view(1))))
+
+    def append_rows(self, other: Cache) -> None:
+        """Append the rows of another cache of this model."""
+        shape = (self.stack_config, self.capacity, self.rows_per_source)
+        is_compatible = shape == (other.stack_config, other.capacity, other.rows_per_source)
+        if not is_compatible or self.index_by_capacity.keys() != other.index_by_capacity.keys():
+            raise InputError("only caches of one model, one capacity and one number of copies can be joined")
+        if self.memory_positions is not None and other.memory_positions is not None:
+            self._append_sources(other, self.memory_positions, other.memory_positions)  # before `batch` changes
+        self.lengths = torch.cat((self.lengths, other.lengths))
+        self.max_written = torch.cat((self.max_written, other.max_written))
+        self.max_length = max(self.max_length, other.max_length)
+        self.common_length = self.common_length if self.common_length == other.common_length else None
+        for size, index in self.index_by_capacity.items():
+            index.append_rows(other.index_by_capacity[size])
+        for layer, other_layer in zip(self.layers, other.layers, strict=True):
+            layer.append_rows(other_layer)
+
+    # -- sources ---------------------------------------------------------------------------------------------------
+
+    def _append_sources(self, other: Cache, positions: TokenPositions, other_positions: TokenPositions) -> None:
+        length = max(positions.length, other_positions.length)
+        valid = [
+            _pad_axis(_expand_valid(source, cache.batch // cache.rows_per_source), length, 1, False)
+            for cache, source in ((self, positions), (other, other_positions))
+        ]
+        arange = torch.arange(length, device=self.lengths.device)[None]
+        self.memory_positions = TokenPositions(arange, valid=torch.cat(valid))
+        for layer, other_layer in zip(self.cross_layers, other.cross_layers, strict=True):
+            if layer is not None and other_layer is not None:
+                layer.map_tensors(lambda t: _pad_axis(t, length, 2, 0))
+                other_layer.map_tensors(lambda t: _pad_axis(t, length, 2, 0))
+                layer.append_rows(other_layer)
+
+    def _map_sources(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for layer in self.cross_layers:
+            if layer is not None:
+                layer.map_tensors(fn)
+        if self.memory_positions is not None:
+            self.memory_positions = self.memory_positions.map_tensors(lambda t: fn(t) if t.shape[0] > 1 else t)
+
+    # -- fixed shapes ----------------------------------------------------------------------------------------------
+
+    def make_static(self) -> None:
+        """Make every pass independent of the lengths the host knows: all columns are returned and masked."""
+        self.is_static, self.common_length, self.max_length = True, None, self.capacity - 1
+
+    def make_dynamic(self) -> None:
+        """Undo `make_static`: read the lengths from the device."""
+        self.is_static, self.max_length = False, int(self.lengths.max())
+        for index in self.index_by_capacity.values():
+            index.record_single_tokens(self.lengths)
+        self.max_written = torch.maximum(self.max_written, self.lengths)
+
+    def copy_from(self, other: Cache) -> bool:
+        """Copy another cache of the same shapes in place; return False if shapes differ."""
+        tensors, other_tensors = self._tensors(), other._tensors()
+        is_compatible = (self.stack_config, self.rows_per_source) == (other.stack_config, other.rows_per_source)
+        if not is_compatible or tensors.keys() != other_tensors.keys() or self.memory_positions is not None:
+            return False
+        if any(tensors[name].shape != other_tensors[name].shape for name in tensors):
+            return False
+        for name, tensor in tensors.items():
+            tensor.copy_(other_tensors[name])
+        return True
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors of a decoder without sources, by name."""
+        tensors: dict[str, Tensor | None] = {"lengths": self.lengths}
+        for number, layer in enumerate(self.layers):
+            tensors |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
+        for size, index in self.index_by_capacity.items():
+            tensors |= {f"{size}.{name}": tensor for name, tensor in index.tensors().items()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    # -- properties ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether cached tokens are separated by document."""
+        return next(iter(self.index_by_capacity.values())).document is not None
+
+    def last_positions(self) -> tuple[Tensor, Tensor | None]:
+        """The position of each row's last token and its document: (B, 1) each."""
+        return next(iter(self.index_by_capacity.values())).last_positions(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the cached keys and values, without scratch columns."""
+        layers = [t[:, :, :-1] for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
+        sources = [t for layer in self.cross_layers if layer for t in (layer.keys, layer.values) if t is not None]
+        return sum(t.numel() * t.element_size() for t in layers + sources)
+
+
+def _pad_axis(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
+    """Pad one axis at the end."""
+    missing = [*t.shape[:axis], length - t.shape[axis], *t.shape[axis + 1 :]]
+    return torch.cat((t, t.new_full(missing, fill)), axis)
+
+
+def _expand_valid(positions: TokenPositions, batch: int) -> Tensor:
+    """Which tokens are valid, in a row for each of the batch: (B, S)."""
+    valid = torch.ones_like(positions.positions, dtype=torch.bool) if positions.valid is None else positions.valid
+    return valid.expand(batch, -1)

@@ -1,0 +1,156 @@
+"""Which column of a cache holds which token, which column the next token is written to, and which a query may see.
+
+Tokens are counted row by row without padding.  Blocks of one capacity share one `CacheIndex`, which is either a column
+for every token or, for windowed attention, a ring of window + chunk - 1 columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoblock.nn.token_positions import TokenPositions
+
+POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
+OPTIONAL_FIELDS = ("document", "prefix_or_global")
+
+
+class CacheWrite(NamedTuple):
+    """How one pass writes to the layers of one capacity, and the positions of the keys it sees."""
+
+    columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
+    key_positions: TokenPositions
+    num_visible: int  # the number of columns returned
+    cached_lengths: Tensor | None  # (B,) in a static cache with one new token a row, which sees all columns up to it
+    is_concatenated: bool  # a chunk too long for the ring: return the old columns followed by all new tokens
+
+
+class CacheIndex:
+    """The positions of the tokens held by caches of one capacity, each field (B, capacity + 1)."""
+
+    def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
+        self.capacity, self.window = capacity, window
+        self.positions = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
+        self.token_index = torch.full_like(self.positions, -1)  # which token of its row a column holds, from 0
+        self.document: Tensor | None = None
+        self.prefix_or_global: Tensor | None = None
+
+    def prepare_write(
+        self, new_positions: TokenPositions, lengths: Tensor, max_length: int, is_static: bool = False
+    ) -> CacheWrite:
+        """Record the positions of new tokens; return their columns and what they see."""
+        if is_static and new_positions.length == 1 and new_positions.valid is None and self.is_sequential:
+            return self._single_token_write(lengths)
+        B, T = lengths.shape[0], new_positions.length
+        valid = new_positions.valid
+        if valid is None:
+            valid = torch.ones(1, 1, dtype=torch.bool, device=lengths.device)
+        token_index = lengths[:, None] + valid.expand(B, T).long().cumsum(-1) - 1  # (B, T) among valid tokens
+        limit = token_index[:, -1:] + 1
+        is_concatenated = self.window is not None and T + self.window > self.capacity + 1
+        before = self._visible_positions(lengths[:, None], self.capacity) if is_concatenated else None
+        kept = valid & (token_index >= limit - self.capacity)
+        columns = torch.where(kept, token_index % self.capacity, self.capacity)
+        self._record(new_positions, token_index, columns)
+        if before is not None:
+            return CacheWrite(columns, _concatenate_positions(before, new_positions, B), self.capacity, None, True)
+        num_visible = self.capacity if self.window is not None else min(self.capacity, max_length + T)
+        if new_positions.start is not None and self.is_sequential:
+            key_positions = TokenPositions(self.positions[:1, :num_visible], start=0)
+        else:
+            key_positions = self._visible_positions(limit, num_visible)
+        return CacheWrite(columns, key_positions, num_visible, None, False)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether columns hold tokens in order and a token sees all before it."""
+        return self.window is None and self.document is None and self.prefix_or_global is None
+
+    def _single_token_write(self, lengths: Tensor) -> CacheWrite:
+        """Write one token a row with few operations; `record_single_tokens` records their positions afterwards."""
+        column = torch.arange(self.capacity, device=lengths.device)[None]
+        key_positions = TokenPositions(column, valid=column <= lengths[:, None])
+        return CacheWrite(lengths[:, None], key_positions, self.capacity, lengths, False)
+
+    def record_single_tokens(self, lengths: Tensor) -> None:
+        """Record the positions of tokens written by single-token passes."""
+        if self.is_sequential:
+            column = torch.arange(self.capacity + 1, device=lengths.device)[None]
+            known = self.token_index >= 0
+            self.positions = torch.where(known, self.positions, column)
+            self.token_index = torch.where(column < lengths[:, None], column, self.token_index)
+
+    def _record(self, new_positions: TokenPositions, token_index: Tensor, columns: Tensor) -> None:
+        B, T = columns.shape
+        self.positions.scatter_(1, columns, new_positions.positions.expand(B, T))
+        self.token_index.scatter_(1, columns, token_index)
+        self.token_index[:, self.capacity] = -1
+        for name in OPTIONAL_FIELDS:
+            new, stored = getattr(new_positions, name), getattr(self, name)
+            if new is None and stored is None:
+                continue
+            if stored is None:
+                stored = torch.zeros_like(self.positions, dtype=new.dtype)
+                setattr(self, name, stored)
+            new = torch.zeros_like(columns, dtype=stored.dtype) if new is None else new.expand(B, T)
+            stored.scatter_(1, columns, new)
+
+    def _visible_positions(self, limit: Tensor, num_visible: int) -> TokenPositions:
+        """The positions in the first columns; tokens at or beyond `limit` were truncated and are not valid."""
+        token_index = self.token_index[:, :num_visible]
+        document, prefix_or_global = (
+            None if field is None else field[:, :num_visible].clone()
+            for field in (self.document, self.prefix_or_global)
+        )
+        valid = (token_index >= 0) & (token_index < limit)
+        return TokenPositions(self.positions[:, :num_visible].clone(), document, valid, prefix_or_global)
+
+    def last_positions(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The position of each row's last token, -1 in an empty row, and its document: (B, 1) each."""
+        column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
+        positions = self.positions.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
+        return positions, None if self.document is None else self.document.gather(1, column)
+
+    def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
+        """Whether rows cut to these lengths still have all they can see, after `max_written` tokens were written."""
+        if self.window is None:
+            return torch.ones_like(lengths, dtype=torch.bool)
+        return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
+
+    def select(self, rows: Tensor) -> None:
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor[rows])
+
+    def append_rows(self, other: CacheIndex) -> None:
+        for name in OPTIONAL_FIELDS:
+            upper, lower = getattr(self, name), getattr(other, name)
+            if upper is not None or lower is not None:
+                upper = torch.zeros_like(self.positions, dtype=lower.dtype) if upper is None else upper
+                lower = torch.zeros_like(other.positions, dtype=upper.dtype) if lower is None else lower
+                setattr(self, name, torch.cat((upper, lower)))
+        self.positions = torch.cat((self.positions, other.positions))
+        self.token_index = torch.cat((self.token_index, other.token_index))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are set, by name."""
+        fields = {name: getattr(self, name) for name in POSITION_FIELDS}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+
+def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int) -> TokenPositions:
+    """The positions in a ring followed by those of a chunk too long for it."""
+
+    def concatenate(name: str, default: int | bool) -> Tensor | None:
+        first, second = getattr(old, name), getattr(new, name)
+        if first is None and second is None:
+            return None
+        first = torch.full_like(old.positions, default, dtype=second.dtype) if first is None else first
+        second = torch.full_like(new.positions, default, dtype=first.dtype) if second is None else second
+        return torch.cat((first, second.expand(batch, -1)), 1)
+
+    positions = torch.cat((old.positions, new.positions.expand(batch, -1)), 1)
+    return TokenPositions(
+        positions, concatenate("document", 0), concatenate("valid", True), concatenate("prefix_or_global", False)
+    )

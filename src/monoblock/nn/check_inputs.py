@@ -1,0 +1,98 @@
+"""Check the arguments of a forward pass; each failure is one line that says what to write instead.
+
+Values are read only where that costs nothing: eagerly and on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monoblock.config.model import StackConfig
+from monoblock.errors import InputError
+from monoblock.nn.cache import Cache
+
+INTEGER_DTYPES = (torch.int64, torch.int32)
+
+
+def reject_arguments(family: str, **arguments: Tensor | None) -> None:
+    """Refuse arguments that a model of this family does not use."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise InputError(f"{name} was given, but this {family} model has no use for it; drop it")
+
+
+def either_argument(name: str, value: Tensor | None, other_name: str, other_value: Tensor | None) -> Tensor | None:
+    """Return whichever of two spellings of one argument was given."""
+    if value is not None and other_value is not None:
+        raise InputError(f"{name} and {other_name} say the same thing twice; give one of them")
+    return value if value is not None else other_value
+
+
+def check_target(source: Tensor | None, target: Tensor | None, memory: Tensor | None, is_cached: bool) -> Tensor:
+    """Return the target of an encoder-decoder, if it is given with a source, an encoded source or a cached source."""
+    if target is None:
+        raise InputError(
+            "an encoder-decoder needs a target: model(source, target); to encode only, model.encode(source)"
+        )
+    if memory is not None and source is not None:
+        raise InputError("source and memory were both given; memory is the encoded source, so write model(None, …)")
+    if memory is None and source is None and not is_cached:
+        raise InputError("an encoder-decoder needs a source: model(source, target), or memory=model.encode(source)")
+    return target
+
+
+def check_cache(cache: Cache | None, stack_config: StackConfig) -> None:
+    if cache is not None and cache.stack_config != stack_config:
+        raise InputError("this cache was made for another model; make one with model.make_cache(batch, capacity)")
+
+
+def check_ids(ids: Tensor) -> None:
+    if not isinstance(ids, Tensor):
+        raise InputError(f"ids must be a tensor, not {type(ids).__name__}; write torch.tensor(ids)")
+    if ids.dtype not in INTEGER_DTYPES:
+        raise InputError(f"ids have dtype {ids.dtype}, but token ids are integers; write ids.long()")
+    if ids.dim() != 2 or not ids.numel():
+        raise InputError(f"ids of shape {tuple(ids.shape)} cannot be read; give (batch, length), at least one token")
+
+
+def check_batch(cache: Cache, ids: Tensor) -> None:
+    if cache.batch != ids.shape[0]:
+        raise InputError(f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}")
+
+
+def check_shape(name: str, tensor: Tensor | None, ids: Tensor) -> None:
+    """Check an integer tensor that goes with the ids, such as positions."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point():
+        raise InputError(f"{name} must be a tensor of whole numbers; write torch.tensor(…).long()")
+    if tensor.shape != ids.shape:
+        raise InputError(f"{name} of shape {tuple(tensor.shape)} do not fit tokens of shape {tuple(ids.shape)}")
+
+
+def check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
+    B, T, _ = hidden.shape
+    if logits_at.dim() != 2 or logits_at.shape[0] != B or logits_at.dtype not in INTEGER_DTYPES:
+        raise InputError(f"logits_at of shape {tuple(logits_at.shape)} does not fit; give whole numbers (batch {B}, n)")
+    if logits_at.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = int(logits_at.min()), int(logits_at.max())
+        if not -T <= low <= high < T:
+            wrong = low if low < -T else high
+            raise InputError(f"logits_at holds {wrong}, but there are {T} tokens; give {-T} to {T - 1}")
+
+
+def valid_mask(mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """Check a padding mask and return it as booleans, or None if it is known without a device sync to mask nothing."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise InputError(f"a mask must be a tensor, not {type(mask).__name__}; write torch.tensor(mask)")
+    if mask.shape != ids.shape:
+        raise InputError(f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(ids.shape)}")
+    eager = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    # An additive mask would be read the wrong way round.
+    if (eager or mask.is_floating_point()) and not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError("a mask holds 1 or True for real tokens and 0 or False for padding, but has other values")
+    valid = mask.bool()
+    return None if eager and bool(valid.all()) else valid

@@ -1,0 +1,239 @@
+"""Input embeddings: tokens (with positions and segments added), patches of an image, frames of audio features."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
+from monoblock.errors import InputError
+from monoblock.nn.norm import Norm
+from monoblock.nn.plain_module import weight_if_plain
+from monoblock.nn.positions import grid_sinusoid, sinusoid
+from monoblock.nn.tap import Tap, apply_tap
+from monoblock.nn.token_positions import TokenPositions
+
+
+def tied_table(token: nn.Module) -> Tensor | nn.Module:
+    """What a tied output multiplies with: the weight of an embedding, or a quantized module with a `linear` method."""
+    return token if hasattr(token, "linear") else cast(Tensor, token.weight)
+
+
+def _table_rows(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
+    """The first rows of an embedding (count, D); an embedding that is not plain is called."""
+    weight = weight_if_plain(embedding, nn.Embedding)
+    return weight[:count] if isinstance(weight, Tensor) else weight(torch.arange(count, device=device))
+
+
+class Embedding(nn.Module):
+    """Token embedding with positions, segments and norm.  A target tied to the source is passed its token embedding."""
+
+    def __init__(self, width: int, config: EmbeddingConfig, *, owns_tokens: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim if config.dim is not None else width
+        self.scale = math.sqrt(width) if config.scale == "sqrt_width" else float(config.scale)
+        self.token = nn.Embedding(config.vocab, dim) if owns_tokens else None
+        added_dim = width if config.projection == "first" else dim  # the size that positions are added to
+        learned = isinstance(config.positions, Learned)
+        self.position = nn.Embedding(self._num_positions(config), added_dim) if learned else None
+        self.segment = nn.Embedding(config.segments, added_dim) if config.segments else None
+        self.norm = Norm(added_dim, config.norm) if config.norm is not None else None
+        self.projection = nn.Linear(dim, width, bias=config.projection_bias) if dim != width else None
+
+    @staticmethod
+    def _num_positions(config: EmbeddingConfig) -> int:
+        assert isinstance(config.positions, Learned)
+        assert config.context is not None
+        return config.context + config.positions.offset
+
+    def forward(
+        self,
+        ids: Tensor,
+        token_positions: TokenPositions,
+        *,
+        segments: Tensor | None = None,
+        tied_token: nn.Module | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """ids (B, T) -> (B, T, D)."""
+        token = self.token if self.token is not None else tied_token
+        assert token is not None
+        x: Tensor = token(ids)
+        if self.training and self.config.word_dropout:
+            x = self._drop_words(x, token_positions)
+        if self.scale != 1.0:
+            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded to the dtype first, as published weights expect
+        x = apply_tap(tap, "token", x)
+        if self.projection is not None and self.config.projection == "first":
+            x = self.projection(x)
+        x = self._add_positions(x, token_positions)
+        if self.segment is not None:
+            x = x + self.segment(torch.zeros_like(ids) if segments is None else segments)
+        if self.norm is not None:
+            x = self.norm(x)
+        x = F.dropout(x, self.config.dropout, self.training)
+        if self.projection is not None and self.config.projection == "last":
+            x = self.projection(x)
+        return apply_tap(tap, "output", x)
+
+    def _drop_words(self, x: Tensor, token_positions: TokenPositions) -> Tensor:
+        """Zero the embeddings of random words and scale the rest, except the first of each text.
+
+        The first token sees only itself: were it zero, the norm of zeros in every block would blow up its gradient.
+        """
+        kept = F.dropout(torch.ones_like(x[..., :1]), self.config.word_dropout)
+        return x * torch.where(token_positions.positions[..., None] == 0, 1.0, kept)
+
+    def _add_positions(self, x: Tensor, token_positions: TokenPositions) -> Tensor:
+        """Add learned or sinusoidal positions."""
+        positions = self.config.positions
+        if self.position is not None:
+            assert isinstance(positions, Learned)
+            return x + self.position(token_positions.positions + positions.offset)
+        if isinstance(positions, Sinusoid):
+            return x + sinusoid(token_positions.positions, x.shape[-1], positions).to(x.dtype)
+        return x
+
+    def check_inputs(self, ids: Tensor, token_positions: TokenPositions, segments: Tensor | None = None) -> None:
+        """Check ids, positions and segments against the tables; values are read on a CPU only."""
+        limit = self.config.context if self.position is not None else None
+        if segments is not None and self.segment is None:
+            raise InputError("this model has no segments; drop them, or build it with segments=2")
+        if limit is not None and token_positions.start is not None and token_positions.start + ids.shape[1] > limit:
+            raise InputError(_too_long_message(token_positions.start + ids.shape[1], limit))
+        if ids.device.type != "cpu" or not ids.numel():
+            return
+        low, high = (int(v) for v in ids.aminmax())
+        if low < 0 or high >= self.config.vocab:
+            wrong = low if low < 0 else high
+            raise InputError(
+                f"id {wrong} is outside the vocabulary of {self.config.vocab} (0 to {self.config.vocab - 1}); "
+                f"is this the model's own tokenizer?"
+            )
+        if segments is not None and not 0 <= int(segments.min()) <= int(segments.max()) < self.config.segments:
+            raise InputError(f"segments must lie in 0 to {self.config.segments - 1}; {int(segments.max())} was given")
+        if token_positions.start is None and int(token_positions.positions.min()) < 0:
+            raise InputError(f"position {int(token_positions.positions.min())} is negative; count positions from 0")
+        if limit is not None and token_positions.start is None and int(token_positions.positions.max()) >= limit:
+            raise InputError(_too_long_message(int(token_positions.positions.max()) + 1, limit))
+
+
+def _too_long_message(length: int, limit: int) -> str:
+    return (
+        f"a sequence of {length} tokens is longer than the {limit} learned positions; shorten it, "
+        f"or build the model with context={length} or with other positions"
+    )
+
+
+class PatchEmbedding(nn.Module):
+    """An image cut into patches, each a token (Dosovitskiy et al. 2021)."""
+
+    def __init__(self, width: int, config: PatchConfig) -> None:
+        super().__init__()
+        self.config, self.width = config, width
+        self.patch = nn.Conv2d(config.channels, width, config.patch, stride=config.patch, bias=config.bias)
+        self.class_token = nn.Parameter(torch.zeros(width)) if config.class_token else None
+        self.distillation_token = nn.Parameter(torch.zeros(width)) if config.distillation_token else None
+        self.mask_token = nn.Parameter(torch.zeros(width)) if config.mask_token else None
+        self.registers = nn.Parameter(torch.zeros(config.registers, width)) if config.registers else None
+        self.position = nn.Embedding(config.num_positions, width) if isinstance(config.positions, Learned) else None
+        self.norm = Norm(width, config.norm) if config.norm is not None else None
+
+    def forward(self, pixels: Tensor, masked_patches: Tensor | None = None, tap: Tap | None = None) -> Tensor:
+        """pixels (B, channels, height, width) -> (B, T, D): class token, registers, then the patches row by row.
+
+        `masked_patches` (B, patches) marks patches to replace by the mask token.
+        """
+        dtype = next(self.patch.parameters()).dtype
+        x = self.patch(pixels).flatten(2).mT.to(dtype)  # (B, N, D); in full precision under autocast
+        x = apply_tap(tap, "patch", x)
+        B, _, D = x.shape
+        if masked_patches is not None and self.mask_token is not None:
+            x = torch.where(masked_patches[..., None].bool(), self.mask_token, x)
+        class_tokens = [t.expand(B, 1, D) for t in (self.class_token, self.distillation_token) if t is not None]
+        if class_tokens:
+            x = torch.cat((*class_tokens, x), dim=1)
+        if self.config.positions is not None:
+            x = x + self.position_table().to(x.dtype)
+        if self.registers is not None:  # after the class token, without positions
+            first = self.config.num_class_tokens
+            x = torch.cat((x[:, :first], self.registers.expand(B, -1, D), x[:, first:]), dim=1)
+        if self.norm is not None:
+            x = self.norm(x)
+        return apply_tap(tap, "output", F.dropout(x, self.config.dropout, self.training))
+
+    def position_table(self) -> Tensor:
+        """Positions of class tokens and patches (N, D): a learned table, or sinusoids, which are 0 for class tokens."""
+        device = next(self.patch.parameters()).device
+        if self.position is not None:
+            return _table_rows(self.position, self.config.num_positions, device)
+        side, positions, width = self.config.image // self.config.patch, self.config.positions, self.width
+        assert isinstance(positions, Sinusoid)
+        if positions.form == "grid":
+            waves = grid_sinusoid(side, width, positions, device)
+        else:
+            waves = sinusoid(torch.arange(side * side, device=device), width, positions)
+        return F.pad(waves, (0, 0, self.config.num_class_tokens, 0))
+
+    def check_inputs(self, pixels: Tensor, masked_patches: Tensor | None = None) -> None:
+        if masked_patches is not None and self.mask_token is None:
+            raise InputError("flags mark patches to hide, but this model has no mask token; drop them")
+        shape = (self.config.channels, self.config.image, self.config.image)
+        if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
+            raise InputError("pixels must be a tensor of floating-point numbers; write pixels.float() / 255")
+        if pixels.dim() != 4 or tuple(pixels.shape[1:]) != shape:
+            raise InputError(
+                f"pixels of shape {tuple(pixels.shape)} do not fit: this model takes (batch, "
+                f"{', '.join(map(str, shape))}); resize the images, or see mb.interpolate"
+            )
+        patches = (self.config.image // self.config.patch) ** 2
+        if masked_patches is not None and masked_patches.shape != (pixels.shape[0], patches):
+            raise InputError(f"flags of shape {tuple(masked_patches.shape)} do not fit; give (batch, {patches})")
+
+
+class FrameEmbedding(nn.Module):
+    """Audio features through two convolutions over three frames each (Radford et al. 2022)."""
+
+    def __init__(self, width: int, config: FramesConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.first = nn.Conv1d(config.channels, width, kernel_size=3, padding=1)
+        self.second = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
+        self.position = nn.Embedding(config.context, width) if isinstance(config.positions, Learned) else None
+        self.norm = Norm(width, config.norm) if config.norm is not None else None
+
+    def forward(self, features: Tensor, tap: Tap | None = None) -> Tensor:
+        """features (B, channels, frames) -> (B, T, D), one position for every two frames."""
+        x = F.gelu(self.second(F.gelu(self.first(features)))).mT.contiguous()  # each projection would copy it
+        x = apply_tap(tap, "frames", x)
+        if self.position is not None:
+            x = x + _table_rows(self.position, x.shape[1], x.device)
+        elif isinstance(self.config.positions, Sinusoid):
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = x + sinusoid(positions, x.shape[-1], self.config.positions).to(x.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
+        return apply_tap(tap, "output", F.dropout(x, self.config.dropout, self.training))
+
+    def check_inputs(self, features: Tensor) -> None:
+        channels, max_frames = self.config.channels, 2 * self.config.context
+        if not isinstance(features, Tensor) or not features.is_floating_point():
+            raise InputError("features must be a tensor of floating-point numbers, one column per frame")
+        if features.dim() != 3 or features.shape[1] != channels or not 0 < features.shape[2] <= max_frames:
+            raise InputError(
+                f"features of shape {tuple(features.shape)} do not fit: this model takes (batch, {channels}, "
+                f"1 to {max_frames} frames)"
+            )
+
+
+def build_input(
+    width: int, config: EmbeddingConfig | PatchConfig | FramesConfig
+) -> Embedding | PatchEmbedding | FrameEmbedding:
+    if isinstance(config, FramesConfig):
+        return FrameEmbedding(width, config)
+    return PatchEmbedding(width, config) if isinstance(config, PatchConfig) else Embedding(width, config)

@@ -1,0 +1,97 @@
+"""Mixture of experts (Shazeer et al. 2017): a router sends each token through `top_k` feed-forward networks.
+
+The weights of all experts form one tensor for each projection.  The plain path runs every token through every expert,
+so that a token's result does not depend on its batch; the fast path gathers the tokens of each expert first.  No token
+is dropped.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config.model import ExpertsConfig, FeedForwardConfig
+from monoblock.nn.feedforward import ACTIVATIONS, apply_activation
+from monoblock.nn.tap import Tap, apply_tap, tap_wants
+
+
+def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """Select the experts of each token and their weights, each (N, top_k), from router logits (N, E)."""
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if config.router == "top_k_softmax":
+        top_logits, expert_ids = wide.topk(config.top_k, dim=-1)
+        return expert_ids, top_logits.softmax(-1).to(logits.dtype)
+    weights, expert_ids = wide.softmax(-1).topk(config.top_k, dim=-1)
+    if config.router == "softmax_renormalized":
+        weights = weights / weights.sum(-1, keepdim=True)
+    return expert_ids, weights.to(logits.dtype)
+
+
+def load_balancing_loss(logits: Tensor, top_k: int, valid: Tensor | None = None) -> Tensor:
+    """E * Σ_experts (share of tokens routed there) * (mean probability): 1 if balanced (Fedus et al. 2022, eq. 4).
+
+    `logits` (…, E) is the activation `feedforward.router`; `valid` (…) is False on padding, which is not counted.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    counts = torch.ones(flat.shape[0], device=flat.device) if valid is None else valid.reshape(-1).float()
+    probabilities = flat.float().softmax(-1)
+    routed = F.one_hot(probabilities.topk(top_k, dim=-1).indices, flat.shape[-1]).sum(1).float() / top_k
+    share = (routed * counts[:, None]).sum(0) / counts.sum()
+    mean = (probabilities * counts[:, None]).sum(0) / counts.sum()
+    return flat.shape[-1] * (share * mean).sum()
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int, config: FeedForwardConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.config, self.experts_config = config, config.experts
+        E, D, hidden = config.experts.count, width, config.hidden
+        self.router = nn.Linear(D, E, bias=config.experts.router_bias)
+        self.up = nn.Parameter(torch.empty(E, hidden, D))
+        self.gate = nn.Parameter(torch.empty(E, hidden, D)) if config.gated else None
+        self.down = nn.Parameter(torch.empty(E, D, hidden))
+        self.up_bias = nn.Parameter(torch.zeros(E, hidden)) if config.bias else None
+        self.gate_bias = nn.Parameter(torch.zeros(E, hidden)) if config.bias and config.gated else None
+        self.down_bias = nn.Parameter(torch.zeros(E, D)) if config.bias else None
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        B, T, D = x.shape
+        logits = apply_tap(tap, "router", self.router(x))  # (B, T, E)
+        tokens = x.reshape(-1, D)
+        expert_ids, weights = route(logits.reshape(-1, logits.shape[-1]), self.experts_config)
+        if x.is_meta or tap_wants(tap, "outputs") or torch.compiler.is_exporting():
+            out = self._run_all(tokens, expert_ids, weights, tap)
+        else:
+            out = self._run_selected(tokens, expert_ids, weights)
+        return out.reshape(B, T, D)
+
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        """Run one expert on tokens (n, D)."""
+
+        def bias(parameter: Tensor | None) -> Tensor | None:
+            return None if parameter is None else parameter[expert]
+
+        up = F.linear(x, self.up[expert], bias(self.up_bias))
+        gate = None if self.gate is None else F.linear(x, self.gate[expert], bias(self.gate_bias))
+        hidden = apply_activation(self.activation, up, gate, self.config.clamp)
+        hidden = F.dropout(hidden, self.config.dropout, self.training)
+        return F.linear(hidden, self.down[expert], bias(self.down_bias))
+
+    def _run_all(self, x: Tensor, expert_ids: Tensor, weights: Tensor, tap: Tap | None) -> Tensor:
+        """Run every expert on every token (N, D)."""
+        outputs = torch.stack([self.run_expert(e, x) for e in range(self.experts_config.count)], dim=1)  # (N, E, D)
+        outputs = apply_tap(tap, "outputs", outputs)
+        all_weights = torch.zeros(x.shape[0], self.experts_config.count, dtype=x.dtype, device=x.device)
+        return (outputs * all_weights.scatter(1, expert_ids, weights)[..., None]).sum(1)
+
+    def _run_selected(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Run each expert on the tokens (N, D) routed to it."""
+        out = torch.zeros_like(x)
+        for expert in range(self.experts_config.count):
+            token, rank = (expert_ids == expert).nonzero(as_tuple=True)
+            out = out.index_add(0, token, self.run_expert(expert, x[token]) * weights[token, rank, None])
+        return out

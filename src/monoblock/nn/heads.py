@@ -1,0 +1,144 @@
+"""Output heads, selected by `kind`.
+
+language_model   logits over the vocabulary for each token, tied to the embedding or not
+masked_lm        the same after a transform, for encoders
+classifier       class logits for a sequence, or for an image made of patches
+tagger           class logits for each token
+spans            a start and an end score for each token
+pooled           one vector for a sequence
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from monoblock.nn.feedforward import ACTIVATIONS
+from monoblock.nn.norm import Norm
+from monoblock.nn.plain_module import is_customized, is_plain
+from monoblock.nn.tap import Tap, apply_tap
+
+
+def pool(hidden: Tensor, valid: Tensor | None, pooling: str) -> Tensor:
+    """(B, T, D) -> (B, D): the first or last valid token, or the mean of all valid tokens."""
+    B, T, _ = hidden.shape
+    if pooling == "mean":
+        if valid is None:
+            return hidden.mean(1)
+        weights = valid.expand(B, T).to(hidden.dtype)[..., None]
+        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+    if valid is None:
+        return hidden[:, 0] if pooling == "first" else hidden[:, -1]
+    index = torch.arange(T, device=hidden.device).expand(B, T)
+    valid = valid.expand(B, T)
+    index = index.masked_fill(~valid, T - 1).amin(1) if pooling == "first" else index.masked_fill(~valid, 0).amax(1)
+    return hidden[torch.arange(B, device=hidden.device), index]
+
+
+class Head(nn.Module):
+    plain_outputs: tuple[type[nn.Module], ...] = (nn.Linear,)  # types of `output` whose weight `linear` may multiply
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        config, width = model.head, model.width
+        assert config is not None
+        self.config = config
+        self.is_tied = model.tie in ("output", "three_way")
+        dim = self._output_dim(model)
+        self.scale = width**-0.5 if config.scale == "inverse_sqrt_width" else float(config.scale)
+        self.pooler = nn.Linear(width, width) if config.pooler != "none" else None
+        self.transform = nn.Linear(width, dim, bias=config.transform_bias) if config.transform else None
+        self.norm = Norm(dim, config.norm) if config.norm is not None else None
+        needs_projection = self.transform is None and dim != width
+        self.projection = nn.Linear(width, dim, bias=False) if needs_projection else None
+        outputs = _output_size(config, model)
+        self.output = nn.Linear(dim, outputs, bias=False) if outputs and not self.is_tied else None
+        self.teacher = nn.Linear(dim, outputs, bias=config.bias == "learned") if config.teacher else None
+        self.bias = nn.Parameter(torch.zeros(outputs)) if outputs and config.bias == "learned" else None
+        if outputs and config.bias == "fixed":
+            self.register_buffer("fixed_bias", torch.zeros(outputs))
+        else:
+            self.fixed_bias: Tensor | None = None
+
+    def _output_dim(self, model: ModelConfig) -> int:
+        """The input size of the output matrix: a factorized embedding's size if tied to it or transformed for it."""
+        embedding = model.target_input
+        uses_embedding_size = self.config.kind == "masked_lm" or self.is_tied
+        if isinstance(embedding, EmbeddingConfig) and embedding.dim is not None and uses_embedding_size:
+            return embedding.dim
+        return model.width
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        valid: Tensor | None = None,
+        table: Tensor | nn.Module | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """hidden (B, T, D) -> (B, T, V), (B, T, classes), (B, T, 2), (B, classes) or (B, D) by kind."""
+        config = self.config
+        x = hidden
+        if config.kind in ("classifier", "pooled"):
+            x = self._pool(hidden, valid)
+        if config.kind == "pooled":
+            return apply_tap(tap, "pooled", x if self.output is None else self.output(x))
+        if self.transform is not None:
+            assert config.transform is not None
+            x = ACTIVATIONS[config.transform](self.transform(x))
+        if self.projection is not None:
+            x = self.projection(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        x = F.dropout(x, config.dropout, self.training)
+        logits = self._logits(x, table)
+        if self.teacher is not None:  # a second classifier, on the distillation token (Touvron et al. 2021)
+            logits = (logits + self.teacher(hidden[:, 1])) / 2
+        return apply_tap(tap, "logits", logits)
+
+    def _pool(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
+        x = pool(hidden, valid, self.config.pooling)
+        if self.pooler is not None:
+            x = ACTIVATIONS[self.config.pooler](self.pooler(x))
+        return F.normalize(x, dim=-1) if self.config.normalize else x
+
+    def _logits(self, x: Tensor, table: Tensor | nn.Module | None) -> Tensor:
+        bias = self.bias if self.bias is not None else self.fixed_bias
+        x = x if self.scale == 1.0 else x * self.scale
+        logits = self._tied_product(x, table, bias) if self.output is None else self._own_product(x, bias)
+        cap = self.config.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _tied_product(self, x: Tensor, table: Tensor | nn.Module | None, bias: Tensor | None) -> Tensor:
+        """The product with the token embedding, a matrix or a quantized module."""
+        assert table is not None
+        return self.linear(x, table, bias) if isinstance(table, Tensor) else table.linear(x, bias)  # type: ignore[operator]
+
+    def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with `output`, which is called if it is not plain."""
+        output: nn.Module | None = self.output
+        assert output is not None
+        if any(is_plain(output, kind) for kind in self.plain_outputs):
+            return self.linear(x, cast(Tensor, output.weight), bias)
+        if hasattr(output, "linear") and not is_customized(output):  # quantized: adds the bias itself
+            return output.linear(x, bias)  # type: ignore[operator]
+        logits: Tensor = output(x)
+        return logits if bias is None else logits + bias
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x times the rows of the table; inference copies override it with a faster product."""
+        return F.linear(x, weight, bias)
+
+
+def _output_size(config: HeadConfig, model: ModelConfig) -> int:
+    if config.kind in ("language_model", "masked_lm"):
+        embedding = model.target_input
+        assert isinstance(embedding, EmbeddingConfig)
+        return embedding.vocab
+    if config.kind == "pooled":
+        return config.project or 0
+    return {"classifier": config.classes or 0, "tagger": config.classes or 0, "spans": 2}[config.kind]

@@ -1,0 +1,120 @@
+"""Initialize weights by tables of name patterns, one for each scheme; the first pattern that matches decides.
+
+In every scheme norms, gains and sinks keep the values they are built with, and biases start at zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.config.model import ModelConfig
+
+Initializer = Callable[[Tensor, ModelConfig, str], None]
+
+
+def keep_as_built(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Leave the weight as it is."""
+
+
+def zeros(weight: Tensor, config: ModelConfig, name: str) -> None:
+    nn.init.zeros_(weight)
+
+
+def normal(weight: Tensor, config: ModelConfig, name: str) -> None:
+    nn.init.normal_(weight, std=config.init.std)
+
+
+def residual_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Normal, divided by the square root of the number of residual additions (Radford et al. 2019)."""
+    nn.init.normal_(weight, std=config.init.std / math.sqrt(2 * config.stacks[name.split(".")[0]].depth))
+
+
+def xavier(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Uniform, by fan in and fan out (Glorot and Bengio 2010); stacked experts are initialized one by one."""
+    for matrix in weight.unbind() if weight.dim() == 3 else [weight]:
+        nn.init.xavier_uniform_(matrix)
+
+
+def normal_by_width(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Variance 1/D, which gives unit variance after scaling by sqrt(D), and unit logits if tied."""
+    nn.init.normal_(weight, std=config.width**-0.5)
+
+
+def normal_by_fan_in(weight: Tensor, config: ModelConfig, name: str) -> None:
+    nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+
+def unit_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
+    nn.init.normal_(weight, std=1.0)
+
+
+def t5_query(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Scale queries by 1/sqrt(K), which T5's attention scores leave out (Raffel et al. 2020)."""
+    stack, layer, kind = name.split(".")[:3]
+    attention = getattr(list(config.stacks[stack].layers())[int(layer)], kind)
+    size = attention.key_size(config.width)
+    nn.init.normal_(weight, std=(config.width * size) ** -0.5)
+
+
+def small_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Standard deviation sqrt(2 / 5D) (Nguyen and Salazar 2019)."""
+    nn.init.normal_(weight, std=math.sqrt(2 / (5 * config.width)))
+
+
+def wang_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
+    """Standard deviation 2 / (L sqrt(D)), for projections into the residual stream (Black et al. 2022)."""
+    nn.init.normal_(weight, std=2 / (config.depth * math.sqrt(config.width)))
+
+
+COMMON_RULES: tuple[tuple[str, Initializer], ...] = (
+    ("*norm.weight", keep_as_built),
+    ("*norm.bias", keep_as_built),
+    ("*_gain", keep_as_built),
+    ("*.sinks", keep_as_built),
+    ("*bias", zeros),
+)
+RESIDUAL_OUTPUTS = (
+    "*.attention.output.weight",
+    "*.cross.output.weight",
+    "*.feedforward.down.weight",
+    "*.feedforward.down",
+)
+
+SCHEMES: dict[str, tuple[tuple[str, Initializer], ...]] = {
+    "normal": (*((name, residual_normal) for name in RESIDUAL_OUTPUTS), ("*", normal)),
+    "xavier": (
+        ("*.token.weight", normal_by_width),
+        ("*.position.weight", normal_by_width),
+        ("*position_bias.weight", normal),
+        ("input.*_token", normal),
+        ("input.registers", normal),
+        ("input.patch.weight", normal),
+        ("input.first.weight", normal),
+        ("input.second.weight", normal),
+        ("*", xavier),
+    ),
+    "t5": (
+        ("*.token.weight", unit_normal),
+        ("*position_bias.weight", normal_by_width),
+        ("input.*_token", normal),
+        ("*.query.weight", t5_query),
+        ("*", normal_by_fan_in),
+    ),
+    "small": (*((name, wang_normal) for name in RESIDUAL_OUTPUTS), ("*", small_normal)),
+}
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, config: ModelConfig) -> None:
+    """Draw every weight from torch's global generator."""
+    table = COMMON_RULES + SCHEMES[config.init.kind]
+    for name, weight in model.named_parameters():
+        if weight.is_meta:
+            continue  # no values, and drawing none still takes time
+        initializer = next(initializer for pattern, initializer in table if fnmatchcase(name, pattern))
+        initializer(weight, config, name)

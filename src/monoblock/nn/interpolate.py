@@ -1,0 +1,40 @@
+"""Adapt a vision model to another image size by interpolating its position embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from monoblock.config.model import Learned, PatchConfig
+from monoblock.errors import InputError, with_article
+from monoblock.nn.embedding import PatchEmbedding
+from monoblock.nn.positions import interpolate_grid
+from monoblock.nn.transformer import Transformer
+
+POSITION_WEIGHT = "input.position.weight"
+
+
+def interpolate(model: Transformer, image: int) -> Transformer:
+    """Return a copy of a model for images of image × image pixels.
+
+    Positions, learned or sinusoidal, are interpolated (bicubic) and become a learned table; those of class tokens stay.
+    """
+    embedding, config = model.input, model.config.input
+    if not (isinstance(embedding, PatchEmbedding) and isinstance(config, PatchConfig)):
+        raise InputError(
+            f"{with_article(model.config.family)} model reads no images, so it has no patch positions to interpolate"
+        )
+    if image < 1 or image % config.patch:
+        nearest = max(1, round(image / config.patch)) * config.patch
+        raise InputError(f"image={image} cannot be cut into patches of {config.patch}; try image={nearest}")
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    positions = config.positions
+    if positions is not None:
+        table, first = embedding.position_table().detach(), config.num_class_tokens
+        weights[POSITION_WEIGHT] = torch.cat((table[:first], interpolate_grid(table[first:], image // config.patch)))
+        positions = Learned()
+    with torch.device("meta"):  # no weights are drawn
+        copy = Transformer(replace(model.config, input=replace(config, image=image, positions=positions)))
+    copy.load_state_dict(weights, assign=True)
+    return copy.train(model.training)

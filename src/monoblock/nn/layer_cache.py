@@ -1,0 +1,70 @@
+"""Cached keys and values of one block: those of the tokens so far, or those of an encoded source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoblock.errors import InputError
+from monoblock.nn.cache_index import CacheWrite
+
+
+class KeyValues(NamedTuple):
+    keys: Tensor  # (B, G, S, K)
+    values: Tensor  # (B, G, S, value size)
+
+
+class KeyValueStore:
+    """Keys and values, None before the first pass."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace keys and values by a function of them."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = fn(self.keys), fn(self.values)
+
+    def append_rows(self, other: KeyValueStore) -> None:
+        if self.keys is None or self.values is None or other.keys is None or other.values is None:
+            raise InputError("an empty cache cannot be joined; run the model over it first")
+        self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
+
+
+class LayerCache(KeyValueStore):
+    """Keys and values of self-attention: (B, G, capacity + 1, size); the last column is scratch and never read."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
+        """Write new keys and values (B, G, T, size); return all that queries may see."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (self._allocate(new) for new in (keys, values))
+        if keys.dtype != self.keys.dtype:
+            raise InputError(f"a cache of {self.keys.dtype} cannot take {keys.dtype}; make a new one with make_cache")
+        visible = KeyValues(self.keys[:, :, : write.num_visible], self.values[:, :, : write.num_visible])
+        if write.is_concatenated:
+            visible = KeyValues(torch.cat((visible.keys, keys), 2), torch.cat((visible.values, values), 2))
+        first = write.num_visible - keys.shape[2]  # the first new column, if all rows are equally long
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            if write.key_positions.start is not None and not write.is_concatenated:
+                stored[:, :, first : write.num_visible] = new
+                continue
+            stored.scatter_(2, write.columns[:, None, :, None].expand(new.shape), new)
+        return visible
+
+    def _allocate(self, new: Tensor) -> Tensor:
+        B, G, _, K = new.shape
+        return new.new_zeros(B, G, self.capacity + 1, K)
+
+
+class CrossAttentionCache(KeyValueStore):
+    """Keys and values of the source in cross-attention, computed on the first pass."""
+
+    def fill(self, keys: Tensor, values: Tensor) -> KeyValues:
+        self.keys, self.values = keys, values
+        return KeyValues(keys, values)

@@ -1,0 +1,234 @@
+"""Position encodings: sinusoids (added), rotary angles, ALiBi and T5 buckets (biases on the scores).
+
+All are functions of positions, not of an index into a buffer, so padding, packing and caches need no special case.
+Angles are computed in fp32 at every dtype, as in the published models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monoblock.config.model import Alibi, Buckets, Rotary, Scaling, Sinusoid
+
+
+def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Tensor:
+    """PE(pos, 2i) = sin(pos / base^(2i/D)), PE(pos, 2i+1) = cos(the same) (Vaswani et al. 2017, 3.5): (…, D)."""
+    half = width // 2 if config.form == "fairseq" else (width + 1) // 2
+    spread = max(half - 1, 1) if config.form == "fairseq" else width / 2
+    exponents = torch.arange(half, device=positions.device, dtype=torch.float64) / spread
+    angles = (positions + config.offset).unsqueeze(-1) * config.base**-exponents  # (…, D/2)
+    if config.form == "interleaved":
+        waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+    else:
+        waves = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    waves = F.pad(waves, (0, max(0, width - waves.shape[-1])))  # fairseq leaves the last column of an odd width 0
+    return waves[..., :width].float()
+
+
+def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device) -> Tensor:
+    """Sinusoids of a patch's row in the first half of the width and of its column in the second: (side * side, D)."""
+    half, halves = width // 2, Sinusoid(form="halves", base=config.base)
+    positions = torch.arange(side, device=device)
+    rows = sinusoid(positions, half, halves)[:, None].expand(side, side, half)
+    columns = sinusoid(positions, width - half, halves)[None].expand(side, side, width - half)
+    return torch.cat((rows, columns), dim=-1).flatten(0, 1)
+
+
+def interpolate_grid(table: Tensor, side: int) -> Tensor:
+    """Resize position embeddings of a square grid (N, D), row by row, to side × side by bicubic interpolation.
+
+    The corners of the images coincide, not those of their patches (Dosovitskiy et al. 2021, 3.2).
+    """
+    old_side = math.isqrt(table.shape[0])
+    grid = table.detach().float().mT.unflatten(-1, (old_side, old_side))[None]  # (1, D, old side, old side)
+    grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    return grid[0].flatten(1).mT.contiguous().to(table.dtype)
+
+
+# -- rotary -------------------------------------------------------------------------------------------------------
+
+
+class RotaryAngles(NamedTuple):
+    """Cosines and sines that rotate pairs of query and key components, each (B, 1, T, pairs)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def rotary_frequencies(config: Rotary, head_dim: int, positions: Tensor | None = None) -> tuple[Tensor, float]:
+    """The angle of each pair per position (pairs,), and the factor on cosine and sine.
+
+    Dynamic and longrope scaling depend on the length of each text, by `positions` (B, T): (B, pairs).
+    """
+    dim = config.dim if config.dim is not None else head_dim
+    device = positions.device if positions is not None else None
+    scaling = config.scaling
+    even = torch.arange(0, dim, 2, device=device).float()
+    if scaling is None:
+        return 1.0 / config.base ** (even / dim), 1.0
+    if scaling.kind == "proportional":  # some pairs of the head are rotated, the others have frequency 0
+        rotated = 1.0 / config.base ** (even / head_dim) / scaling.factor
+        return torch.cat((rotated, rotated.new_zeros(head_dim // 2 - dim // 2))), 1.0
+    if scaling.kind in ("ntk", "dynamic"):
+        return 1.0 / _scaled_base(config.base, scaling, dim, positions) ** (even / dim), 1.0
+    plain = 1.0 / config.base ** (even / dim)
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3_frequencies(plain, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn_frequencies(plain, scaling, config.base, dim), _yarn_attention_factor(scaling)
+    return _longrope_frequencies(plain, scaling, positions)
+
+
+def _scaled_base(base: float, scaling: Scaling, dim: int, positions: Tensor | None) -> float | Tensor:
+    """NTK-aware: a larger base, which stretches slow pairs most; dynamic: as large as the longest position needs."""
+    power = dim / (dim - 2) if dim > 2 else 1.0
+    if scaling.kind == "ntk":
+        return base * scaling.factor**power
+    assert scaling.original_context is not None
+    length: int | Tensor = scaling.original_context
+    if positions is not None:  # (B, 1)
+        length = (positions.amax(-1, keepdim=True) + 1).clamp(min=scaling.original_context)
+    return base * (scaling.factor * length / scaling.original_context - (scaling.factor - 1)) ** power
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
+    """Keep fast pairs, divide slow ones by the factor, interpolate between (Grattafiori et al. 2024)."""
+    assert scaling.original_context is not None
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # whole turns within the original context
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ramp = ramp.clamp(0, 1)
+    return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
+
+
+def _yarn_frequencies(frequencies: Tensor, scaling: Scaling, base: float, dim: int) -> Tensor:
+    """As llama3, but interpolate linearly in the index of the pair (Peng et al. 2023)."""
+    assert scaling.original_context is not None
+
+    def pair_with(turns: float) -> float:
+        return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(base))  # type: ignore[operator]
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, device=frequencies.device).float() - low) / max(high - low, 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def _yarn_attention_factor(scaling: Scaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def _longrope_frequencies(frequencies: Tensor, scaling: Scaling, positions: Tensor | None) -> tuple[Tensor, float]:
+    """Divide each pair by its factor: one set within the original context, another beyond (Ding et al. 2024)."""
+    assert scaling.original_context is not None
+    short, long = (
+        device_constant(factors, frequencies.device) for factors in (scaling.short_factors, scaling.long_factors)
+    )
+    beyond = torch.zeros(1, 1, dtype=torch.bool, device=frequencies.device)
+    if positions is not None:  # (B, 1)
+        beyond = positions.amax(-1, keepdim=True) + 1 > scaling.original_context
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = (
+            math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context)) if scaling.factor > 1 else 1.0
+        )
+    return frequencies / torch.where(beyond.to(frequencies.device), long, short), factor
+
+
+def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
+    """Rotary angles of heads of size `head_dim` at `positions` (B, T) (Su et al. 2021)."""
+    frequencies, factor = rotary_frequencies(config, head_dim, positions)
+    frequencies = frequencies.to(positions.device).unflatten(0, (-1, 1, 1)) if frequencies.dim() > 1 else frequencies
+    angles = positions[:, None, :, None].float() * frequencies.to(positions.device)  # (B, 1, T, pairs)
+    return RotaryAngles(
+        (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), config.layout == "interleaved"
+    )
+
+
+def apply_rotary(x: Tensor, angles: RotaryAngles) -> Tensor:
+    """Rotate the first pairs of x (B, H, T, K); the rest of each head stays as it is."""
+    dim = 2 * angles.cos.shape[-1]
+    x, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
+    first, second = (x[..., 0::2], x[..., 1::2]) if angles.interleaved else x.chunk(2, dim=-1)
+    pairs = first * angles.cos - second * angles.sin, second * angles.cos + first * angles.sin
+    rotated = torch.stack(pairs, dim=-1).flatten(-2) if angles.interleaved else torch.cat(pairs, dim=-1)
+    return rotated if rest is None else torch.cat((rotated, rest), dim=-1)
+
+
+_DEVICE_CONSTANTS: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+
+
+def device_constant(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Copy numbers to a device; for a GPU the copy is kept, because copying synchronizes and no graph can record it."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(numbers, device=device)
+    key = tuple(numbers), device
+    if key not in _DEVICE_CONSTANTS:
+        with torch.inference_mode(False):
+            _DEVICE_CONSTANTS[key] = torch.tensor(numbers, device=device)
+    return _DEVICE_CONSTANTS[key]
+
+
+# -- biases on the scores -----------------------------------------------------------------------------------------
+
+
+def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
+    """2^(-8k/H), k = 1…H, if H is a power of two, else with every second slope of 2H added (Press et al. 2022)."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** -(config.max_bias * k / power) for k in range(1, power + 1)]
+    between = [2.0 ** -(config.max_bias * k / (2 * power)) for k in range(1, 2 * power, 2)]
+    return slopes + between[: heads - power]
+
+
+def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """-slope * |distance|: (B, H, T, S).  Falcon rounds to bf16 and scales the bias like the scores."""
+    slopes = device_constant(alibi_slopes(heads, config), q_positions.device).view(1, heads, 1, 1)
+    distance = (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs()
+    if config.form == "falcon":
+        keys = k_positions[:, None, None, :].bfloat16()  # the published kernel adds slope * key position, rounded
+        return ((slopes.bfloat16() * keys).float() * head_dim**-0.5).expand(-1, -1, q_positions.shape[-1], -1)
+    return -slopes * distance
+
+
+def relative_position_bucket(config: Buckets, relative_position: Tensor, *, bidirectional: bool) -> Tensor:
+    """T5's bucket of key position - query position: exact if near, logarithmic if far (Raffel et al. 2020)."""
+    count = config.count
+    buckets = torch.zeros_like(relative_position)
+    if bidirectional:
+        count //= 2
+        buckets = (relative_position > 0).long() * count
+        distance = relative_position.abs()
+    else:
+        distance = (-relative_position).clamp(min=0)
+    exact = count // 2
+    far = (distance.clamp(min=1).float() / exact).log() / math.log(config.max_distance / exact) * (count - exact)
+    far = (exact + far.long()).clamp(max=count - 1)
+    return buckets + torch.where(distance < exact, distance, far)
+
+
+def bucket_bias(
+    config: Buckets,
+    table: Tensor | Callable[[Tensor], Tensor],
+    q_positions: Tensor,
+    k_positions: Tensor,
+    *,
+    bidirectional: bool,
+) -> Tensor:
+    """The learned bias (B, H, T, S) of each query and key, from a table (count, H) or a module that looks it up."""
+    relative_position = k_positions[:, None, :] - q_positions[:, :, None]
+    buckets = relative_position_bucket(config, relative_position, bidirectional=bidirectional)
+    bias = table[buckets] if isinstance(table, Tensor) else table(buckets)
+    return bias.permute(0, 3, 1, 2)

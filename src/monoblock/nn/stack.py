@@ -1,0 +1,148 @@
+"""A stack of blocks, run in order.
+
+Blocks with one attention configuration share one `AttentionContext` (mask, rotary angles, bias) in a pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, StackConfig
+from monoblock.nn.attention import select_kept_heads
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.block import Block
+from monoblock.nn.cache import Cache
+from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.masks import Mask, everything, mask_from_config
+from monoblock.nn.norm import Norm
+from monoblock.nn.plain_module import weight_if_plain
+from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
+from monoblock.nn.tap import Tap, apply_tap, prefix_tap
+from monoblock.nn.token_positions import TokenPositions
+
+
+class Stack(nn.Module):
+    """Blocks named 0, 1, …; layers that share tied weights run one block, named after the first of them."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.block_order = _block_order(config)
+        self.recompute = False  # activation checkpointing in training
+        for number in sorted(set(self.block_order)):
+            self.add_module(str(number), Block(list(config.layers())[number]))
+        self.norm = Norm(config.width, config.norm) if config.norm is not None else None
+        self.attention_configs = list(dict.fromkeys(block.attention for block in config.layers()))
+        self.attention_config_index = [self.attention_configs.index(block.attention) for block in config.layers()]
+        self.masks: list[Mask] = [mask_from_config(attention) for attention in self.attention_configs]
+        self.position_bias = self._shared_position_bias()
+
+    def _shared_position_bias(self) -> nn.Embedding | None:
+        for attention in self.attention_configs:
+            if isinstance(attention.positions, Buckets) and attention.positions.shared:
+                return nn.Embedding(attention.positions.count, attention.num_unpruned_heads)
+        return None
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in the order they run."""
+        return [cast(Block, self._modules[str(number)]) for number in self.block_order]
+
+    @property
+    def uses_flags(self) -> bool:
+        """Whether any block has a prefix or global tokens."""
+        return any(attention.mask == "prefix" or attention.global_tokens for attention in self.attention_configs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the masks, whose functions cannot be pickled; they follow from the configuration."""
+        return {key: value for key, value in self.__dict__.items() if key != "masks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.masks = [mask_from_config(attention) for attention in self.attention_configs]
+
+    def forward(
+        self,
+        x: Tensor,
+        token_positions: TokenPositions,
+        *,
+        memory: Tensor | None = None,
+        memory_positions: TokenPositions | None = None,
+        cache: Cache | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """x (B, T, D) at the given positions, with cross-attention to memory (B, S, D) if given -> (B, T, D)."""
+        writes: list[CacheWrite | None] = (
+            [None] * len(self.block_order) if cache is None else list(cache.prepare_write(token_positions))
+        )
+        contexts: list[AttentionContext | None] = [None] * len(self.attention_configs)
+        memory_context = self._memory_context(token_positions, memory_positions, cache, x)
+        for layer, block in enumerate(self.blocks):
+            kind, write = self.attention_config_index[layer], writes[layer]
+            context = contexts[kind] or self._attention_context(kind, token_positions, write, x)
+            contexts[kind] = context
+            x = self._run_block(
+                block,
+                x,
+                context,
+                memory=memory,
+                memory_context=memory_context,
+                layer_cache=None if cache is None else cache.layers[layer],
+                cache_write=write,
+                cross_cache=None if cache is None else cache.cross_layers[layer],
+                tap=prefix_tap(tap, str(layer)),
+            )
+        return x if self.norm is None else apply_tap(tap, "norm", self.norm(x))
+
+    def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return block(*inputs, **options)
+        return checkpoint(block, *inputs, use_reentrant=False, **options)
+
+    @staticmethod
+    def _memory_context(
+        q: TokenPositions, memory_positions: TokenPositions | None, cache: Cache | None, x: Tensor
+    ) -> AttentionContext | None:
+        """Mask of cross-attention.  Beams that share a source are folded into one row, of any number of queries."""
+        if memory_positions is None:
+            return None
+        if cache is not None and cache.rows_per_source > 1:
+            q = TokenPositions(q.positions[:, :1])
+        return AttentionContext(everything.resolve(q, memory_positions)).prepare(x)
+
+    def _attention_context(
+        self, config_index: int, q: TokenPositions, cache_write: CacheWrite | None, x: Tensor
+    ) -> AttentionContext:
+        """Mask, rotary angles and bias of self-attention."""
+        config: AttentionConfig = self.attention_configs[config_index]
+        k = q if cache_write is None else cache_write.key_positions
+        size, positions = config.key_size(x.shape[-1]), config.positions
+        context = AttentionContext(self.masks[config_index].resolve(q, k))
+        context.cached_lengths = None if cache_write is None else cache_write.cached_lengths
+        if isinstance(positions, Rotary):
+            context.rotary_angles = rotary_angles(positions, size, q.positions, x.dtype)
+        elif isinstance(positions, Alibi):
+            bias = alibi_bias(positions, config.num_unpruned_heads, size, q.positions, k.positions)
+            context.bias = select_kept_heads(bias, config)
+        elif isinstance(positions, Buckets) and positions.shared:
+            assert self.position_bias is not None
+            table = weight_if_plain(self.position_bias, nn.Embedding)
+            bias = bucket_bias(positions, table, q.positions, k.positions, bidirectional=config.mask == "full")
+            context.bias = select_kept_heads(bias, config)
+        # Plain attention and single-token kernels may need none of the masks of the fused path.
+        is_lazy = config.softcap is not None or config.sinks or context.cached_lengths is not None
+        return context if is_lazy else context.prepare(x)
+
+
+def _block_order(config: StackConfig) -> list[int]:
+    """For each layer, the number of the block whose weights it uses."""
+    order: list[int] = []
+    for repeat in config.pattern:
+        first, size = len(order), len(repeat.blocks)
+        for time in range(repeat.times):
+            order += [first + index + (0 if repeat.tied else time * size) for index in range(size)]
+    return order

@@ -1,0 +1,42 @@
+"""Taps observe and replace named activations: `tap(name, tensor) -> tensor` is called at each of them.
+
+A tap may have a method `wants(name) -> bool`: activations that cost extra (attention weights, outputs of all experts)
+are computed only if it returns True.  A tap without it wants everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Tap = Callable[[str, Tensor], Tensor]
+
+
+class PrefixedTap:
+    """A tap for a sub-module, whose name it puts in front of the names of activations."""
+
+    def __init__(self, tap: Tap, prefix: str) -> None:
+        self.tap, self.prefix = tap, prefix
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        return self.tap(f"{self.prefix}.{name}", tensor)
+
+    def wants(self, name: str) -> bool:
+        return tap_wants(self.tap, f"{self.prefix}.{name}")
+
+
+def prefix_tap(tap: Tap | None, prefix: str) -> Tap | None:
+    return None if tap is None else PrefixedTap(tap, prefix)
+
+
+def tap_wants(tap: Tap | None, name: str) -> bool:
+    """Whether to compute an activation that costs extra."""
+    if tap is None:
+        return False
+    wants = getattr(tap, "wants", None)
+    return True if wants is None else bool(wants(name))
+
+
+def apply_tap(tap: Tap | None, name: str, tensor: Tensor) -> Tensor:
+    return tensor if tap is None else tap(name, tensor)

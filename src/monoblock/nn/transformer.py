@@ -1,0 +1,296 @@
+"""The Transformer: input -> encoder and/or decoder -> head; which stacks exist decides the family."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.config.model import ModelConfig
+from monoblock.errors import ConfigError, InputError, with_article
+from monoblock.nn.cache import Cache
+from monoblock.nn.check_inputs import (
+    check_cache,
+    check_logits_at,
+    check_shape,
+    check_target,
+    either_argument,
+    reject_arguments,
+)
+from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
+from monoblock.nn.heads import Head
+from monoblock.nn.initialize import initialize
+from monoblock.nn.input_positions import memory_positions, token_positions
+from monoblock.nn.stack import Stack
+from monoblock.nn.tap import Tap, prefix_tap
+from monoblock.nn.token_positions import TokenPositions, arange_positions
+
+
+class Transformer(nn.Module):
+    """A Transformer of any family; a forward pass depends on its arguments and the weights only.
+
+    model(ids, attention_mask=None)                                      one stack
+    model(source, target, source_mask=None, target_mask=None)            encoder-decoder
+    model(pixels)                                                        vision
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ConfigError(f"a Transformer is built from a ModelConfig, not from {config!r:.60}; write mb.preset(…)")
+        if config.quantize is not None:
+            raise ConfigError(
+                "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
+            )
+        self.config = config
+        width = config.width
+        self.input = build_input(width, config.input)
+        is_tied = config.tie in ("source_target", "three_way")
+        self.target = None if config.target is None else Embedding(width, config.target, owns_tokens=not is_tied)
+        self.encoder = Stack(config.encoder) if config.encoder is not None else None
+        self.decoder = Stack(config.decoder) if config.decoder is not None else None
+        self.head = Head(config) if config.head is not None else None
+        initialize(self, config)
+
+    def forward(
+        self,
+        source: Tensor | None,
+        target: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        flags: Tensor | None = None,
+        cache: Cache | None = None,
+        memory: Tensor | None = None,
+        logits_at: Tensor | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Return the logits of the head, (B, T, V) for a language model, or the hidden states (B, T, D) without a head.
+
+        Masks are 1 or True for real tokens and 0 or False for padding.  `documents` (B, T) numbers packed documents,
+        `flags` (B, T) marks a prefix or global tokens, `logits_at` (B, n) selects the tokens to compute logits for, and
+        `memory` (B, S, D) is an encoded source.
+        """
+        if self.encoder is not None and self.decoder is not None:
+            reject_arguments(self.config.family, segments=segments, documents=documents, flags=flags)
+            source_mask = either_argument("source_mask", source_mask, "attention_mask", attention_mask)
+            is_cached = cache is not None and cache.memory_positions is not None
+            target = check_target(source, target, memory, is_cached)
+            if source is not None and not is_cached:
+                memory = self.encode(source, source_mask, tap=tap)
+            options: dict[str, Any] = {"positions": positions, "cache": cache, "logits_at": logits_at, "tap": tap}
+            return self.decode(target, memory, source_mask, target_mask, **options)
+        reject_arguments(self.config.family, source_mask=source_mask, target_mask=target_mask, memory=memory)
+        attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
+        if source is None:
+            raise InputError("nothing was given to read; call model(ids)")
+        hidden, input_positions = self._run_stack(
+            source, attention_mask, segments, positions, documents, flags, cache, tap
+        )
+        return self._apply_head(hidden, input_positions, logits_at, tap)
+
+    def encode(
+        self,
+        source: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        flags: Tensor | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Return the hidden states of the encoder (B, T, D)."""
+        if self.encoder is None:
+            raise InputError(f"{with_article(self.config.family)} model has no encoder; call model(ids)")
+        return self._run_stack(source, attention_mask, segments, positions, documents, flags, None, tap)[0]
+
+    def decode(
+        self,
+        target: Tensor,
+        memory: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        logits_at: Tensor | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Return the logits of a target given an encoded source; memory may be left out once it is in the cache."""
+        if self.encoder is None or self.decoder is None:
+            raise InputError(f"{with_article(self.config.family)} model decodes no memory; call model(ids)")
+        check_cache(cache, self.decoder.config)
+        target_positions = token_positions(target, target_mask, positions, None, None, cache)
+        source_positions = memory_positions(memory, source_mask, cache, self.config.width)
+        if memory is not None and memory.shape[0] != target.shape[0]:
+            raise InputError(
+                f"{memory.shape[0]} sources do not go with {target.shape[0]} targets; give one source for each target"
+            )
+        x = self._embed(target, target_positions, None, tap, side="target")
+        x = self.decoder(
+            x,
+            target_positions,
+            memory=memory,
+            memory_positions=source_positions,
+            cache=cache,
+            tap=prefix_tap(tap, "decoder"),
+        )
+        return self._apply_head(x, target_positions, logits_at, tap)
+
+    def make_cache(self, batch: int, capacity: int | None = None, *, chunk: int = 16) -> Cache:
+        """Make an empty cache for `batch` rows of at most `capacity` tokens, by default the model's context."""
+        if self.decoder is None:
+            raise InputError(f"{with_article(self.config.family)} model has no decoder, so there is nothing to cache")
+        capacity = capacity if capacity is not None else self.config.context
+        if capacity is None:
+            raise InputError("this model has no context length; give the number of tokens to cache: capacity=…")
+        return Cache(self.decoder.config, batch=batch, capacity=capacity, chunk=chunk, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights; a quantized model may have no parameters, only buffers."""
+        return next(itertools.chain(self.parameters(), self.buffers())).device
+
+    def recompute(self, mode: bool = True) -> Self:
+        """Turn activation checkpointing on or off: recompute the inside of blocks in the backward pass of training."""
+        for stack in self._stacks:
+            stack.recompute = mode
+        return self
+
+    @property
+    def _stacks(self) -> list[Stack]:
+        return [stack for stack in (self.encoder, self.decoder) if stack is not None]
+
+    # -- steps of a forward pass ----------------------------------------------------------------------------------
+
+    def _run_stack(
+        self,
+        source: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        flags: Tensor | None,
+        cache: Cache | None,
+        tap: Tap | None,
+    ) -> tuple[Tensor, TokenPositions]:
+        """Run the input embedding and the first stack."""
+        stack, name = self._stacks[0], "encoder" if self.encoder is not None else "decoder"
+        if cache is not None and name == "encoder":
+            raise InputError("an encoder sees both sides at once and has nothing to cache; leave cache=None")
+        check_cache(cache, stack.config)
+        if not isinstance(self.input, Embedding):
+            unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
+            reject_arguments(self.config.family, **unused)
+            if isinstance(self.input, PatchEmbedding):
+                self.input.check_inputs(source, flags)
+                x = self.input(source, flags, tap=prefix_tap(tap, "input"))
+            else:
+                reject_arguments(self.config.family, flags=flags)
+                self.input.check_inputs(source)
+                x = self.input(source, tap=prefix_tap(tap, "input"))
+            input_positions = arange_positions(x.shape[1], device=x.device)
+        else:
+            input_positions = token_positions(
+                source, mask, positions, documents, flags, cache, uses_flags=any(s.uses_flags for s in self._stacks)
+            )
+            x = self._embed(source, input_positions, segments, tap, side="input")
+        return stack(x, input_positions, cache=cache, tap=prefix_tap(tap, name)), input_positions
+
+    def _embed(
+        self, ids: Tensor, positions: TokenPositions, segments: Tensor | None, tap: Tap | None, *, side: str
+    ) -> Tensor:
+        module = self.target if side == "target" and self.target is not None else self.input
+        assert isinstance(module, Embedding)
+        if not torch.compiler.is_compiling():
+            check_shape("segments", segments, ids)
+            module.check_inputs(ids, positions, segments)
+        tied_token = self.input.token if isinstance(self.input, Embedding) else None
+        return module(ids, positions, segments=segments, tied_token=tied_token, tap=prefix_tap(tap, side))
+
+    def _apply_head(
+        self, hidden: Tensor, positions: TokenPositions, logits_at: Tensor | None, tap: Tap | None
+    ) -> Tensor:
+        if logits_at is not None:
+            if self.head is not None and self.head.config.kind in ("classifier", "pooled"):
+                raise InputError("this head gives one output for a sequence; leave logits_at=None")
+            check_logits_at(logits_at, hidden)
+            rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
+            hidden = hidden[rows, logits_at]
+        if self.head is None:
+            return hidden
+        return self.head(hidden, valid=positions.valid, table=self.output_embedding, tap=prefix_tap(tap, "head"))
+
+    @property
+    def output_embedding(self) -> Tensor | nn.Module | None:
+        """The token embedding that a tied output multiplies with."""
+        owner = self.target if self.target is not None and self.target.token is not None else self.input
+        return tied_table(owner.token) if isinstance(owner, Embedding) and owner.token is not None else None
+
+    # -- generation ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        max_new_tokens: int = 50,
+        temperature: float = 0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        repetition_penalty: float = 1.0,
+        no_repeat_ngram_size: int = 0,
+        num_return_sequences: int = 1,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        attention_mask: Tensor | None = None,
+        seed: int | None = None,
+        use_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Return the prompts with their continuations (B · num_return_sequences, T + new tokens); greedy by default.
+
+        An encoder-decoder reads ids as the source and returns the target, which begins with `decoder_start_token_id`,
+        else the padding token, else 0.  `options`: typical_p, min_new_tokens, bad_words_ids, suppress_tokens,
+        begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, num_beam_groups, diversity_penalty,
+        decoder_input_ids, draft (a smaller model that proposes tokens, or "8-bit", an 8-bit copy of this model on a
+        CPU), prompt_lookup (the number of tokens to propose from the text itself).
+        """
+        from monoblock.decoding.generate import generate
+
+        skipped = ("self", "ids", "options", "generate")
+        arguments = {name: value for name, value in locals().items() if name not in (*skipped, "skipped")}
+        return generate(self, ids, **arguments, **options)
+
+    def stream(self, ids: Tensor, **options: Any) -> Iterator[Tensor]:
+        """Yield the new tokens (B,) of each step; takes the options of `generate`."""
+        from monoblock.decoding.generate import stream
+
+        return stream(self, ids, **options)
+
+    # -- folders --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> Self:
+        """Load a model from a folder with config.json and model.safetensors."""
+        from monoblock.interop.folder import load_model
+
+        return cast(Self, load_model(cls, folder, **options))
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
+        """Write config.json and model.safetensors, split into files of at most `max_shard_size` bytes."""
+        from monoblock.interop.folder import save_model
+
+        save_model(self, folder, max_shard_size=max_shard_size)

@@ -1,0 +1,1 @@
+"""Figures saved as files, drawn with matplotlib (the `plot` extra)."""

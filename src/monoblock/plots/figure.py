@@ -1,0 +1,37 @@
+"""Create and save matplotlib figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError
+
+
+def create_figure(size: tuple[float, float]) -> Any:
+    """Create a figure of (width, height) inches, without pyplot: no window and no global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FileError("pictures need matplotlib; install monoblock[plot]") from None
+    return Figure(figsize=size, layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} cannot be drawn: {getattr(error, 'strerror', None) or error}") from None
+    return path
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise if a figure could not be saved, before anything is computed for it."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise FileError("pictures need matplotlib; install monoblock[plot]") from None
+    if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise FileError(f"{path} has no ending of a picture; write .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise FileError(f"there is no folder {path.parent} to draw {path.name} in; make it first")

@@ -1,0 +1,25 @@
+"""Draw attention masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from monoblock.nn.masks import Mask
+from monoblock.nn.token_positions import arange_positions
+from monoblock.plots.figure import create_figure, save_figure
+
+
+def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Path:
+    """Draw masks side by side, by title; dark where a query (row) may attend to a key (column)."""
+    figure = create_figure((3.0 * len(masks), 3.4))
+    axes = figure.subplots(1, len(masks), squeeze=False)[0]
+    positions = arange_positions(length)
+    for axis, (title, mask) in zip(axes, masks, strict=True):
+        axis.imshow(mask.dense(positions, positions)[0, 0], cmap="Blues", vmin=0, vmax=1.3)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("key")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    axes[0].set_ylabel("query")
+    return save_figure(figure, path)

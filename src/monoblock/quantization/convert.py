@@ -1,0 +1,127 @@
+"""Quantize a Transformer: replace its matrices by modules that store them in 8 or 4 bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from monoblock.config.model import ModelConfig, QuantizeConfig
+from monoblock.errors import ConfigError, InputError
+from monoblock.nn.experts import Experts
+from monoblock.nn.transformer import Transformer
+from monoblock.quantization.modules import BUFFER_NAMES, QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+
+DEFAULT_GROUP_SIZES = {8: 64, 4: 32}  # bits -> weights that share a scale
+TABLE_MODULES = ("input.token", "target.token", "head.output")  # quantized to table_bits
+SKIPPED_MODULES = ("router",)  # few weights, and they decide which experts a token gets
+
+
+def quantize(
+    model: Transformer,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    table_bits: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Transformer:
+    """Return a copy with every matrix except routers in `bits` bits; the model itself is not changed.
+
+    The token embedding and the output matrix take `table_bits`; `group` weights share a scale.  `progress(done, total)`
+    is called after each matrix.
+    """
+    if bits not in DEFAULT_GROUP_SIZES or table_bits not in DEFAULT_GROUP_SIZES:
+        option = f"bits={bits}" if bits not in DEFAULT_GROUP_SIZES else f"table_bits={table_bits}"
+        raise ConfigError(f"{option} cannot be: weights are stored in 8 or 4 bits; write 8 or 4")
+    if not isinstance(model, Transformer):
+        raise InputError(f"a {type(model).__name__} cannot be quantized; give a Transformer")
+    if model.config.quantize is not None:
+        raise InputError(f"this model is quantized to {model.config.quantize.bits} bits already; give the original")
+    group_size = DEFAULT_GROUP_SIZES[bits] if group is None else group
+    scheme = QuantizeConfig(bits=bits, group=group_size, table_bits=table_bits)  # type: ignore[arg-type]
+    quantized = quantize_modules(copy_sharing_weights(model), scheme, progress)
+    for tensor in [*quantized.parameters(), *quantized.buffers()]:
+        if tensor.is_floating_point() and not tensor.is_meta:
+            tensor.data = tensor.data.clone()  # norms, biases, positions: no longer shared with the model
+    return quantized
+
+
+def build_quantized(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Build a quantized model from its configuration; on the meta device, to load stored weights into it."""
+    assert config.quantize is not None
+    return quantize_modules(Transformer(replace(config, quantize=None)).to(dtype), config.quantize)
+
+
+def dequantize(model: Transformer) -> Transformer:
+    """Return the same model with floating-point matrices; a model that is not quantized is returned itself."""
+    if model.config.quantize is None:
+        return model
+    with torch.device("meta"):
+        dequantized = Transformer(replace(model.config, quantize=None))
+    matrices = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedMatrix)}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in matrices}
+    state |= {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".bias")}
+    parameters = dict(dequantized.named_parameters())
+    for path, module in matrices.items():
+        state[path if path in parameters else f"{path}.weight"] = module.weight.detach()
+    dequantized.load_state_dict(state, assign=True, strict=True)
+    return dequantized.train(model.training)
+
+
+def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors of quantized matrices, by state_dict name."""
+    matrices = [(path, module) for path, module in model.named_modules() if isinstance(module, QuantizedMatrix)]
+    buffers = [(f"{path}.{name}", getattr(module, name)) for path, module in matrices for name in BUFFER_NAMES]
+    return {name: tensor.dtype for name, tensor in buffers if tensor is not None}
+
+
+def copy_sharing_weights(model: Transformer) -> Transformer:
+    """Copy the modules but not the storage of the weights; moving or casting one copy does not affect the other."""
+    memo: dict[int, object] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+def quantize_modules(
+    model: Transformer, config: QuantizeConfig, progress: Callable[[int, int], None] | None = None
+) -> Transformer:
+    """Replace the matrices of a model by quantized modules, in place."""
+    matrices = list(quantizable_matrices(model))
+    for done, (parent, name, path) in enumerate(matrices, start=1):
+        bits = config.table_bits if path in TABLE_MODULES else config.bits
+        replace_child(parent, name, _quantize_module(getattr(parent, name), bits, config.group))
+        if progress is not None:
+            progress(done, len(matrices))
+    model.config = replace(model.config, quantize=config)
+    return model
+
+
+def quantizable_matrices(model: Transformer) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (parent module, attribute name, full name) of every matrix that is quantized."""
+    for path, module in model.named_modules():
+        for name, child in module.named_children():
+            full_name = f"{path}.{name}" if path else name
+            is_linear = isinstance(child, nn.Linear) and name not in SKIPPED_MODULES
+            if is_linear or (isinstance(child, nn.Embedding) and full_name in TABLE_MODULES):
+                yield module, name, full_name
+        if isinstance(module, Experts):
+            names = [name for name in ("up", "gate", "down") if module._parameters.get(name) is not None]
+            yield from ((module, name, f"{path}.{name}") for name in names)
+
+
+def _quantize_module(matrix: nn.Module | torch.Tensor, bits: int, group: int) -> QuantizedMatrix:
+    if isinstance(matrix, torch.Tensor):
+        return QuantizedMatrix.from_weight(matrix, bits, group)
+    if isinstance(matrix, nn.Linear):
+        return QuantizedLinear.from_linear(matrix, bits, group)
+    assert isinstance(matrix, nn.Embedding)
+    return QuantizedEmbedding.from_weight(matrix.weight, bits, group)
+
+
+def replace_child(parent: nn.Module, name: str, module: nn.Module) -> None:
+    parent._parameters.pop(name, None)
+    parent._modules.pop(name, None)
+    parent.add_module(name, module)

@@ -1,0 +1,120 @@
+"""Linear layers for decoding on the CPU: C++ kernels multiply a few rows by a stored matrix without dequantizing it.
+
+`use_cpu_kernels(model)` chooses them.  It copies the modules but not the weights; where no kernel applies (another
+device or dtype, many rows, gradients), the layers compute the plain product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.kernels.cpu.library import load_kernels
+from monoblock.nn.transformer import Transformer
+from monoblock.quantization.convert import TABLE_MODULES, copy_sharing_weights, replace_child
+from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+from monoblock.quantization.packing import PackedMatrix, unpack
+
+ROW_MULTIPLE = 32  # the length of a dense row must be a multiple of this
+# Rows of x for which the kernel is faster, by storage (benchmarks/matvec.py --rows N): for many rows it is worth
+# dequantizing the matrix once.  A row gets the same sums alone and among others.
+KERNEL_ROWS = {"dense": range(1, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
+
+
+class KernelLinear(nn.Module):
+    """Multiply x (…, in_features) by a stored matrix with the kernel for its format."""
+
+    bias: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix | Tensor, in_features: int, bias: Tensor | None = None) -> None:
+        super().__init__()
+        tensors = (matrix,) if isinstance(matrix, Tensor) else tuple(tensor for tensor in matrix if tensor is not None)
+        self.in_features, self.num_tensors = in_features, len(tensors)
+        self.storage = {1: "dense", 2: "int8", 3: "int4"}[len(tensors)]
+        for index, tensor in enumerate(tensors):
+            self.register_buffer(str(index), tensor, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.kernel_rows = KERNEL_ROWS["half" if tensors[0].dtype == torch.bfloat16 else self.storage]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self._buffers[str(index)] for index in range(self.num_tensors))  # type: ignore[misc]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.dequantize(torch.float32)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        if self.storage == "dense":
+            return self.tensors[0].to(dtype)
+        return unpack(PackedMatrix(*self.tensors), self.in_features, dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._supports(x):
+            return getattr(torch.ops.monoblock, f"linear_{self.storage}")(x, *self.tensors, bias)
+        return F.linear(x, self.dequantize(x.dtype), bias)
+
+    def _supports(self, x: Tensor) -> bool:
+        if x.dtype != torch.float32 or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
+            return False
+        return x.numel() // self.in_features in self.kernel_rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.bias)
+
+
+class KernelEmbedding(KernelLinear):
+    """A token embedding: rows are looked up by id, and the whole matrix is multiplied for logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.storage == "dense":
+            return F.embedding(ids, self.tensors[0])
+        return unpack(PackedMatrix(*(tensor[ids] for tensor in self.tensors)), self.in_features)
+
+
+def fuse_linears(modules: Iterable[nn.Module]) -> KernelLinear | None:
+    """Join layers with the same input (query, key and value; gate and up) into one with concatenated outputs.
+
+    The rows are copied.  Return None if the layers are stored differently, or only some have a bias.
+    """
+    candidates = [module if isinstance(module, KernelLinear) else _kernel_module(module) for module in modules]
+    layers = [layer for layer in candidates if layer is not None]
+    layouts = {(m.storage, m.in_features, m.bias is None, m.tensors[-1].shape[-1]) for m in layers}
+    if len(layers) < len(candidates) or len(layouts) != 1:
+        return None
+    tensors = [torch.cat(rows) for rows in zip(*(layer.tensors for layer in layers), strict=True)]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    matrix = tensors[0] if layers[0].storage == "dense" else PackedMatrix(*tensors)
+    return KernelLinear(matrix, layers[0].in_features, torch.cat(biases) if biases else None)
+
+
+def use_cpu_kernels(model: Transformer) -> Transformer:
+    """Return a copy for decoding that shares the weights, or the model itself if the kernels do not apply."""
+    if next(iter(model.state_dict().values())).device.type != "cpu" or not load_kernels().is_ready:
+        return model
+    fast_model = copy_sharing_weights(model).eval()
+    for path, module in list(fast_model.named_modules()):
+        fast = _kernel_module(module) if path in TABLE_MODULES or not isinstance(module, nn.Embedding) else None
+        if fast is not None:
+            parent, _, name = path.rpartition(".")
+            replace_child(fast_model.get_submodule(parent), name, fast)
+    return fast_model
+
+
+def _kernel_module(module: nn.Module) -> KernelLinear | None:
+    """Return the layer that runs a module with a kernel, or None if no kernel applies."""
+    if isinstance(module, QuantizedEmbedding):
+        return KernelEmbedding(module.packed_matrix, module.in_features) if module.dtype == torch.float32 else None
+    if isinstance(module, QuantizedLinear):
+        return KernelLinear(module.packed_matrix, module.in_features, module.bias)
+    if isinstance(module, QuantizedMatrix) or not isinstance(module, (nn.Linear, nn.Embedding)):
+        return None
+    weight = module.weight.detach()
+    if weight.shape[-1] % ROW_MULTIPLE or not weight.is_contiguous() or weight.dtype != torch.float32:
+        return None
+    if isinstance(module, nn.Linear):
+        return KernelLinear(weight, weight.shape[-1], module.bias)
+    return KernelEmbedding(weight, weight.shape[-1])

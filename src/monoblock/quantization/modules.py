@@ -1,0 +1,86 @@
+"""Modules with a quantized matrix.  They dequantize it to multiply; cpu_linear.py has the fast products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.quantization.packing import PackedMatrix, empty_packed, pack, unpack
+
+BUFFER_NAMES = ("packed", "scale", "least")
+
+
+class QuantizedMatrix(nn.Module):
+    """A matrix (…, out_features, in_features) stored as buffers; `weight` is the matrix in the model's dtype.
+
+    Indexing works as for the tensor it replaces: `matrix[expert]` of stacked experts, `matrix[ids]` of an embedding.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    least: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix, in_features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.dtype = in_features, dtype
+        for name, tensor in zip(BUFFER_NAMES, matrix, strict=True):
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def from_weight(cls, weight: Tensor, bits: int, group: int) -> Self:
+        """Quantize a weight; on the meta device, only allocate the buffers."""
+        shape = tuple(weight.shape)
+        matrix = empty_packed(shape, bits, group, weight.device) if weight.is_meta else pack(weight, bits, group)
+        return cls(matrix, weight.shape[-1], weight.dtype)
+
+    @property
+    def packed_matrix(self) -> PackedMatrix:
+        return PackedMatrix(self.packed, self.scale, self.least)
+
+    @property
+    def weight(self) -> Tensor:
+        return unpack(self.packed_matrix, self.in_features, self.dtype)
+
+    def __getitem__(self, index: int | Tensor) -> Tensor:
+        selected = (None if tensor is None else tensor[index] for tensor in self.packed_matrix)
+        return unpack(PackedMatrix(*selected), self.in_features, self.dtype)  # type: ignore[arg-type]
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (…, in_features) -> (…, out_features)."""
+        return F.linear(x, unpack(self.packed_matrix, self.in_features, x.dtype), bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the model, but keep the dtype of the scales, for which the integers were chosen."""
+        originals = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
+        for name, original in originals.items():
+            if getattr(self, name).dtype != original.dtype:
+                setattr(self, name, original.to(self.packed.device))
+        return self
+
+
+class QuantizedLinear(QuantizedMatrix):
+    """nn.Linear with a quantized weight."""
+
+    bias: nn.Parameter | None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, bits: int, group: int) -> QuantizedLinear:
+        module = cls.from_weight(linear.weight, bits, group)
+        module.register_parameter("bias", linear.bias)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.bias)
+
+
+class QuantizedEmbedding(QuantizedMatrix):
+    """A quantized token embedding: rows are looked up by id, and `linear` gives logits if the output is tied."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self[ids]

@@ -1,0 +1,147 @@
+"""Quantize weights to 8 or 4 bits and back: each row is split into groups, and each group has its own scale.
+
+    8 bits   w = s q            q from -127 to 127
+    4 bits   w = m + s q        q from 0 to 15, two in a byte: of 32 neighbours the first 16 are the lower nibbles of
+                                16 bytes, the others the upper nibbles
+
+Scales s and minima m are bfloat16; q is chosen for their rounded values, so the rounding adds almost no error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monoblock.errors import InputError
+from monoblock.kernels.cpu.library import load_kernels
+
+NIBBLE_BLOCK = 16
+KERNEL_MIN_WEIGHTS = 1 << 20  # for fewer weights, the packing kernel is not worth compiling
+CHUNK_WEIGHTS = 1 << 22  # weights quantized at once, which bounds the memory of the search
+RANGE_STEPS = [14.0 + step / 4 for step in range(9)]  # 4 bits: steps that span a group's range; below 15 it is clipped
+
+
+class PackedMatrix(NamedTuple):
+    """A quantized matrix (…, rows, columns)."""
+
+    packed: Tensor  # int8 (…, rows, columns), or uint8 (…, rows, columns / 2)
+    scale: Tensor  # (…, rows, groups)
+    least: Tensor | None = None  # (…, rows, groups), 4 bits only
+
+
+def pack(weight: Tensor, bits: int, group: int) -> PackedMatrix:
+    """Quantize a matrix (…, rows, in_features); the last group of a row is padded with zeros."""
+    if not bool(weight.isfinite().all()):
+        raise InputError("a weight is not a finite number, so it cannot be quantized; look for where training diverged")
+    padded = F.pad(weight.detach(), (0, -weight.shape[-1] % group))
+    groups = padded.reshape(-1, group)
+    quantize_groups = _quantize_int8 if bits == 8 else _quantize_int4
+    chunks = [quantize_groups(chunk.float()) for chunk in groups.split(max(1, CHUNK_WEIGHTS // group))]
+    integers, *scales = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
+    if bits == 4:
+        integers = _pack_nibbles(integers)
+    rows = weight.shape[:-1]
+    return PackedMatrix(integers.reshape(*rows, -1), *(scale.reshape(*rows, -1) for scale in scales))
+
+
+def unpack(matrix: PackedMatrix, in_features: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Dequantize a matrix to (…, rows, in_features)."""
+    integers = matrix.packed if matrix.least is None else _unpack_nibbles(matrix.packed)
+    grouped = integers.unflatten(-1, (matrix.scale.shape[-1], -1)).to(dtype)
+    weight = grouped * matrix.scale.to(dtype)[..., None]
+    if matrix.least is not None:
+        weight = weight + matrix.least.to(dtype)[..., None]
+    return weight.flatten(-2)[..., :in_features]
+
+
+def empty_packed(shape: tuple[int, ...], bits: int, group: int, device: torch.device) -> PackedMatrix:
+    """Allocate the tensors for a matrix of this shape."""
+    *rows, in_features = shape
+    groups = math.ceil(in_features / group)
+    dtype, columns = (torch.int8, groups * group) if bits == 8 else (torch.uint8, groups * group // 2)
+
+    def empty_scales() -> Tensor:
+        return torch.empty((*rows, groups), dtype=torch.bfloat16, device=device)
+
+    integers = torch.empty((*rows, columns), dtype=dtype, device=device)
+    return PackedMatrix(integers, empty_scales(), empty_scales() if bits == 4 else None)
+
+
+# -- groups: tensors of shape (groups, weights) -----------------------------------------------------------------------
+
+
+def _quantize_int8(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Map the largest magnitude of a group to ±127; the scale is rounded up, so that nothing is clipped."""
+    if (
+        group.device.type == "cpu"
+        and group.shape[-1] % NIBBLE_BLOCK == 0
+        and group.numel() >= KERNEL_MIN_WEIGHTS
+        and load_kernels().is_ready
+    ):
+        integers, scale = torch.ops.monoblock.quantize_int8(group.contiguous())
+        return integers, scale
+    return quantize_int8_reference(group)
+
+
+def quantize_int8_reference(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the same with torch operations."""
+    scale = _round_up_to_bfloat16(group.abs().amax(-1) / 127)
+    integers = (group / _replace_zeros(scale.float())[:, None]).round().clamp(-127, 127)
+    return integers.to(torch.int8), scale
+
+
+def _replace_zeros(tensor: Tensor) -> Tensor:
+    return torch.where(tensor == 0, 1.0, tensor)
+
+
+def _round_up_to_bfloat16(tensor: Tensor) -> Tensor:
+    nearest = tensor.to(torch.bfloat16)
+    return torch.where(nearest.float() < tensor, torch.nextafter(nearest, torch.full_like(nearest, math.inf)), nearest)
+
+
+def _quantize_int4(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Try several step sizes; keep the one with the least squared error after s and m are fitted to its integers."""
+    low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
+    spread = _replace_zeros(high - low)
+    best = torch.full_like(low, math.inf)
+    scale, least = spread / 15, low
+    for steps in RANGE_STEPS:
+        middle = (high + low) / 2
+        start = middle - 7.5 * spread / steps
+        integers = ((group - start) * (steps / spread)).round().clamp(0, 15)
+        s, m = _fit_scale_and_minimum(group, integers)
+        error = (_nearest_levels(group, s, m) * s + m - group).square().sum(-1, keepdim=True)
+        better = error < best
+        best, scale, least = (torch.where(better, new, old) for new, old in ((error, best), (s, scale), (m, least)))
+    scale, least = scale.to(torch.bfloat16), least.to(torch.bfloat16)
+    integers = _nearest_levels(group, scale.float(), least.float())
+    return integers.to(torch.uint8), scale[:, 0], least[:, 0]
+
+
+def _fit_scale_and_minimum(group: Tensor, integers: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit m + s q to a group by least squares, with s and m rounded to bfloat16."""
+    mean_w, mean_q = group.mean(-1, keepdim=True), integers.mean(-1, keepdim=True)
+    centered = integers - mean_q
+    s = (centered * (group - mean_w)).sum(-1, keepdim=True) / _replace_zeros(centered.square().sum(-1, keepdim=True))
+    s = s.to(torch.bfloat16).float()
+    return s, (mean_w - s * mean_q).to(torch.bfloat16).float()
+
+
+def _nearest_levels(group: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    return ((group - least) / _replace_zeros(scale)).round().clamp(0, 15)
+
+
+def _pack_nibbles(integers: Tensor) -> Tensor:
+    """Pack (groups, weights) integers from 0 to 15 into (groups, weights / 2) bytes."""
+    low, high = integers.unflatten(-1, (-1, 2, NIBBLE_BLOCK)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    """Unpack (…, columns / 2) bytes into (…, columns) integers from 0 to 15."""
+    blocks = packed.unflatten(-1, (-1, NIBBLE_BLOCK))
+    return torch.stack((blocks & 15, blocks >> 4), dim=-2).flatten(-3)

@@ -1,0 +1,106 @@
+"""The model configuration that a recipe describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monoblock.config.knobs import vary
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.presets import preset
+from monoblock.config.schema import FieldError, from_dict
+from monoblock.errors import ConfigError
+from monoblock.recipes.schema import FAMILIES, OBJECTIVE_REQUIREMENTS, Recipe
+
+
+def build_model_config(
+    recipe: Recipe, vocab: int | None, stored: ModelConfig | RecurrentConfig | None = None, **data_sizes: Any
+) -> ModelConfig | RecurrentConfig:
+    """Build the configuration of the model that a recipe trains.
+
+    vocab: the size of the tokenizer's vocabulary, None without a tokenizer.
+    stored: the configuration in model.folder, if the caller has read it already.
+    data_sizes: sizes that follow from the data, such as `classes` or `image`.
+    """
+    if "folder" in recipe.model:
+        from monoblock.recipes.stored_config import adapt_config, read_stored_config
+
+        base = read_stored_config(recipe.model["folder"]) if stored is None else stored
+        head = OBJECTIVE_REQUIREMENTS[recipe.train.objective].head
+        config = adapt_config(base, head, recipe.model, **data_sizes)
+    else:
+        config = _build_new_config(recipe, vocab, data_sizes)
+    if isinstance(config, ModelConfig):
+        _check_trainable(recipe.train.objective, config)
+    return config
+
+
+def _build_new_config(recipe: Recipe, vocab: int | None, data_sizes: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+    knobs = {**data_sizes, **recipe.model}
+    if vocab is not None and isinstance(size := knobs.setdefault("vocab", vocab), int) and size < vocab:
+        raise ConfigError(f"model.vocab={size} is less than the {vocab} tokens of the tokenizer; leave it out")
+    try:
+        return _apply_knobs(recipe, knobs)
+    except FieldError as problem:  # the field may lie deep in the configuration; the user wrote model.heads
+        raise (problem.with_path("model") if problem.field in recipe.model else problem) from None
+
+
+def _apply_knobs(recipe: Recipe, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+    """Build a preset or a family with knobs; an encoder without an explicit head gets the one of the objective."""
+    families, head = OBJECTIVE_REQUIREMENTS[recipe.train.objective]
+    if "preset" in knobs:
+        published = preset(str(knobs.pop("preset")))
+        if published.family in families and published.family == "encoder-only":
+            knobs.setdefault("head", head)
+        return vary(published, **knobs)
+    family = knobs.pop("family")
+    if family == "bert" and "encoder-only" in families:
+        knobs.setdefault("head", head)
+    if family == "lstm":
+        knobs.pop("context", None)  # the length of training blocks, not a size of the LSTM
+        kind = "encoder_decoder" if recipe.train.objective == "pairs" else "language_model"
+        return from_dict(RecurrentConfig, {"kind": kind, **knobs}, "model")
+    try:
+        return FAMILIES[family](**knobs)
+    except TypeError as problem:  # a size that the family requires is missing
+        raise ConfigError(f"model.family={family!r}: {str(problem).split(') ')[-1]}") from None
+
+
+def is_vision(recipe: Recipe) -> bool:
+    """Whether the model of a recipe reads images."""
+    if "folder" in recipe.model:
+        from monoblock.recipes.stored_config import read_stored_config
+
+        stored = read_stored_config(recipe.model["folder"])
+        return isinstance(stored, ModelConfig) and stored.family == "vision"
+    if "preset" in recipe.model:
+        return preset(str(recipe.model["preset"])).family == "vision"
+    return recipe.model["family"] == "vit"
+
+
+def _check_trainable(objective: str, config: ModelConfig) -> None:
+    if config.head is None or config.head.kind != OBJECTIVE_REQUIREMENTS[objective].head:
+        head = config.head.kind if config.head is not None else "none"
+        raise _incompatible_model_error(objective, f"{config.family} with {head!r}")
+    check_family(objective, config)
+
+
+def check_family(objective: str, config: ModelConfig | RecurrentConfig) -> None:
+    """Raise unless an objective trains models of this family; the head is not checked."""
+    if isinstance(config, ModelConfig) and config.family not in OBJECTIVE_REQUIREMENTS[objective].families:
+        raise _incompatible_model_error(objective, config.family)
+
+
+def _incompatible_model_error(objective: str, model: str) -> ConfigError:
+    families, head = OBJECTIVE_REQUIREMENTS[objective]
+    advice = "start from one of those"
+    if model.startswith("decoder-only") and objective in ("classify", "pairs"):
+        advice += ", or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"
+    return ConfigError(
+        f"train.objective={objective!r} trains {' or '.join(families)} models with the head {head!r}; "
+        f"this one is {model}: {advice}"
+    )
+
+
+def has_segments(config: ModelConfig | RecurrentConfig) -> bool:
+    """Whether a model has segment embeddings, which tell the two texts of a pair apart."""
+    return getattr(getattr(config, "input", None), "segments", 0) > 1

@@ -1,0 +1,109 @@
+"""The configuration of a model that has weights, and what a recipe may change in it.
+
+Dropout and the context may be changed, since the weights keep their meaning; the shape of a weight may not. The head
+may be replaced by a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from monoblock.config.knobs import KNOBS, vary
+from monoblock.config.model import HeadConfig, ModelConfig, RecurrentConfig
+from monoblock.errors import ConfigError, FileError, did_you_mean
+from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
+from monoblock.interop.hub import resolve_model_path
+from monoblock.untrusted_files import has_file, read_json, safe_join
+
+CHANGEABLE_KNOBS = ("context", "dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout")
+HEAD_KNOBS = ("head", "classes", "pooling", "pooler")
+FRESH_HEAD = "fresh"  # model.head="fresh": a new head even if the stored one has the kind of the objective
+
+
+def resolve_model_folder(folder: Any) -> Path:
+    """The path of model.folder, which is a local path or the name of a cached Hugging Face model."""
+    path = resolve_model_path(str(folder))
+    if not path.exists():
+        raise FileError(
+            f"model.folder={folder}: there is no such folder; give a run, a Hugging Face folder or a .gguf file"
+        )
+    return path
+
+
+def read_stored_config(folder: Any) -> ModelConfig | RecurrentConfig:
+    """Read the configuration in a run folder, a Hugging Face folder or a GGUF file, without the weights."""
+    path = resolve_model_folder(folder)
+    if path.is_file() and path.suffix == ".gguf":
+        from monoblock.interop.gguf.reader import read_gguf_config
+
+        return read_gguf_config(path)
+    if not has_file(path, CONFIG_FILE):
+        raise FileError(f"model.folder={path} is not a model folder: it has no {CONFIG_FILE}")
+    data = read_json(safe_join(path, CONFIG_FILE))
+    if data.get("format") == FORMAT_NAME:
+        return read_config(path)
+    from monoblock.interop.huggingface.load import config_from_hf
+
+    try:
+        return config_from_hf(data)
+    except (ConfigError, FileError) as problem:
+        raise FileError(f"{path}: {problem}") from None
+
+
+def adapt_config(
+    config: ModelConfig | RecurrentConfig, head: str, model: Mapping[str, Any], **data_sizes: Any
+) -> ModelConfig | RecurrentConfig:
+    """Apply the [model] section of a recipe to a stored configuration, with the kind of head an objective needs."""
+    knobs = {name: value for name, value in model.items() if name != "folder"}
+    if isinstance(config, RecurrentConfig):
+        return _adapt_lstm_config(config, knobs)
+    for name, value in knobs.items():
+        if name not in KNOBS:
+            raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
+        if name not in (*CHANGEABLE_KNOBS, *HEAD_KNOBS) and vary(config, **{name: value}) != config:
+            raise ConfigError(
+                f"model.{name}={value!r} is not what the weights of model.folder were trained with; leave it out "
+                f"(these may change: {', '.join(CHANGEABLE_KNOBS)})"
+            )
+    for name, value in data_sizes.items():
+        if name != "classes" and vary(config, **{name: value}) != config:
+            raise ConfigError(f"the data have {name}={value}, but the model in model.folder was built for another")
+    changes = {name: value for name, value in knobs.items() if name in CHANGEABLE_KNOBS and name != "head_dropout"}
+    return _configure_head(vary(config, **changes), head, knobs, data_sizes.get("classes"))
+
+
+def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], classes: int | None) -> ModelConfig:
+    """Keep the stored head if it has the requested kind, else replace it by a new one."""
+    requested, classes = knobs.get("head", kind), knobs.get("classes", classes)
+    if config.head is not None and requested == config.head.kind:
+        if classes is not None and config.head.classes != classes:
+            raise ConfigError(
+                f"the head of model.folder has {config.head.classes} classes, and {classes} are needed; "
+                f"write model.head={FRESH_HEAD} to begin with a new one"
+            )
+    elif config.family not in ("encoder-only", "vision") or kind == "language_model":
+        return config  # build_model_config raises if the objective cannot train it
+    else:
+        config = _replace_head(config, kind if requested == FRESH_HEAD else requested, classes)
+    head_knobs = {name: knobs[name] for name in ("head_dropout", "pooling", "pooler") if name in knobs}
+    return vary(config, **head_knobs) if head_knobs else config
+
+
+def _replace_head(config: ModelConfig, kind: str, classes: int | None) -> ModelConfig:
+    """The same model with a new head that has the defaults of its kind."""
+    headless = replace(config, head=None, tie="none")
+    if config.family == "vision" and kind == "classifier":
+        return replace(headless, head=HeadConfig(kind="classifier", classes=classes or 2, bias="learned"))
+    config = vary(headless, head=kind)
+    return vary(config, classes=classes) if classes is not None and kind in ("classifier", "tagger") else config
+
+
+def _adapt_lstm_config(config: RecurrentConfig, knobs: Mapping[str, Any]) -> RecurrentConfig:
+    changes = {name: value for name, value in knobs.items() if name != "context"}
+    fixed = next((name for name in changes if "dropout" not in name or not hasattr(config, name)), None)
+    if fixed is not None:
+        raise ConfigError(f"model.{fixed}: only the dropout of a trained LSTM can be changed; leave it out")
+    return replace(config, **changes)

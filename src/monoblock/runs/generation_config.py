@@ -1,0 +1,85 @@
+"""generation_config.json: the default decoding options of a model.
+
+Fields are read by an allow-list, from our folders and from published ones; other fields are ignored and reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from monoblock.decoding.settings import Settings, parse_settings
+from monoblock.errors import FileError, InputError
+from monoblock.interop.folder import CONFIG_FILE
+from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.schema import GenerateSection
+from monoblock.tasks.loaded_model import GenerationDefaults, exceeds
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+DECODER_START_KEY = "decoder_start_token_id"
+SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed"}
+# Fields that older published models keep in config.json.
+TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
+UNREPORTED_FIELDS = {"bos_token_id", "do_sample", "transformers_version", "_from_model_config", "use_cache"}
+
+
+def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> GenerationDefaults:
+    """Read the defaults of a model folder; the tokenizer supplies special tokens that the folder does not name."""
+    folder = Path(folder)
+    data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
+    config = _read_json_if_present(folder, CONFIG_FILE)
+    published = {} if "format" in config else {name: config[name] for name in TOKEN_ID_FIELDS if name in config}
+    values = {name: value for name, value in {**published, **data}.items() if value is not None}
+    options = {name: value for name, value in values.items() if name in SETTINGS_FIELDS}
+    from_recipe = folder.is_dir() and has_file(folder, RECIPE_FILE)
+    if not values.get("do_sample", from_recipe):  # published files name a temperature even if they do not sample
+        options["temperature"] = 0.0
+    elif "temperature" not in options:
+        options["temperature"] = 1.0
+    if exceeds(options.get("num_beams"), 1):
+        options["temperature"] = 0.0
+    for name, token in (("eos_token_id", tokenizer.eos_id), ("pad_token_id", tokenizer.pad_id)):
+        if token is not None:
+            options.setdefault(name, token)
+    ignored = tuple(
+        sorted(name for name in data if name not in SETTINGS_FIELDS | UNREPORTED_FIELDS | {DECODER_START_KEY})
+    )
+    try:
+        parse_settings(options)
+    except (InputError, TypeError) as problem:
+        raise FileError(f"{folder / GENERATION_CONFIG_FILE}: {problem}") from None
+    start = _decoder_start_token_id(values.get(DECODER_START_KEY), folder, tokenizer)
+    return GenerationDefaults(options, start, ignored, from_recipe)
+
+
+def _read_json_if_present(folder: Path, name: str) -> dict[str, Any]:
+    return read_json(safe_join(folder, name)) if folder.is_dir() and has_file(folder, name) else {}
+
+
+def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> int | None:
+    if value is None:
+        return tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.pad_id
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise FileError(f"{folder}: {DECODER_START_KEY}={short_repr(value)} is not a token id")
+    return value
+
+
+def build_generation_config(section: GenerateSection, objective: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The generation_config.json of a run: sampling for language models, beam search for pairs."""
+    data: dict[str, Any] = {"max_new_tokens": section.max_new_tokens}
+    if objective in ("causal", "chat"):
+        sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}
+        data = {"do_sample": section.temperature > 0, **sampling, **data}
+    elif objective == "pairs":
+        search = {"num_beams": section.num_beams, "length_penalty": section.length_penalty}
+        data = {"do_sample": False, **search, **data}
+    if tokenizer is None:
+        return data
+    tokens = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": tokenizer.bos_id}
+    if objective in ("pairs", "spans"):
+        has_bos = objective == "pairs" and tokenizer.bos_id is not None
+        tokens[DECODER_START_KEY] = tokenizer.bos_id if has_bos else tokenizer.pad_id
+    return data | tokens

@@ -1,0 +1,85 @@
+"""Load a model folder: a run, a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from monoblock.config.model import ModelConfig
+from monoblock.decoding.backends.optimize import optimize
+from monoblock.errors import FileError
+from monoblock.interop.folder import CONFIG_FILE, load_model
+from monoblock.interop.hub import resolve_model_path
+from monoblock.interop.labels import read_labels
+from monoblock.interop.tokenizer_folder import load_tokenizer
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.parse import RECIPE_FILE, read_recipe
+from monoblock.runs.generation_config import read_generation_defaults
+from monoblock.runs.pipeline import Pipeline
+from monoblock.tasks.image_inputs import read_image_normalization
+from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.untrusted_files import has_file, read_json, safe_join
+
+POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
+
+
+def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
+    """Load the model and tokenizer of a folder (a run, a Hugging Face folder, a GGUF file), ready to use."""
+    folder = resolve_model_path(folder)
+    if not folder.exists():
+        raise FileError(f"there is no {folder}; train a model first, or give the folder of one")
+    device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    return Pipeline(load_folder(folder, device, dtype))
+
+
+def load_folder(folder: Path, device: str, dtype: torch.dtype | str) -> LoadedModel:
+    """Read the model of a folder with its tokenizer, labels, defaults and recipe."""
+    model = _load_model(folder, device, dtype)
+    vision = isinstance(model.config, ModelConfig) and model.config.family == "vision"
+    tokenizer = None if vision else load_tokenizer(folder, model.config)
+    if tokenizer is None:
+        defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
+    else:
+        defaults = read_generation_defaults(folder, tokenizer)
+    recipe = read_recipe(str(folder / RECIPE_FILE)) if defaults.from_recipe else None
+    return LoadedModel(
+        model.eval(),
+        cast(Tokenizer, tokenizer),  # only a vision model has none
+        defaults,
+        None if recipe is None else recipe.data,
+        None if recipe is None else recipe.train.objective,
+        _read_labels(folder, model),
+        _read_pooling(folder),
+        read_image_normalization(folder),
+    )
+
+
+def _load_model(folder: Path, device: str, dtype: torch.dtype | str) -> Transformer | Recurrent:
+    data = _read_json_if_present(folder)
+    if "format" in data and "recurrent" in data:
+        return load_model(Recurrent, folder, dtype=dtype, device=device)
+    return optimize(Transformer.from_pretrained(folder, dtype=dtype, device=device))
+
+
+def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
+    """The names of the head's classes; LABEL_0 … if the folder has none."""
+    head = model.config.head if isinstance(model.config, ModelConfig) else None
+    classes = 0 if head is None else head.classes or 0
+    labels = read_labels(folder) if classes else []
+    if labels and len(labels) != classes:
+        raise FileError(f"{folder} names {len(labels)} labels, and the head of its model has {classes}")
+    return labels or [f"LABEL_{index}" for index in range(classes)]
+
+
+def _read_pooling(folder: Path) -> str:
+    """The pooling that sentence-transformers stores beside a model, else "mean"."""
+    data = _read_json_if_present(folder / POOLING_FOLDER)
+    return "cls" if data.get("pooling_mode_cls_token") is True else "mean"
+
+
+def _read_json_if_present(folder: Path) -> dict[str, Any]:
+    return read_json(safe_join(folder, CONFIG_FILE)) if folder.is_dir() and has_file(folder, CONFIG_FILE) else {}

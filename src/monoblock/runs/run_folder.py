@@ -1,0 +1,56 @@
+"""The files of a run folder that are there from the first step on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.errors import ConfigError, FileError
+from monoblock.interop.atomic_write import write_atomically
+from monoblock.interop.folder import CONFIG_FILE
+from monoblock.interop.labels import LABELS_FILE
+from monoblock.interop.tokenizer_folder import format_config
+from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+def check_run_folder(folder: Path, resume: bool) -> None:
+    """Raise unless a run can begin, or be resumed, in this folder."""
+    if resume and not (folder / RECIPE_FILE).is_file():
+        raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists already; continue it with --resume, or choose another with --out")
+
+
+def write_initial_files(
+    folder: Path,
+    recipe: Recipe,
+    config: ModelConfig | RecurrentConfig,
+    tokenizer: Tokenizer | None,
+    labels: list[str],
+    special_tokens: Mapping[str, Any] | None = None,
+) -> None:
+    """Write recipe, configuration, tokenizer, labels and defaults, so that even an interrupted run can be understood.
+
+    special_tokens: token ids in generation_config.json of the model that the run starts from; they override the
+    tokenizer's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise FileError(f"{folder} cannot be created: {problem.strerror}") from None
+    write_atomically(folder / RECIPE_FILE, recipe.to_toml())
+    write_atomically(folder / CONFIG_FILE, format_config(config, tokenizer))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    defaults = build_generation_config(recipe.generate, recipe.train.objective, tokenizer) | dict(special_tokens or {})
+    write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
+    if labels:
+        write_atomically(folder / LABELS_FILE, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,255 @@
+"""Train a recipe: tokenizer, data, model and trainer in a run folder that is a model folder when the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.interop.atomic_write import write_atomically
+from monoblock.interop.digest import compute_body_digest
+from monoblock.interop.folder import CONFIG_FILE, save_model
+from monoblock.interop.tokenizer_folder import format_config
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.model_config import build_model_config, check_family, is_vision
+from monoblock.recipes.schema import OBJECTIVE_REQUIREMENTS, Recipe
+from monoblock.runs.build_data import build_task_data
+from monoblock.runs.build_trainer import build_trainer, run_identity
+from monoblock.runs.generation_config import read_generation_defaults
+from monoblock.runs.model_card import CARD_FILE, render_model_card
+from monoblock.runs.run_folder import check_run_folder, write_initial_files
+from monoblock.runs.trainable import finalize_model, merge_adapters, prepare_trainable, resolve_steps
+from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.table import VALIDATION_SCORERS
+from monoblock.tasks.task_data import TaskData, validate
+from monoblock.training import checkpoint
+from monoblock.training.distributed import SINGLE_PROCESS, World
+from monoblock.training.events import DecisionEvent, FinishedEvent, TrainingEvent, WarningEvent
+from monoblock.training.metrics_file import MetricsWriter
+from monoblock.training.runtime import choose_runtime
+from monoblock.training.trainer import Trainer
+from monoblock.training.weight_averaging import average_checkpoints
+
+DEFAULT_LSTM_CONTEXT = 64  # length of the training blocks of an LSTM, which has no limit of its own
+
+
+@dataclass
+class Run:
+    """A training run, ready to start with `events`."""
+
+    recipe: Recipe
+    folder: Path
+    task_data: TaskData
+    model: Transformer | Recurrent
+    trainer: Trainer
+    metrics: MetricsWriter
+    warm_start_event: DecisionEvent | None = None  # where the initial weights come from
+    trainable_event: DecisionEvent | None = None  # which weights are trained
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # of the model that training starts from
+    final_metrics: dict[str, float] = field(default_factory=dict)  # of the finished model
+    base_digest: str | None = None  # of the weights that adapters belong to
+
+    def events(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
+        """Train, write the metrics, and save the finished model in the folder."""
+        world = self.trainer.world
+        yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
+        yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
+        if world.size > 1:
+            yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")
+        if resume and not checkpoint.list_steps(self.trainer.folder):
+            yield WarningEvent("no checkpoint was reached yet: starting from the first step")
+            self.metrics.truncate_after(0)
+            resume = False
+        truncate = resume
+        try:
+            for event in self.trainer.run(resume=resume):
+                if isinstance(event, DecisionEvent) and truncate:  # the first event after the checkpoint was loaded
+                    self.metrics.truncate_after(self.trainer.step)
+                    truncate = False
+                self.metrics.write(event)
+                if isinstance(event, FinishedEvent) and not event.interrupted and world.is_main:
+                    self._save_final_model()
+                yield event
+        finally:
+            self.metrics.close()
+
+    def _save_final_model(self) -> None:
+        """Save the final weights, the configuration and the model card."""
+        self._load_final_weights()
+        self.model = model = finalize_model(self.model, self.folder, self.recipe, self.base_digest).eval()
+        save_model(model, self.folder)
+        write_atomically(self.folder / CONFIG_FILE, format_config(model.config, self.task_data.tokenizer))
+        self.final_metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
+        self.final_metrics |= self.evaluate_generation()
+        card = render_model_card(self.recipe, model.config, self.final_metrics, self.task_data)
+        write_atomically(self.folder / CARD_FILE, card)
+
+    def _load_final_weights(self) -> None:
+        """Load the mean of the last checkpoints, the best checkpoint or the moving average, as the recipe says."""
+        trainer, section = self.trainer, self.recipe.train
+        steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
+        if section.average:
+            mean = average_checkpoints([trainer.folder / f"step-{step}" for step in steps[-section.average :]])
+            self.model.load_state_dict(mean, strict=not trainer.save_trainable_only)
+        elif section.best and best in steps:
+            tensors = checkpoint.load(trainer.folder / f"step-{best}").tensors
+            self._load_tensors(tensors["model"] if trainer.average is None else tensors["average"])
+        elif trainer.average is not None:
+            self._load_tensors(trainer.average.tensors)
+
+    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        names = set(self.model.state_dict())
+        self.model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in names}, strict=False)
+
+    def validate(self) -> dict[str, float]:
+        """The validation metrics of the current model."""
+        runtime = self.trainer.runtime
+        with runtime.autocast():
+            return validate(self.model, self.task_data, self.trainer.loss.evaluation_loss(), runtime.device)
+
+    def evaluate_generation(self) -> dict[str, float]:
+        """The metrics of the first validation rows, predicted with the defaults of the folder."""
+        tokenizer, count = self.task_data.tokenizer, self.recipe.generate.measure
+        score = VALIDATION_SCORERS.get(self.recipe.train.objective)
+        if score is None or tokenizer is None or not (count and self.task_data.validation_rows):
+            return {}
+        defaults = read_generation_defaults(self.folder, tokenizer)
+        loaded = LoadedModel(self.model, tokenizer, defaults, self.recipe.data, labels=self.task_data.labels)
+        return score(loaded, self.task_data.validation_rows, count)
+
+    def sample_text(self, model: nn.Module) -> str:
+        """A sample from a decoder with the settings of the recipe, "" from other models."""
+        tokenizer, section = self.task_data.tokenizer, self.recipe.generate
+        if not isinstance(model, Transformer) or model.config.family != "decoder-only" or tokenizer is None:
+            return ""
+        model = merge_adapters(model)
+        prompt = tokenizer.encode(section.prompt) or [tokenizer.eos_id or 0]
+        ids = torch.tensor([prompt], device=self.trainer.runtime.device)
+        settings: dict[str, Any] = {
+            "max_new_tokens": section.max_new_tokens,
+            "temperature": section.temperature,
+            "top_k": section.top_k,
+            "top_p": section.top_p,
+            "seed": self.recipe.train.seed,
+        }
+        new = model.generate(ids, **settings)[0, len(prompt) :]
+        known = [token for token in new.tolist() if token < tokenizer.vocab_size]  # model.vocab may be larger
+        return tokenizer.decode([*tokenizer.encode(section.prompt), *known])
+
+
+def prepare_run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    data: Path | None = None,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    tensorboard: bool = False,
+    world: World = SINGLE_PROCESS,
+) -> Run:
+    """Build data, model and trainer, and write the first files of the folder; the main process goes first."""
+    with world.main_process_first():
+        if world.is_main:
+            check_run_folder(folder, resume)
+        run = _build_run(recipe, folder, data, resume, stop, tensorboard, world)
+        if world.is_main and not resume:
+            write_initial_files(
+                folder, run.recipe, run.model.config, run.task_data.tokenizer, run.task_data.labels, run.special_tokens
+            )
+    return run
+
+
+def _build_run(
+    recipe: Recipe,
+    folder: Path,
+    data: Path | None,
+    resume: bool,
+    stop: Callable[[], bool],
+    tensorboard: bool,
+    world: World,
+) -> Run:
+    start = load_warm_start(recipe.model)
+    run_folder = folder if resume or not world.is_main else None  # whose tokenizer is used again
+    task_data = build_task_data(
+        recipe, _resolve_context(recipe, start), data_folder=data, run_folder=run_folder, start=start
+    )
+    original, recipe = recipe, resolve_steps(recipe, task_data)
+    section = recipe.train
+    runtime = choose_runtime(
+        section.device,
+        section.precision,
+        section.compile,
+        deterministic=section.deterministic,
+        steps=section.steps,
+        no_compile_reason="adversarial training needs a gradient on the way" if section.adversarial else None,
+    )
+    vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
+    config = build_model_config(recipe, vocab, None if start is None else start.config, **task_data.model_sizes)
+    torch.manual_seed(section.seed)
+    model = build_model(config)
+    warm_start_event, fresh = (None, []) if start is None else _copy_initial_weights(start, model, recipe)
+    model, trainable_event = prepare_trainable(model, recipe, fresh)
+    model.to(runtime.device)
+    world.seed_process(section.seed)
+    if section.checkpointing and isinstance(model, Transformer):
+        model.recompute()
+    trainer = build_trainer(recipe, folder, task_data, model, config, runtime, stop, world)
+    trainer.identity = run_identity(original, config, task_data, start)
+    run = Run(
+        recipe,
+        folder,
+        task_data,
+        model,
+        trainer,
+        MetricsWriter(folder, tensorboard=tensorboard, disabled=not world.is_main),
+        warm_start_event,
+        trainable_event,
+        {} if start is None else start.special_tokens,
+        base_digest=compute_body_digest(start.model) if start is not None and recipe.lora.rank else None,
+    )
+    trainer.sample = run.sample_text
+    return run
+
+
+def _copy_initial_weights(
+    start: WarmStart, model: Transformer | Recurrent, recipe: Recipe
+) -> tuple[DecisionEvent, list[str]]:
+    """Copy the stored weights; return an event that tells so and the names of the weights that are new."""
+    head = OBJECTIVE_REQUIREMENTS[recipe.train.objective].head
+    keep_head = isinstance(model, Recurrent) or start.keeps_head(head, recipe.model)
+    fresh = copy_weights(model, start, keep_head=keep_head)
+    count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)
+    event = DecisionEvent(f"begins with {count:,} weights of {start.folder}", f"fresh: {', '.join(fresh) or 'nothing'}")
+    return event, fresh
+
+
+def build_model(config: ModelConfig | RecurrentConfig) -> Transformer | Recurrent:
+    return Recurrent(config) if isinstance(config, RecurrentConfig) else Transformer(config)
+
+
+def _resolve_context(recipe: Recipe, start: WarmStart | None) -> int | None:
+    """The length of training samples in tokens: the context of the model or data.longest; None for images."""
+    objective = recipe.train.objective
+    config: ModelConfig | RecurrentConfig
+    if start is not None:
+        config = start.config
+        check_family(objective, config)
+    elif is_vision(recipe):
+        return None
+    elif recipe.model.get("family") == "lstm":
+        return int(recipe.model.get("context", DEFAULT_LSTM_CONTEXT))
+    else:
+        sizes: dict[str, Any] = {"classes": 2} if objective in ("classify", "label") else {}
+        config = build_model_config(recipe, 3, **sizes)  # the vocabulary is not known yet and does not matter
+    context = config.context if isinstance(config, ModelConfig) else DEFAULT_LSTM_CONTEXT
+    if start is not None:
+        context = recipe.model.get("context", context)
+    longest = recipe.data.longest if objective != "pairs" else None  # long pairs are left out, not truncated
+    return min((length for length in (context, longest) if length is not None), default=None)

@@ -1,0 +1,79 @@
+"""Training data for the classification of texts and pairs of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from monoblock.data.batching.encode import encode_labelled
+from monoblock.data.corpora.load import Corpus
+from monoblock.recipes.model_config import build_model_config, has_segments
+from monoblock.recipes.schema import Recipe
+from monoblock.tasks.input_template import InputTemplate
+from monoblock.tasks.labels import check_labels
+from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.task_data import TaskData, build_bucket_plan, iterate_evaluation_batches, truncation_note
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.collate import SpecialTokenIds, TensorBatch, collate_classification
+
+
+def build_classification_data(
+    recipe: Recipe,
+    context: int | None,
+    tokenizer: Tokenizer,
+    train: Corpus,
+    valid: Corpus | None,
+    *,
+    labels: list[str],
+) -> TaskData:
+    """Build the data of a recipe: one label for each text or pair of texts, truncated to the context."""
+    template = InputTemplate(tokenizer, context)
+    with_segments = has_segments(build_model_config(recipe, tokenizer.vocab_size, classes=len(labels)))
+    num_truncated = 0
+
+    def encode(text: str, pair: str | None) -> tuple[list[int], list[int]]:
+        nonlocal num_truncated
+        encoded = template(tokenizer.encode(text), None if pair is None else tokenizer.encode(pair))
+        num_truncated += encoded.num_truncated > 0
+        return encoded.ids, encoded.segments if with_segments else [0] * len(encoded.ids)
+
+    if valid is not None:
+        check_labels(valid, ((row.label,) for row in valid.rows), labels)
+    validation = None if valid is None else encode_labelled(valid.rows, encode, labels)
+    num_truncated = 0
+    samples = encode_labelled(train.rows, encode, labels)
+    special = special_token_ids(tokenizer)
+    collate = partial(_collate_labelled, special=special)
+    dropout, seed = recipe.tokenizer.dropout, recipe.train.seed
+
+    def sample(index: int, epoch: int) -> dict[str, Any]:
+        """Return a sample; with BPE-dropout a single text is segmented anew in every epoch."""
+        encoded, number = dict(samples[index]), int(samples.row_numbers[index])
+        if not dropout or train.rows[number].text_pair is not None:
+            return encoded
+        pieces = tokenizer.sample(train.rows[number].text, seed=seed, epoch=epoch, index=number, dropout=dropout)
+        ids = np.array(template(pieces).ids, np.int64)
+        return {**encoded, "ids": ids, **({"segments": np.zeros_like(ids)} if "segments" in encoded else {})}
+
+    return TaskData(
+        tokenizer,
+        special,
+        build_bucket_plan(recipe, samples.lengths),
+        lambda batch: TensorBatch(
+            *collate([sample(int(index), batch.epoch) for index in batch.indices]), batch.epoch, batch.indices.tolist()
+        ),
+        None if validation is None else partial(iterate_evaluation_batches, validation, recipe.train.batch, collate),
+        model_sizes={"classes": len(labels)},
+        labels=labels,
+        summary=f"{len(samples):,} samples of {len(labels)} classes to train on"
+        f"{truncation_note(num_truncated, context)}",
+        unit="texts",
+    )
+
+
+def _collate_labelled(rows: Sequence[dict[str, Any]], special: SpecialTokenIds) -> tuple[dict[str, Tensor], Tensor]:
+    return collate_classification([{**row, "label": row["label"].item()} for row in rows], special)

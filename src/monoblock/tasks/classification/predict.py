@@ -1,0 +1,67 @@
+"""Classify texts, pairs of texts and images: the probabilities of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
+from monoblock.tasks.input_template import EncodedInput
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.long_inputs import (
+    average_parts,
+    check_long_mode,
+    enumerate_lines,
+    fit_to_context,
+    too_long_error,
+)
+
+TextOrPair = str | tuple[str, str]
+
+
+def predict_probabilities(
+    loaded: LoadedModel,
+    texts: Sequence[TextOrPair],
+    *,
+    batch: int = 64,
+    long: str = "refuse",
+    lines: Sequence[int] | None = None,
+    progress: ProgressCallback = no_progress,
+) -> Tensor:
+    """Predict (texts, classes); a text that was split has the mean of its parts, weighted by their lengths."""
+    loaded.check_head("classifier")
+    check_long_mode(long)
+    texts_in_parts = [_encode_parts(loaded, line, text, long) for line, text in enumerate_lines(texts, lines)]
+    rows = [row for parts in texts_in_parts for row in parts]
+    logits = iter(run_batches(loaded, rows, batch, loaded.model, progress=progress))
+    return torch.stack(
+        [average_parts(parts, [class_probabilities(next(logits)) for _ in parts]) for parts in texts_in_parts]
+    )
+
+
+def class_probabilities(logits: Tensor) -> Tensor:
+    """Softmax over the classes; a single class has a sigmoid: it is present or absent."""
+    return logits.sigmoid() if logits.shape[-1] == 1 else logits.softmax(-1)
+
+
+def _encode_parts(loaded: LoadedModel, line: int, text: TextOrPair, long: str) -> list[EncodedInput]:
+    encode, context = loaded.tokenizer.encode, loaded.model.config.context
+    if isinstance(text, str):
+        return fit_to_context(loaded, line, text, encode, long)
+    first, second = (encode(part) for part in text)
+    encoded = loaded.input_template(context)(first, second)
+    if encoded.num_truncated and long != "cut":
+        raise too_long_error(line, len(loaded.input_template()(first, second).ids), context, ("cut",))
+    return [encoded]
+
+
+def predict_image_probabilities(
+    loaded: LoadedModel, images: Sequence[Any], *, batch: int = 64, progress: ProgressCallback = no_progress
+) -> Tensor:
+    """Predict (images, classes) from pixels between 0 and 1."""
+    loaded.check_head("classifier")
+    logits = run_image_batches(loaded, images, batch, loaded.model, progress)
+    return torch.cat([class_probabilities(rows) for rows in logits])

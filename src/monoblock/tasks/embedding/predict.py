@@ -1,0 +1,64 @@
+"""Embed texts and images: the pooled hidden states of an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monoblock.errors import InputError, did_you_mean
+from monoblock.nn.heads import pool
+from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.long_inputs import average_parts, check_long_mode, enumerate_lines, fit_to_context
+
+POOLINGS = ("mean", "cls")
+
+
+def embed_texts(
+    loaded: LoadedModel,
+    texts: Sequence[str],
+    *,
+    pooling: str | None = None,
+    normalize: bool = True,
+    batch: int = 64,
+    long: str = "refuse",
+    lines: Sequence[int] | None = None,
+    progress: ProgressCallback = no_progress,
+) -> Tensor:
+    """Embed texts to (texts, D): the mean over tokens or the first token, scaled to length one if `normalize`."""
+    kind = _resolve_pooling(loaded, pooling)
+    check_long_mode(long)
+    encode = loaded.tokenizer.encode
+    texts_in_parts = [fit_to_context(loaded, line, text, encode, long) for line, text in enumerate_lines(texts, lines)]
+
+    def forward(source: Tensor, **inputs: Any) -> Tensor:
+        hidden: Any = loaded.model.encode(source, **inputs)
+        return pool(hidden, inputs.get("attention_mask"), kind)
+
+    rows = [row for parts in texts_in_parts for row in parts]
+    outputs = iter(run_batches(loaded, rows, batch, forward, progress=progress))
+    vectors = torch.stack([average_parts(parts, [next(outputs) for _ in parts]) for parts in texts_in_parts])
+    return F.normalize(vectors, dim=-1) if normalize else vectors
+
+
+def embed_images(
+    loaded: LoadedModel, images: Sequence[Any], *, pooling: str | None = None, normalize: bool = True, batch: int = 64
+) -> Tensor:
+    """Embed images to (images, D), as `embed_texts` does."""
+    kind, encode = _resolve_pooling(loaded, pooling), cast(Any, loaded.model.encode)
+    vectors = torch.cat(run_image_batches(loaded, images, batch, lambda pixels: pool(encode(pixels), None, kind)))
+    return F.normalize(vectors, dim=-1) if normalize else vectors
+
+
+def _resolve_pooling(loaded: LoadedModel, requested: str | None) -> str:
+    """Return the pooling for `monoblock.nn.heads.pool`; None takes that of the model."""
+    pooling = requested or loaded.pooling
+    if pooling not in POOLINGS:
+        raise InputError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}{did_you_mean(pooling, POOLINGS)}")
+    if loaded.model.encoder is None:
+        raise InputError(f"a {loaded.model.config.family} model has no encoder to embed with; give an encoder")
+    return "first" if pooling == "cls" else pooling

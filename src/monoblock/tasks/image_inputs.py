@@ -1,0 +1,111 @@
+"""Read images from .npz arrays and picture files, and normalize them as a model expects."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monoblock.config.model import PatchConfig
+from monoblock.data.readers.npz import check_pixel_range
+from monoblock.errors import FileError, InputError
+from monoblock.untrusted_files import has_file, read_json, safe_join
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+ARRAY_SUFFIXES, IMAGE_SUFFIXES = (".npz",), (".png", ".jpg", ".jpeg")
+Pixels = NDArray[np.float32]  # (channels, height, width), from 0 to 1
+
+
+class ImageNormalization(NamedTuple):
+    """Normalize channels to (pixels - mean) / std; the default maps 0 … 1 to −1 … 1."""
+
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in self)
+        return (pixels - mean) / std
+
+
+def read_image_normalization(folder: Path) -> ImageNormalization:
+    """Read preprocessor_config.json of a published folder; other folders have the default."""
+    if not (folder.is_dir() and has_file(folder, PREPROCESSOR_FILE)):
+        return ImageNormalization()
+    data = read_json(safe_join(folder, PREPROCESSOR_FILE))
+    if data.get("do_normalize") is False:
+        return ImageNormalization((0.0,), (1.0,))
+    default = ImageNormalization()
+    mean = _channel_values(data.get("image_mean"), default.mean, folder)
+    std = _channel_values(data.get("image_std"), default.std, folder, nonzero=True)
+    return ImageNormalization(mean, std)
+
+
+def _channel_values(
+    value: Any, default: tuple[float, ...], folder: Path, *, nonzero: bool = False
+) -> tuple[float, ...]:
+    """One number for all channels or one for each of three."""
+    if value is None:
+        return default
+    numbers = isinstance(value, list) and all(isinstance(one, int | float) for one in value)
+    if not numbers or len(value) not in (1, 3) or (nonzero and 0 in value):
+        raise FileError(f"{folder / PREPROCESSOR_FILE}: image_mean and image_std must be 1 or 3 numbers")
+    return tuple(map(float, value))
+
+
+def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
+    """Read the images of a file; raise unless they have the size that the model reads."""
+    path = Path(path)
+    suffix, known = path.suffix.lower(), (*ARRAY_SUFFIXES, *IMAGE_SUFFIXES)
+    if suffix not in known:
+        raise InputError(f"{path} is not an image; this model reads {', '.join(known)} files")
+    if not path.is_file():
+        raise FileError(f"there is no file {path}")
+    images = _read_npz(path) if suffix in ARRAY_SUFFIXES else [_read_image(path, config.channels)]
+    expected = (config.channels, config.image, config.image)
+    for pixels in images:
+        if pixels.shape != expected:
+            actual, needed = (" × ".join(map(str, shape)) for shape in (pixels.shape, expected))
+            advice = resize_hint(pixels.shape, expected)
+            raise InputError(f"{path} holds an image of {actual}, and this model looks at {needed}; {advice}")
+    return images
+
+
+def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Advice for an image of another shape."""
+    square = len(shape) == 3 and shape[0] == expected[0] and shape[1] == shape[2]
+    return f"resize it, or give --interpolate {shape[1]}" if square else "resize it"
+
+
+def _read_npz(path: Path) -> list[Pixels]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if "images" not in file.files:
+                raise FileError(f"{path} lacks the array 'images'; save it with images=…")
+            images: Any = file["images"]
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as problem:
+        if isinstance(problem, FileError):
+            raise
+        raise FileError(f"{path} is no .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
+    if images.ndim not in (3, 4) or images.dtype.kind not in "uf" or not len(images):
+        raise FileError(f"{path}: images of {images.dtype} {images.shape}; write (count, height, width), bytes or 0…1")
+    check_pixel_range(images, path)
+    scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
+    return [(image / scale).astype(np.float32).reshape(-1, *images.shape[-2:]) for image in images]
+
+
+def _read_image(path: Path, channels: int) -> Pixels:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise FileError(f"{path}: pictures need pillow; install monoblock[plot], or give an .npz file") from None
+    try:
+        with Image.open(path) as picture:
+            values: Any = np.asarray(picture.convert("L" if channels == 1 else "RGB"), np.float32) / 255
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as problem:
+        raise FileError(f"{path} cannot be read as a picture: {str(problem).splitlines()[0]:.80}") from None
+    return values[None] if channels == 1 else np.ascontiguousarray(values.transpose(2, 0, 1))

@@ -1,0 +1,130 @@
+"""Encode texts with the special tokens and segments that a model reads them with.
+
+`<cls> text <sep>`, `<cls> text <sep> text <sep>`, or the template of a published tokenizer. Training, prediction and
+evaluation all encode here, so that a model never reads a format it was not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+
+class EncodedInput(NamedTuple):
+    ids: list[int]
+    segments: list[int]
+    text_start: int = 0  # index of the first token of the first text
+    num_truncated: int = 0  # tokens left out
+
+
+class InputTemplate:
+    """Put special tokens around the ids of a text or of a pair of texts.
+
+    max_length: longest result, special tokens included; None means no limit.
+    no_special_tokens: leave the texts as they are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int | None = None, *, no_special_tokens: bool = False) -> None:
+        text: list[tuple[int | None, int]] = [(None, 0)]  # (token, segment); None stands for a text
+        self.max_length = max_length
+        self.single = text if no_special_tokens else tokenizer.special_tokens_template(1)
+        self.pair = [*text, (None, 1)] if no_special_tokens else tokenizer.special_tokens_template(2)
+
+    @property
+    def text_start(self) -> int:
+        """The number of special tokens before a single text."""
+        return _first_text(self.single)
+
+    def __call__(self, text: Sequence[int], pair: Sequence[int] | None = None) -> EncodedInput:
+        """Encode a text or a pair; if it is too long, tokens are removed from the end of the longer text."""
+        template = self.single if pair is None else self.pair
+        texts = [list(text), *([] if pair is None else [list(pair)])]
+        num_special = sum(token is not None for token, _ in template)
+        room = None if self.max_length is None else self.max_length - num_special
+        lengths = _truncate_lengths([len(ids) for ids in texts], room)
+        num_truncated = sum(map(len, texts)) - sum(lengths)
+        remaining = iter(ids[:length] for ids, length in zip(texts, lengths, strict=True))
+        result: list[int] = []
+        segments: list[int] = []
+        for token, segment in template:
+            ids = next(remaining) if token is None else [token]
+            result += ids
+            segments += [segment] * len(ids)
+        return EncodedInput(result, segments, _first_text(template), num_truncated)
+
+
+def _first_text(template: Sequence[tuple[int | None, int]]) -> int:
+    return next(index for index, (token, _) in enumerate(template) if token is None)
+
+
+def _truncate_lengths(lengths: list[int], max_total: int | None) -> list[int]:
+    """The lengths of one or two texts so that they fit together: the longer one is shortened first."""
+    if max_total is None or sum(lengths) <= max_total:
+        return lengths
+    max_total = max(0, max_total)  # the special tokens alone may be too many
+    if len(lengths) == 1:
+        return [max_total]
+    first, second = lengths
+    half = max_total // 2
+    if second <= half:
+        return [max_total - second, second]
+    if first <= max_total - half:
+        return [first, max_total - first]
+    return [max_total - half, half]
+
+
+class EncodedWords(NamedTuple):
+    ids: list[int]
+    word_positions: list[int]  # index of the first piece of each word; truncated words have none
+
+
+class WordEncoder:
+    """Encode a list of words, each by itself with a space before it; the first piece of a word represents it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: InputTemplate) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.cache: dict[str, list[int]] = {}
+        # For a word that the tokenizer encodes to nothing.
+        self.fallback_ids = [
+            next((n for n in (tokenizer.unk_id, tokenizer.mask_id, tokenizer.pad_id) if n is not None), 0)
+        ]
+
+    def encode_word(self, word: str) -> list[int]:
+        if word not in self.cache:
+            self.cache[word] = self.tokenizer.encode(f" {word}") or self.fallback_ids
+        return self.cache[word]
+
+    def encoded_length(self, words: Sequence[str]) -> int:
+        """The number of ids with the special tokens."""
+        return len(self.template.single) - 1 + sum(len(self.encode_word(word)) for word in words)
+
+    def __call__(self, words: Sequence[str]) -> EncodedWords:
+        return self.encode_pieces([self.encode_word(word) for word in words])
+
+    def encode_rows(self, rows: Sequence[Sequence[str]]) -> EncodedWords:
+        """Encode rows of words as one input, with a separator between them."""
+        return self.encode_pieces(self.join_rows([[self.encode_word(word) for word in row] for row in rows]))
+
+    def join_rows(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
+        """Concatenate rows of encoded words; a separator follows the last word of each row but the last."""
+        separator = [] if self.tokenizer.sep_id is None else [self.tokenizer.sep_id]
+        joined: list[Sequence[int]] = []
+        for row in rows:
+            if joined:
+                joined[-1] = [*joined[-1], *separator]
+            joined += row
+        return joined
+
+    def encode_pieces(self, pieces: Sequence[Sequence[int]]) -> EncodedWords:
+        """Encode words given as pieces; the first word that does not fit and all after it are left out."""
+        num_special, max_length = len(self.template.single) - 1, self.template.max_length
+        positions: list[int] = []
+        ids: list[int] = []
+        for word in pieces:
+            if positions and max_length is not None and num_special + len(ids) + len(word) > max_length:
+                break
+            positions.append(self.template.text_start + len(ids))
+            ids += word
+        return EncodedWords(self.template(ids).ids, positions)

@@ -1,0 +1,141 @@
+"""Running text as ground: blocks to continue, and blocks in which tokens or spans are hidden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, evaluation_windows
+from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.batching.plans import BatchIndices, FixedBatchPlan
+from monoblock.data.batching.shards import TokenDataset
+from monoblock.data.corpora import load as corpora
+from monoblock.data.corpora.load import Corpus
+from monoblock.errors import ConfigError
+from monoblock.recipes.schema import Recipe
+from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, build_fixed_plan
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.collate import TensorBatch, collate_causal_lm
+
+
+def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
+    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    documents = (ids + ends for ids in tokenizer.encode_batch(list(corpus.texts())))
+    return TokenDataset.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+
+
+def build_causal_lm_data(
+    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
+) -> TaskData:
+    context = _require_context(context)
+    tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
+    blocks = BlockDataset(tokens, context, packing=recipe.data.packing)
+    seed = recipe.train.seed
+
+    def make(batch: BatchIndices) -> TensorBatch:
+        samples = [blocks.sample(int(sample), batch.epoch, seed) for sample in batch.indices]
+        return TensorBatch(*collate_causal_lm(samples, special), batch.epoch, batch.indices.tolist())
+
+    held, ratio = None, None
+    if valid is not None:
+        held = tokenize_corpus(valid, tokenizer)
+        ratio = sum(len(text.encode()) for text in valid.texts()) / len(held)
+    evaluation = None if held is None else partial(iterate_windows, held, context, recipe.train.batch)
+    said = f"{len(tokens):,} tokens to train on, {0 if held is None else len(held):,} to validate"
+    plan = build_fixed_plan(recipe, len(blocks))
+    baselines = {} if held is None else _baseline_losses(tokens, held)
+    return TaskData(
+        tokenizer, special, plan, make, evaluation, summary=said, bytes_per_token=ratio, baseline_losses=baselines
+    )
+
+
+def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
+    """The loss of guessing evenly, and of knowing how often each token occurs (one added to every count)."""
+    counts = 1 + np.bincount(train.read(0, len(train)), minlength=train.vocab)
+    surprise = math.log(counts.sum()) - np.log(counts)
+    return {"uniform": math.log(train.vocab), "unigram": float(surprise[validation.read(0, len(validation))].mean())}
+
+
+def _require_context(context: int | None) -> int:
+    if context is None:
+        raise ConfigError("a language model is trained on blocks of one length; write model.context=…")
+    return context
+
+
+def build_test_data(
+    recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
+) -> TaskData:
+    """The test split to be evaluated, in blocks or in windows that move on by `stride`."""
+    tokens = tokenize_corpus(corpora.load_corpus(recipe.data.corpus, "test", folder=data), tokenizer)
+    context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
+    evaluation = partial(iterate_windows, tokens, _require_context(context), recipe.train.batch, stride)
+    return TaskData(tokenizer, special_token_ids(tokenizer), FixedBatchPlan(1, 1, 0), _refuse_training, evaluation)
+
+
+def _refuse_training(batch: BatchIndices) -> TensorBatch:
+    raise AssertionError("a test split is not trained on")
+
+
+def iterate_windows(tokens: TokenDataset, context: int, batch: int, stride: int | None = None) -> Iterator[TensorBatch]:
+    """The whole split, every token asked once."""
+    waiting: list[EvaluationWindow] = []
+    for window in evaluation_windows(tokens, context, stride):
+        if waiting and (len(waiting) == batch or len(window.ids) != len(waiting[0].ids)):
+            yield _collate_windows(waiting)
+            waiting = []
+        waiting.append(window)
+    if waiting:
+        yield _collate_windows(waiting)
+
+
+def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:
+    ids = torch.from_numpy(np.stack([window.ids for window in windows]))
+    labels = ids[:, 1:].clone()
+    for row, window in enumerate(windows):
+        labels[row, : labels.shape[1] - window.num_targets] = IGNORE_INDEX
+    return TensorBatch({"source": ids[:, :-1].contiguous()}, labels, 0, [])
+
+
+def build_denoising_data(
+    recipe: Recipe,
+    context: int | None,
+    tokenizer: Tokenizer,
+    train: Corpus,
+    valid: Corpus | None,
+    *,
+    collate: Callable[..., tuple[dict[str, Tensor], Tensor]],
+) -> TaskData:
+    """Fixed-length blocks with tokens to restore; `collate` corrupts them."""
+    context, special, section = _require_context(context), special_token_ids(tokenizer), recipe.train
+
+    def build(blocks: BlockDataset, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
+        rows = [{"ids": blocks.sample(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]
+        return TensorBatch(*collate(rows, special, seed=seed, epoch=epoch), epoch, list(samples))
+
+    blocks = BlockDataset(tokenize_corpus(train, tokenizer), context)
+    validation = None
+    if valid is not None:
+        tokens = tokenize_corpus(valid, tokenizer)
+        validation = BlockDataset(tokens, min(context, max(1, len(tokens) - 1)))  # a short text is one shorter block
+
+    def evaluation() -> Iterator[TensorBatch]:
+        assert validation is not None
+        for first in range(0, len(validation), section.batch):
+            yield build(validation, range(first, min(first + section.batch, len(validation))), 0, EVALUATION_SEED)
+
+    return TaskData(
+        tokenizer,
+        special,
+        build_fixed_plan(recipe, len(blocks)),
+        lambda batch: build(blocks, batch.indices.tolist(), batch.epoch, section.seed),
+        None if validation is None else evaluation,
+        summary=f"{len(blocks):,} blocks of {context} tokens to train on",
+    )

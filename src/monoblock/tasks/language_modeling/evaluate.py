@@ -1,0 +1,36 @@
+"""Evaluate a language model: loss, perplexity and bits per byte of a text."""
+
+from __future__ import annotations
+
+import torch
+
+from monoblock.metrics import text as scores
+from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
+from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.training.loss import CrossEntropyLoss
+
+DEFAULT_CONTEXT = 256  # for models without a limit
+
+
+@torch.inference_mode()
+def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
+    """Loss of every token but the first, in blocks of the context or in windows that move by `stride`."""
+    corpus = read_corpus(request, "text")
+    context = request.context or loaded.model.config.context or DEFAULT_CONTEXT
+    tokens, device = tokenize_corpus(corpus, loaded.tokenizer), loaded.model.device
+    loss, total, count = CrossEntropyLoss(), 0.0, 0
+    for batch in iterate_windows(tokens, context, max(1, request.batch // 8), request.stride):
+        batch = batch.to(device)
+        total += float(loss.from_logits(loaded.model(**batch.inputs), batch.labels))
+        count += int((batch.labels != IGNORE_INDEX).sum())
+    mean, num_bytes = total / max(1, count), sum(len(text.encode()) for text in corpus.texts())
+    metrics = {
+        "loss": mean,
+        "perplexity": scores.perplexity(mean),
+        "bits_per_byte": scores.bits_per_byte(mean, len(tokens), num_bytes),
+        "tokens": count,
+        "split": corpus.split,
+    }
+    return Evaluation(metrics)

@@ -1,0 +1,55 @@
+"""Texts that exceed the context of a model: refused, truncated, or split into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.errors import InputError, did_you_mean
+from monoblock.tasks.input_template import EncodedInput
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.text_splitting import split_text
+
+LONG_TEXT_MODES = ("refuse", "cut", "split")
+
+
+def check_long_mode(long: str, modes: Sequence[str] = LONG_TEXT_MODES) -> None:
+    if long not in modes:
+        raise InputError(f"long={long!r} is not one of {', '.join(modes)}{did_you_mean(long, modes)}")
+
+
+def too_long_error(line: int, length: int, limit: int | None, modes: Sequence[str] = LONG_TEXT_MODES[1:]) -> InputError:
+    advice = " or ".join(f"long={mode!r}" for mode in modes)
+    return InputError(f"line {line + 1} has {length} tokens, and the model reads {limit}; shorten it, or give {advice}")
+
+
+def enumerate_lines(rows: Sequence[Any], lines: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    """Rows with their line numbers for error messages, counted from 0; their indices if `lines` is None."""
+    return zip(range(len(rows)) if lines is None else lines, rows, strict=True)
+
+
+def fit_to_context(
+    loaded: LoadedModel, line: int, text: str, encode: Callable[[str], list[int]], long: str
+) -> list[EncodedInput]:
+    """Encode a text as one input or, with long="split", as several that fit into the context."""
+    limit = loaded.model.config.context
+    template = loaded.input_template(limit)
+    encoded = template(encode(text))
+    if not encoded.num_truncated or long == "cut":
+        return [encoded]
+    if long == "refuse":
+        raise too_long_error(line, len(loaded.input_template()(encode(text)).ids), limit)
+    try:
+        parts = split_text(text, lambda part: not template(encode(part)).num_truncated)
+    except InputError as problem:
+        raise InputError(f"line {line + 1}: {problem}") from None
+    return [template(encode(part)) for part in parts]
+
+
+def average_parts(parts: Sequence[EncodedInput], outputs: Sequence[Tensor]) -> Tensor:
+    """The mean of the outputs for the parts of a text, weighted by their lengths in tokens."""
+    total = sum(len(part.ids) for part in parts)
+    return torch.stack([output * (len(part.ids) / total) for part, output in zip(parts, outputs, strict=True)]).sum(0)

@@ -1,0 +1,80 @@
+"""Training data for masked language modelling with `data.packing = "documents"`: one document per row.
+
+A document has the special tokens of a classifier's input, so that fine-tuning to classification changes nothing there.
+With `tokenizer.dropout` (BPE-dropout) a document is segmented anew in every epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from monoblock.data.batching.plans import BatchIndices
+from monoblock.data.corpora.load import Corpus
+from monoblock.errors import InputError
+from monoblock.recipes.schema import Recipe
+from monoblock.tasks.input_template import InputTemplate
+from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.task_data import (
+    EVALUATION_SEED,
+    TaskData,
+    build_bucket_plan,
+    group_for_evaluation,
+    truncation_note,
+)
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.collate import TensorBatch, collate_masked_lm
+
+
+def build_masked_document_data(
+    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
+) -> TaskData:
+    """Build the data of a recipe: a row is a document, truncated to the context."""
+    section, special, template = recipe.train, special_token_ids(tokenizer), InputTemplate(tokenizer, context)
+    texts = nonempty_texts(train)
+    encoded = [template(ids) for ids in tokenizer.encode_batch(texts)]
+    documents, num_truncated = [row.ids for row in encoded], sum(row.num_truncated > 0 for row in encoded)
+    if not documents:
+        raise InputError("all documents are empty; give some text")
+
+    def sample(index: int, epoch: int) -> dict[str, Any]:
+        ids = documents[index]
+        if recipe.tokenizer.dropout:
+            keys: dict[str, Any] = {"seed": section.seed, "epoch": epoch, "dropout": recipe.tokenizer.dropout}
+            ids = template(tokenizer.sample(texts[index], index=index, **keys)).ids
+        return {"ids": np.array(ids, np.int64), "sample": index}
+
+    def collate(rows: list[dict[str, Any]], epoch: int, seed: int) -> TensorBatch:
+        inputs, labels = collate_masked_lm(rows, special, seed=seed, epoch=epoch, rate=section.mask_rate)
+        return TensorBatch(inputs, labels, epoch, [row["sample"] for row in rows])
+
+    def build_batch(batch: BatchIndices) -> TensorBatch:
+        return collate([sample(int(index), batch.epoch) for index in batch.indices], batch.epoch, section.seed)
+
+    validation = [] if valid is None else [template(ids).ids for ids in tokenizer.encode_batch(nonempty_texts(valid))]
+
+    def evaluation_batches() -> Iterator[TensorBatch]:
+        for rows in iterate_evaluation_rows(validation, section.batch):
+            yield collate(rows, 0, EVALUATION_SEED)
+
+    return TaskData(
+        tokenizer,
+        special,
+        build_bucket_plan(recipe, [len(ids) for ids in documents]),
+        build_batch,
+        evaluation_batches if validation else None,
+        summary=f"{len(documents):,} texts to train on{truncation_note(num_truncated, context)}",
+    )
+
+
+def nonempty_texts(corpus: Corpus) -> list[str]:
+    """Return the texts of a corpus that are not only white space."""
+    return [text for text in corpus.texts() if text.strip()]
+
+
+def iterate_evaluation_rows(texts: Sequence[Sequence[int]], batch: int) -> Iterator[list[dict[str, Any]]]:
+    """Batch every text once by similar length, in random order, so that the first few batches are a fair sample."""
+    for indices in group_for_evaluation([len(ids) for ids in texts], batch):
+        yield [{"ids": np.array(texts[index], np.int64), "sample": index} for index in indices]

@@ -1,0 +1,85 @@
+"""Training data for extractive question answering: the start and the end of an answer in each window of its context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from monoblock.data.batching.encode import EncodedDataset, RaggedArray
+from monoblock.data.corpora.load import Corpus
+from monoblock.data.readers.records import Question
+from monoblock.errors import ConfigError
+from monoblock.recipes.model_config import build_model_config, has_segments
+from monoblock.recipes.schema import Recipe
+from monoblock.tasks.question_answering.windows import NO_ANSWER, QuestionEncoder, trim_spaces
+from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.task_data import TaskData, batch_builder, build_bucket_plan, iterate_evaluation_batches
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.collate import collate_question_answering
+
+
+def build_question_answering_data(
+    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
+) -> TaskData:
+    """Build the data of a recipe: targets of a window are the positions of the first and last token of the answer."""
+    if recipe.train.label_smoothing:
+        raise ConfigError("train.label_smoothing has no meaning for answers: its classes are positions; leave it out")
+    for corpus in (train, valid):
+        _check_answers(corpus, recipe.data.impossible)
+    encoder, special = QuestionEncoder(tokenizer, context, recipe.data.stride), special_token_ids(tokenizer)
+    with_segments = has_segments(build_model_config(recipe, tokenizer.vocab_size))
+    samples = _encode_samples(train.rows, encoder, with_segments)
+    note = f" ({encoder.num_truncated:,} of them cut to half a window)" if encoder.num_truncated else ""
+    validation = None if valid is None else _encode_samples(valid.rows, encoder, with_segments)
+    collate = partial(collate_question_answering, special=special)
+    windows = f" in {len(samples):,} windows" if len(samples) > len(train) else ""
+    return TaskData(
+        tokenizer,
+        special,
+        build_bucket_plan(recipe, samples.lengths),
+        batch_builder(samples, collate),
+        None if validation is None else partial(iterate_evaluation_batches, validation, recipe.train.batch, collate),
+        summary=f"{len(train):,} questions{windows} to train on{note}",
+        validation_rows=[] if valid is None else valid.rows,
+        unit="ends",
+        predicts_positions=True,
+    )
+
+
+def _check_answers(corpus: Corpus | None, impossible: bool) -> None:
+    """Raise if there are questions without an answer and the recipe does not expect them."""
+    if corpus is None or impossible:
+        return
+    count = sum(not row.answers for row in corpus.rows)
+    if count:
+        raise ConfigError(
+            f"{count:,} of {len(corpus):,} questions of {corpus.name} have no answer; write data.impossible=true"
+        )
+
+
+def _encode_samples(rows: Sequence[Question], encoder: QuestionEncoder, with_segments: bool) -> EncodedDataset:
+    """Encode every window as a sample {"ids", "answer"}, with "segments" if the model has them.
+
+    The target is the first of the gold answers.
+    """
+    columns: dict[str, list[Sequence[int]]] = {
+        name: [] for name in ("ids", "answer", *(["segments"] if with_segments else []))
+    }
+    row_numbers: list[int] = []
+    for number, row in enumerate(rows):
+        gold = (
+            trim_spaces(row.context, row.answer_starts[0], row.answer_starts[0] + len(row.answers[0]))
+            if row.answers
+            else None
+        )
+        for window in encoder(row.question, row.context):
+            answer = (NO_ANSWER, NO_ANSWER) if gold is None else window.token_span(*gold)
+            sample: dict[str, Any] = {"ids": window.ids, "answer": answer, "segments": window.segments}
+            for name, values in columns.items():
+                values.append(sample[name])
+            row_numbers.append(number)
+    ragged = {name: RaggedArray(values) for name, values in columns.items()}
+    return EncodedDataset(ragged, np.array(row_numbers, np.int64))

@@ -1,0 +1,127 @@
+"""Answer questions by a span of their context, or by "no answer" if the model may give it.
+
+The score of a span is the sum of the start logit of its first token and the end logit of its last (Devlin et al. 2019);
+all spans of at most `longest` tokens in all windows are candidates.  Probabilities are the softmax over them and, if
+allowed, "no answer".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoblock.errors import InputError
+from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches
+from monoblock.tasks.input_template import EncodedInput
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.question_answering.windows import NO_ANSWER, ContextWindow, QuestionEncoder
+
+MAX_ANSWER_TOKENS = 30
+
+
+class AnswerSpan(NamedTuple):
+    """An answer context[start:end]; "" at 0 means no answer."""
+
+    text: str
+    start: int
+    end: int
+    score: float
+    probability: float
+
+
+def answer_questions(
+    loaded: LoadedModel,
+    questions: Sequence[tuple[str, str]],
+    *,
+    n_best: int = 1,
+    longest: int = MAX_ANSWER_TOKENS,
+    impossible: bool | None = None,
+    batch: int = 32,
+    lines: Sequence[int] | None = None,
+    progress: ProgressCallback = no_progress,
+) -> list[list[AnswerSpan]]:
+    """Find the best answers to each (question, context), best first.
+
+    longest: tokens of an answer at most.
+    impossible: whether "" may be an answer; None: as in training.
+    lines: line numbers for error messages, counted from 0.
+    """
+    loaded.check_head("spans")
+    if longest < 1 or n_best < 1:
+        raise InputError(f"longest={longest} and n_best={n_best} must be positive; write 1 or more")
+    section = loaded.data_section
+    if impossible is None:
+        impossible = section is not None and section.impossible
+    encoder = QuestionEncoder(loaded.tokenizer, _max_length(loaded), None if section is None else section.stride)
+    windows = []
+    for index, (question, context) in enumerate(questions):
+        if not context.strip():
+            line = f"line {(index if lines is None else lines[index]) + 1}: " if len(questions) > 1 else ""
+            raise InputError(f"{line}the text is empty, and an answer is a part of it; give some text")
+        windows.append(encoder(question, context))
+    inputs = [EncodedInput(window.ids, window.segments) for row in windows for window in row]
+    logits = iter(run_batches(loaded, inputs, batch, loaded.model, progress=progress))
+    return [
+        best_spans(row, [next(logits) for _ in row], context, n_best=n_best, longest=longest, impossible=impossible)
+        for row, (_, context) in zip(windows, questions, strict=True)
+    ]
+
+
+def _max_length(loaded: LoadedModel) -> int | None:
+    """The length of a window: that of training, and no more than the context of the model."""
+    training_length = None if loaded.data_section is None else loaded.data_section.longest
+    limits = (loaded.model.config.context, training_length)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def best_spans(
+    windows: Sequence[ContextWindow],
+    logits: Sequence[Tensor],
+    context: str,
+    *,
+    n_best: int = 1,
+    longest: int = MAX_ANSWER_TOKENS,
+    impossible: bool = False,
+) -> list[AnswerSpan]:
+    """Rank the spans of all windows of a context by score, from start and end logits (T, 2) of each window.
+
+    A span in several windows has the highest of its scores; "no answer" has the lowest of those of the windows.
+    """
+    tables = [_span_scores(window, values, longest) for window, values in zip(windows, logits, strict=True)]
+    no_answer = min(float(values[NO_ANSWER].sum()) for values in logits)
+    all_scores = torch.cat([table.flatten() for table in tables] + ([torch.tensor([no_answer])] if impossible else []))
+    total = float(all_scores.logsumexp(0))
+    scores: dict[tuple[int, int], float] = {}
+    for window, table in zip(windows, tables, strict=True):
+        for start, end, score in _top_spans(window, table, n_best):
+            scores[start, end] = max(score, scores.get((start, end), score))
+    if impossible:
+        scores[0, 0] = no_answer
+    ranked = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[:n_best]
+    probabilities = torch.tensor([score - total for _, score in ranked]).exp().tolist()
+    return [
+        AnswerSpan(context[start:end], start, end, score, probability)
+        for ((start, end), score), probability in zip(ranked, probabilities, strict=True)
+    ]
+
+
+def _span_scores(window: ContextWindow, logits: Tensor, longest: int) -> Tensor:
+    """Compute (S, S): the score of the span from token i to token j of the context, -inf for invalid spans."""
+    context_logits = logits[window.context_start : window.context_start + len(window.offsets)]
+    is_space = torch.tensor([start == end for start, end in window.offsets])
+    table = context_logits[:, 0, None] + context_logits[None, :, 1]
+    ones = torch.ones_like(table, dtype=torch.bool)
+    allowed = ones.triu() & ones.tril(longest - 1) & ~is_space[:, None] & ~is_space[None, :]
+    return table.masked_fill(~allowed, -torch.inf)
+
+
+def _top_spans(window: ContextWindow, table: Tensor, count: int) -> Iterator[tuple[int, int, float]]:
+    """The best spans of a window, as characters of the context."""
+    values, indices = table.flatten().topk(min(table.numel(), count))
+    for value, index in zip(values.tolist(), indices.tolist(), strict=True):
+        if value > -torch.inf:
+            first, last = divmod(index, table.shape[1])
+            yield window.offsets[first][0], window.offsets[last][1], value

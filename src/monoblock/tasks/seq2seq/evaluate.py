@@ -1,0 +1,152 @@
+"""Evaluate translation and transliteration: BLEU, chrF, word accuracy and character error rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from monoblock.data.corpora.table import CORPORA
+from monoblock.data.readers.by_path import ALIGNED_SUFFIX
+from monoblock.data.readers.records import Pair
+from monoblock.errors import ConfigError
+from monoblock.metrics import text as metrics
+from monoblock.recipes.schema import DataSection
+from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
+from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
+from monoblock.tasks.seq2seq.pairs import collect_references, prepare_pairs
+from monoblock.tasks.seq2seq.predict import best_translations, fits_context, translate_texts
+from monoblock.tasks.seq2seq.rescoring import WordFrequencies, tune_weight
+from monoblock.tasks.text_to_text import evaluate as text_to_text
+
+
+def evaluate_pairs(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
+    """Measure sentences by BLEU and chrF, single words by accuracy and character error rate."""
+    section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
+    if section.prefix or section.tasks:
+        return text_to_text.evaluate_text_to_text(
+            loaded, request, section, partial(score_translations, lowercase=request.lowercase)
+        )
+    corpus = prepare_pairs(read_corpus(request, "pairs"), section)
+    evaluate = evaluate_transliteration if has_single_word_targets(corpus.rows) else evaluate_translation
+    evaluation = evaluate(loaded, request, corpus.rows)
+    evaluation.metrics["split"] = corpus.split
+    return evaluation
+
+
+def has_single_word_targets(rows: Sequence[Pair]) -> bool:
+    """Whether every target is a single word."""
+    return not any(" " in row.target for row in rows)
+
+
+def evaluate_translation(loaded: LoadedModel, request: EvaluationRequest, rows: Sequence[Pair]) -> Evaluation:
+    """Measure the best hypothesis of each source by BLEU and chrF; accuracy counts exact matches."""
+    texts = best_translations(loaded, [row.source for row in rows], batch=request.batch, **request.options)
+    references = [[row.target] for row in rows]
+    direction = loaded.data_section.direction if loaded.data_section else "forward"
+    language = request.language or target_language(request.data, direction)
+    figures = score_translations(texts, references, lowercase=request.lowercase, language=language)
+    return Evaluation(figures, _build_samples(rows, [[text] for text in texts], request.samples))
+
+
+def target_language(data: str, direction: str) -> str:
+    """The language of the targets, from the names of aligned files such as {split}.de-en; else English."""
+    corpus = CORPORA.get(data)
+    languages = ALIGNED_SUFFIX.search(str(corpus.path_template) if corpus is not None else data)
+    return "en" if languages is None else languages[1 if direction == "backward" else 2]
+
+
+def score_translations(
+    hypotheses: list[str], references_per_source: metrics.References, *, lowercase: bool = False, language: str = "en"
+) -> dict[str, Any]:
+    """Compute all metrics of translations: BLEU three ways, chrF, exact matches, and the signatures of sacreBLEU."""
+    bleu = metrics.bleu(hypotheses, references_per_source, lowercase=lowercase)
+    lower = metrics.bleu(hypotheses, references_per_source, lowercase=True)
+    chrf = metrics.chrf(hypotheses, references_per_source)
+    tokenized = metrics.bleu_tokenized(hypotheses, references_per_source, language)
+    scores = {"bleu": bleu, "bleu_lowercased": lower, "bleu_tokenized": tokenized, "chrf": chrf}
+    return {
+        "bleu": bleu.value,
+        "bleu_lowercased": lower.value,
+        "bleu_tokenized": tokenized.value,
+        "chrf": chrf.value,
+        "accuracy": metrics.accuracy([[text] for text in hypotheses], references_per_source),
+        "signature": bleu.signature,
+        "signatures": {name: score.signature for name, score in scores.items()},
+        "sources": len(hypotheses),
+    }
+
+
+def evaluate_transliteration(loaded: LoadedModel, request: EvaluationRequest, rows: Sequence[Pair]) -> Evaluation:
+    """Measure each source once; any target that the data give for it is right."""
+    references = collect_references(rows)
+    hypotheses = generate_hypotheses(loaded, request, list(references))
+    targets = list(references.values())
+    evaluation = Evaluation(_word_metrics(hypotheses, targets, request.n_best))
+    evaluation.notes.append("each source counts once, and any target attested for it is right")
+    if request.rescore:
+        section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
+        train = prepare_pairs(read_corpus(request, "pairs", "train"), section).rows
+        all_references = collect_references([*rows, *train])
+        evaluation.metrics["attested"] = metrics.accuracy(
+            [[row[0].text] for row in hypotheses], [all_references[source] for source in references]
+        )
+        evaluation.notes.append("attested: targets that the training split has for a source are right as well")
+        frequencies = evaluation.word_frequencies = _tune_frequencies(loaded, request, train, section)
+        hypotheses = [frequencies.rerank(row) for row in hypotheses]
+        rescored = _word_metrics(hypotheses, targets, request.n_best)
+        gain = rescored["accuracy"] - evaluation.metrics["accuracy"]
+        evaluation.metrics["rescored"] = rescored | {"gain": gain, "weight": frequencies.weight}
+    unique = [Pair(source, " | ".join(targets)) for source, targets in references.items()]
+    texts = [[hypothesis.text for hypothesis in row] for row in hypotheses]
+    evaluation.samples = _build_samples(unique, texts, request.samples)
+    return evaluation
+
+
+def generate_hypotheses(loaded: LoadedModel, request: EvaluationRequest, sources: list[str]) -> list[list[Hypothesis]]:
+    return translate_texts(loaded, sources, n_best=request.n_best, batch=request.batch, **request.options)
+
+
+def _word_metrics(hypotheses: list[list[Hypothesis]], references_per_source: list[list[str]], k: int) -> dict[str, Any]:
+    texts = [[hypothesis.text for hypothesis in row] for row in hypotheses]
+    return {
+        "accuracy": metrics.accuracy(texts, references_per_source),
+        "top_k": metrics.accuracy(texts, references_per_source, k),
+        "k": k,
+        "cer": metrics.cer([row[0] for row in texts], references_per_source),
+        "sources": len(texts),
+    }
+
+
+def _tune_frequencies(
+    loaded: LoadedModel, request: EvaluationRequest, train: Sequence[Pair], section: DataSection
+) -> WordFrequencies:
+    """Count the words of the training targets and tune their weight on the validation split."""
+    valid = collect_references(prepare_pairs(read_corpus(request, "pairs", "valid"), section).rows)
+    hypotheses = generate_hypotheses(loaded, request, list(valid))
+    return tune_weight(WordFrequencies.from_pairs(train), hypotheses, list(valid.values()))
+
+
+def _build_samples(rows: Sequence[Pair], hypotheses: list[list[str]], count: int) -> list[dict[str, Any]]:
+    samples = zip(rows[:count], hypotheses, strict=False)
+    return [{"source": row.source, "reference": row.target, "hypothesis": texts[0]} for row, texts in samples]
+
+
+def score_validation_rows(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
+    """Measure the first validation sources that fit the context, for a model card; exact matches without sacreBLEU."""
+    if loaded.data_section is not None and (loaded.data_section.prefix or loaded.data_section.tasks):
+        return text_to_text.score_validation_rows(loaded, rows, count, loaded.data_section, score_translations)
+    measured = [row for row in rows[: 2 * count] if fits_context(loaded, row.source)][:count]
+    if not measured:
+        return {}
+    texts = best_translations(loaded, [row.source for row in measured])
+    references = collect_references(rows)
+    accepted = [references[row.source] for row in measured]
+    exact = metrics.accuracy([[text] for text in texts], accepted)
+    if has_single_word_targets(measured):
+        return {"val_word_accuracy": exact, "val_cer": metrics.cer(texts, accepted)}
+    try:
+        figures = score_translations(texts, [[row.target] for row in measured])
+    except ConfigError:  # sacreBLEU is not installed
+        figures = {}
+    return {f"val_{name}": figures[name] for name in ("bleu", "chrf") if name in figures} | {"val_exact": exact}

@@ -1,0 +1,56 @@
+"""The list of tasks: what each objective reads and how its models are evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from monoblock.data.readers.records import CorpusKind
+from monoblock.tasks.chat.evaluate import evaluate_chat
+from monoblock.tasks.classification.evaluate import evaluate_classifier
+from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
+from monoblock.tasks.language_modeling.evaluate import evaluate_language_model
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.masked_lm import data as masked_lm_data
+from monoblock.tasks.masked_lm.evaluate import evaluate_masked_lm
+from monoblock.tasks.question_answering import evaluate as question_answering
+from monoblock.tasks.seq2seq import evaluate as seq2seq
+from monoblock.tasks.token_classification import evaluate as token_classification
+
+# Objective -> the kinds of corpus it reads; a path is read by its suffix, or as the first kind.
+CORPUS_KINDS: dict[str, tuple[CorpusKind, ...]] = {
+    "causal": ("text",),
+    "masked": masked_lm_data.CORPUS_KINDS,
+    "spans": ("text",),
+    "pairs": ("pairs",),
+    "classify": ("labelled", "images"),
+    "label": ("tagged",),
+    "answers": ("questions",),
+    "chat": ("chat",),
+}
+# Objective -> its evaluation.
+EVALUATORS: dict[str, Callable[[LoadedModel, EvaluationRequest], Evaluation]] = {
+    "causal": evaluate_language_model,
+    "pairs": seq2seq.evaluate_pairs,
+    "answers": question_answering.evaluate_question_answering,
+    "classify": evaluate_classifier,
+    "label": token_classification.evaluate_tagger,
+    "masked": evaluate_masked_lm,
+    "chat": evaluate_chat,
+}
+# Objective -> the metrics of the first validation rows for the model card.
+VALIDATION_SCORERS: dict[str, Callable[..., dict[str, float]]] = {
+    "pairs": seq2seq.score_validation_rows,
+    "answers": question_answering.score_validation_rows,
+    "label": token_classification.score_validation_rows,
+}
+# The objective of a model without a recipe, by its head or its family.
+OBJECTIVE_BY_HEAD = {"classifier": "classify", "tagger": "label", "masked_lm": "masked", "spans": "answers"}
+OBJECTIVE_BY_FAMILY = {"decoder-only": "causal", "encoder-decoder": "pairs"}
+
+
+def objective_of(loaded: LoadedModel) -> str:
+    """The objective that a model is evaluated by: that of its head, its recipe or its family; "" if none is known."""
+    config = loaded.model.config
+    head = getattr(config, "head", None)
+    by_head = OBJECTIVE_BY_HEAD.get(head.kind if head is not None else "")
+    return by_head or loaded.objective or OBJECTIVE_BY_FAMILY.get(config.family, "")

@@ -1,0 +1,128 @@
+"""Augment tagged sentences anew in every epoch.
+
+Entities are replaced by others of their type, words masked, sentences written in capitals, words segmented by
+BPE-dropout, neighbouring sentences joined.  All of it is a function of (seed, epoch, row), so that a resumed run sees
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from monoblock.data.readers.records import TaggedSentence
+from monoblock.recipes.schema import DataSection
+from monoblock.tasks.input_template import EncodedWords, WordEncoder
+from monoblock.tasks.token_classification.bio import extract_entities
+from monoblock.training.corruption import sample_generator
+
+NUM_SEGMENTATIONS = 32  # different segmentations of a word under BPE-dropout
+
+
+class TaggedAugmenter:
+    """Called with a row index and an epoch, returns the augmented sentence and its encoding."""
+
+    def __init__(
+        self, rows: Sequence[TaggedSentence], words: WordEncoder, section: DataSection, dropout: float, seed: int
+    ) -> None:
+        self.rows, self.words, self.section, self.dropout, self.seed = rows, words, section, dropout, seed
+        self.mentions = collect_mentions(rows) if section.exchange else {}
+        self.segmentations: dict[tuple[str, int], list[int]] = {}
+        tokenizer = words.tokenizer
+        self.mask_id = tokenizer.mask_id if tokenizer.mask_id is not None else words.fallback_ids[0]
+
+    def __call__(self, index: int, epoch: int) -> tuple[TaggedSentence, EncodedWords]:
+        rng = sample_generator(self.seed, epoch, index)
+        count = int(rng.integers(1, self.section.join + 1)) if self.section.join > 1 else 1
+        rows = replace_mentions(self.rows[index : index + count], self.mentions, self.section.exchange, rng)
+        rows = [
+            uppercase_row(row) if self.section.capitals and rng.random() < self.section.capitals else row
+            for row in rows
+        ]
+        pieces = [[self._encode_word(word, rng) for word in row.words] for row in rows]
+        return concatenate_rows(rows), self.words.encode_pieces(self.words.join_rows(pieces))
+
+    def _encode_word(self, word: str, rng: np.random.Generator) -> list[int]:
+        if self.section.hide and rng.random() < self.section.hide:
+            return [self.mask_id]
+        if not self.dropout:
+            return self.words.encode_word(word)
+        return self._sample_segmentation(word, int(rng.integers(NUM_SEGMENTATIONS)))
+
+    def _sample_segmentation(self, word: str, index: int) -> list[int]:
+        """Return one of the segmentations of a word; each is computed once, because the tokenizer is slow."""
+        key = (word, index)
+        if key not in self.segmentations:
+            sample = self.words.tokenizer.sample
+            self.segmentations[key] = (
+                sample(f" {word}", seed=self.seed, index=index, dropout=self.dropout) or self.words.fallback_ids
+            )
+        return self.segmentations[key]
+
+
+def collect_mentions(rows: Sequence[TaggedSentence]) -> dict[str, list[TaggedSentence]]:
+    """Collect the distinct entities of each type."""
+    mentions: dict[str, dict[TaggedSentence, None]] = {}
+    for row in rows:
+        for kind, start, end in extract_entities(row.labels):
+            mentions.setdefault(kind, {})[TaggedSentence(row.words[start:end], row.labels[start:end])] = None
+    return {kind: list(entities) for kind, entities in mentions.items()}
+
+
+def replace_mentions(
+    rows: Sequence[TaggedSentence], mentions: dict[str, list[TaggedSentence]], rate: float, rng: np.random.Generator
+) -> list[TaggedSentence]:
+    """Replace a share `rate` of the entities by others of their type (mention replacement, Dai and Adel 2020).
+
+    The same entity in two of the rows is replaced by the same other one, so that the rows still belong together.
+    """
+    if not rate:
+        return list(rows)
+    replacements: dict[tuple[str, TaggedSentence], TaggedSentence] = {}
+
+    def replacement(kind: str, mention: TaggedSentence) -> TaggedSentence:
+        candidates, key = mentions.get(kind, []), (kind, mention)
+        if key not in replacements:
+            replaced = candidates and rng.random() < rate
+            replacements[key] = candidates[int(rng.integers(len(candidates)))] if replaced else mention
+        return replacements[key]
+
+    result = []
+    for row in rows:
+        parts: list[TaggedSentence] = []
+        done = 0
+        for kind, start, end in extract_entities(row.labels):
+            parts.append(TaggedSentence(row.words[done:start], row.labels[done:start]))
+            parts.append(replacement(kind, TaggedSentence(row.words[start:end], row.labels[start:end])))
+            done = end
+        result.append(concatenate_rows([*parts, TaggedSentence(row.words[done:], row.labels[done:])]))
+    return result
+
+
+def uppercase_row(row: TaggedSentence) -> TaggedSentence:
+    """Write a sentence in capitals, like a headline."""
+    return TaggedSentence(tuple(word.upper() for word in row.words), row.labels)
+
+
+def concatenate_rows(rows: Sequence[TaggedSentence]) -> TaggedSentence:
+    """Join sentences into one."""
+    words = tuple(word for row in rows for word in row.words)
+    return TaggedSentence(words, tuple(label for row in rows for label in row.labels))
+
+
+def group_rows(
+    rows: Sequence[Sequence[str]], max_rows: int, words: WordEncoder, separator_length: int = 1
+) -> list[range]:
+    """Group neighbouring rows: at most `max_rows`, and no more than fit with `separator_length` tokens between two."""
+    groups: list[range] = []
+    start, length = 0, 0
+    num_special, limit = words.encoded_length(()), words.template.max_length
+    for index, row in enumerate(rows):
+        added = words.encoded_length(row) - num_special + separator_length
+        too_long = limit is not None and num_special + length + added - separator_length > limit
+        if index > start and (index - start == max_rows or too_long):
+            groups.append(range(start, index))
+            start, length = index, 0
+        length += added
+    return [*groups, range(start, len(rows))] if rows else []

@@ -1,0 +1,193 @@
+"""Chunking labels such as B-PER I-PER O: the entities they mark, the valid sequences, and Viterbi decoding over those.
+
+In BIO an entity begins with B; in IOB1 only where it touches another of its type.  IOBES, also spelled BILOU, marks the
+last word of an entity by E or L and an entity of one word by S or U.  Other labels, such as parts of speech, are no
+chunking scheme and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monoblock.data.readers.records import TaggedSentence
+
+OUTSIDE = "O"
+BILOU_TO_IOBES = {"L": "E", "U": "S"}
+PREFIXES = "BIES"
+CLOSING_PREFIXES = "OES"  # after these no entity is open
+
+
+class Entity(NamedTuple):
+    """An entity of type `kind` over the words [start, end)."""
+
+    kind: str
+    start: int
+    end: int
+
+
+def parse_label(label: str) -> tuple[str, str] | None:
+    """Split a label into its IOBES prefix and its entity type; None if it is not a chunking label."""
+    if label == OUTSIDE:
+        return OUTSIDE, ""
+    prefix, dash, kind = label.partition("-")
+    prefix = BILOU_TO_IOBES.get(prefix, prefix)
+    return (prefix, kind) if dash and kind and len(prefix) == 1 and prefix in PREFIXES else None
+
+
+def is_chunking_scheme(labels: Iterable[str]) -> bool:
+    parsed = [parse_label(label) for label in labels]
+    return all(parsed) and any(pair is not None and pair[1] for pair in parsed)
+
+
+def extract_entities(labels: Sequence[str]) -> list[Entity]:
+    """Extract the entities of a sentence as conlleval does (Tjong Kim Sang and De Meulder 2003).
+
+    An entity begins at B or S, after O, E or S, and where the type changes, so every sequence of labels is accepted.
+    """
+    entities: list[Entity] = []
+    last_prefix, last_kind = OUTSIDE, ""
+    for index, label in enumerate(labels):
+        prefix, kind = parse_label(label) or (OUTSIDE, "")
+        if prefix != OUTSIDE:
+            if prefix in "BS" or last_prefix in CLOSING_PREFIXES or kind != last_kind:
+                entities.append(Entity(kind, index, index + 1))
+            else:
+                entities[-1] = entities[-1]._replace(end=index + 1)
+        last_prefix, last_kind = prefix, kind
+    return entities
+
+
+# -- valid sequences --------------------------------------------------------------------------------------------------
+
+
+class LabelTransitions(NamedTuple):
+    """Which labels of a model may start a sentence, follow each other and end a sentence."""
+
+    can_start: NDArray[np.bool_]  # (classes,)
+    can_follow: NDArray[np.bool_]  # (classes, classes): [before, after]
+    can_end: NDArray[np.bool_]  # (classes,)
+
+
+def build_transitions(labels: Sequence[str]) -> LabelTransitions | None:
+    """Derive the valid transitions from the labels; None if they are not a chunking scheme."""
+    if not is_chunking_scheme(labels):
+        return None
+    parsed = [pair for label in labels if (pair := parse_label(label)) is not None]
+    marks_ends = any(prefix in "ES" for prefix, _ in parsed)
+    can_start = np.array([_can_follow((OUTSIDE, ""), pair, marks_ends) for pair in parsed])
+    can_follow = np.array([[_can_follow(before, after, marks_ends) for after in parsed] for before in parsed])
+    can_end = np.array([not marks_ends or prefix in CLOSING_PREFIXES for prefix, _ in parsed])
+    return LabelTransitions(can_start, can_follow, can_end)
+
+
+def _can_follow(before: tuple[str, str], after: tuple[str, str], has_end_prefixes: bool) -> bool:
+    continues = after[0] in "IE" and before[0] in "BI" and before[1] == after[1]
+    if has_end_prefixes and before[0] in "BI":
+        return continues
+    return continues or after[0] in "OBS"
+
+
+def viterbi_decode(scores: NDArray[np.float64], transitions: LabelTransitions | None) -> list[int]:
+    """Find the most probable valid labels from log-probabilities (words, classes) (Viterbi 1967)."""
+    if not len(scores):
+        return []
+    if transitions is None:
+        return [int(label) for label in scores.argmax(-1)]
+    transition_scores = np.where(transitions.can_follow, 0.0, -np.inf)
+    best = np.where(transitions.can_start, scores[0], -np.inf)
+    back = np.zeros(scores.shape, np.int64)
+    for word in range(1, len(scores)):
+        candidates = best[:, None] + transition_scores
+        back[word] = candidates.argmax(0)
+        best = candidates.max(0) + scores[word]
+    best = np.where(transitions.can_end, best, -np.inf)
+    path = [int(best.argmax())]
+    for word in range(len(scores) - 1, 0, -1):
+        path.append(int(back[word, path[-1]]))
+    return path[::-1]
+
+
+# -- IOB1 -------------------------------------------------------------------------------------------------------------
+
+
+def is_iob1(rows: Iterable[TaggedSentence], labels: Iterable[str]) -> bool:
+    """Return whether an entity of `rows` begins with I, as in IOB1 and never in BIO.
+
+    labels: those of the whole corpus; if any of them marks the end of an entity, such a beginning is an annotation
+    error and not IOB1.
+    """
+    known = set(labels)
+    if not is_chunking_scheme(known) or any((parse_label(label) or OUTSIDE)[0] in "ES" for label in known):
+        return False
+    return any(
+        prefix == "I" and (last_prefix in CLOSING_PREFIXES or kind != last_kind)
+        for row in rows
+        for (last_prefix, last_kind), (prefix, kind) in _adjacent_labels(row.labels)
+    )
+
+
+def _adjacent_labels(labels: Sequence[str]) -> Iterable[tuple[tuple[str, str], tuple[str, str]]]:
+    return pairwise([(OUTSIDE, ""), *(parse_label(label) or (OUTSIDE, "") for label in labels)])
+
+
+def to_bio(row: TaggedSentence) -> TaggedSentence:
+    """Relabel the entities of a sentence in BIO."""
+    labels = [OUTSIDE] * len(row.labels)
+    for kind, start, end in extract_entities(row.labels):
+        labels[start:end] = [f"B-{kind}", *[f"I-{kind}"] * (end - start - 1)]
+    return TaggedSentence(row.words, tuple(labels))
+
+
+# -- precision, recall and F1 -----------------------------------------------------------------------------------------
+
+
+class MatchCounts(NamedTuple):
+    """Numbers of entities, and precision, recall and F1 in percent."""
+
+    correct: int = 0
+    predicted: int = 0
+    gold: int = 0
+
+    @property
+    def precision(self) -> float:
+        return 100 * self.correct / self.predicted if self.predicted else 0.0
+
+    @property
+    def recall(self) -> float:
+        return 100 * self.correct / self.gold if self.gold else 0.0
+
+    @property
+    def f1(self) -> float:
+        return 200 * self.correct / (self.predicted + self.gold) if self.predicted + self.gold else 0.0
+
+    def __add__(self, other: object) -> MatchCounts:
+        assert isinstance(other, MatchCounts)
+        return MatchCounts(self.correct + other.correct, self.predicted + other.predicted, self.gold + other.gold)
+
+
+def count_entities(predictions: Iterable[Sequence[str]], references: Iterable[Sequence[str]]) -> dict[str, MatchCounts]:
+    """Count entities by type; one is correct if its type, its start and its end are."""
+    counts: dict[str, MatchCounts] = {}
+    for predicted_labels, gold_labels in zip(predictions, references, strict=True):
+        predicted, gold = set(extract_entities(predicted_labels)), set(extract_entities(gold_labels))
+        for entities, unit in (
+            (predicted & gold, MatchCounts(correct=1)),
+            (predicted, MatchCounts(predicted=1)),
+            (gold, MatchCounts(gold=1)),
+        ):
+            for entity in entities:
+                counts[entity.kind] = counts.get(entity.kind, MatchCounts()) + unit
+    return dict(sorted(counts.items()))
+
+
+def sum_counts(counts: dict[str, MatchCounts]) -> MatchCounts:
+    """Add the counts of all types, for the micro average that conlleval prints first."""
+    total = MatchCounts()
+    for type_counts in counts.values():
+        total = total + type_counts
+    return total

@@ -1,0 +1,214 @@
+"""Evaluate token classification: accuracy over words, and F1 of entities, of punctuation marks or of labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from monoblock.data.corpora.load import Corpus
+from monoblock.data.corpora.punctuation import MARK_TO_LABEL
+from monoblock.data.readers.records import TaggedSentence
+from monoblock.errors import FileError
+from monoblock.metrics import classification
+from monoblock.plots.confusion_matrix import Mistake, save_confusion_matrix
+from monoblock.tasks.evaluation_report import MAX_MISTAKES, Evaluation, EvaluationRequest, Table, read_corpus
+from monoblock.tasks.labels import check_labels, label_to_id
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.token_classification.bio import (
+    OUTSIDE,
+    MatchCounts,
+    count_entities,
+    is_chunking_scheme,
+    is_iob1,
+    sum_counts,
+    to_bio,
+)
+from monoblock.tasks.token_classification.predict import (
+    decode_labels,
+    has_punctuation_labels,
+    predict_word_probabilities,
+)
+
+SENTENCES_PER_ROW = 20  # sentences are short: so many count as one row of the model card
+CONTEXT_WORDS = 5  # shown on either side of a mistake
+# The values of the two parts of a label such as COMMA+CAP.
+LABEL_PARTS = ([mark for mark in MARK_TO_LABEL.values() if mark != OUTSIDE], ["CAP", "UPPER"])
+
+
+def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
+    """Compute accuracy, loss, calibration error and F1: of entities, of punctuation, or of other labels."""
+    corpus = read_corpus(request, "tagged")
+    notes = []
+    if is_iob1(corpus.rows, {*loaded.labels, *corpus.labels()}):
+        corpus = Corpus(corpus.name, corpus.kind, corpus.split, [to_bio(row) for row in corpus.rows])
+        notes.append("the labels of the data were converted from IOB1 to BIO")
+    check_labels(corpus, (row.labels for row in corpus.rows), loaded.labels)
+    row_probabilities = _predict_probabilities(loaded, corpus.rows, request.batch)
+    predictions = _decode_rows(loaded, row_probabilities)
+    probabilities = np.concatenate([row.double().numpy() for row in row_probabilities])
+    predicted, gold = (_label_ids(rows, loaded.labels) for rows in (predictions, [row.labels for row in corpus.rows]))
+    counts = classification.confusion_matrix(predicted, gold, len(loaded.labels))
+    metrics: dict[str, Any] = {
+        "accuracy": classification.accuracy(counts),
+        **_f1_metrics(loaded.labels, predictions, corpus.rows, _training_request(loaded, request), notes),
+        "loss": float(classification.negative_log_likelihood(probabilities, gold).mean()),
+        "ece": classification.calibration_error(probabilities, gold),
+        "majority": 100 * int(np.bincount(gold).max()) / len(gold),
+        "words": len(gold),
+        "sources": len(corpus),
+        "split": corpus.split,
+    }
+    rows = metrics.pop("rows")
+    columns = list(next(iter(rows.values()), {}))
+    max_count = max(MAX_MISTAKES, request.samples)
+    mistakes = _worst_mistakes(corpus.rows, probabilities, predicted, gold, loaded.labels, max_count)
+    samples = [mistake.to_sample() for mistake in mistakes]
+    report = classification.classification_report(counts, loaded.labels)
+    return Evaluation(
+        metrics | report | {"kinds": rows, "worst": samples[:MAX_MISTAKES]},
+        samples[: request.samples],
+        notes,
+        tables=[Table(["kind", *columns], [[kind, *row.values()] for kind, row in rows.items()])],
+        save_plot=lambda path: save_confusion_matrix(counts, loaded.labels, mistakes[:MAX_MISTAKES], path),
+    )
+
+
+def score_validation_rows(loaded: LoadedModel, rows: Sequence[TaggedSentence], count: int) -> dict[str, float]:
+    """For the model card: F1 of the first validation sentences."""
+    rows = rows[: SENTENCES_PER_ROW * count]
+    predictions = _decode_rows(loaded, _predict_probabilities(loaded, rows))
+    return {"val_f1": _f1_metrics(loaded.labels, predictions, rows, None, [])["f1"]}
+
+
+def _predict_probabilities(loaded: LoadedModel, rows: Sequence[TaggedSentence], batch: int = 64) -> list[Tensor]:
+    """Predict (words, classes) for each row, with as many rows joined as in training."""
+    join = loaded.data_section.join if loaded.data_section is not None else 1
+    return predict_word_probabilities(loaded, [row.words for row in rows], batch=batch, long="split", join=join)
+
+
+def _decode_rows(loaded: LoadedModel, probabilities: Sequence[Tensor]) -> list[list[str]]:
+    return [[loaded.labels[label] for label in decode_labels(loaded.labels, row)] for row in probabilities]
+
+
+def _label_ids(rows: Sequence[Sequence[str]], labels: Sequence[str]) -> list[int]:
+    """The class indices of the words of all rows."""
+    ids = label_to_id(labels)
+    return [ids[label] for row in rows for label in row]
+
+
+def _f1_metrics(
+    labels: Sequence[str],
+    predictions: Sequence[Sequence[str]],
+    rows: Sequence[TaggedSentence],
+    request: EvaluationRequest | None,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Compute "f1" and what belongs to it, with a table by entity type, mark or label in "rows"."""
+    references = [row.labels for row in rows]
+    if is_chunking_scheme(labels):
+        notes.append("f1 is that of whole entities, micro-averaged over types as by conlleval")
+        entity_counts = count_entities(predictions, references)
+        total = sum_counts(entity_counts)
+        kinds = {kind: _format_counts(counts) for kind, counts in entity_counts.items()}
+        return {"f1": total.f1, "precision": total.precision, "recall": total.recall, "rows": kinds}
+    if has_punctuation_labels(labels):
+        return _punctuation_metrics(predictions, rows, _most_frequent_labels(request, rows), notes)
+    notes.append("f1 is the mean over labels")
+    predicted, gold = (_label_ids(names, labels) for names in (predictions, references))
+    counts = classification.confusion_matrix(predicted, gold, len(labels))
+    scores = zip(labels, classification.class_scores(counts), strict=True)
+    return {
+        "f1": classification.macro_f1(counts),
+        "rows": {label: score.to_dict() for label, score in scores if score.support},
+    }
+
+
+def _format_counts(counts: MatchCounts) -> dict[str, Any]:
+    return {"precision": counts.precision, "recall": counts.recall, "f1": counts.f1, "there": counts.gold}
+
+
+# -- punctuation and capitals -----------------------------------------------------------------------------------------
+
+
+def _punctuation_metrics(
+    predictions: Sequence[Sequence[str]],
+    rows: Sequence[TaggedSentence],
+    baseline: Sequence[Sequence[str]],
+    notes: list[str],
+) -> dict[str, Any]:
+    """Compute the F1 of every mark and of capitals, their mean, and the same of the baseline."""
+    kinds: dict[str, Any] = {}
+    for index, names in enumerate(LABEL_PARTS):
+        predicted, guessed, gold = (
+            np.array([_label_part(label, index) for row in label_rows for label in row])
+            for label_rows in (predictions, baseline, [row.labels for row in rows])
+        )
+        for name in names:
+            if not (gold == name).any():
+                continue
+            counts, baseline_counts = (_count_matches(parts == name, gold == name) for parts in (predicted, guessed))
+            margin = counts.f1 - baseline_counts.f1
+            kinds[name] = _format_counts(counts) | {"baseline": baseline_counts.f1, "margin": margin}
+    mean, base = (float(np.mean([row[key] for row in kinds.values()] or [0.0])) for key in ("f1", "baseline"))
+    notes.append(
+        "f1 is the mean over marks and capitals; the baseline gives a word its most frequent label in training"
+    )
+    return {"f1": mean, "baseline": base, "margin": mean - base, "rows": kinds}
+
+
+def _count_matches(predicted: Any, gold: Any) -> MatchCounts:
+    return MatchCounts(int((predicted & gold).sum()), int(predicted.sum()), int(gold.sum()))
+
+
+def _training_request(loaded: LoadedModel, request: EvaluationRequest) -> EvaluationRequest:
+    """Where the baseline is counted: a file evaluated as a whole has no training split, so use the model's own data."""
+    if request.split != "all" or loaded.data_section is None:
+        return request
+    return replace(request, data=loaded.data_section.corpus)
+
+
+def _most_frequent_labels(request: EvaluationRequest | None, rows: Sequence[TaggedSentence]) -> list[list[str]]:
+    """The baseline: each word gets its most frequent label in the training split, or O if it does not occur there."""
+    frequencies: dict[str, Counter[str]] = {}
+    try:
+        for row in read_corpus(request, "tagged", "train").rows if request is not None else ():
+            for word, label in zip(row.words, row.labels, strict=True):
+                frequencies.setdefault(word, Counter())[label] += 1
+    except FileError:  # there is no training split here
+        pass
+    best = {word: counts.most_common(1)[0][0] for word, counts in frequencies.items()}
+    return [[best.get(word, OUTSIDE) for word in row.words] for row in rows]
+
+
+def _label_part(label: str, index: int) -> str:
+    return label.partition("+")[2 * index]
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def _worst_mistakes(
+    rows: Sequence[TaggedSentence],
+    probabilities: Any,
+    predictions: list[int],
+    gold: list[int],
+    labels: Sequence[str],
+    max_count: int,
+) -> list[Mistake]:
+    """The wrong words with the lowest probability of their true label, each with its neighbours."""
+    words = [(row.words, index) for row in rows for index in range(len(row.words))]
+    wrong = np.flatnonzero(np.array(predictions) != np.array(gold))
+    loss = classification.negative_log_likelihood(probabilities, gold)
+    mistakes = []
+    for word in wrong[np.argsort(-loss[wrong], kind="stable")][:max_count].tolist():
+        sentence, index = words[word]
+        marked = [*sentence[:index], f"[{sentence[index]}]", *sentence[index + 1 :]]
+        text = " ".join(marked[max(0, index - CONTEXT_WORDS) : index + CONTEXT_WORDS + 1])
+        probability = float(probabilities[word, predictions[word]])
+        mistakes.append(Mistake(text, labels[gold[word]], labels[predictions[word]], probability))
+    return mistakes

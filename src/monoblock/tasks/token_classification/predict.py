@@ -1,0 +1,152 @@
+"""Predict a label for every word of a text, and from the labels its entities or its punctuation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monoblock.data.corpora.punctuation import LABELS, restore_punctuation, strip_punctuation
+from monoblock.errors import InputError
+from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches
+from monoblock.tasks.input_template import EncodedInput, WordEncoder
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.long_inputs import check_long_mode, enumerate_lines, too_long_error
+from monoblock.tasks.token_classification.augment import group_rows
+from monoblock.tasks.token_classification.bio import build_transitions, extract_entities, viterbi_decode
+
+# A punctuation mark is a word of its own; 1,000.5 and well-known are single words.
+WORD_PATTERN = re.compile(r"\w+(?:[.,]\d+|[-'’]\w+)*|[^\w\s]")
+
+
+class TaggedWord(NamedTuple):
+    word: str
+    label: str
+    probability: float
+
+
+class PredictedEntity(NamedTuple):
+    """An entity over the words [start, end); its probability is the lowest of its labels."""
+
+    text: str
+    label: str
+    start: int
+    end: int
+    probability: float
+
+
+class TaggedText(NamedTuple):
+    words: list[TaggedWord]
+    entities: list[PredictedEntity]  # if the labels are a chunking scheme
+    restored_text: str | None = None  # if the labels are punctuation and capitals
+
+
+def has_punctuation_labels(labels: Sequence[str]) -> bool:
+    """Return whether labels are those of punctuation and capitals, from which a text can be restored."""
+    return set(labels) <= set(LABELS) and len(labels) > 1
+
+
+def split_words(loaded: LoadedModel, text: str | Sequence[str], split_punctuation: bool = True) -> list[str]:
+    """Split a text into the words that the model labels.
+
+    A model of punctuation reads lowercase words without marks.  Other models read punctuation marks as words of their
+    own, or with split_punctuation=False whatever stands between spaces.  A list of words is returned as it is.
+    """
+    if not isinstance(text, str):
+        empty = next((word for word in text if not word.strip()), None)
+        if empty is not None:
+            raise InputError(f"{empty!r} is no word, only white space; leave it out")
+        return list(text)
+    if has_punctuation_labels(loaded.labels):
+        return list(strip_punctuation(text).words)
+    return WORD_PATTERN.findall(text) if split_punctuation else text.split()
+
+
+def tag_words(
+    loaded: LoadedModel,
+    rows: Sequence[Sequence[str]],
+    *,
+    batch: int = 64,
+    long: str = "refuse",
+    lines: Sequence[int] | None = None,
+    progress: ProgressCallback = no_progress,
+) -> list[TaggedText]:
+    """Predict the labels, entities and restored text of each row of words."""
+    row_probabilities = predict_word_probabilities(loaded, rows, batch=batch, long=long, lines=lines, progress=progress)
+    return [
+        _tag_row(loaded.labels, words, probabilities)
+        for words, probabilities in zip(rows, row_probabilities, strict=True)
+    ]
+
+
+def _tag_row(class_names: Sequence[str], words: Sequence[str], probabilities: Tensor) -> TaggedText:
+    label_ids = decode_labels(class_names, probabilities)
+    labels = [class_names[label] for label in label_ids]
+    chosen = [probabilities[index, label].item() for index, label in enumerate(label_ids)]
+    words = list(words[: len(labels)])
+    entities = [
+        PredictedEntity(" ".join(words[start:end]), kind, start, end, min(chosen[start:end]))
+        for kind, start, end in extract_entities(labels)
+    ]
+    restored = restore_punctuation(words, labels) if has_punctuation_labels(class_names) else None
+    return TaggedText([TaggedWord(*word) for word in zip(words, labels, chosen, strict=True)], entities, restored)
+
+
+def decode_labels(labels: Sequence[str], probabilities: Tensor) -> list[int]:
+    """Find the most probable valid sequence of labels from probabilities (words, classes)."""
+    return viterbi_decode(np.log(np.maximum(probabilities.double().numpy(), 1e-300)), build_transitions(labels))
+
+
+def predict_word_probabilities(
+    loaded: LoadedModel,
+    rows: Sequence[Sequence[str]],
+    *,
+    batch: int = 64,
+    long: str = "refuse",
+    lines: Sequence[int] | None = None,
+    join: int = 1,
+    progress: ProgressCallback = no_progress,
+) -> list[Tensor]:
+    """Predict the probabilities (words, classes) of each row, read at the first piece of each word.
+
+    long: whether a row beyond the context is refused, cut, or split between words.
+    join: up to so many neighbouring rows are encoded together.
+    """
+    loaded.check_head("tagger")
+    check_long_mode(long)
+    encoder = WordEncoder(loaded.tokenizer, loaded.input_template(loaded.model.config.context))
+    parts = [
+        (index, part)
+        for index, (line, row) in enumerate(enumerate_lines(rows, lines))
+        for part in _split_row(encoder, line, row, long)
+    ]
+    groups = group_rows([part for _, part in parts], join, encoder)
+    encoded = [encoder.encode_rows([part for _, part in parts[group.start : group.stop]]) for group in groups]
+    inputs = [EncodedInput(words.ids, [0] * len(words.ids)) for words in encoded]
+    outputs = run_batches(loaded, inputs, batch, loaded.model, progress=progress)
+    results: list[list[Tensor]] = [[] for _ in rows]
+    for group, words, logits in zip(groups, encoded, outputs, strict=True):
+        start = 0
+        for index, part in parts[group.start : group.stop]:
+            positions = words.word_positions[start : start + len(part)]
+            results[index].append(logits[positions].softmax(-1))
+            start += len(part)
+    return [torch.cat(parts_of_row) if parts_of_row else torch.empty(0, len(loaded.labels)) for parts_of_row in results]
+
+
+def _split_row(encoder: WordEncoder, line: int, row: Sequence[str], long: str) -> list[Sequence[str]]:
+    """Split a row that is longer than the context between words."""
+    if not row:
+        return []
+    limit, length = encoder.template.max_length, encoder.encoded_length(row)
+    if limit is None or length <= limit:
+        return [row]
+    if long == "refuse":
+        raise too_long_error(line, length, limit)
+    groups = group_rows([[word] for word in row], len(row), encoder, separator_length=0)
+    parts = [row[group.start : group.stop] for group in groups]
+    return parts[:1] if long == "cut" else parts

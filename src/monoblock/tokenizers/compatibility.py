@@ -1,0 +1,18 @@
+"""Check that a tokenizer is the one a model was trained with."""
+
+from monoblock.errors import InputError
+from monoblock.tokenizers.fingerprint import FINGERPRINT_DIGITS
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+
+def check_tokenizer_fits(tokenizer: Tokenizer, vocab: int, fingerprint: str | None = None) -> None:
+    """Raise InputError unless the tokenizer has this fingerprint, if given, and at most `vocab` tokens."""
+    ours = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:FINGERPRINT_DIGITS]}"
+    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
+        theirs = f"{vocab:,} tokens, {fingerprint[:FINGERPRINT_DIGITS]}"
+        problem = f"this tokenizer ({ours}) is not the one the model was trained with ({theirs})"
+    elif tokenizer.vocab_size > vocab:
+        problem = f"this tokenizer ({ours}) is not the model's, which knows {vocab:,} tokens"
+    else:
+        return
+    raise InputError(f"{problem}; give the tokenizer from the model's own folder")

@@ -1,0 +1,163 @@
+"""Read and write the tokenizer in a GGUF file: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError
+from monoblock.tokenizers.components import JsonObject, component_sequence
+from monoblock.tokenizers.formats import sentencepiece
+from monoblock.tokenizers.formats.assembly import assemble_tokenizer_json
+from monoblock.tokenizers.formats.families import PRE_TOKENIZER_ALIASES, PRE_TOKENIZERS, TokenizerFamily
+from monoblock.tokenizers.formats.gguf_header import read_gguf_header
+from monoblock.tokenizers.formats.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from monoblock.tokenizers.formats.vocabulary_files import byte_level_sections
+from monoblock.untrusted_files import short_repr
+
+PREFIX = "tokenizer.ggml"
+TOKEN_ID_FIELDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+PLAIN_FAMILY = TokenizerFamily()
+
+
+def read_gguf_tokenizer(path: str | Path) -> tuple[JsonObject, dict[str, Any]]:
+    """Return the content of a tokenizer.json and of a tokenizer_config.json for the tokenizer in a GGUF file."""
+    return from_fields(read_gguf_header(path).fields, str(path))
+
+
+def from_fields(fields: Mapping[str, Any], where: str) -> tuple[JsonObject, dict[str, Any]]:
+    """Convert the fields of a GGUF header; `where` is the file that errors name."""
+    tokens = _string_list(fields, f"{PREFIX}.tokens", where)
+    if len(set(tokens)) != len(tokens):
+        raise FileError(f"{where} cannot be used: its vocabulary has a token twice")
+    types = fields.get(f"{PREFIX}.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens) or not set(types) <= set(range(7)):
+        raise FileError(f"{where} cannot be used: its {PREFIX}.token_type does not match its tokens")
+    kind = fields.get(f"{PREFIX}.model")
+    if kind not in ("gpt2", "llama"):
+        raise FileError(f"{where}: its tokenizer is of the kind {short_repr(kind)}; only gpt2 and llama are read")
+    config = _tokenizer_config(fields, tokens, add_bos=kind == "llama")
+    if kind == "llama":
+        sections = _llama_sections(fields, tokens, types, where)
+    else:
+        sections = _gpt2_sections(fields, tokens, where)
+    data = assemble_tokenizer_json(
+        sections,
+        PLAIN_FAMILY,
+        config,
+        special_tokens=[t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNUSED, UNKNOWN)],
+        plain_tokens=[t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED],
+    )
+    return data, config
+
+
+def _string_list(fields: Mapping[str, Any], name: str, where: str) -> list[str]:
+    strings = fields.get(name)
+    if not isinstance(strings, list) or not strings or not all(isinstance(item, str) and item for item in strings):
+        raise FileError(f"{where} cannot be used: its {name} is not a list of strings")
+    return strings
+
+
+def _tokenizer_config(fields: Mapping[str, Any], tokens: list[str], add_bos: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for role, field in TOKEN_ID_FIELDS.items():
+        number = fields.get(f"{PREFIX}.{field}")
+        if type(number) is int and 0 <= number < len(tokens):
+            config[f"{role}_token"] = tokens[number]
+    config["add_bos_token"] = fields.get(f"{PREFIX}.add_bos_token", add_bos) is True
+    config["add_eos_token"] = fields.get(f"{PREFIX}.add_eos_token", False) is True
+    template = fields.get("tokenizer.chat_template")
+    return config | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+def _gpt2_sections(fields: Mapping[str, Any], tokens: list[str], where: str) -> JsonObject:
+    name = fields.get(f"{PREFIX}.pre", "default")
+    if not isinstance(name, str) or PRE_TOKENIZER_ALIASES.get(name, name) not in PRE_TOKENIZERS:
+        known = ", ".join(sorted({*PRE_TOKENIZERS, *PRE_TOKENIZER_ALIASES}))
+        raise FileError(f"{where} has the unknown pre-tokenizer {short_repr(name)}; known are {known}")
+    merges = [merge.split(" ") for merge in _string_list(fields, f"{PREFIX}.merges", where)]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    config = {"add_prefix_space": fields.get(f"{PREFIX}.add_space_prefix") is True}
+    ignore_merges = PRE_TOKENIZER_ALIASES.get(name, name) == "llama-bpe"
+    return byte_level_sections(vocab, merges, name, PLAIN_FAMILY, config, ignore_merges=ignore_merges)
+
+
+def _llama_sections(fields: Mapping[str, Any], tokens: list[str], types: list[int], where: str) -> JsonObject:
+    scores = fields.get(f"{PREFIX}.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise FileError(f"{where} cannot be used: its {PREFIX}.scores do not match its tokens")
+    unknown = fields.get(f"{PREFIX}.unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise FileError(f"{where} cannot be used: its unknown token is not one of its tokens")
+    types_read = [CONTROL if kind in (UNUSED, UNKNOWN) else kind for kind in types]
+    types_read[unknown] = UNKNOWN
+    model = sentencepiece.SentencePieceModel(
+        pieces=tokens,
+        scores=scores,
+        types=types_read,
+        model_type=sentencepiece.BPE,
+        byte_fallback=BYTE in types,
+        dummy_prefix=fields.get(f"{PREFIX}.add_space_prefix", True) is True,
+        collapse=fields.get(f"{PREFIX}.remove_extra_whitespaces", False) is True,
+    )
+    return sentencepiece.to_sections(sentencepiece.validate(model, where))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def to_fields(data: JsonObject, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the GGUF fields for the content of a tokenizer.json; `vocab_size` is the model's number of embeddings."""
+    model = data["model"]
+    if model["type"] != "BPE":
+        raise FileError(f"GGUF cannot hold a {model['type']} tokenizer; use byte-level BPE or SentencePiece's BPE")
+    ids = dict(model["vocab"]) | {row["content"]: row["id"] for row in data["added_tokens"]}
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    for token, number in ids.items():
+        tokens[number], types[number] = token, NORMAL
+    for row in data["added_tokens"]:
+        types[row["id"]] = CONTROL if row["special"] else USER_DEFINED
+    fields: dict[str, Any] = {f"{PREFIX}.tokens": tokens, f"{PREFIX}.token_type": types}
+    if model.get("byte_fallback"):
+        fields[f"{PREFIX}.model"], fields[f"{PREFIX}.pre"] = "llama", "default"
+        fields[f"{PREFIX}.scores"] = _piece_scores(model, tokens, types)
+        fields[f"{PREFIX}.add_space_prefix"] = "'Prepend'" in str(data["normalizer"]) or bool(data["pre_tokenizer"])
+    else:
+        fields[f"{PREFIX}.model"], fields[f"{PREFIX}.pre"] = "gpt2", _pre_tokenizer_name(data)
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+        fields[f"{PREFIX}.merges"] = merges
+    for role, field in TOKEN_ID_FIELDS.items():
+        if config.get(f"{role}_token") in ids:
+            fields[f"{PREFIX}.{field}"] = ids[config[f"{role}_token"]]
+    template = (data["post_processor"] or {}).get("single", [])
+    added = {row["SpecialToken"]["id"] for row in template if "SpecialToken" in row}
+    for role in ("bos", "eos"):
+        fields[f"{PREFIX}.add_{role}_token"] = config.get(f"{role}_token") in added
+    chat_template = config.get("chat_template")
+    return fields | ({"tokenizer.chat_template": chat_template} if isinstance(chat_template, str) else {})
+
+
+def _piece_scores(model: JsonObject, tokens: list[str], types: list[int]) -> list[float]:
+    """Return minus the rank of the first merge that creates each piece; set the types of bytes and of the unknown."""
+    scores: dict[str, float] = {}
+    for rank, merge in enumerate(model["merges"]):
+        scores.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), -float(rank))
+    for number, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            types[number] = BYTE
+        elif token == model.get("unk_token"):
+            types[number] = UNKNOWN
+    return [scores.get(token, -1e6) if kind == NORMAL else 0.0 for token, kind in zip(tokens, types, strict=True)]
+
+
+def _pre_tokenizer_name(data: JsonObject) -> str:
+    """Return GGUF's name for the normalizer and pre-tokenizer of a tokenizer.json."""
+    for name, (normalizers, pre_tokenizers) in PRE_TOKENIZERS.items():
+        normalizer = component_sequence("normalizers", *normalizers)
+        pre_tokenizer = component_sequence("pretokenizers", *pre_tokenizers)
+        if (normalizer, pre_tokenizer) == (data["normalizer"], data["pre_tokenizer"]):
+            return name
+    names = ", ".join(PRE_TOKENIZERS)
+    raise FileError(f"GGUF has no name for this tokenizer's pre-tokenizer; it has {names}; or leave the tokenizer out")

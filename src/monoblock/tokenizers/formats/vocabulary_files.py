@@ -1,0 +1,203 @@
+"""Convert the vocabulary files published before tokenizer.json existed.
+
+vocab.json + merges.txt      byte-level BPE (GPT-2, RoBERTa, Qwen)
+vocab.txt                    WordPiece (BERT)
+tokenizer.model              SentencePiece, BPE or Unigram (Llama, T5, ALBERT, XLM-R); or tiktoken (Llama 3)
+*.tiktoken                   byte-level BPE by ranks
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError, did_you_mean
+from monoblock.tokenizers.components import JsonObject, bpe_model, byte_level, component_sequence, replace_string
+from monoblock.tokenizers.formats import sentencepiece, tiktoken
+from monoblock.tokenizers.formats.assembly import assemble_tokenizer_json, special_token
+from monoblock.tokenizers.formats.families import (
+    FAMILIES,
+    FAMILY_ALIASES,
+    PRE_TOKENIZER_ALIASES,
+    PRE_TOKENIZERS,
+    TokenizerFamily,
+)
+from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join, short_repr
+
+MAX_FILE_BYTES = 64 * MB
+MAX_TOKENS = 2_000_000
+MAX_JSON_VALUES = 5_000_000
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+
+
+def find_vocabulary(folder: Path) -> str | None:
+    """Return the name of the vocabulary file of a folder, or None."""
+    tiktoken_files = sorted(name for name in _list_files(folder) if name.endswith(".tiktoken"))
+    candidates = [*SENTENCEPIECE_FILES, "vocab.json", "vocab.txt", *tiktoken_files]
+    return next((name for name in candidates if has_file(folder, name)), None)
+
+
+def _list_files(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def read_vocabulary(folder: Path, name: str, config: Mapping[str, Any]) -> tuple[JsonObject, dict[str, Any]]:
+    """Return the content of a tokenizer.json for the vocabulary file `name`, and the special tokens by role."""
+    path = safe_join(folder, name)
+    if name == "vocab.json":
+        vocab = read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
+        family = _find_family(folder, config, "gpt2")
+        merges = _read_merges(safe_join(folder, "merges.txt"))
+        sections = byte_level_sections(vocab, merges, family.pre_tokenizer, family, config)
+        return assemble_tokenizer_json(sections, family, config), _special_tokens(family)
+    if name == "vocab.txt":
+        family = _find_family(folder, config, "bert")
+        sections = _wordpiece_sections(path, family, config)
+        return assemble_tokenizer_json(sections, family, config), _special_tokens(family)
+    raw = read_bytes(path, MAX_FILE_BYTES)
+    if name.endswith(".tiktoken") or tiktoken.is_tiktoken(raw):
+        family = _find_family(folder, config, "gpt2")
+        vocab, merges = tiktoken.parse_ranks(raw, str(path))
+        sections = byte_level_sections(vocab, merges, family.pre_tokenizer, family, config, ignore_merges=True)
+        return assemble_tokenizer_json(sections, family, config), _special_tokens(family)
+    family = _find_family(folder, config, "plain")
+    return from_sentencepiece(sentencepiece.parse_model(raw, str(path)), family, config), _special_tokens(family)
+
+
+def _special_tokens(family: TokenizerFamily) -> dict[str, Any]:
+    return {f"{role}_token": token for role, token in family.special_tokens.items()}
+
+
+def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> TokenizerFamily:
+    """Look up the family by tokenizer_class in tokenizer_config.json, else by model_type in config.json."""
+    name = config.get("tokenizer_class")
+    if isinstance(name, str):
+        name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
+    elif has_file(folder, "config.json"):
+        name = read_json(safe_join(folder, "config.json")).get("model_type")
+    name = name or default
+    if not isinstance(name, str) or name not in FAMILY_ALIASES:
+        hint = did_you_mean(str(name)[:40], FAMILY_ALIASES)
+        raise FileError(f"{folder}: tokenizers of {short_repr(name)} are only read from a tokenizer.json{hint}")
+    return FAMILIES[FAMILY_ALIASES[name]]
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        lines = read_bytes(path, MAX_FILE_BYTES).decode().split("\n")
+    except UnicodeDecodeError as problem:
+        raise FileError(f"{path} is not UTF-8 text (byte {problem.start})") from None
+    if len(lines) > MAX_TOKENS + 1:
+        raise FileError(f"{path} has more than {MAX_TOKENS:,} lines; is it the right file?")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def _read_merges(path: Path) -> list[list[str]]:
+    lines = _read_lines(path)
+    pairs = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
+    wrong = next((pair for pair in pairs if len(pair) != 2), None)
+    if wrong is not None:
+        raise FileError(f"{path}: {short_repr(' '.join(wrong))} is not a pair of tokens")
+    return pairs
+
+
+def byte_level_sections(
+    vocab: Mapping[str, int],
+    merges: list[list[str]],
+    pre_tokenizer: str,
+    family: TokenizerFamily,
+    config: Mapping[str, Any],
+    *,
+    ignore_merges: bool = False,
+) -> JsonObject:
+    """Return the sections of byte-level BPE; with `ignore_merges`, a word that is a token itself is not merged."""
+    normalizers, pre_tokenizers = PRE_TOKENIZERS[PRE_TOKENIZER_ALIASES.get(pre_tokenizer, pre_tokenizer)]
+    if config.get("add_prefix_space") is True:
+        pre_tokenizers = tuple(
+            component | {"add_prefix_space": True} if component["type"] == "ByteLevel" else component
+            for component in pre_tokenizers
+        )
+    return {
+        "normalizer": component_sequence("normalizers", *normalizers),
+        "pre_tokenizer": component_sequence("pretokenizers", *pre_tokenizers),
+        "decoder": byte_level(add_prefix_space=True, use_regex=True),
+        "model": bpe_model(
+            dict(vocab), merges, end_of_word_suffix=family.end_of_word_suffix, ignore_merges=ignore_merges
+        ),
+    }
+
+
+def _wordpiece_sections(path: Path, family: TokenizerFamily, config: Mapping[str, Any]) -> JsonObject:
+    lines = _read_lines(path)
+    pieces = lines[:-1] if lines[-1] == "" else lines
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    if len(vocab) != len(pieces):
+        raise FileError(f"{path} has a piece twice")
+    lowercase = config.get("do_lower_case", family.lowercase)
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": config.get("tokenize_chinese_chars", True) is not False,
+            "strip_accents": None if config.get("strip_accents") is None else bool(config["strip_accents"]),
+            "lowercase": lowercase is True,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": special_token(config, family, "unk"),
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocab,
+        },
+    }
+
+
+# -- SentencePiece -----------------------------------------------------------------------------------------------------
+
+
+def from_sentencepiece(
+    model: sentencepiece.SentencePieceModel, family: TokenizerFamily, config: Mapping[str, Any]
+) -> JsonObject:
+    """Return the content of a tokenizer.json for a SentencePiece model."""
+    if family.fairseq_ids:
+        model = _to_fairseq_ids(model)
+    normalizers: list[JsonObject] = []
+    if family is FAMILIES["albert"]:
+        normalizers = [replace_string(quotes, '"') for quotes in ("``", "''")]
+        if config.get("keep_accents") is not True:
+            normalizers += [{"type": "NFKD"}, {"type": "StripAccents"}]
+        if config.get("do_lower_case", family.lowercase) is True:
+            normalizers += [{"type": "Lowercase"}]
+    prefix_first_only = config.get("legacy") is False
+    return assemble_tokenizer_json(
+        sentencepiece.to_sections(model, extra_normalizers=normalizers, prefix_first_only=prefix_first_only),
+        family,
+        config,
+        special_tokens=model.pieces_of_type(sentencepiece.CONTROL, sentencepiece.UNKNOWN),
+        plain_tokens=model.pieces_of_type(sentencepiece.USER_DEFINED),
+    )
+
+
+def _to_fairseq_ids(model: sentencepiece.SentencePieceModel) -> sentencepiece.SentencePieceModel:
+    """Reorder to fairseq's ids: <s> <pad> </s> <unk>, the pieces from the fourth on, and the mask."""
+    normal, unknown, control = sentencepiece.NORMAL, sentencepiece.UNKNOWN, sentencepiece.CONTROL
+    if model.model_type != sentencepiece.UNIGRAM or any(kind != normal for kind in model.types[3:]):
+        raise FileError("a SentencePiece model with fairseq's ids must be Unigram and begin with three special pieces")
+    return replace(
+        model,
+        pieces=["<s>", "<pad>", "</s>", "<unk>", *model.pieces[3:], "<mask>"],
+        scores=[0.0] * 4 + [*model.scores[3:], 0.0],
+        types=[control, control, control, unknown, *model.types[3:], control],
+        unknown=3,
+    )

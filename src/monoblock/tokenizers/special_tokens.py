@@ -1,0 +1,108 @@
+"""Special tokens: the roles an objective needs, their spellings, and the roles of a published file's tokens.
+
+They take the last ids, outside the vocabulary of pieces, so that no text is ever segmented into one. Only the unknown
+token is inside it, at 0, where the library looks it up.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from monoblock.errors import ConfigError, did_you_mean
+
+# Role -> its spellings. The first is ours, the others occur in published files.
+ROLE_SPELLINGS = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
+    "unk": ("<unk>", "[UNK]"),
+    "bos": ("<s>", "[BOS]", "<bos>", "<|startoftext|>", "<|begin_of_text|>", "<|endoftext|>"),
+    "eos": ("</s>", "[EOS]", "<eos>", "<|end_of_text|>", "<|endoftext|>"),
+    "cls": ("<cls>", "[CLS]"),
+    "sep": ("<sep>", "[SEP]"),
+    "mask": ("<mask>", "[MASK]"),
+}
+
+# Objective -> the roles it needs.
+ROLES_BY_OBJECTIVE = {
+    "causal": ("pad", "bos", "eos"),
+    "seq2seq": ("pad", "bos", "eos"),
+    "masked": ("pad", "cls", "sep", "mask"),
+    "spans": ("pad", "eos", "sentinels"),
+    "none": (),
+}
+
+SENTINEL_FORMAT = "<extra_id_{}>"  # T5's spelling (Raffel et al. 2020)
+DEFAULT_SENTINELS = 100  # as in T5
+MAX_SENTINELS = 10_000
+# The text of an unknown token (SentencePiece); never a piece itself, so that it is encoded as unknown again.
+UNKNOWN_CHARACTER = "⁇"
+
+# ASCII only: byte-level decoding would read other letters as bytes.
+_TAG_PATTERN = re.compile(r"(?:<[!-~]{1,62}>|\[[!-~]{1,62}\])")
+_SENTINEL_PATTERN = re.compile(r"<extra_id_(\d{1,5})>")
+
+
+def resolve_special_tokens(specials: str | Sequence[str]) -> list[str]:
+    """Return the spellings of an objective's tokens, or of a list of roles, "sentinels=20" and tags such as <2hi>."""
+    if isinstance(specials, str):
+        if specials not in ROLES_BY_OBJECTIVE:
+            listed = ", ".join(ROLES_BY_OBJECTIVE)
+            raise ConfigError(
+                f"specials={specials!r} is none of {listed}{did_you_mean(specials, ROLES_BY_OBJECTIVE)}; or give a list"
+            )
+        specials = ROLES_BY_OBJECTIVE[specials]
+    return list(dict.fromkeys(spelling for word in specials for spelling in _spellings(word)))
+
+
+def _spellings(word: str) -> list[str]:
+    if word in ROLE_SPELLINGS:
+        return [ROLE_SPELLINGS[word][0]]
+    name, equals, number = word.partition("=")
+    if name == "sentinels":
+        if equals and not (number.isascii() and number.isdigit() and 0 < int(number[:9]) <= MAX_SENTINELS):
+            raise ConfigError(f"{word!r} is not a number of sentinels; write sentinels=1 to sentinels={MAX_SENTINELS}")
+        return [SENTINEL_FORMAT.format(index) for index in range(int(number) if equals else DEFAULT_SENTINELS)]
+    if not _TAG_PATTERN.fullmatch(word):
+        hint = did_you_mean(word, [*ROLE_SPELLINGS, "sentinels"])
+        raise ConfigError(f"{word!r} is not a special token{hint}; name a role, or write a tag as in <2hi> or [NAME]")
+    return [word]
+
+
+def assign_roles(tokens: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return role -> token, as named in a tokenizer_config.json, or else by the spelling of the special tokens."""
+    roles = {}
+    for role, spellings in ROLE_SPELLINGS.items():
+        value = config.get(f"{role}_token")
+        value = value.get("content") if isinstance(value, Mapping) else value
+        candidates = (value, *spellings) if isinstance(value, str) else spellings
+        for spelling in candidates:
+            if spelling in tokens:
+                roles[role] = spelling
+                break
+    return roles
+
+
+def find_sentinels(tokens: Iterable[str]) -> list[str]:
+    """Return the sentinels among the tokens, ordered by number."""
+    sentinels = {int(match[1]): token for token in tokens if (match := _SENTINEL_PATTERN.fullmatch(token))}
+    return [sentinels[number] for number in sorted(sentinels)]
+
+
+def build_template(tokens: Mapping[str, int]) -> dict[str, Any] | None:
+    """Return the post_processor of `add_specials`: <cls> … <sep> if <cls> is there, else <s> … </s>, if they are."""
+    roles = ("cls", "sep") if ROLE_SPELLINGS["cls"][0] in tokens else ("bos", "eos")
+    first, last = ([ROLE_SPELLINGS[role][0]] if ROLE_SPELLINGS[role][0] in tokens else [] for role in roles)
+    if not first and not last:
+        return None
+
+    def rows(names: list[str], segment: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": name, "type_id": segment}} for name in names]
+
+    a, b = ({"Sequence": {"id": letter, "type_id": segment}} for segment, letter in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [*rows(first, 0), a, *rows(last, 0)],
+        "pair": [*rows(first, 0), a, *rows(last, 0), b, *rows(last, 1)],
+        "special_tokens": {
+            name: {"id": name, "ids": [tokens[name]], "tokens": [name]} for name in sorted({*first, *last})
+        },
+    }

@@ -1,0 +1,30 @@
+"""The bytes that a token stands for, in vocabularies whose tokens are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from monoblock.tokenizers.components import byte_symbols
+from monoblock.tokenizers.tokenizer_json import is_byte_level
+
+BYTE_BY_SYMBOL = {symbol: value for value, symbol in enumerate(byte_symbols())}
+
+
+def byte_decoder(data: dict[str, Any]) -> Callable[[str], bytes | None]:
+    """Return the function from a token to its bytes, or None for a token that is text, for a tokenizer.json."""
+    if is_byte_level(data["decoder"]):
+        return _byte_level_token
+    return _fallback_token if data["model"].get("byte_fallback") else lambda token: None
+
+
+def _byte_level_token(token: str) -> bytes | None:
+    """Decode the printable symbols that byte-level BPE writes for bytes."""
+    known = all(symbol in BYTE_BY_SYMBOL for symbol in token)
+    return bytes(BYTE_BY_SYMBOL[symbol] for symbol in token) if known else None
+
+
+def _fallback_token(token: str) -> bytes | None:
+    """Decode a token such as <0x0A>, which SentencePiece writes for a byte of unknown text."""
+    is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return bytes.fromhex(token[3:5]) if is_byte else None

@@ -1,0 +1,207 @@
+"""Train a tokenizer.json on texts; training twice gives the same bytes.
+
+The library counts words in hash maps whose order changes from run to run. Byte-level BPE is not affected, but symbols
+with a marker get their ids in that order, and Unigram adds floats in it. So every symbol is passed to the trainer in
+sorted order here, and Unigram is fitted in `unigram.py`.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from monoblock.errors import ConfigError, InputError
+from monoblock.tokenizers import unigram
+from monoblock.tokenizers.components import JsonObject, bpe_model, build_backend, byte_symbols, join_sections
+from monoblock.tokenizers.inputs import check_texts
+from monoblock.tokenizers.pipelines import CONTINUATION_PREFIX, END_OF_WORD, WORD_MARKER, build_sections
+from monoblock.tokenizers.special_tokens import (
+    ROLE_SPELLINGS,
+    UNKNOWN_CHARACTER,
+    build_template,
+    resolve_special_tokens,
+)
+
+UNK_TOKEN = ROLE_SPELLINGS["unk"][0]
+# White_Space of Unicode, where the library's WhitespaceSplit cuts; str.split() also cuts at the separators 1C to 1F.
+_WORD_PATTERN = re.compile(r"[^\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+MAX_WORD_LENGTH = 100  # characters; WordPiece takes a longer word as unknown (BERT)
+
+
+def train_tokenizer(
+    kind: str,
+    texts: Iterable[str],
+    vocab_size: int,
+    marker: str | None,
+    specials: str | Sequence[str],
+    lowercase: bool,
+    min_frequency: int,
+) -> JsonObject:
+    """Return the content of a tokenizer.json with at most `vocab_size` tokens, special tokens included."""
+    for name, value in (("vocab_size", vocab_size), ("min_frequency", min_frequency)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r} is too small or not an integer; write a whole number from 1")
+    sections = build_sections(kind, marker, lowercase)
+    special_tokens = resolve_special_tokens(specials)
+    byte_level = kind == "byte" or (kind == "bpe" and marker is None)
+    if not byte_level:
+        special_tokens = [token for token in special_tokens if token != UNK_TOKEN]
+    max_pieces = vocab_size - len(special_tokens)
+    min_pieces = 256 if byte_level else 2
+    if max_pieces < min_pieces:
+        least = min_pieces + len(special_tokens)
+        raise ConfigError(f"vocab_size={vocab_size} is too small; {kind} needs {least} or more")
+    if kind == "byte":
+        model = bpe_model({symbol: value for value, symbol in enumerate(byte_symbols())}, [])
+    else:
+        replacement = WORD_MARKER if kind == "unigram" or marker == WORD_MARKER else " "
+        reserved = [*special_tokens, UNK_TOKEN, END_OF_WORD, UNKNOWN_CHARACTER]
+        prepared = _prepare_texts(texts, sections["normalizer"], reserved, replacement)
+        model = _TRAINERS[kind](prepared, sections, max_pieces, marker, min_frequency)
+    return _add_special_tokens(sections | {"model": model}, special_tokens)
+
+
+def _add_special_tokens(sections: JsonObject, special_tokens: list[str]) -> JsonObject:
+    """Number the special tokens after the pieces."""
+    vocab = sections["model"]["vocab"]
+    pieces = [piece for piece, _ in vocab] if sections["model"]["type"] == "Unigram" else list(vocab)
+    clash = set(pieces) & set(special_tokens)
+    if clash:
+        raise ConfigError(f"the special token {min(clash)!r} is also a piece of this text; spell it otherwise")
+    ids = {token: len(pieces) + index for index, token in enumerate(special_tokens)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = ({UNK_TOKEN: 0} if pieces[0] == UNK_TOKEN else {}) | ids
+    rows = [{"id": number, "content": token, **flags} for token, number in added.items()]
+    return join_sections(sections, rows, build_template(ids))
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_texts(
+    texts: Iterable[str], normalizer: JsonObject | None, reserved: list[str], replacement: str
+) -> list[str]:
+    """Normalize the texts and replace whatever spells a reserved token, so that no piece can become one."""
+    normalize = build_backend({"normalizer": normalizer}).normalizer.normalize_str if normalizer else None
+    pattern = re.compile("|".join(re.escape(word) for word in sorted(set(reserved), key=len, reverse=True)))
+    prepared = [pattern.sub(replacement, normalize(text) if normalize else text) for text in check_texts(texts)]
+    if not any(prepared):
+        raise InputError("there is no text to train on; give at least one character")
+    return prepared
+
+
+def _select_alphabet(texts: list[str], max_size: int, replacement: str) -> tuple[list[str], list[str]]:
+    """Return the `max_size` most frequent characters of words, sorted, and the texts with the others replaced."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    candidates = [character for character in counts if replacement == WORD_MARKER or not character.isspace()]
+    alphabet = _most_frequent({character: counts[character] for character in candidates}, max_size)
+    table = {ord(character): replacement for character in counts.keys() - set(alphabet)}
+    return sorted(alphabet), [text.translate(table) for text in texts] if table else texts
+
+
+def _most_frequent(counts: Mapping[str, int], max_count: int, min_frequency: int = 1) -> list[str]:
+    """Return at most `max_count` keys by falling frequency, ties in code point order."""
+    frequent = [word for word, count in counts.items() if count >= min_frequency]
+    return sorted(frequent, key=lambda word: (-counts[word], word))[:max_count]
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _train_merges(
+    texts: list[str], sections: JsonObject, symbols: list[str], size: int, min_frequency: int, **affixes: Any
+) -> tuple[dict[str, int], list[Any]]:
+    """Return vocabulary and merges of the library's trainer, given every symbol in advance to fix its id."""
+    from tokenizers.trainers import BpeTrainer
+
+    backend = build_backend({"pre_tokenizer": sections["pre_tokenizer"]})
+    trainer = BpeTrainer(
+        vocab_size=size, min_frequency=min_frequency, special_tokens=symbols, show_progress=False, **affixes
+    )
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    return model["vocab"], model["merges"]
+
+
+def _train_bpe(
+    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
+) -> JsonObject:
+    if marker is None:
+        return bpe_model(*_train_merges(texts, sections, sorted(byte_symbols()), max_pieces, min_frequency))
+    if marker == WORD_MARKER:
+        alphabet, texts = _select_alphabet(texts, max_pieces - 1, WORD_MARKER)
+        merges = _train_merges(texts, sections, [UNK_TOKEN, *alphabet], max_pieces, min_frequency)
+        return bpe_model(*merges, unk_token=UNK_TOKEN)
+    # A letter that never ended a word in training may end one later: each has both forms.
+    alphabet, texts = _select_alphabet(texts, (max_pieces - 1) // 2, " ")
+    symbols = [UNK_TOKEN, *alphabet, *(character + END_OF_WORD for character in alphabet)]
+    merges = _train_merges(texts, sections, symbols, max_pieces, min_frequency, end_of_word_suffix=END_OF_WORD)
+    return bpe_model(*merges, unk_token=UNK_TOKEN, end_of_word_suffix=END_OF_WORD)
+
+
+def _train_wordpiece(
+    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
+) -> JsonObject:
+    alphabet, texts = _select_alphabet(texts, (max_pieces - 1) // 2, " ")
+    symbols = [UNK_TOKEN, *alphabet, *(CONTINUATION_PREFIX + character for character in alphabet)]
+    vocab, _ = _train_merges(
+        texts, sections, symbols, max_pieces, min_frequency, continuing_subword_prefix=CONTINUATION_PREFIX
+    )
+    return {
+        "type": "WordPiece",
+        "unk_token": UNK_TOKEN,
+        "continuing_subword_prefix": CONTINUATION_PREFIX,
+        "max_input_chars_per_word": MAX_WORD_LENGTH,
+        "vocab": vocab,
+    }
+
+
+def _train_char(
+    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
+) -> JsonObject:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    characters = sorted(_most_frequent(counts, max_pieces - 1, min_frequency))
+    return bpe_model(_number_pieces(characters), [], unk_token=UNK_TOKEN)
+
+
+def _train_word(
+    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
+) -> JsonObject:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(_WORD_PATTERN.findall(text))
+    vocab = _number_pieces(_most_frequent(counts, max_pieces - 1, min_frequency))
+    return {"type": "WordLevel", "vocab": vocab, "unk_token": UNK_TOKEN}
+
+
+def _train_unigram(
+    texts: list[str], sections: JsonObject, max_pieces: int, marker: str | None, min_frequency: int
+) -> JsonObject:
+    alphabet, texts = _select_alphabet(texts, max_pieces - 1, WORD_MARKER)
+    pre_tokenize = build_backend({"pre_tokenizer": sections["pre_tokenizer"]}).pre_tokenizer.pre_tokenize_str
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(word for word, _ in pre_tokenize(text))
+    pieces = unigram.fit(counts, alphabet, max_pieces - 1, min_frequency)
+    # Far below the worst piece, so that a text that spells the unknown token is cut into its letters.
+    unk_score = min(score for _, score in pieces) - 100
+    vocab = [[UNK_TOKEN, unk_score], *map(list, pieces)]
+    return {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
+
+
+def _number_pieces(pieces: list[str]) -> dict[str, int]:
+    return {piece: number for number, piece in enumerate([UNK_TOKEN, *pieces])}
+
+
+_TRAINERS = {
+    "char": _train_char,
+    "word": _train_word,
+    "bpe": _train_bpe,
+    "wordpiece": _train_wordpiece,
+    "unigram": _train_unigram,
+}

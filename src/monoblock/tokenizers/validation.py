@@ -1,0 +1,211 @@
+"""Check the content of a tokenizer.json from an untrusted source before the library may run it.
+
+The library accepts more than is safe: a nested quantifier hangs its regex engine, and sparse ids allocate without
+limit. So components must be on a list, regular expressions among the published ones, ids and sizes within what a
+vocabulary needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError
+from monoblock.tokenizers.patterns import ALLOWED_REPLACE_PATTERNS, ALLOWED_SPLIT_PATTERNS
+
+MAX_TOKENS = 2_000_000
+MAX_COMPONENTS = 32
+MAX_TOKEN_LENGTH = 512  # of an added token, in characters
+MAX_WORD_LENGTH = 200  # of WordPiece, in characters: its search is cubic in it
+MAX_AFFIX_LENGTH = 8  # of what is prepended or stripped, in characters
+
+# Section -> the types of its component, including those inside a "Sequence".
+ALLOWED_TYPES = {
+    "normalizer": """Sequence NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer Replace Prepend
+        Precompiled ByteLevel""",
+    "pre_tokenizer": """Sequence ByteLevel Metaspace Whitespace WhitespaceSplit BertPreTokenizer Punctuation Digits
+        Split CharDelimiterSplit UnicodeScripts""",
+    "post_processor": "Sequence ByteLevel BertProcessing RobertaProcessing TemplateProcessing",
+    "decoder": "Sequence ByteLevel WordPiece Metaspace BPEDecoder CTC Fuse Strip Replace ByteFallback",
+    "model": "BPE WordPiece WordLevel Unigram",
+}
+SEQUENCE_KEYS = ("normalizers", "pretokenizers", "processors", "decoders")
+
+
+class _InvalidTokenizer(Exception):
+    """What is wrong with a file; the message follows its name."""
+
+
+def validate_tokenizer_json(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Return the content with the type of its model filled in; raise FileError if the library must not run it."""
+    try:
+        data["model"] = _with_model_type(data.get("model"))
+        check_tokenizer_json(data)
+    except _InvalidTokenizer as problem:
+        raise FileError(f"{path} cannot be used: {problem}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:  # a value of an unexpected type
+        raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
+    return data
+
+
+def _with_model_type(model: Any) -> dict[str, Any]:
+    """Fill in the type, which early files (GPT-2's) lack, and replace an unknown token of "" by None."""
+    if not isinstance(model, Mapping):
+        raise _InvalidTokenizer("it has no model")
+    guess = "BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else "WordLevel"
+    guess = "WordPiece" if "max_input_chars_per_word" in model else guess
+    return {"type": guess, **model} | ({"unk_token": None} if model.get("unk_token") == "" else {})
+
+
+def check_tokenizer_json(data: Mapping[str, Any]) -> None:
+    """Raise unless everything the library would run or allocate is of a known type and size."""
+    model = data["model"]
+    for section in ALLOWED_TYPES:
+        if data.get(section) is not None:
+            _check_component(section, data[section], depth=0)
+    vocab = _check_vocab(model)
+    _check_added_tokens(data.get("added_tokens", []))
+    _MODEL_CHECKS[model["type"]](model, vocab)
+
+
+def _check_component(section: str, component: Any, depth: int) -> int:
+    """Raise unless a component and all components inside it are allowed; return their number."""
+    kind = component.get("type") if isinstance(component, Mapping) else None
+    if not isinstance(kind, str) or kind not in ALLOWED_TYPES[section].split():
+        raise _InvalidTokenizer(f"its {section} is of the type {kind!r:.40}, which is not allowed")
+    _check_pattern(section, component)
+    if kind == "TemplateProcessing":
+        _check_template(component)
+    count = 1
+    for key in SEQUENCE_KEYS:
+        inner = component.get(key, [])
+        if depth > 2 or not isinstance(inner, list) or len(inner) > MAX_COMPONENTS:
+            raise _InvalidTokenizer(f"its {section} is nested too deep or too long")
+        count += sum(_check_component(section, item, depth + 1) for item in inner)
+    if count > MAX_COMPONENTS:
+        raise _InvalidTokenizer(f"its {section} has more than {MAX_COMPONENTS} components")
+    return count
+
+
+def _check_pattern(section: str, component: Mapping[str, Any]) -> None:
+    """Raise unless a Split or Replace uses a string or a published regular expression, and makes no text longer."""
+    pattern = component.get("pattern")
+    regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
+    string = pattern.get("String") if isinstance(pattern, Mapping) else pattern
+    allowed = ALLOWED_SPLIT_PATTERNS if component["type"] == "Split" else ALLOWED_REPLACE_PATTERNS
+    if regex is not None and regex not in allowed:
+        raise _InvalidTokenizer(f"its {section} has an unknown regular expression, {regex!r:.60}")
+    if component["type"] == "Replace":
+        content = component.get("content")
+        max_length = 1 if regex is not None else len(string) if isinstance(string, str) else 0
+        if not isinstance(content, str) or len(content) > max_length:
+            raise _InvalidTokenizer(f"its {section} replaces {string!r:.20} by a longer text")
+    # The library panics if there is nothing to strip from the end.
+    if section == "decoder" and component["type"] == "Strip" and not _strips_only_front(component):
+        raise _InvalidTokenizer(f"its decoder strips more than {MAX_AFFIX_LENGTH} characters, or from the end")
+    if component["type"] == "Prepend":
+        prefix = component.get("prepend")
+        if not isinstance(prefix, str) or len(prefix) > MAX_AFFIX_LENGTH:
+            raise _InvalidTokenizer(f"its {section} prepends more than {MAX_AFFIX_LENGTH} characters")
+
+
+def _strips_only_front(component: Mapping[str, Any]) -> bool:
+    return component.get("start") in range(MAX_AFFIX_LENGTH + 1) and component.get("stop") == 0
+
+
+def _check_template(component: Mapping[str, Any]) -> None:
+    """Raise unless every special token of a template has its ids: the library panics if one has not."""
+    known = component.get("special_tokens")
+    rows = [row for key in ("single", "pair") for row in component.get(key) or []]
+    if (
+        not isinstance(known, Mapping)
+        or len(rows) > MAX_COMPONENTS
+        or not all(isinstance(row, Mapping) for row in rows)
+    ):
+        raise _InvalidTokenizer("its post_processor is not a template")
+    tokens = [row["SpecialToken"] for row in rows if "SpecialToken" in row]
+    names = [token.get("id") if isinstance(token, Mapping) else None for token in tokens]
+    if not all(isinstance(name, str) and isinstance(known.get(name), Mapping) for name in names):
+        raise _InvalidTokenizer("its post_processor adds a special token that it does not describe")
+
+
+def _check_vocab(model: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return token -> id; raise unless ids are valid and distinct."""
+    vocab = model.get("vocab")
+    if model["type"] == "Unigram":
+        if not isinstance(vocab, list) or not all(isinstance(row, list) and len(row) == 2 for row in vocab):
+            raise _InvalidTokenizer("its vocabulary is not a list of pieces and scores")
+        if not all(isinstance(piece, str) and isinstance(score, (int, float)) for piece, score in vocab):
+            raise _InvalidTokenizer("its vocabulary is not a list of pieces and scores")
+        vocab = {piece: number for number, (piece, _) in enumerate(vocab)}
+        if len(vocab) != len(model["vocab"]):
+            raise _InvalidTokenizer("its vocabulary has a piece twice")
+    if not isinstance(vocab, Mapping) or not vocab:
+        raise _InvalidTokenizer("it has no vocabulary")
+    if len(vocab) > MAX_TOKENS:
+        raise _InvalidTokenizer(f"its vocabulary has more than {MAX_TOKENS:,} tokens")
+    for token, number in vocab.items():
+        _check_id(token, number)
+    if len(set(vocab.values())) != len(vocab):
+        raise _InvalidTokenizer("two tokens of its vocabulary have the same id")
+    return vocab
+
+
+def _check_id(token: Any, number: Any) -> None:
+    if type(number) is not int or not 0 <= number < MAX_TOKENS:
+        raise _InvalidTokenizer(
+            f"the token {token!r:.40} has the id {number!r:.20}; an id is a whole number below {MAX_TOKENS:,}"
+        )
+
+
+def _check_added_tokens(added: Any) -> None:
+    if not isinstance(added, list) or len(added) > MAX_TOKENS:
+        raise _InvalidTokenizer("its added_tokens are not a list")
+    for row in added:
+        content = row.get("content") if isinstance(row, Mapping) else None
+        if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_LENGTH:
+            raise _InvalidTokenizer(f"one of its added_tokens is not a token of 1 to {MAX_TOKEN_LENGTH} characters")
+        _check_id(content, row.get("id"))
+
+
+# -- the four models ---------------------------------------------------------------------------------------------------
+
+
+def _check_bpe(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
+    merges = model.get("merges")
+    if not isinstance(merges, list) or len(merges) > MAX_TOKENS:
+        raise _InvalidTokenizer("its merges are not a list")
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(side, str) for side in pair):
+            raise _InvalidTokenizer(f"the merge {merge!r:.40} is not a pair")
+        left, right = pair
+        has_prefix = right.startswith(prefix)  # the library removes it without a check
+        if not has_prefix or left not in vocab or right not in vocab or left + right[len(prefix) :] not in vocab:
+            raise _InvalidTokenizer(f"the merge {merge!r:.40} is of tokens that are not in its vocabulary")
+    if model.get("unk_token") is not None and model["unk_token"] not in vocab:
+        raise _InvalidTokenizer("its unknown token is not in its vocabulary")
+
+
+def _check_word_model(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
+    if model.get("unk_token") not in vocab:
+        raise _InvalidTokenizer("its unknown token is not in its vocabulary")
+    max_length = model.get("max_input_chars_per_word", 100)
+    if type(max_length) is not int or not 0 < max_length <= MAX_WORD_LENGTH:
+        raise _InvalidTokenizer(f"its max_input_chars_per_word is not from 1 to {MAX_WORD_LENGTH}")
+
+
+def _check_unigram(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
+    unk_id = model.get("unk_id")
+    if type(unk_id) is not int or not 0 <= unk_id < len(vocab):  # without one, unknown text would raise
+        raise _InvalidTokenizer("its unk_id is not in its vocabulary")
+
+
+_MODEL_CHECKS = {
+    "BPE": _check_bpe,
+    "WordPiece": _check_word_model,
+    "WordLevel": _check_word_model,
+    "Unigram": _check_unigram,
+}

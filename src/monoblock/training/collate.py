@@ -1,0 +1,210 @@
+"""Collate samples into model inputs and labels, one function for each objective.
+
+Each function returns the keyword inputs of the model and the labels, which are IGNORE_INDEX where the loss does not
+count a position.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.training.corruption import corrupt_spans, mask_tokens, sample_generator
+
+Ids = NDArray[np.int64]
+
+
+class TensorBatch(NamedTuple):
+    """The inputs and labels of one batch, with the epoch and indices of its samples."""
+
+    inputs: dict[str, Tensor]
+    labels: Tensor
+    epoch: int
+    samples: list[int]
+
+    @property
+    def target_count(self) -> int:
+        """The number of labels that count in the loss."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    @property
+    def batch_size(self) -> int:
+        return self.labels.shape[0]
+
+    def split(self, num_micro_batches: int) -> list[TensorBatch]:
+        """Split into micro-batches of nearly equal size, without empty ones."""
+        bounds = [round(self.batch_size * n / num_micro_batches) for n in range(num_micro_batches + 1)]
+        return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start]
+
+    def _slice(self, start: int, stop: int) -> TensorBatch:
+        inputs = {name: tensor[start:stop] for name, tensor in self.inputs.items()}
+        return TensorBatch(inputs, self.labels[start:stop], self.epoch, self.samples[start:stop])
+
+    def to(self, device: torch.device) -> TensorBatch:
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        return self._replace(inputs=inputs, labels=self.labels.to(device, non_blocking=True))
+
+
+def pad_rows(rows: Sequence[Ids], value: int, length: int | None = None) -> Tensor:
+    """Pad rows on the right with `value` to the longest row, or to `length`: (B, T)."""
+    width = max(len(row) for row in rows) if length is None else length
+    padded = np.full((len(rows), width), value, dtype=np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def valid_mask(rows: Sequence[Ids], length: int) -> Tensor:
+    """The mask of valid tokens after padding to `length`: (B, T), True for tokens and False for padding."""
+    return torch.arange(length) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+@dataclass(frozen=True)
+class SpecialTokenIds:
+    """The special tokens an objective needs; None if the tokenizer has no such token."""
+
+    pad_id: int = 0
+    bos_id: int | None = None
+    eos_id: int | None = None
+    mask_id: int | None = None
+    sentinel_ids: tuple[int, ...] = ()
+    unmaskable_ids: frozenset[int] = frozenset()
+    vocab_size: int = 0
+
+
+def collate_causal_lm(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) -> tuple[dict[str, Tensor], Tensor]:
+    """Predict the next token at every position of fixed-length blocks.
+
+    In packed blocks attention stays inside a document, and the first token of a document is not predicted.
+    """
+    ids = torch.from_numpy(np.stack([sample["ids"] for sample in samples]))
+    inputs, labels = {"source": ids[:, :-1].contiguous()}, ids[:, 1:].clone()
+    if "documents" in samples[0]:
+        documents = torch.from_numpy(np.stack([sample["documents"] for sample in samples]))
+        inputs["documents"] = documents[:, :-1].contiguous()
+        labels[documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
+        labels[documents[:, 1:] < 0] = IGNORE_INDEX  # padding belongs to document -1
+    return inputs, labels
+
+
+def collate_masked_lm(
+    samples: Sequence[dict[str, Any]], special: SpecialTokenIds, *, seed: int, epoch: int, rate: float = 0.15
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Mask tokens, differently in every epoch, and predict the originals (Devlin et al. 2019)."""
+    assert special.mask_id is not None
+    masked = [
+        mask_tokens(
+            sample["ids"],
+            sample_generator(seed, epoch, sample["sample"]),
+            mask_id=special.mask_id,
+            vocab=special.vocab_size,
+            special=special.unmaskable_ids,
+            rate=rate,
+        )
+        for sample in samples
+    ]
+    ids = pad_rows([row for row, _ in masked], special.pad_id)
+    inputs = {"source": ids}
+    valid = valid_mask([row for row, _ in masked], ids.shape[1])
+    if not bool(valid.all()):
+        inputs["attention_mask"] = valid
+    inputs["logits_at"], labels = select_target_positions(pad_rows([labels for _, labels in masked], IGNORE_INDEX))
+    return inputs, labels
+
+
+def select_target_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduce labels (B, T) to the positions that count: return positions and labels, both (B, N).
+
+    Logits are then computed for few tokens only. N is the largest count of a row, rounded up to a multiple of eight to
+    keep the number of shapes small; rows with fewer targets are filled with ignored positions.
+    """
+    is_target = labels != IGNORE_INDEX
+    count = min(labels.shape[1], -(-int(is_target.sum(1).max()) // 8) * 8)
+    positions = (~is_target).byte().argsort(dim=1, stable=True)[:, : max(1, count)]
+    return positions, labels.gather(1, positions)
+
+
+def collate_seq2seq(
+    samples: Sequence[dict[str, Any]], special: SpecialTokenIds, *, start: int, pad_to: int | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Predict the target of each source: the decoder reads `start` + target, the labels are target + eos.
+
+    With `pad_to` every batch has the same shape, as CUDA graphs require.
+    """
+    sources = [sample["source"] for sample in samples]
+    targets = [sample["target"] for sample in samples]
+    eos = [] if special.eos_id is None else [special.eos_id]
+    source = pad_rows([np.concatenate((row, eos)).astype(np.int64) for row in sources], special.pad_id, pad_to)
+    target = pad_rows([np.concatenate(([start], row)).astype(np.int64) for row in targets], special.pad_id, pad_to)
+    labels = pad_rows([np.concatenate((row, eos)).astype(np.int64) for row in targets], IGNORE_INDEX)
+    labels = F.pad(labels, (0, target.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
+    inputs = {"source": source, "target": target}
+    valid = valid_mask([np.append(row, eos) for row in sources], source.shape[1])
+    if pad_to is not None or not bool(valid.all()):
+        inputs["source_mask"] = valid  # the target needs none: the causal mask hides padding on the right
+    return inputs, labels
+
+
+def collate_span_corruption(
+    samples: Sequence[dict[str, Any]],
+    special: SpecialTokenIds,
+    *,
+    seed: int,
+    epoch: int,
+    start: int,
+    rate: float = 0.15,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Replace spans by sentinels in the source and predict them in the target (Raffel et al. 2020)."""
+    pairs = []
+    for sample in samples:
+        rng = sample_generator(seed, epoch, sample["sample"])
+        source, target = corrupt_spans(sample["ids"], rng, sentinels=list(special.sentinel_ids), rate=rate)
+        pairs.append({"source": source, "target": target})
+    return collate_seq2seq(pairs, special, start=start)
+
+
+def collate_classification(
+    samples: Sequence[dict[str, Any]], special: SpecialTokenIds
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Predict one label (B,) for each text or image."""
+    labels = torch.tensor([int(sample["label"]) for sample in samples])
+    if "pixels" in samples[0]:
+        return {"source": torch.from_numpy(np.stack([sample["pixels"] for sample in samples]))}, labels
+    return _collate_ids(samples, special), labels
+
+
+def collate_token_classification(
+    samples: Sequence[dict[str, Any]], special: SpecialTokenIds
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Predict one label for each token (B, T); samples mark the later pieces of a word with IGNORE_INDEX."""
+    inputs = _collate_ids(samples, special)
+    return inputs, pad_rows([sample["labels"] for sample in samples], IGNORE_INDEX)
+
+
+def collate_question_answering(
+    samples: Sequence[dict[str, Any]], special: SpecialTokenIds
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Predict the first and last position of the answer (B, 2); both are 0 if the row does not contain it."""
+    labels = torch.from_numpy(np.stack([sample["answer"] for sample in samples]))
+    return _collate_ids(samples, special), labels
+
+
+def _collate_ids(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) -> dict[str, Tensor]:
+    """Pad ids and segments; the attention mask is left out if no row is padded."""
+    ids = pad_rows([sample["ids"] for sample in samples], special.pad_id)
+    inputs = {"source": ids}
+    valid = valid_mask([sample["ids"] for sample in samples], ids.shape[1])
+    if not bool(valid.all()):
+        inputs["attention_mask"] = valid
+    if "segments" in samples[0]:
+        inputs["segments"] = pad_rows([sample["segments"] for sample in samples], 0)
+    return inputs

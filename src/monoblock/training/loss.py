@@ -1,0 +1,89 @@
+"""The cross-entropy loss, summed over target tokens.
+
+The trainer divides the sum by the number of targets of the *whole* step, so that gradient accumulation, the number of
+processes, padding and bucketing do not change the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.nn.experts import load_balancing_loss
+from monoblock.nn.norm import HALF_DTYPES
+from monoblock.nn.tap import Tap, apply_tap, tap_wants
+from monoblock.data.batching.encode import IGNORE_INDEX
+
+
+class RouterTap:
+    """Record the router logits of expert layers, and pass every tensor on to another tap."""
+
+    def __init__(self, tap: Tap | None = None) -> None:
+        self.router_logits: list[Tensor] = []
+        self.tap = tap
+
+    def wants(self, name: str) -> bool:
+        return tap_wants(self.tap, name)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(".feedforward.router"):
+            self.router_logits.append(tensor)
+        return apply_tap(self.tap, name, tensor)
+
+
+@dataclass(frozen=True)
+class CrossEntropyLoss:
+    """Cross-entropy summed over the targets; with experts also their load-balancing loss, once for each target."""
+
+    label_smoothing: float = 0.0
+    balance: float = 0.0  # weight of the load-balancing loss
+    top_k: int = 1
+    over_positions: bool = False  # the classes are the valid positions of a row (question answering)
+
+    def evaluation_loss(self) -> CrossEntropyLoss:
+        """The loss that evaluation reports: without label smoothing and load balancing."""
+        return replace(self, label_smoothing=0.0, balance=0.0)
+
+    def __call__(
+        self,
+        model: Callable[..., Tensor] | nn.Module,
+        inputs: dict[str, Tensor],
+        labels: Tensor,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        router_tap = RouterTap(tap) if self.balance else None
+        active_tap = tap if router_tap is None else router_tap
+        options = {} if active_tap is None else {"tap": active_tap}
+        loss = self.from_logits(self.compute_logits(model, inputs, **options), labels)
+        if router_tap is not None and router_tap.router_logits:
+            is_target = labels != IGNORE_INDEX
+            valid = is_target if labels.shape == router_tap.router_logits[0].shape[:-1] else None
+            balancing = [load_balancing_loss(logits, self.top_k, valid) for logits in router_tap.router_logits]
+            loss = loss + self.balance * torch.stack(balancing).mean() * is_target.sum()
+        return loss
+
+    def compute_logits(
+        self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **options: Any
+    ) -> Tensor:
+        """The logits to compare with the labels: (…, classes), or (B, 2, T) over the start and end positions."""
+        logits: Tensor = model(**inputs, **options)
+        if not self.over_positions:
+            return logits
+        valid = inputs.get("attention_mask")
+        return logits.mT if valid is None else logits.mT.masked_fill(~valid[:, None], -torch.inf)
+
+    def from_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of logits (…, classes), summed over the labels (…) that are not IGNORE_INDEX."""
+        flat = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(
+            flat.float() if flat.dtype in HALF_DTYPES else flat,
+            labels.reshape(-1),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )

@@ -1,0 +1,138 @@
+"""The state a run resumes from: weights, optimizer states, random generators, and the environment."""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from monoblock.errors import FileError
+from monoblock.kernels.cpu import library
+from monoblock.training import checkpoint
+from monoblock.training.optimizer import Optimizers
+
+
+def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
+    tensors = model.state_dict()
+    if not trainable_only:
+        return dict(tensors)
+    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    return {name: tensor for name, tensor in tensors.items() if name in trainable}
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """Collect optimizer states by "<weight>/<state>", numbers as tensors."""
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    tensors = {}
+    for optimizer in optimizers.optimizers:
+        for weight, state in optimizer.state.items():
+            for key, value in state.items():
+                tensors[f"{names[weight]}/{key}"] = torch.as_tensor(value)
+    return tensors
+
+
+def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` collected."""
+    owners = {
+        weight: optimizer
+        for optimizer in optimizers.optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }
+    weights = dict(model.named_parameters())
+    for optimizer in optimizers.optimizers:
+        optimizer.state.clear()  # weights without a saved state must have none
+    for name, tensor in tensors.items():
+        weight_name, key = name.rsplit("/", 1)
+        if weight_name not in weights or weights[weight_name] not in owners:
+            raise FileError(
+                f"the checkpoint has an optimizer state for {weight_name!r}, a weight this model does not have"
+            )
+        weight = weights[weight_name]
+        device = weight.device if key != "step" or weight.is_cuda else torch.device("cpu")
+        owners[weight].state[weight][key] = tensor.clone().to(device)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """Collect the states of all random generators: Python, NumPy, torch, and each CUDA device."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert kind == "MT19937"
+    tensors = {
+        "python": torch.tensor([version, *internal], dtype=torch.int64),
+        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64).copy()),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors |= {f"cuda{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
+    return tensors
+
+
+def rng_name(rank: int) -> str:
+    """Return the name of the random states of a process in a checkpoint."""
+    return f"random-{rank}" if rank else "random"
+
+
+def restore_rng(tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `rng_tensors` collected."""
+    version, *internal = tensors["python"].tolist()
+    gauss = float(tensors["python_gauss"][0])
+    random.setstate((version, tuple(internal), None if math.isnan(gauss) else gauss))
+    position, has_gauss, cached = tensors["numpy_rest"].tolist()
+    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    torch.set_rng_state(tensors["torch"])
+    for n in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda{n}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda{n}"], n)
+
+
+def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], rank: int, step: int) -> None:
+    """Restore the random states of a process; seed it anew if the checkpoint is of fewer processes."""
+    if rng_name(rank) in groups:
+        restore_rng(groups[rng_name(rank)])
+    else:
+        torch.manual_seed((torch.initial_seed() + step) % 2**63)
+
+
+def last_good_step(folder: Path) -> int | None:
+    """Find the newest intact checkpoint not saved between rejected updates, which its weights may have caused."""
+    for step in reversed(checkpoint.list_steps(folder)):
+        path = folder / f"step-{step}"
+        if checkpoint.find_problem(path) is None and not checkpoint.load_metadata(path)["guard"]["bad_in_a_row"]:
+            return step
+    return None
+
+
+def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise FileError unless a resumed run has the model, data and recipe it was started with."""
+    for key in {**saved, **current}:
+        if saved.get(key) != current.get(key):
+            raise FileError(f"this run was started with another {key}; restore it, or start a new run with --out")
+
+
+def environment(device: torch.device, compiled: bool, processes: int = 1) -> dict[str, Any]:
+    """Describe the versions and hardware that bit-for-bit resumption depends on besides the checkpoint."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type} {name}",
+        "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+        "kernels": library.kernels_id() if device.type == "cpu" else "",
+        "compiled": compiled,
+        "processes": processes,
+    }
+
+
+def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Describe each value that differs, as in "threads was 2 and is 4"."""
+    return [f"{key} was {saved.get(key)} and is {current[key]}" for key in current if saved.get(key) != current[key]]

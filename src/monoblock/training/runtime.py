@@ -1,0 +1,127 @@
+"""Device, precision, compilation and determinism of a run, with the reason for each automatic choice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from monoblock.errors import ConfigError, did_you_mean
+from monoblock.kernels.cpu.library import find_compiler
+from monoblock.training.events import DecisionEvent
+
+COMPILE_CHOICES = ("auto", "yes", "no", "graphs")
+CUDA_GRAPHS_MODE = "reduce-overhead"  # the mode of torch.compile that records CUDA graphs
+CPU_PRECISION_REASON = "exact on every CPU; some have 16-bit units, where train.precision=bf16 gains a little"
+MIN_STEPS_TO_COMPILE = 300  # compiling a model takes about as long as these steps gain
+REQUESTED = "as requested"
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Where and how a run computes; `decisions` are the events that explain it."""
+
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    compiled: bool
+    deterministic: bool
+    decisions: tuple[DecisionEvent, ...]
+    compile_mode: str | None = None  # of torch.compile
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Run the body in the chosen precision."""
+        if self.autocast_dtype is None:
+            yield
+            return
+        with torch.autocast(self.device.type, self.autocast_dtype):
+            yield
+
+    def apply_torch_settings(self) -> None:
+        """Set the global flags of torch for determinism and matrix products."""
+        torch.use_deterministic_algorithms(self.deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
+        if self.device.type == "cuda" and not self.deterministic:
+            torch.set_float32_matmul_precision("high")
+
+
+def choose_runtime(
+    device: str = "auto",
+    precision: str = "auto",
+    compile: str = "auto",
+    *,
+    deterministic: bool = False,
+    steps: int = 0,
+    no_compile_reason: str | None = None,
+) -> RuntimeConfig:
+    """Resolve "auto" for this machine and a run of `steps`; with `no_compile_reason` nothing is compiled."""
+    chosen_device, device_decision = _choose_device(device)
+    chosen_precision, precision_decision = _choose_precision(precision, chosen_device.type)
+    compiled, compile_mode, compile_decision = _choose_compilation(
+        compile, chosen_device.type, steps, no_compile_reason
+    )
+    decisions = [device_decision, precision_decision, compile_decision]
+    if chosen_device.type == "cpu" and chosen_precision == "fp32" and not compiled:
+        decisions.append(_cpu_kernel_decision())
+    if chosen_device.type == "cpu":
+        decisions.append(DecisionEvent("deterministic", "always on a CPU"))
+    elif deterministic:
+        decisions.append(DecisionEvent("deterministic", REQUESTED))
+    else:
+        decisions.append(DecisionEvent("not deterministic", "faster; train.deterministic=true changes it"))
+    return RuntimeConfig(
+        device=chosen_device,
+        autocast_dtype=AUTOCAST_DTYPES[chosen_precision],
+        compiled=compiled,
+        deterministic=deterministic or chosen_device.type == "cpu",
+        decisions=tuple(decisions),
+        compile_mode=compile_mode,
+    )
+
+
+def _choose_device(device: str) -> tuple[torch.device, DecisionEvent]:
+    has_gpu = torch.cuda.is_available()
+    chosen = torch.device(("cuda" if has_gpu else "cpu") if device == "auto" else device)
+    reason = REQUESTED if device != "auto" else "a GPU is available" if has_gpu else "no GPU is available"
+    return chosen, DecisionEvent(f"device {chosen}", reason)
+
+
+def _choose_precision(precision: str, device_type: str) -> tuple[str, DecisionEvent]:
+    if precision not in ("auto", *AUTOCAST_DTYPES):
+        raise ConfigError(
+            f"precision={precision!r} is not one of auto, {', '.join(AUTOCAST_DTYPES)}"
+            f"{did_you_mean(precision, AUTOCAST_DTYPES)}"
+        )
+    reason = REQUESTED
+    if precision == "auto":
+        precision, reason = ("bf16", "fast on a GPU") if device_type == "cuda" else ("fp32", CPU_PRECISION_REASON)
+    return precision, DecisionEvent(f"precision {precision}", reason)
+
+
+def _choose_compilation(
+    compile: str, device_type: str, steps: int, no_compile_reason: str | None
+) -> tuple[bool, str | None, DecisionEvent]:
+    """Return whether to compile, the mode of torch.compile, and the decision; "graphs" is "auto" on a CPU."""
+    if compile not in COMPILE_CHOICES:
+        raise ConfigError(f"compile={compile!r} is not one of {', '.join(COMPILE_CHOICES)}")
+    if no_compile_reason is not None:
+        return False, None, DecisionEvent("not compiled", no_compile_reason)
+    if compile == "graphs" and device_type == "cuda":
+        return True, CUDA_GRAPHS_MODE, DecisionEvent("compiled to graphs", REQUESTED)
+    if compile in ("yes", "no"):
+        return compile == "yes", None, DecisionEvent("compiled" if compile == "yes" else "not compiled", REQUESTED)
+    if device_type == "cuda" and steps >= MIN_STEPS_TO_COMPILE:
+        return True, None, DecisionEvent("compiled", "it saves time on a GPU")
+    return False, None, DecisionEvent("not compiled", "compiling would take longer than it saves")
+
+
+def _cpu_kernel_decision() -> DecisionEvent:
+    if find_compiler() is None:
+        return DecisionEvent("no C++ kernels", "no C++ compiler is available")
+    return DecisionEvent(
+        "C++ kernels where they are faster",
+        "a C++ compiler is available; compiling takes half a minute, once a machine",
+    )

@@ -1,0 +1,307 @@
+"""The training loop, independent of model and data; it yields its progress as events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.errors import FileError, InputError, MonoblockError
+from monoblock.training import checkpoint, resume_state
+from monoblock.training.adversarial import AdversarialLoss
+from monoblock.training.arguments import TrainingArguments
+from monoblock.training.collate import TensorBatch
+from monoblock.training.distributed import SINGLE_PROCESS, World
+from monoblock.training.events import (
+    CheckpointEvent,
+    EvaluationEvent,
+    FinishedEvent,
+    SampleEvent,
+    SkippedUpdateEvent,
+    StepEvent,
+    TrainingEvent,
+    WarningEvent,
+)
+from monoblock.training.loss import CrossEntropyLoss
+from monoblock.training.optimizer import Optimizers
+from monoblock.training.runtime import RuntimeConfig
+from monoblock.training.update_guard import UpdateGuard
+from monoblock.training.weight_averaging import ExponentialMovingAverage
+
+NO_CHECKPOINT = -1  # stands for None when a step is broadcast
+MAX_SAMPLES_SHOWN = 8  # of a bad batch in a message
+
+
+@dataclass
+class Trainer:
+    """A training run.
+
+    `batches(step)` yields the batches from that step on. `identity` describes model, data and recipe; a run resumes
+    only with the identity it was started with.
+    """
+
+    model: nn.Module
+    optimizers: Optimizers
+    learning_rate: Callable[[int], float]
+    loss: CrossEntropyLoss | AdversarialLoss
+    batches: Callable[[int], Iterator[TensorBatch]]
+    args: TrainingArguments
+    runtime: RuntimeConfig
+    folder: Path
+    identity: dict[str, Any] = field(default_factory=dict)
+    evaluate: Callable[[nn.Module], dict[str, float]] | None = None
+    sample: Callable[[nn.Module], str] | None = None
+    guard: UpdateGuard = field(default_factory=UpdateGuard)
+    should_stop: Callable[[], bool] = lambda: False
+    world: World = SINGLE_PROCESS
+    save_trainable_only: bool = False  # frozen weights are stored with the base model
+
+    def __post_init__(self) -> None:
+        self.step, self.tokens, self.num_micro_batches = 0, 0, self.args.accumulate
+        self.best: dict[str, Any] = {"step": None, "loss": None}
+        self.last_good_step: int | None = None  # the last checkpoint not saved between rejected updates
+        self.average = ExponentialMovingAverage(self.model, self.args.ema) if self.args.ema else None
+        self.scaler = torch.amp.GradScaler(
+            self.runtime.device.type, enabled=self.runtime.autocast_dtype == torch.float16
+        )
+        self.compute_loss = self._eager_loss
+        if self.runtime.compiled:
+            self.compute_loss = torch.compile(self._eager_loss, mode=self.runtime.compile_mode)
+
+    def _eager_loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return self.loss(self.model, inputs, labels)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
+        """Train to the last step, starting from the newest checkpoint if `resume`."""
+        self.runtime.apply_torch_settings()
+        if resume:  # before the first event, which tells a listener that the checkpoint was accepted
+            yield from self._resume()
+        yield from self.runtime.decisions
+        batches = self.batches(self.step)
+        try:
+            while self.step < self.args.steps and not any(self.world.all_reduce_sum(self.should_stop())):
+                yield from self._run_step(next(batches))
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        interrupted = self.step < self.args.steps
+        if interrupted or not self._is_due(self.args.save_every):
+            yield self._save()
+        yield FinishedEvent(self.step, interrupted)
+
+    def _run_step(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
+        """Run one step, then evaluate, sample and save if due."""
+        yield from self._update(batch)
+        if self._is_due(self.args.eval_every) or (
+            self.evaluate and self.args.eval_every and self.step == self.args.steps
+        ):
+            yield from self._evaluate()
+        if self._is_due(self.args.sample_every) and self.sample is not None and self.world.is_main:
+            yield SampleEvent(self.step, self.sample(self.model))
+        if self._is_due(self.args.save_every):
+            yield self._save()
+
+    def _is_due(self, every: int) -> bool:
+        return bool(every) and self.step % every == 0
+
+    # -- one update -----------------------------------------------------------------------------------------------
+
+    def _update(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
+        start, lr = time.perf_counter(), self.learning_rate(self.step)
+        target_count, rows = map(int, self.world.all_reduce_sum(batch.target_count, batch.batch_size))
+        loss, warnings = self._compute_gradients(batch, target_count, -(-rows // self.world.size))
+        yield from warnings
+        grad_norm = self._clip_gradients()
+        reason = self.guard.rejection_reason(loss, grad_norm) if target_count else "the batch has no targets"
+        if reason is None:
+            self.optimizers.set_lr(lr)
+            self._apply_update()
+            self.guard.record_good_update(grad_norm)
+        elif self.scaler.is_enabled():
+            self.scaler.update()  # halves the scale if a gradient is not finite
+        self.optimizers.zero_grad()
+        self.step += 1
+        self.tokens += target_count
+        if reason is None:
+            yield StepEvent(self.step, loss, lr, grad_norm, self.tokens, time.perf_counter() - start)
+            return
+        skipped = SkippedUpdateEvent(self.step, reason, batch.epoch, batch.samples)
+        yield skipped
+        if not self._is_fp16_overflow(loss, grad_norm) and self.guard.record_bad_update():
+            yield from self._roll_back(skipped)
+
+    def _is_fp16_overflow(self, loss: float, grad_norm: float) -> bool:
+        """Whether the scaled gradient overflowed fp16, for which the scale and not the weights is the cause."""
+        is_scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        return is_scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
+
+    def _compute_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> tuple[float, list[WarningEvent]]:
+        """Return the loss of a batch and leave its gradients in the weights; halve the micro-batch if out of memory.
+
+        `rows` is the largest number of rows in any process, so that all processes decide alike.
+        """
+        self.model.train()
+        warnings: list[WarningEvent] = []
+        while True:
+            try:
+                loss, failed = self._accumulate_gradients(batch, target_count), False
+            except torch.OutOfMemoryError:
+                loss, failed = 0.0, True
+            loss, failures = self.world.all_reduce_sum(loss, failed)
+            if not failures:
+                self.world.all_reduce_gradients(self.model.parameters())
+                return loss, warnings
+            warnings.append(self._halve_micro_batch(rows, batch))
+
+    def _halve_micro_batch(self, rows: int, batch: TensorBatch) -> WarningEvent:
+        self.optimizers.zero_grad()
+        if self.num_micro_batches >= rows:
+            raise InputError(
+                f"out of memory with a single sequence of {batch.labels.shape[-1]} tokens; "
+                f"lower model.context, or use a smaller model"
+            )
+        self.num_micro_batches = min(2 * self.num_micro_batches, rows)
+        if self.runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        size = -(-rows // self.num_micro_batches)
+        return WarningEvent(f"out of memory: continuing with micro-batches of {size}, the batch size stays the same")
+
+    def _accumulate_gradients(self, batch: TensorBatch, target_count: int) -> float:
+        total = torch.zeros((), device=self.runtime.device)
+        for micro_batch in batch.split(self.num_micro_batches):
+            micro_batch = micro_batch.to(self.runtime.device)
+            with self.runtime.autocast():
+                loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / max(target_count, 1)
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return float(total)
+
+    def _clip_gradients(self) -> float:
+        for optimizer in self.optimizers.optimizers:
+            self.scaler.unscale_(optimizer)
+        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
+        max_norm = self.args.clip or float("inf")
+        return float(nn.utils.clip_grad_norm_(weights, max_norm))
+
+    def _apply_update(self) -> None:
+        for optimizer in self.optimizers.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.average is not None:
+            self.average.update(self.model)
+
+    # -- evaluation and state -------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> Iterator[TrainingEvent]:
+        if self.evaluate is None or not self.world.is_main:
+            return
+        with torch.no_grad(), self._averaged_weights():
+            self.model.eval()
+            metrics = self.evaluate(self.model)
+        self.model.train()
+        is_best = self.best["loss"] is None or metrics["val_loss"] < self.best["loss"]
+        if is_best:
+            self.best = {"step": self.step, "loss": metrics["val_loss"]}
+        yield EvaluationEvent(self.step, metrics, is_best)
+
+    def _averaged_weights(self) -> Any:
+        return nullcontext() if self.average is None else self.average.average_parameters(self.model)
+
+    def checkpoint_state(self) -> checkpoint.Checkpoint:
+        """Collect everything the next step depends on, to be saved."""
+        tensors = {
+            "model": resume_state.model_tensors(self.model, trainable_only=self.save_trainable_only),
+            "optimizer": resume_state.optimizer_tensors(self.model, self.optimizers),
+        }
+        for rank, rng_state in enumerate(self.world.all_gather(resume_state.rng_tensors())):
+            tensors[resume_state.rng_name(rank)] = rng_state
+        if self.average is not None:
+            tensors["average"] = self.average.tensors
+        metadata = {
+            "tokens": self.tokens,
+            "parts": self.num_micro_batches,
+            "guard": self.guard.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "best": self.best,
+            "sound": self.last_good_step,
+            "identity": self.identity,
+            "circumstances": self._environment(),
+        }
+        return checkpoint.Checkpoint(self.step, tensors, metadata)
+
+    def _environment(self) -> dict[str, Any]:
+        return resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)
+
+    def _save(self) -> CheckpointEvent:
+        if not self.guard.bad_in_a_row:
+            self.last_good_step = self.step
+        state = self.checkpoint_state()  # in every process: it gathers the random states
+        if self.world.is_main:
+            checkpoint.save(
+                self.folder,
+                state,
+                keep=self.args.keep,
+                best=self.best["step"],
+                last_good=self.last_good_step,
+                save_every=self.args.save_every,
+            )
+        return CheckpointEvent(self.step, self.folder / f"step-{self.step}")
+
+    def _resume(self) -> Iterator[TrainingEvent]:
+        path, problems = checkpoint.find_newest(self.folder) if self.world.is_main else (None, [])
+        for problem in problems:
+            yield WarningEvent(f"skipped a checkpoint: {problem}")
+        step = self.world.broadcast(NO_CHECKPOINT if path is None else checkpoint.parse_step(path))
+        if step == NO_CHECKPOINT:
+            raise FileError(f"no checkpoint in {self.folder} is intact; start a new run with --out")
+        path = self.folder / f"step-{step}"
+        state = checkpoint.load(path)
+        resume_state.check_same_run(state.metadata["identity"], self.identity)
+        yield from self._restore(state)
+        if problems:
+            yield WarningEvent(f"resuming from {path.name}, the newest intact checkpoint")
+
+    def _restore(self, state: checkpoint.Checkpoint) -> Iterator[TrainingEvent]:
+        self.model.load_state_dict(dict(state.tensors["model"]), strict=not self.save_trainable_only)
+        resume_state.restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
+        if self.average is not None:
+            self.average.load_tensors(state.tensors["average"])
+        metadata = state.metadata
+        self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
+        self.best, self.last_good_step = metadata["best"], metadata["sound"]
+        self.guard.load_state_dict(metadata["guard"])
+        if self.scaler.is_enabled() and metadata["scaler"]:
+            self.scaler.load_state_dict(metadata["scaler"])
+        for difference in resume_state.describe_differences(metadata["circumstances"], self._environment()):
+            yield WarningEvent(f"{difference}: the resumed run will not be bit for bit the same")
+        resume_state.restore_process_rng(state.tensors, self.world.rank, state.step)
+
+    def _roll_back(self, last: SkippedUpdateEvent) -> Iterator[TrainingEvent]:
+        """Restore the last good checkpoint, but continue with new data: the bad batches do not return."""
+        patience, rollbacks = self.guard.patience, self.guard.gone_back
+        step = resume_state.last_good_step(self.folder) if self.world.is_main else None
+        target = self.world.broadcast(NO_CHECKPOINT if step is None else step)
+        if target == NO_CHECKPOINT:
+            raise FileError(f"{patience} bad updates in a row and no checkpoint to roll back to; lower train.lr")
+        if self.guard.is_exhausted:
+            raise MonoblockError(
+                f"no improvement after {rollbacks} rollbacks: at step {last.step} {last.reason} "
+                f"(epoch {last.epoch}, samples {', '.join(map(str, last.samples[:MAX_SAMPLES_SHOWN]))} …); "
+                f"the last good checkpoint is step-{target}: look at these samples, or lower train.lr"
+            )
+        progress, rng_state = (self.step, self.tokens, self.num_micro_batches), resume_state.rng_tensors()
+        yield from self._restore(checkpoint.load(self.folder / f"step-{target}"))
+        self.step, self.tokens, self.num_micro_batches = progress
+        self.guard.record_rollback(rollbacks)
+        resume_state.restore_rng(rng_state)
+        yield WarningEvent(f"{patience} bad updates in a row: rolled back to step-{target}, continuing with new data")

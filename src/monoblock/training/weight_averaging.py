@@ -1,0 +1,70 @@
+"""Weight averaging: exponential moving average during training, or the mean of the last checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from monoblock.errors import FileError
+from monoblock.training.checkpoint import find_problem
+
+
+class ExponentialMovingAverage:
+    """average = decay * average + (1 - decay) * weight after every update, with smaller decay in the first updates."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.tensors = {name: weight.detach().clone() for name, weight in _trainable_parameters(model)}
+        self.tensors["updates"] = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.tensors["updates"] += 1
+        count = int(self.tensors["updates"])
+        decay = min(self.decay, (1 + count) / (10 + count))
+        weights = dict(_trainable_parameters(model))
+        torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), 1 - decay)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+
+    @contextmanager
+    def average_parameters(self, model: nn.Module) -> Iterator[None]:
+        """Swap the averaged weights into the model, and restore its own weights on exit."""
+        original = {name: weight.detach().clone() for name, weight in _trainable_parameters(model)}
+        self._copy_to_model(self.tensors, model)
+        try:
+            yield
+        finally:
+            self._copy_to_model(original, model)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy_to_model(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+        for name, weight in _trainable_parameters(model):
+            weight.copy_(tensors[name])
+
+
+def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The averaged parameters; frozen ones never change."""
+    return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+
+
+def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
+    """Average the models of several checkpoints, summing in fp64."""
+    sums: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for path in checkpoints:
+        problem = find_problem(path)
+        if problem is not None:
+            raise FileError(f"{problem}; the checkpoints cannot be averaged")
+        for name, tensor in load_file(path / "model.safetensors").items():
+            dtypes[name] = tensor.dtype
+            sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
+    return {name: (total / len(checkpoints)).to(dtypes[name]) for name, total in sums.items()}

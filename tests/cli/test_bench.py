@@ -1,0 +1,106 @@
+"""`monoblock bench`: all runners generate the same tokens, and the report is consistent."""
+
+import json
+
+import model_folders
+import pytest
+import torch
+
+import monoblock as mb
+from monoblock.cli._shared.bench_runners import RUNNERS, BenchSetup, RunnerUnavailable, export_for_peers
+from monoblock.cli.main import run
+
+SMALL = ["--prompt", "5", "--new", "4", "--rounds", "1"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    model = mb.Transformer(mb.gpt(vocab=97, width=64, depth=2, heads=4, context=32, activation="gelu_tanh")).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn_like(weight) * weight.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "small"
+    model.save_pretrained(path)
+    return str(path)
+
+
+def test_other_libraries_generate_the_same_tokens(model, tmp_path):
+    assert export_for_peers(model, tmp_path / "theirs") is None
+    setup = BenchSetup(model, tmp_path / "theirs", "cpu", 1)
+    ids = torch.randint(1, 97, (2, 5), generator=torch.Generator().manual_seed(2)).tolist()
+    expected = RUNNERS["monoblock"](setup).run(ids, 7)
+    assert expected.shape == (2, 12)
+    assert torch.equal(RUNNERS["transformers"](setup).run(ids, 7), expected)
+    pytest.importorskip("ctranslate2")
+    results = RUNNERS["CTranslate2, fp32"](setup).run(ids, 7)
+    assert [result.sequences_ids[0] for result in results] == expected[:, 5:].tolist()
+    pytest.importorskip("llama_cpp")
+    assert RUNNERS["llama.cpp, f32"](setup).run(ids, 7) == expected[:, 5:].tolist()
+
+
+def test_a_library_that_is_not_installed_is_reported(model, tmp_path, monkeypatch):
+    from monoblock.cli._shared import bench_runners
+
+    monkeypatch.setattr(bench_runners, "find_spec", lambda name: None)
+    for name in RUNNERS:
+        if not name.startswith("monoblock"):
+            with pytest.raises(RunnerUnavailable, match="not installed"):
+                RUNNERS[name](BenchSetup(model, tmp_path, "cpu", 1))
+
+
+def test_json_has_a_row_for_each_runner(folder, capsys):
+    assert run(["bench", folder, *SMALL, "--only", "monoblock", "--only", "transformers", "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert set(report["runners"]) == {"monoblock", "transformers"}
+    for row in report["runners"].values():
+        decode_seconds = row["seconds_all"] - row["seconds_first"]  # four tokens of a toy model may be below the noise
+        assert row["decode_tokens_per_second"] == (pytest.approx(4 / decode_seconds) if decode_seconds > 0 else None)
+        assert row["prefill_tokens_per_second"] == pytest.approx(5 / row["seconds_first"])
+        assert row["weight_bytes"] == 4 * mb.account(mb.Transformer.from_pretrained(folder).config).parameters
+    assert report["kv_cache_bytes"] == 2 * 2 * 64 * 9 * 4
+    assert "round 1 of 1" in err
+    assert err.splitlines()[-1].startswith("Try: monoblock account")
+
+
+def test_the_table_names_libraries_that_are_not_installed(folder, capsys, monkeypatch):
+    from monoblock.cli._shared import bench_runners
+
+    monkeypatch.setattr(bench_runners, "find_spec", lambda name: None)
+    assert run(["bench", folder, *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert "monoblock" in out
+    assert "decode tok/s" in out
+    assert "llama.cpp, f32: not installed" in err
+
+
+def test_an_encoder_decoder_is_measured(tmp_path, capsys):
+    encoder_decoder = model_folders.seq2seq_folder(tmp_path)
+    capsys.readouterr()
+    assert run(["bench", str(encoder_decoder), *SMALL, "--no-peers", "--only", "monoblock", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runners"]["monoblock"]["prefill_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt22"], "did you mean 'gpt2'"),
+        (["bert-base"], "generates no text"),
+        (["gpt2", "--only", "transfomers"], "did you mean 'transformers'"),
+        (["FOLDER", "--new", "60"], "the context is 32"),
+        (["gpt2", "--new", "0"], "is not in the range"),
+    ],
+)
+def test_invalid_arguments_are_one_line_errors(folder, arguments, message, capsys):
+    assert run(["bench", *(folder if word == "FOLDER" else word for word in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1]

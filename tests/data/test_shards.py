@@ -1,0 +1,176 @@
+"""Token shards: what was written is read back, folders are complete or absent, and damage is detected."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from monoblock.data.batching.shards import DOCUMENTS_FILE, MANIFEST_FILE, TokenDataset, read_manifest, write_shards
+from monoblock.errors import FileError, InputError
+
+VOCAB = 101
+
+
+def documents(count=23, seed=0, vocab=VOCAB):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, size=rng.integers(0, 17)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 50, 10_000])
+@pytest.mark.parametrize(("vocab", "dtype"), [(101, "uint16"), (2**16, "uint16"), (2**16 + 1, "uint32")])
+def test_documents_are_read_back_for_any_shard_size(tmp_path, shard_tokens, vocab, dtype):
+    rows = documents(vocab=vocab)
+    manifest = write_shards(tmp_path / "t", iter(rows), vocab, shard_tokens, fingerprint="f00d")
+    tokens = TokenDataset(tmp_path / "t", verify=True)
+    flat = [token for row in rows for token in row]
+    assert manifest.dtype == dtype
+    assert len(tokens) == len(flat)
+    assert tokens.num_documents == len(rows)
+    assert [tokens.document(number).tolist() for number in range(len(rows))] == rows
+    for start, stop in [(0, len(flat)), (5, 43), (0, 0), (len(flat) - 1, len(flat)), (6, 8)]:
+        assert tokens.read(start, stop).tolist() == flat[start:stop]
+    assert (tokens.vocab, tokens.fingerprint) == (vocab, "f00d")
+
+
+def test_memory_and_disk_give_the_same_tokens(tmp_path):
+    rows = documents()
+    write_shards(tmp_path / "t", rows, VOCAB, 11)
+    disk, memory = TokenDataset(tmp_path / "t"), TokenDataset.from_documents(rows, VOCAB)
+    assert disk.read(0, len(disk)).tolist() == memory.read(0, len(memory)).tolist()
+    assert disk.document_offsets.tolist() == memory.document_offsets.tolist()
+
+
+def test_a_dataset_on_disk_is_pickled_as_its_path(tmp_path):
+    write_shards(tmp_path / "t", [list(range(100))] * 1000, VOCAB)
+    tokens = TokenDataset(tmp_path / "t")
+    pickled = pickle.dumps(tokens)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).read(3, 9).tolist() == tokens.read(3, 9).tolist()
+    small = pickle.loads(pickle.dumps(TokenDataset.from_documents([[1, 2]], VOCAB)))
+    assert small.read(0, 2).tolist() == [1, 2]
+
+
+def test_an_existing_folder_is_not_changed(tmp_path):
+    (tmp_path / "t").mkdir()
+    with pytest.raises(FileError, match="already exists"):
+        write_shards(tmp_path / "t", documents(), VOCAB)
+    assert not any((tmp_path / "t").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1, 2], [VOCAB]], "document 1 is not a list of ids from 0 to 100"),
+        ([[-1]], "document 0"),
+        ([], "no tokens"),
+        ([[], []], "no tokens"),
+    ],
+)
+def test_invalid_documents_leave_nothing_behind(tmp_path, rows, message):
+    with pytest.raises(InputError, match=message):
+        write_shards(tmp_path / "t", rows, VOCAB)
+    with pytest.raises(InputError, match=message):
+        TokenDataset.from_documents(rows, VOCAB)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_interrupted_writer_leaves_nothing_behind(tmp_path):
+    def broken():
+        yield [1, 2, 3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(tmp_path / "t", broken(), VOCAB, 2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_path_that_cannot_be_written_raises_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="cannot be written"):
+        write_shards(tmp_path / "file" / "t", [[1]], VOCAB)
+
+
+def write_folder(tmp_path):
+    write_shards(tmp_path / "t", documents(), VOCAB, 31)
+    return tmp_path / "t"
+
+
+def test_a_truncated_file_is_detected_on_opening(tmp_path):
+    folder = write_folder(tmp_path)
+    shard = folder / "tokens-00001.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(FileError, match=r"tokens-00001\.bin has 60 bytes where the manifest states 62"):
+        TokenDataset(folder)
+
+
+def test_a_flipped_bit_is_detected_with_verify(tmp_path):
+    folder = write_folder(tmp_path)
+    shard = folder / "tokens-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[4] ^= 1
+    shard.write_bytes(raw)
+    TokenDataset(folder)
+    with pytest.raises(FileError, match="damaged"):
+        TokenDataset(folder, verify=True)
+
+
+def test_an_id_beyond_the_vocabulary_never_reaches_a_model(tmp_path):
+    folder = write_folder(tmp_path)
+    shard = folder / "tokens-00000.bin"
+    shard.write_bytes(b"\xff\xff" + shard.read_bytes()[2:])
+    with pytest.raises(FileError, match="beyond its vocabulary"):
+        TokenDataset(folder).read(0, 5)
+
+
+def test_invalid_document_offsets_are_detected(tmp_path):
+    folder = write_folder(tmp_path)
+    offsets = np.fromfile(folder / DOCUMENTS_FILE, "<u8")
+    offsets[3], offsets[4] = offsets[-1], 0
+    offsets.tofile(folder / DOCUMENTS_FILE)
+    with pytest.raises(FileError, match="does not fit the tokens"):
+        TokenDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "object"}, "dtype='object' is not one of"),
+        ({"shards": [{"file": "../x", "count": 1, "sha256": ""}]}, "outside the folder"),
+        ({"shards": [{"file": "gone.bin", "count": 1, "sha256": ""}]}, "lacks gone.bin"),
+        ({"shards": 3}, "cannot be"),
+        ({"vocab": 0}, "too small"),
+        ({"extra": 1}, "no field 'extra'"),
+        ({"format": "other"}, "format='other'"),
+    ],
+)
+def test_a_manifest_is_not_trusted(tmp_path, change, message):
+    folder = write_folder(tmp_path)
+    manifest = json.loads((folder / MANIFEST_FILE).read_text()) | change
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(FileError, match=message):
+        TokenDataset(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000])
+def test_an_invalid_manifest_raises_one_line(tmp_path, content):
+    (tmp_path / MANIFEST_FILE).write_text(content)
+    with pytest.raises(FileError) as caught:
+        read_manifest(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_link_out_of_the_folder_is_rejected(tmp_path):
+    folder = write_folder(tmp_path)
+    shard = folder / "tokens-00000.bin"
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileError, match="link"):
+        TokenDataset(folder)
+
+
+def test_reading_out_of_range_is_rejected():
+    tokens = TokenDataset.from_documents([[1, 2, 3]], VOCAB)
+    for start, stop in [(-1, 2), (0, 4), (2, 1)]:
+        with pytest.raises(InputError, match="there are 3"):
+            tokens.read(start, stop)

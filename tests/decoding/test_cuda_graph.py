@@ -1,0 +1,130 @@
+"""Recorded steps without a GPU: replaying runs the step again, in the same buffers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import preset_names, tiny_model
+
+from monoblock.decoding.backends import prepared, select
+from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState, supports_cuda_graph
+from monoblock.decoding.engine import Engine
+from monoblock.decoding.settings import Settings
+
+PROMPTS = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3])
+
+
+class FakeGraphState(CudaGraphDecoderState):
+    """A recording whose replay runs the step, in place like a CUDA graph."""
+
+    recordings = 0
+
+    def _record(self):
+        type(self).recordings += 1
+        self._run_once()
+        lengths, tokens, keys = self.cache.lengths, self.tokens, [layer.keys for layer in self.cache.layers]
+
+        def replay():
+            assert lengths is self.cache.lengths
+            assert tokens is self.tokens
+            assert all(old is layer.keys for old, layer in zip(keys, self.cache.layers, strict=True))
+            self._run_once()
+
+        return SimpleNamespace(replay=replay)
+
+
+def graph_engine(model, monkeypatch, **options):
+    """An engine whose steps are recorded; the model is prepared anew for it."""
+    monkeypatch.setattr(prepared, "CudaGraphDecoderState", FakeGraphState)
+    monkeypatch.setattr(select, "supports_cuda_graph", lambda model: True)
+    prepared.release(model)
+    FakeGraphState.recordings = 0
+    return Engine(model, capacity=26, **options)
+
+
+def plain_engine(model):
+    return Engine(model, capacity=26, optimize=False)
+
+
+def decode(engine, settings, prompts=PROMPTS, has_encoder=False):
+    for prompt in prompts:
+        if has_encoder:
+            engine.add([0], settings, source=prompt)
+        else:
+            engine.add(prompt, settings)
+    tokens = {}
+    while engine.busy:
+        for output in engine.step():
+            tokens.setdefault((output.request_id, output.sequence_index), []).extend(output.tokens)
+    return [tokens[key] for key in sorted(tokens)]
+
+
+SETTINGS = {
+    "greedy": Settings(max_new_tokens=11),
+    "sampled": Settings(max_new_tokens=11, temperature=0.9, top_k=20, seed=3),
+    "ends early": Settings(max_new_tokens=11, temperature=1.3, seed=5, eos_token_id=tuple(range(0, 61, 7))),
+    "repetition penalty": Settings(max_new_tokens=11, repetition_penalty=1.4),
+    "several samples": Settings(max_new_tokens=9, temperature=1.0, seed=2, num_return_sequences=2),
+    "beams": Settings(max_new_tokens=9, num_beams=3),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b", "mistral-7b", "t5-small"])
+def test_recorded_steps_give_the_tokens_of_plain_ones(name, settings, monkeypatch):
+    model, settings = tiny_model(name), SETTINGS[settings]
+    has_encoder = model.encoder is not None
+    expected = decode(plain_engine(model), settings, has_encoder=has_encoder)
+    assert decode(graph_engine(model, monkeypatch), settings, has_encoder=has_encoder) == expected
+    assert FakeGraphState.recordings
+
+
+@pytest.mark.parametrize("burst", [1, 2, 16])
+def test_the_length_of_a_burst_changes_nothing(burst, monkeypatch):
+    model = tiny_model("gpt2")
+    expected = decode(plain_engine(model), SETTINGS["ends early"])
+    assert decode(graph_engine(model, monkeypatch, max_burst=burst), SETTINGS["ends early"]) == expected
+
+
+def test_a_recording_is_reused_for_the_same_shapes(monkeypatch):
+    model = tiny_model("gpt2")
+    engine = graph_engine(model, monkeypatch)
+    others = [[token + 1 for token in prompt] for prompt in PROMPTS]
+    first, second = (decode(engine, SETTINGS["greedy"], prompts) for prompts in (PROMPTS, others))
+    assert FakeGraphState.recordings == 1
+    plain = plain_engine(model)
+    assert [first, second] == [decode(plain, SETTINGS["greedy"], prompts) for prompts in (PROMPTS, others)]
+    assert decode(engine, SETTINGS["greedy"], PROMPTS[:2]) == decode(plain, SETTINGS["greedy"], PROMPTS[:2])
+    assert FakeGraphState.recordings == 2
+
+
+def test_a_request_of_one_token_does_not_affect_the_next(monkeypatch):
+    model = tiny_model("gpt2")
+    engine, plain, short = graph_engine(model, monkeypatch), plain_engine(model), Settings(max_new_tokens=1)
+    for settings in (short, SETTINGS["greedy"], short, SETTINGS["sampled"]):
+        assert decode(engine, settings) == decode(plain, settings)
+
+
+def test_a_request_that_joins_a_running_batch_changes_nothing(monkeypatch):
+    model = tiny_model("gpt2")
+    engine = graph_engine(model, monkeypatch, max_burst=2)
+    first = engine.add(PROMPTS[0], SETTINGS["greedy"])
+    outputs = [output for _ in range(3) for output in engine.step()]
+    second = engine.add(PROMPTS[1], SETTINGS["greedy"])
+    while engine.busy:
+        outputs += engine.step()
+    tokens = {first: [], second: []}
+    for output in outputs:
+        tokens[output.request_id] += output.tokens
+    assert [tokens[first], tokens[second]] == decode(plain_engine(model), SETTINGS["greedy"], PROMPTS[:2])
+
+
+def test_experts_are_not_recorded():
+    names = preset_names(
+        lambda config: config.decoder is not None and any(b.feedforward.experts for b in config.decoder.layers())
+    )
+    assert names
+    for name in [*names, "gpt2"]:
+        on_gpu = SimpleNamespace(decoder=tiny_model(name).decoder, device=torch.device("cuda"))
+        assert supports_cuda_graph(on_gpu) == (name == "gpt2")
+    assert not supports_cuda_graph(tiny_model("gpt2"))

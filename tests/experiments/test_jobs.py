@@ -1,0 +1,31 @@
+"""Jobs of an experiment run after their dependencies, in one process or several; a failure is one line."""
+
+import pytest
+
+from monoblock.errors import ConfigError, InputError
+from monoblock.experiments.jobs import Job, run_jobs
+
+
+def write_file(folder, name, *dependencies):
+    assert all((folder / dependency).is_file() for dependency in dependencies)
+    (folder / name).write_text(name)
+    yield "started"
+    yield f"{name}: done"
+
+
+def fail(folder):
+    yield "started"
+    raise InputError("a line too long; shorten it")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_runs_after_its_dependencies(tmp_path, processes):
+    jobs = [
+        Job("last", write_file, (tmp_path, "last", "one", "two"), ("one", "two")),
+        Job("two", write_file, (tmp_path, "two", "one"), ("one",)),
+        Job("one", write_file, (tmp_path, "one")),
+    ]
+    messages = [line for line in run_jobs(jobs, processes) if line != "started"]
+    assert messages == ["one: done", "two: done", "last: done"]
+    with pytest.raises((ConfigError, InputError), match="a line too long; shorten it"):
+        list(run_jobs([Job("bad", fail, (tmp_path,))], processes))

@@ -1,0 +1,247 @@
+"""`monoblock convert`: between formats and from pickles, with a comparison of logits against transformers."""
+
+import json
+import os
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import monoblock as mb
+from monoblock.cli.main import run
+from monoblock.interop.certificate import compare_logits, load_reference, silence_transformers
+from monoblock.interop.convert import open_model, pickle_to_safetensors
+from monoblock.interop.huggingface.export import export_hf
+from monoblock.nn.transformer import Transformer
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"hidden_size": 30, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 34}
+SEQ2SEQ_SIZES = {"d_model": 30, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 34, "decoder_ffn_dim": 34}
+SEQ2SEQ_SIZES |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5}
+SPECIAL_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+MODELS = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 3, "head_dim": 14}),
+    "bert": (transformers.BertConfig, transformers.BertForMaskedLM, {}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_key_value_heads": 3, "head_dim": 14, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    "t5": (
+        transformers.T5Config,
+        transformers.T5ForConditionalGeneration,
+        {"d_model": 30, "d_kv": 14, "num_layers": 2, "num_heads": 6, "d_ff": 34, "decoder_start_token_id": 0},
+    ),
+    "marian": (  # its sinusoids are computed, not stored
+        transformers.MarianConfig,
+        transformers.MarianMTModel,
+        SEQ2SEQ_SIZES
+        | {"max_position_embeddings": 37, "pad_token_id": 60, "decoder_start_token_id": 60, "eos_token_id": 0},
+    ),
+    "whisper": (
+        transformers.WhisperConfig,
+        transformers.WhisperForConditionalGeneration,
+        SEQ2SEQ_SIZES | {"num_mel_bins": 7, "max_source_positions": 13, "max_target_positions": 17} | SPECIAL_IDS,
+    ),
+    "electra": (transformers.ElectraConfig, transformers.ElectraForPreTraining, {"embedding_size": 14}),
+    "clip_text_model": (
+        transformers.CLIPTextConfig,
+        transformers.CLIPTextModelWithProjection,
+        {"projection_dim": 13, "max_position_embeddings": 37} | SPECIAL_IDS | {"eos_token_id": 60},
+    ),
+}
+WITHOUT_CACHE = ("bert", "electra", "clip_text_model")  # models that do not decode token by token
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def save_published(kind, folder):
+    """Save a tiny model of theirs, with no weight at its initial value, by their library."""
+    config_class, model_class, options = MODELS[kind]
+    sizes = {} if kind in ("t5", "marian", "whisper") else SIZES
+    torch.manual_seed(1)
+    model = model_class(config_class(vocab_size=61, **sizes, **options)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def run_convert(capsys, *args):
+    assert run(["convert", *map(str, args)]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_last_line_is_a_certificate_of_equal_logits(model_type, tmp_path, capsys):
+    model = save_published(model_type, tmp_path / "theirs")
+    certificate = run_convert(capsys, tmp_path / "theirs", "--to", tmp_path / "ours")
+    assert list(certificate) == ["family", "parameters", "tensors", "max_logit_difference"]
+    computed = sum(model.get_parameter(name).numel() for name in model._keys_to_ignore_on_save or () if "pos" in name)
+    assert (certificate["family"], certificate["parameters"]) == (model_type, model.num_parameters() - computed)
+    differences = certificate["max_logit_difference"]
+    modes = (
+        {"plain"}
+        | (set() if model_type == "whisper" else {"padded"})
+        | (set() if model_type in WITHOUT_CACHE else {"cached"})
+    )
+    assert set(differences) == {f"{name}_{mode}" for name in ("fp32", "fp64") for mode in modes}
+    assert all(value < (1e-4 if name.startswith("fp32") else 1e-9) for name, value in differences.items())
+    assert mb.Transformer.from_pretrained(tmp_path / "ours").config.target_input.vocab == 61
+
+
+def test_the_certificate_notices_a_wrong_weight(tmp_path):
+    save_published("llama", tmp_path)
+    ours = Transformer.from_pretrained(tmp_path).eval()
+    with torch.no_grad(), silence_transformers():
+        theirs = load_reference(tmp_path)
+        assert max(compare_logits(ours, theirs).values()) < 1e-4
+        ours.get_parameter("decoder.1.attention.key.weight").mul_(1.1)
+        assert min(compare_logits(ours, theirs).values()) > 1e-4
+
+
+def test_a_reference_that_fails_is_logged_and_no_difference_is_reported(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("two\nlines")
+
+    save_published("llama", tmp_path / "theirs")
+    monkeypatch.setattr("monoblock.interop.certificate.load_reference", fail)
+    assert run(["convert", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours")]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["max_logit_difference"] is None
+    assert "transformers failed (RuntimeError: two lines)" in err
+
+
+def test_a_monoblock_folder_is_converted_to_hugging_face_and_then_to_gguf(tmp_path, capsys):
+    torch.manual_seed(2)
+    model = Transformer(mb.llama(vocab=61, width=96, depth=2, heads=6, hidden=64, context=32)).eval()
+    model.save_pretrained(tmp_path / "ours")
+    certificate = run_convert(capsys, tmp_path / "ours", "--to", tmp_path / "theirs", "--format", "hf")
+    assert certificate["family"] == "llama"
+    assert max(certificate["max_logit_difference"].values()) < 1e-4
+    pytest.importorskip("gguf")
+    certificate = run_convert(capsys, tmp_path / "theirs", "--to", tmp_path / "model.gguf", "--kind", "f32")
+    loaded = Transformer.from_pretrained(tmp_path / "model.gguf")
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_a_rewritten_hugging_face_folder_keeps_its_family_and_is_compared(tmp_path, capsys, monkeypatch):
+    config = transformers.Phi3Config(
+        **SIZES | {"num_attention_heads": 3},
+        vocab_size=61,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
+        pad_token_id=0,
+    )
+    torch.manual_seed(3)
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    args = (tmp_path / "theirs", "--to", tmp_path / "ours", "--format", "hf")
+    certificate = run_convert(capsys, *args)
+    assert max(certificate["max_logit_difference"].values()) < 1e-4
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert written["architectures"] == ["Phi3ForCausalLM"]
+
+    def export_wrong_weights(model, folder, **options):
+        with torch.no_grad():
+            model.get_parameter("decoder.norm.weight").mul_(1.5)
+        export_hf(model, folder, **options)
+
+    monkeypatch.setattr("monoblock.interop.huggingface.export.export_hf", export_wrong_weights)
+    certificate = run_convert(capsys, *args, "--force")
+    assert min(certificate["max_logit_difference"].values()) > 1e-3
+
+
+def test_a_folder_is_not_converted_onto_itself(tmp_path, capsys):
+    save_published("llama", tmp_path / "theirs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    assert run(["convert", str(tmp_path / "theirs"), "--to", str(tmp_path / "theirs"), "--force"]) == 2
+    assert "is the model that is converted; write to another path" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+
+
+def pickle_weights(folder, *, shards):
+    """Move the weights of a folder into .bin files."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    for shard in range(shards):
+        file = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{shard}.bin"
+        torch.save({name: weights[name].clone() for name in names[shard::shards]}, folder / file)
+    if shards > 1:
+        weight_map = {name: f"pytorch_model-{n % shards}.bin" for n, name in enumerate(names)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_only_the_converter_reads_a_pickled_folder(shards, tmp_path):
+    save_published("llama", tmp_path)
+    expected = Transformer.from_pretrained(tmp_path).state_dict()
+    expected = {name: weight.clone() for name, weight in expected.items()}
+    pickle_weights(tmp_path, shards=shards)
+    with pytest.raises(mb.FileError, match="is a pickle: write monoblock convert"):
+        Transformer.from_pretrained(tmp_path)
+    with open_model(tmp_path) as source:
+        assert source.format == "hf"
+        assert all(torch.equal(source.model.state_dict()[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("key", [None, "state_dict", "model"])
+def test_a_pickle_is_converted_with_its_tensors_unchanged(key, tmp_path):
+    tensors = {"a": torch.randn(3, 5), "b": torch.arange(7), "c": torch.randn(5, 3).T.half(), "d": torch.tensor(2.0)}
+    torch.save(tensors if key is None else {key: tensors, "epoch": 3}, tmp_path / "x.pt")
+    assert pickle_to_safetensors(tmp_path / "x.pt", tmp_path / "x.safetensors") == 4
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["MONOBLOCK_CANARY"],)
+
+
+def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MONOBLOCK_CANARY", str(tmp_path / "canary"))
+    torch.save({"a": torch.ones(2), "b": Payload()}, tmp_path / "x.pt")
+    with pytest.raises(mb.FileError, match=r"it holds more than tensors, it asks for (posix|nt)\.mkdir"):
+        pickle_to_safetensors(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    assert not (tmp_path / "canary").exists()
+    assert not (tmp_path / "x.safetensors").exists()
+    torch.load(tmp_path / "x.pt", weights_only=False)  # an unsafe load would have run it
+    assert (tmp_path / "canary").exists()
+
+
+def test_a_zip_bomb_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**7))
+    with pytest.raises(mb.FileError, match="unpack to more than itself"):
+        pickle_to_safetensors(tmp_path / "x.pt", tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["nothing", "--to", "out"], 1, "is not a model folder"),
+        (["x.pt", "--to", "out"], 1, "weights without a configuration"),
+        (["x.txt", "--to", "out"], 1, "is not a model; give a folder"),
+        (["here", "--to", "here"], 2, "already exists; name another"),
+        (["here"], 2, "Missing option '--to'"),
+        (["here", "--to", "out", "--format", "onnx"], 2, "is not one of"),
+    ],
+)
+def test_a_source_that_cannot_be_converted_is_a_one_line_error(args, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.pt", "x.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "here").mkdir()
+    assert run(["convert", *args]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,48 @@
+"""Names on the hub: downloaded if possible, else a one-line error, and never when a local folder is meant."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import monoblock as mb
+from monoblock.errors import FileError
+from monoblock.interop.hub import ALLOW_PATTERNS, resolve_model_path
+
+
+def replace_hub(monkeypatch, download):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+
+
+def test_a_model_is_downloaded_without_code_and_pickles(monkeypatch, tmp_path):
+    model = mb.Transformer(mb.gpt(vocab=11, width=12, depth=1, heads=3, context=13))
+    model.save_pretrained(tmp_path)
+    calls = []
+
+    def download(name, allow_patterns):
+        calls.append((name, allow_patterns))
+        return str(tmp_path)
+
+    replace_hub(monkeypatch, download)
+    loaded = mb.Transformer.from_pretrained("someone/a-model")
+    assert loaded.config == model.config
+    assert calls == [("someone/a-model", list(ALLOW_PATTERNS))]
+    assert not any(pattern.endswith((".py", ".bin", ".pt", ".pkl")) for pattern in ALLOW_PATTERNS)
+
+
+def test_a_failed_download_is_a_one_line_error(monkeypatch):
+    def download(name, allow_patterns):
+        raise OSError("no network\nat all")
+
+    replace_hub(monkeypatch, download)
+    with pytest.raises(FileError, match=r"no folder a/b here, and the hub did not give it \(no network at all"):
+        mb.Transformer.from_pretrained("a/b")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileError, match="pip install huggingface_hub"):
+        mb.load("someone/a-model")
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "../up", "a/b/c", "gpt2", "runs/mine"])
+def test_a_path_is_never_looked_up_on_the_hub(path, monkeypatch):
+    replace_hub(monkeypatch, lambda *_, **__: pytest.fail("the hub was asked"))
+    assert str(resolve_model_path(path)).rstrip("/") in path

@@ -1,0 +1,348 @@
+"""Call every C++ operator and method with correct arguments, then with each argument wrong in many ways.
+
+Run as a script: it prints a line before each call and one with its outcome after it, so that a crash shows its cause.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.kernels.cpu.library import load_kernels
+from monoblock.quantization.packing import pack
+
+Arguments = dict[str, Any]
+HUGE = 2**62
+B, T, H, G, K, V, D, F, COLUMNS, SOURCE = 4, 2, 4, 2, 6, 5, 24, 32, 9, 7
+VOCABULARY, BEAMS, LENGTH = 37, 2, 3
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+# -- correct calls ----------------------------------------------------------------------------------------------------
+
+
+def linear(bits: int, columns: int = 96) -> Arguments:
+    weight = draw(23, columns - 13 if bits < 16 else columns)
+    x, bias = draw(3, weight.shape[1]), draw(23)
+    if bits >= 16:
+        return {"x": x, "weight": weight if bits == 32 else weight.bfloat16(), "bias": bias}
+    parts = zip(("weight", "scale", "least"), pack(weight, bits, 32), strict=True)
+    return {"x": x} | {name: t for name, t in parts if t is not None} | {"bias": bias}
+
+
+def norm_fields(name: str, size: int = D) -> Arguments:
+    weights = {f"{name}.weight": draw(size), f"{name}.bias": draw(size)}
+    return {f"{name}.kind": "layer", f"{name}.unit_offset": False, f"{name}.eps": 1e-5} | weights
+
+
+def matrix_fields(name: str, rows: int, columns: int, bits: int = 32) -> Arguments:
+    weight = draw(rows, columns)
+    parts = (weight,) if bits == 32 else pack(weight, bits, 32)
+    stored = dict(zip(("weight", "scale", "least"), parts, strict=False))
+    return {f"{name}.{part}": t for part, t in stored.items() if t is not None} | {f"{name}.bias": draw(rows)}
+
+
+def block_fields(bits: int = 32, *, is_plain: bool = False, has_cross: bool = True) -> Arguments:
+    fields = {
+        "norm_place": "pre",
+        "residual": "sequential",
+        "residual_scale": 1.0,
+        "activation": "gelu",
+        "feedforward.clamp": 0.0,
+        "attention.heads": H,
+        "attention.kv_heads": G,
+        "attention.window": 0,
+        "attention.scale": 0.3,
+        "attention.softcap": 0.0,
+        "attention.clip": 0.0,
+        "attention.rotary_table": -1 if is_plain else 0,
+        "attention.rotary_interleaved": False,
+        "attention.bias_table": -1 if is_plain else 0,
+    }
+    if not is_plain:
+        fields |= {"attention.qk_norm": "head", "attention.sinks": draw(H), "attention_gain": draw(D)}
+        fields |= norm_fields("attention.query_norm", K) | norm_fields("attention.key_norm", K)
+    sizes = {"query": (H * K, D), "key": (G * K, D), "value": (G * V, D), "output": (D, H * V)}
+    for name, (rows, columns) in sizes.items():
+        fields |= matrix_fields(f"attention.{name}", rows, columns, bits)
+    for name, (rows, columns) in {"gate": (F, D), "up": (F, D), "down": (D, F)}.items():
+        fields |= matrix_fields(f"feedforward.{name}", rows, columns, bits)
+    fields |= norm_fields("attention_norm") | norm_fields("feedforward_norm")
+    if has_cross:
+        fields |= {"cross.heads": H, "cross.kv_heads": G, "cross.scale": 0.2} | norm_fields("cross_norm")
+        fields |= matrix_fields("cross.query", H * K, D, bits) | matrix_fields("cross.output", D, H * V, bits)
+    return fields
+
+
+def stack(bits: int = 32, *, is_plain: bool = False, has_cross: bool = True) -> Arguments:
+    blocks = [block_fields(bits, is_plain=is_plain, has_cross=has_cross) for _ in range(2)]
+    return {"width": D, "blocks": blocks, "norm": norm_fields("norm")}
+
+
+def native_stack(**options: Any) -> Any:
+    return torch.classes.monoblock.NativeStack(**stack(**options))
+
+
+def step() -> Arguments:
+    index = torch.arange(COLUMNS).expand(B, COLUMNS).contiguous()
+    return {
+        "x": draw(B, T, D),
+        "positions": torch.arange(LENGTH, LENGTH + T).expand(B, T).contiguous(),
+        "lengths": torch.full((B,), LENGTH),
+        "active": ones(B),
+        "written": torch.full((B,), LENGTH),
+        "keys": [draw(B, G, COLUMNS, K) for _ in range(2)],
+        "values": [draw(B, G, COLUMNS, V) for _ in range(2)],
+        "source_keys": [draw(B // 2, G, SOURCE, K) for _ in range(2)],
+        "source_values": [draw(B // 2, G, SOURCE, V) for _ in range(2)],
+        "source_mask": ones(B // 2, SOURCE),
+        "cache_positions": [index.clone()],
+        "cache_index": [index.clone()],
+        "windows": [0],
+        "rotary_cos": [draw(16, K // 2)],
+        "rotary_sin": [draw(16, K // 2)],
+        "position_biases": [draw(H, 16)],
+    }
+
+
+def search_model() -> Arguments:
+    return {
+        "stack": native_stack(is_plain=True),
+        "output_table": draw(VOCABULARY, D),
+        "output_bias": draw(VOCABULARY),
+        "output_scale": 1.0,
+        "token_table": draw(VOCABULARY, D),
+        "token_scale": 1.0,
+    }
+
+
+def beam_search() -> Arguments:
+    return {
+        "model": torch.classes.monoblock.SearchModel(**search_model()),
+        "keys": [draw(B, G, COLUMNS, K) for _ in range(2)],
+        "values": [draw(B, G, COLUMNS, V) for _ in range(2)],
+        "source_keys": [draw(B // BEAMS, G, SOURCE, K) for _ in range(2)],
+        "source_values": [draw(B // BEAMS, G, SOURCE, V) for _ in range(2)],
+        "source_mask": ones(B // BEAMS, SOURCE),
+        "lengths": torch.full((B,), LENGTH),
+        "position_table": draw(COLUMNS - 1, D),
+        "beams": BEAMS,
+        "max_new_tokens": 4,
+        "early_stopping": "false",
+        "eos_tokens": [2],
+        "length_penalty": 1.0,
+    }
+
+
+def prompt() -> Arguments:
+    running = torch.tensor([[5], [6]])
+    return {
+        "first_token": 1,
+        "scores": [-1.0, -2.0],
+        "running": running,
+        "finished_scores": [-3.0],
+        "finished": [torch.tensor([2])],
+        "done": False,
+    }
+
+
+def started_search(prompts: int = B // BEAMS) -> Any:
+    search = torch.classes.monoblock.BeamSearchBatch(**beam_search())
+    for _ in range(prompts):
+        search.add(**prompt())
+    return search
+
+
+def heads() -> Arguments:
+    return {"q": draw(3, H, 13, K), "k": draw(3, G, 13, K), "v": draw(3, G, 13, V), "scale": 0.3}
+
+
+def causal_backward() -> Arguments:
+    given = heads()
+    out, log_sums = torch.ops.monoblock.attend_causal(**given)
+    scale = given.pop("scale")
+    return {"grad": draw(*out.shape)} | given | {"out": out, "log_sums": log_sums, "scale": scale}
+
+
+def operator(name: str) -> Callable[..., Any]:
+    return lambda **arguments: getattr(torch.ops.monoblock, name)(**arguments)
+
+
+def built(name: str) -> Callable[..., Any]:
+    return lambda **arguments: getattr(torch.classes.monoblock, name)(**arguments)
+
+
+# Each: what is called, and a function that makes correct arguments.
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
+    "linear_dense": (operator("linear_dense"), lambda: linear(32)),
+    "linear_dense bfloat16": (operator("linear_dense"), lambda: linear(16)),
+    "linear_int8": (operator("linear_int8"), lambda: linear(8)),
+    "linear_int4": (operator("linear_int4"), lambda: linear(4)),
+    "quantize_int8": (operator("quantize_int8"), lambda: {"weight": draw(7, 32)}),
+    "gelu_tanh": (operator("gelu_tanh"), lambda: {"x": draw(7, 33)}),
+    "gelu_tanh_backward": (operator("gelu_tanh_backward"), lambda: {"grad": draw(7, 33), "x": draw(7, 33)}),
+    "attend_causal": (operator("attend_causal"), heads),
+    "attend_causal_backward": (operator("attend_causal_backward"), causal_backward),
+    "attend_one_query": (
+        operator("attend_one_query"),
+        lambda: {
+            "q": draw(6, H, 1, K),
+            "keys": draw(2, G, 11, K),
+            "values": draw(2, G, 11, V),
+            "mask": ones(2, 1, 1, 11),
+            "scale": 0.3,
+        },
+    ),
+    "topk_continuations": (
+        operator("topk_continuations"),
+        lambda: {
+            "logits": draw(6, VOCABULARY),
+            "scores": draw(6),
+            "suppressed": torch.tensor([3, 5]),
+            "rows_per_prompt": 3,
+            "count": 4,
+        },
+    ),
+    "encode": (
+        lambda stack, x, lengths: torch.ops.monoblock.encode(stack, x, lengths),
+        lambda: {
+            "stack": native_stack(is_plain=True, has_cross=False),
+            "x": draw(12, D),
+            "lengths": torch.tensor([5, 0, 7]),
+        },
+    ),
+    "NativeStack": (built("NativeStack"), stack),
+    "NativeStack int8": (built("NativeStack"), lambda: stack(8)),
+    "NativeStack int4": (built("NativeStack"), lambda: stack(4)),
+    "NativeStack.step": (lambda **arguments: native_stack().step(**arguments), step),
+    "NativeStack.step int4": (lambda **arguments: native_stack(bits=4).step(**arguments), step),
+    "SearchModel": (built("SearchModel"), search_model),
+    "SearchModel.cache_memory": (
+        lambda size: torch.classes.monoblock.SearchModel(**search_model()).cache_memory(size),
+        lambda: {"size": 11},
+    ),
+    "BeamSearchBatch": (built("BeamSearchBatch"), beam_search),
+    "BeamSearchBatch.add": (lambda **arguments: started_search(0).add(**arguments), prompt),
+    "BeamSearchBatch.step": (
+        lambda **arguments: started_search().step(**arguments),
+        lambda: {"x": draw(B, D), "suppressed": [3]},
+    ),
+    "BeamSearchBatch.hypotheses": (lambda prompt: started_search().hypotheses(prompt), lambda: {"prompt": 1}),
+}
+
+
+# -- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+def resized_to_nothing(t: Tensor) -> Tensor:
+    wrong = t.clone()
+    wrong.untyped_storage().resize_(0)
+    return wrong
+
+
+def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
+    """Another rank, one element too few or too many in each dimension, strides, dtypes, devices."""
+    yield "None", None
+    yield "a list", t.tolist()
+    yield "one more dimension", t[None].clone()
+    yield "no dimension", t.flatten()[0].clone()
+    yield "empty", t.new_empty(0)
+    yield "gaps", torch.stack((t, t), -1)[..., 0]
+    if t.dim() > 1:
+        yield "flat", t.flatten()
+        yield "transposed", t.transpose(0, -1)
+    for axis in range(t.dim()):
+        yield f"one too few in dimension {axis}", t.narrow(axis, 0, t.shape[axis] - 1).clone()
+        yield f"one too many in dimension {axis}", torch.cat((t, t.narrow(axis, 0, 1)), axis)
+        yield f"nothing in dimension {axis}", t.narrow(axis, 0, 0).clone()
+    for dtype in (torch.double, torch.half, torch.int32, torch.int64, torch.bool, torch.uint8, torch.complex64):
+        if dtype != t.dtype:
+            yield str(dtype), t.to(dtype)
+    yield "another device", t.to("meta")
+    yield "sparse", t.to_sparse()
+    yield "no storage", resized_to_nothing(t)
+    if t.dtype == torch.int64:
+        yield "negative", t - 100
+        yield "too large", t + 10**6
+        yield "far too large", t + HUGE
+
+
+def wrong_values(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        yield from wrong_tensors(value)
+    elif isinstance(value, bool):
+        yield from (("None", None), ("a word", "yes"))
+    elif isinstance(value, int):
+        yield from (("None", None), ("a fraction", 0.5), ("negative", -7), ("zero", 0), ("one more", value + 1))
+        yield from (("huge", HUGE), ("huge and negative", -HUGE), ("a word", "many"))
+    elif isinstance(value, float):
+        yield from (("None", None), ("a word", "half"), ("a tensor", torch.zeros(3)))
+    elif isinstance(value, str):
+        yield from (("None", None), ("another word", "unheard-of"), ("a number", 3))
+    elif isinstance(value, list):
+        yield from wrong_lists(value)
+    elif isinstance(value, dict):
+        yield from wrong_fields(value)
+    else:  # an object of a class of ours
+        yield from (
+            ("None", None),
+            ("a number", 3),
+            ("another object", torch.classes.monoblock.SearchModel(**search_model())),
+        )
+
+
+def wrong_lists(values: list[Any]) -> Iterator[tuple[str, Any]]:
+    yield "None", None
+    yield "empty", []
+    yield "one too few", values[:-1]
+    yield "one too many", [*values, values[-1]]
+    for index in {0, len(values) - 1}:
+        for name, wrong in wrong_values(values[index]):
+            yield f"[{index}] {name}", [*values[:index], wrong, *values[index + 1 :]]
+
+
+def wrong_fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "None", None
+    yield "empty", {}
+    yield "an unknown field", fields | {"attention.quary.weight": torch.zeros(3)}
+    yield "an unknown field of None", fields | {"attention.quary.weight": None}
+    for field, value in fields.items():
+        yield f"without {field}", {name: other for name, other in fields.items() if name != field}
+        for name, wrong in wrong_values(value):
+            yield f"{field}: {name}", fields | {field: wrong}
+
+
+def run_case(name: str) -> None:
+    call, make = CASES[name]
+    print(json.dumps([name, "", "", describe(lambda: call(**make()))]), flush=True)
+    for argument in make():
+        correct = make()
+        for variant, wrong in wrong_values(correct[argument]):
+            print(json.dumps([name, argument, variant, "a crash"]), flush=True)
+            outcome = describe(lambda wrong=wrong, argument=argument: call(**(make() | {argument: wrong})))
+            print(json.dumps([name, argument, variant, outcome]), flush=True)
+
+
+def describe(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+if __name__ == "__main__":
+    assert load_kernels().is_ready
+    torch.set_num_threads(2)
+    for case in sys.argv[1:] or CASES:
+        run_case(case)

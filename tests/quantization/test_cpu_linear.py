@@ -1,0 +1,225 @@
+"""The CPU kernels give what the plain products give: every format, odd sizes, many rows, with and without compiler."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import (
+    assert_near,
+    assert_near_in_norm,
+    build_model,
+    example_inputs,
+    has_decoder,
+    preset_names,
+    random_tokens,
+    run_model,
+    tiny_model,
+)
+from torch import nn
+
+import monoblock as mb
+from monoblock.kernels.cpu import library
+from monoblock.quantization import cpu_linear
+from monoblock.quantization.cpu_linear import KernelLinear, fuse_linears, use_cpu_kernels
+from monoblock.quantization.modules import QuantizedLinear
+from monoblock.quantization.packing import pack, unpack
+
+FORMATS = [("dense", 0), ("half", 0), ("int8", 32), ("int8", 96), ("int4", 32), ("int4", 64)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    """Require a compiler: without one these tests would test nothing."""
+    kernels = library.load_kernels()
+    assert kernels.is_ready, kernels.reason
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def store_matrix(kind, group, rows, inputs):
+    weight = draw(rows, inputs)
+    if kind in ("dense", "half"):
+        return weight if kind == "dense" else weight.bfloat16()
+    return pack(weight, 8 if kind == "int8" else 4, group)
+
+
+def dequantize(matrix, inputs):
+    return matrix.double() if isinstance(matrix, torch.Tensor) else unpack(matrix, inputs, torch.float64)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 13])
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_the_kernel_agrees_with_fp64(kind, group, batch):
+    rows, inputs = 23, 96 if kind in ("dense", "half") else 83
+    matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
+    tensors = (matrix,) if isinstance(matrix, torch.Tensor) else tuple(part for part in matrix if part is not None)
+    result = getattr(torch.ops.monoblock, "linear_dense" if kind == "half" else f"linear_{kind}")(x, *tensors, bias)
+    exact = F.linear(x.double(), dequantize(matrix, inputs), bias.double())
+    if kind in ("dense", "half"):
+        return assert_near(result, exact.float())
+    assert bool(((result - exact).abs() <= rounding_bound(x, matrix, inputs, group) + 2e-5 * (1 + exact.abs())).all())
+    assert_near_in_norm(result.double(), exact, 1e-4)
+
+
+def rounding_bound(x, matrix, inputs, group):
+    """Bound the change of each output when x is rounded to 65535 steps over the range of its group."""
+    scaled = unpack(matrix._replace(least=None if matrix.least is None else 0 * matrix.least), inputs, torch.float64)
+    magnitudes, weights = (F.pad(t.abs(), (0, -inputs % group)).unflatten(1, (-1, group)) for t in (x.double(), scaled))
+    return magnitudes.amax(-1) / 65534 @ weights.sum(-1).T
+
+
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(kind, group):
+    """Speculative decoding relies on it: tokens checked together get the logits they get one by one."""
+    matrix, x = store_matrix(kind, group, 29, 192), draw(15, 192, seed=1)
+    tensors = (matrix,) if isinstance(matrix, torch.Tensor) else tuple(part for part in matrix if part is not None)
+    kernel = getattr(torch.ops.monoblock, "linear_dense" if kind == "half" else f"linear_{kind}")
+    assert torch.equal(kernel(x, *tensors, None), torch.cat([kernel(row[None], *tensors, None) for row in x]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_extreme_inputs_and_long_groups(kind):
+    """Zeros, tiny and huge rows, NaN and infinity, and one group of 16,384 in which no sum may overflow."""
+    tensors = tuple(part for part in pack(draw(5, 64), 8 if kind == "int8" else 4, 32) if part is not None)
+    kernel = getattr(torch.ops.monoblock, f"linear_{kind}")
+    exact = unpack(pack(draw(5, 64), 8 if kind == "int8" else 4, 32), 64, torch.float64)
+    for scale in (0.0, 1e-42, 1e-20, 1e25):
+        x = scale * draw(1, 64, seed=1)
+        torch.testing.assert_close(
+            kernel(x, *tensors, None).double(), x.double() @ exact.T, rtol=1e-4, atol=scale * 1e-3 + 1e-35
+        )
+    for value in (float("nan"), float("inf")):
+        x = draw(1, 64, seed=1)
+        x[0, 7] = value
+        assert not bool(kernel(x, *tensors, None).isfinite().any())
+    long_group = pack(torch.full((3, 16384), 1.0), 8 if kind == "int8" else 4, 16384)
+    result = kernel(torch.ones(1, 16384), *(part for part in long_group if part is not None), None)
+    torch.testing.assert_close(result, unpack(long_group, 16384).sum(-1)[None], rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "group"), FORMATS)
+def test_a_matrix_that_is_split_among_threads(kind, group):
+    rows, inputs = 1009, 192
+    matrix, x = store_matrix(kind, group, rows, inputs), draw(1, inputs, seed=1)
+    module = KernelLinear(matrix, inputs)
+    expected = (x.double() @ dequantize(matrix, inputs).T).float()
+    with torch.no_grad():
+        assert_near_in_norm(module(x), expected, 1e-4)
+        assert_near_in_norm(module(x.expand(3, 2, -1))[2, 1], expected[0], 1e-4)
+
+
+def test_a_transposed_input_is_read_correctly():
+    linear = nn.Linear(64, 17)
+    module, x = cpu_linear._kernel_module(linear), draw(64, 5, seed=1).T
+    with torch.no_grad():
+        assert_near(module(x), linear(x))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("name", preset_names(has_decoder))
+def test_a_model_with_kernels_gives_the_same_logits(name, bits):
+    model = tiny_model(name) if bits is None else mb.quantize(tiny_model(name), bits=bits)
+    fast_model, assert_close = use_cpu_kernels(model), assert_near if bits is None else assert_near_in_norm
+    with torch.no_grad():
+        for rows, length in ((1, 1), (2, 5), (11, 13)):
+            assert_close(
+                run_model(fast_model, random_tokens(rows, length)), run_model(model, random_tokens(rows, length))
+            )
+        cache = fast_model.make_cache(2, 5)
+        assert_close(run_model(fast_model, random_tokens(2, 5), cache=cache), run_model(model, random_tokens(2, 5)))
+
+
+def test_dense_matrices_go_through_the_kernel_and_are_not_copied():
+    model = build_model(mb.gpt(vocab=61, width=64, depth=2, heads=4, context=37))
+    fast_model = use_cpu_kernels(model)
+    layers = [module for module in fast_model.modules() if isinstance(module, KernelLinear)]
+    assert len(layers) == 2 * 6 + 1
+    assert fast_model.decoder.get_submodule("1.feedforward.up").tensors[0].data_ptr() == (
+        model.decoder.get_submodule("1.feedforward.up").weight.data_ptr()
+    )
+    assert isinstance(model.decoder.get_submodule("1.feedforward.up"), nn.Linear), "the original model is not changed"
+    with torch.no_grad():
+        for length in (1, 5, 13):  # one and 5 rows go through the kernel, 13 through F.linear
+            assert_near(fast_model(random_tokens(1, length)), model(random_tokens(1, length)))
+
+
+def test_many_rows_other_dtypes_and_gradients_use_the_plain_product():
+    module = KernelLinear(store_matrix("int8", 32, 19, 64), 64)
+    for x in (draw(33, 64), draw(2, 64).double()):
+        assert_near(module(x), F.linear(x, module.dequantize(x.dtype)))
+    x = draw(2, 64).requires_grad_()
+    module(x).sum().backward()
+    assert_near(x.grad, module.dequantize(torch.float32).sum(0).expand(2, -1))
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_fused_layers_concatenate_their_outputs(bits):
+    linears = [nn.Linear(64, size) for size in (17, 5, 11)]
+    layers = linears if bits is None else [QuantizedLinear.from_linear(linear, bits, 32) for linear in linears]
+    x = draw(2, 3, 64)
+    with torch.no_grad():
+        (assert_near if bits is None else assert_near_in_norm)(
+            fuse_linears(layers)(x), torch.cat([layer(x) for layer in layers], -1)
+        )
+    assert fuse_linears([linears[0], nn.Linear(64, 5, bias=False)]) is None
+    assert fuse_linears([linears[0], QuantizedLinear.from_linear(linears[1], 8, 32)]) is None
+
+
+def test_torch_compile_traces_the_operators_in_one_graph():
+    model = use_cpu_kernels(mb.quantize(build_model(mb.gpt(vocab=61, width=64, depth=1, heads=4, context=37)), bits=4))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        traced = torch.compile(model, backend=backend, fullgraph=True)
+        assert_near(traced(random_tokens(1, 1)), model(random_tokens(1, 1)))
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert {"monoblock.linear_int4", "monoblock.linear_int8"} <= names or {
+        "monoblock.linear_int4.default",
+        "monoblock.linear_int8.default",
+    } <= names
+
+
+def test_the_operators_pass_torchs_own_checks():
+    integers, scale, least = pack(draw(7, 64), 4, 32)
+    torch.library.opcheck(torch.ops.monoblock.linear_int4.default, (draw(2, 64), integers, scale, least, None))
+    integers, scale, _ = pack(draw(7, 64), 8, 32)
+    torch.library.opcheck(torch.ops.monoblock.linear_int8.default, (draw(2, 64), integers, scale, draw(7)))
+    torch.library.opcheck(torch.ops.monoblock.linear_dense.default, (draw(2, 64), draw(7, 64), None))
+
+
+def test_without_a_compiler_the_model_itself_is_used_and_the_reason_is_one_line(monkeypatch):
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    kernels = library.load_kernels.__wrapped__()
+    assert not kernels.is_ready
+    assert "no C++ compiler" in kernels.reason
+    assert "\n" not in kernels.reason
+    monkeypatch.setattr(cpu_linear, "load_kernels", lambda: kernels)
+    assert use_cpu_kernels(tiny_model("gpt2")) is tiny_model("gpt2")
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "kernels.cpp:1: error: no such thing" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setattr(library.shutil, "which", lambda name: str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kernels = library.load_kernels.__wrapped__()
+    assert not kernels.is_ready
+    assert "error: no such thing" in kernels.reason
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_kernels_serve_every_family():
+    for name in ("bert-base", "t5-small", "vit-b16"):
+        model = mb.quantize(tiny_model(name))
+        with torch.no_grad():
+            assert_near_in_norm(
+                use_cpu_kernels(model)(*example_inputs(model, 2, 5)), model(*example_inputs(model, 2, 5))
+            )

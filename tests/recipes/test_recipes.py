@@ -1,0 +1,185 @@
+"""Every recipe of the package resolves to a model, trains, and saves a model with the reported loss."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import monoblock as mb
+from monoblock.accounting.report import account
+from monoblock.cli.main import run
+from monoblock.data.corpora import load as corpora
+from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
+from monoblock.interop.folder import load_model
+from monoblock.nn.lstm import Recurrent
+from monoblock.recipes.model_config import build_model_config
+from monoblock.recipes.parse import list_recipes, read_recipe
+from monoblock.recipes.schema import OBJECTIVE_REQUIREMENTS, OBJECTIVES
+from monoblock.runs.build_data import build_task_data
+from monoblock.tasks.task_data import validate
+from monoblock.training.loss import CrossEntropyLoss
+
+DATA = Path(os.environ["MONOBLOCK_DATA"]) if os.environ.get("MONOBLOCK_DATA") else None
+SIZES = {"classify": {"classes": 7}, "label": {"classes": 7}}
+IMAGE = {"classes": 7, "image": 8, "channels": 1}
+STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _restore_determinism():
+    """A run may make torch deterministic globally, which other tests do not expect."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def short_validation(monkeypatch):
+    """Truncate validation splits, and read every corpus once."""
+    monkeypatch.setattr(corpora, "load_corpus", load_short_corpus)
+
+
+@cache
+def load_short_corpus(name, split="train", *, folder=None, kind=None):
+    corpus = load_corpus(name, split, folder=folder, kind=kind)
+    return corpus if split == "train" else replace(corpus, rows=corpus.rows[: 30 if corpus.kind == "text" else 200])
+
+
+def data_sizes(recipe):
+    return IMAGE if recipe.model.get("family") == "vit" else SIZES.get(recipe.train.objective, {})
+
+
+def vocab_size(recipe):
+    return None if recipe.model.get("family") == "vit" else recipe.tokenizer.vocab
+
+
+# -- the schema
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_recipe_describes_itself_and_resolves_to_a_model(name):
+    recipe = read_recipe(name)
+    assert recipe.name == name
+    assert recipe.about.endswith(".")
+    assert "\n" not in recipe.about
+    assert recipe.data.corpus in CORPORA
+    config = build_model_config(recipe, vocab_size(recipe), **data_sizes(recipe))
+    assert account(config).parameters > 0
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_dry_run_prints_a_recipe_that_reads_back_the_same_and_writes_nothing(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", name, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "again.toml").write_text(printed, encoding="utf-8")
+    assert read_recipe(str(tmp_path / "again.toml")) == read_recipe(name)
+    assert set(tomllib.loads(printed)["train"]) >= {"lr", "steps", "batch", "optimizer", "schedule", "warmup", "seed"}
+    assert [path.name for path in tmp_path.iterdir()] == ["again.toml"]
+
+
+def test_every_objective_has_a_recipe():
+    """Except chat, which needs the chat template of a model that has one (`finetune`)."""
+    assert (
+        {read_recipe(name).train.objective for name in list_recipes()} | {"chat"}
+        == set(OBJECTIVES)
+        == set(OBJECTIVE_REQUIREMENTS)
+    )
+
+
+def test_ls_recipes_does_not_import_torch():
+    code = """
+import sys
+from monoblock.cli.main import run
+code = run(["ls", "recipes", "--json"])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    rows = {row["name"]: row for row in json.loads(process.stdout)["recipes"]}
+    assert list(rows) == list_recipes()
+    assert rows["gpt2-124m"]["parameters"] == 124_439_808 or rows["gpt2-124m"]["parameters"] is None
+    assert rows["digits"]["objective"] == "classify"
+    assert rows["digits"]["corpus"] == "digits"
+    assert rows["digits"]["about"] == read_recipe("digits").about
+
+
+# -- training
+
+
+def tiny_overrides(recipe):
+    """Overrides that keep the structure of a recipe but make it small."""
+    overrides = [
+        "train.steps=2",
+        "train.warmup=1",
+        "train.batch=64",
+        "train.eval_batches=2",
+        "generate.max_new_tokens=3",
+    ]
+    overrides += ["train.workers=0", "train.device=cpu", "train.save_every=1", "train.eval_every=2"]
+    overrides += ["train.accumulate=1", "train.sample_every=2", "model.width=16", "model.depth=1"]
+    if recipe.tokenizer.kind != "char" and recipe.train.objective != "classify":
+        overrides += ["tokenizer.vocab=420"]
+    if recipe.data.corpus not in ("digits", "languages"):
+        overrides += ["data.limit=200" if recipe.train.objective in ("pairs", "label") else "data.limit=40"]
+    if "valid" not in CORPORA[recipe.data.corpus].split_names:
+        overrides += ["data.held=20"]
+    if recipe.train.objective in ("causal", "masked", "spans") and recipe.model.get("family") != "lstm":
+        overrides += ["model.context=32"]
+    if recipe.model.get("family") != "lstm":
+        overrides += ["model.heads=2"]
+    if "kv_heads" in recipe.model:
+        overrides += ["model.kv_heads=1"]
+    return overrides
+
+
+def load_trained_model(folder, recipe):
+    if recipe.model.get("family") == "lstm":
+        return load_model(Recurrent, folder).eval()
+    return mb.Transformer.from_pretrained(folder).eval()
+
+
+def validation_loss(folder):
+    """The validation loss of a saved model, computed from its folder alone."""
+    recipe = read_recipe(str(folder / "recipe.toml"))
+    model = load_trained_model(folder, recipe)
+    context = getattr(model.config, "context", None)
+    data = build_task_data(recipe, context or int(recipe.model.get("context", 64)), data_folder=DATA, run_folder=folder)
+    return validate(model, data, CrossEntropyLoss(), torch.device("cpu"))["val_loss"]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_recipe_runs_to_a_complete_folder_whose_model_has_the_reported_loss(name, tmp_path, capsys, short_validation):
+    recipe = read_recipe(name)
+    if corpus_location(recipe.data.corpus, DATA) is None:
+        pytest.skip(f"the corpus {recipe.data.corpus} is not here; {install_hint(recipe.data.corpus)}")
+    folder = tmp_path / name
+    data = ["--data", str(DATA)] if DATA is not None else []
+    assert run(["train", name, *tiny_overrides(recipe), "--out", str(folder), "--json", *data]) == 0
+    out, err = capsys.readouterr()
+    summary = json.loads(out)
+    assert summary["steps"] == 2
+    assert "warning" not in err
+    assert_complete_folder(folder, tokenizer=CORPORA[recipe.data.corpus].kind != "images")
+    assert validation_loss(folder) == pytest.approx(summary["figures"]["val_loss"], rel=1e-5)
+
+
+def assert_complete_folder(folder, *, tokenizer):
+    files = {"config.json", "model.safetensors", "generation_config.json", "recipe.toml", "metrics.jsonl", "README.md"}
+    assert {path.name for path in folder.iterdir()} >= files | ({"tokenizer.json"} if tokenizer else set())
+    assert (folder / "checkpoints" / "latest").read_text() == "step-2"
+    assert (folder / "checkpoints" / "step-2" / "manifest.json").is_file()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(set(line) >= STEP_KEYS for line in steps)
+    assert [line["step"] for line in lines if "val_loss" in line] == [2]
+    assert not list(folder.rglob("*.tmp"))
+    assert (folder / "README.md").read_text().startswith(f"# {read_recipe(str(folder / 'recipe.toml')).name}\n")

@@ -1,0 +1,76 @@
+"""Folders written by version 0.1: their weights load bit for bit, their recipes are read, their runs go on.
+
+fixtures/version-0.1 was written by that version: two runs of eight steps, of which the checkpoint at step 4 is kept.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import monoblock as mb
+from monoblock.recipes.parse import read_recipe
+from monoblock.runs.train import prepare_run
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "version-0.1"
+RUNS = ["gpt", "pairs"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A copy of the fixtures to work in; the recipes name their corpora by relative paths."""
+    shutil.copytree(FIXTURES, tmp_path / "version-0.1")
+    monkeypatch.chdir(tmp_path / "version-0.1")
+    return tmp_path / "version-0.1"
+
+
+def training_losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_load_bit_for_bit(name):
+    stored = load_file(FIXTURES / name / "model.safetensors")
+    loaded = mb.Transformer.from_pretrained(FIXTURES / name).state_dict()
+    assert {key: tensor for key, tensor in loaded.items() if key not in stored} == {}
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in stored.items())
+
+
+def test_a_loaded_folder_generates_and_translates():
+    assert isinstance(mb.load(FIXTURES / "gpt").generate("in the", max_new_tokens=5, seed=1), str)
+    assert isinstance(mb.load(FIXTURES / "pairs").translate("daythe"), str)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_recipes_as_written_by_hand_and_as_stored_are_the_same(name):
+    by_hand, stored = read_recipe(str(FIXTURES / f"{name}.toml")), read_recipe(str(FIXTURES / name / "recipe.toml"))
+    assert by_hand == stored
+    assert stored.train.steps == 8
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_goes_on_with_the_losses_of_the_run_that_was_never_stopped(name, folder):
+    wanted = training_losses(folder / name)
+    for file in ("model.safetensors", "README.md"):
+        (folder / name / file).unlink()
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / name / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 4))
+    run = prepare_run(read_recipe(str(folder / name / "recipe.toml")), folder / name, resume=True)
+    list(run.events(resume=True))
+    found = training_losses(folder / name)
+    assert list(found) == list(range(1, 9))
+    assert found == pytest.approx(wanted, rel=1e-5)  # to the bit on the machine that wrote them
+    final = load_file(folder / name / "model.safetensors")
+    stored = load_file(FIXTURES / name / "model.safetensors")
+    torch.testing.assert_close(final, stored, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_recipe_trained_anew_gives_the_same_losses(name, folder):
+    run = prepare_run(read_recipe(str(folder / f"{name}.toml")), folder / "again")
+    list(run.events())
+    assert training_losses(folder / "again") == pytest.approx(training_losses(folder / name), rel=1e-5)

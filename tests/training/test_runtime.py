@@ -1,0 +1,35 @@
+"""The automatic choice of precision and compilation, and its reasons."""
+
+import pytest
+import torch
+
+from monoblock.errors import ConfigError
+from monoblock.training.runtime import choose_runtime
+
+
+@pytest.mark.parametrize(
+    ("device", "compile", "steps", "compiled", "mode"),
+    [
+        ("cuda", "graphs", 1, True, "reduce-overhead"),
+        ("cuda", "yes", 1, True, None),
+        ("cuda", "auto", 1000, True, None),
+        ("cuda", "auto", 10, False, None),
+        ("cpu", "graphs", 1000, False, None),  # a recipe for a GPU also runs on a CPU
+        ("cpu", "yes", 1, True, None),
+    ],
+)
+def test_graphs_are_for_a_gpu_and_mean_auto_on_a_cpu(device, compile, steps, compiled, mode):
+    runtime = choose_runtime(device, compile=compile, steps=steps)
+    assert (runtime.compiled, runtime.compile_mode) == (compiled, mode)
+
+
+def test_a_cpu_computes_in_fp32_by_default_and_the_reason_mentions_bf16():
+    reasons = {event.decision: event.reason for event in choose_runtime("cpu").decisions}
+    assert choose_runtime("cpu").autocast_dtype is None
+    assert "train.precision=bf16" in reasons["precision fp32"]
+    assert choose_runtime("cpu", precision="bf16").autocast_dtype == torch.bfloat16
+
+
+def test_an_unknown_compile_option_is_an_error_that_lists_the_options():
+    with pytest.raises(ConfigError, match="compile='maybe' is not one of auto, yes, no, graphs"):
+        choose_runtime("cpu", compile="maybe")
