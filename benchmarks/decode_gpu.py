@@ -22,7 +22,7 @@ import monoblock as mb
 from monoblock.config.model import ModelConfig
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.kernels import gpu as kernels
+from monoblock.kernels.gpu import attend_step, gated_activation, matvec, norm
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
@@ -44,19 +44,19 @@ def check_kernels() -> list[str]:
     for N, K in ((2304, 768), (768, 3072), (50257, 768), (4096, 11008), (37, 100)):
         x, w, b = make(1, 1, K), make(N, K), make(N)
         expected = x.double() @ w.double().T + b.double()
-        checks.append(check_close(f"matvec {N}×{K}", kernels.matvec(x, w, b), expected, 1e-2))
+        checks.append(check_close(f"matvec {N}×{K}", matvec(x, w, b), expected, 1e-2))
         residual = make(1, 1, N)
         sum_expected = expected - b.double() + residual.double()
-        checks.append(check_close("  with residual", kernels.matvec(x, w, None, residual), sum_expected, 1e-2))
+        checks.append(check_close("  with residual", matvec(x, w, None, residual), sum_expected, 1e-2))
     x, w = make(5, 1, 300), make(300)
     options = {"centered": False, "cast_after_scale": False}
-    checks.append(check_close("rms", kernels.norm(x, w, None, 1e-6, **options), rms_norm(x, w, 1e-6), 1e-2))
+    checks.append(check_close("rms", norm(x, w, None, 1e-6, **options), rms_norm(x, w, 1e-6), 1e-2))
     options, bias = {"centered": True, "cast_after_scale": True}, make(300)
     expected = F.layer_norm(x.double(), (300,), w.double(), bias.double(), 1e-5)
-    checks.append(check_close("layer norm", kernels.norm(x, w, bias, 1e-5, **options), expected, 1e-2))
+    checks.append(check_close("layer norm", norm(x, w, bias, 1e-5, **options), expected, 1e-2))
     gate_and_up = make(3, 1, 2 * 700)
     gate, up = gate_and_up.double().chunk(2, -1)
-    checks.append(check_close("gated", kernels.gated_activation(gate_and_up, "silu"), F.silu(gate) * up, 2e-2))
+    checks.append(check_close("gated", gated_activation(gate_and_up, "silu"), F.silu(gate) * up, 2e-2))
     for B, H, G, K, layout in (
         (1, 12, 12, 64, None),
         (3, 6, 2, 32, "halves"),
@@ -85,7 +85,7 @@ def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
         all_k[row, :, lengths[row]], all_v[row, :, lengths[row]] = wide_k[row, :, 0], v[row, :, 0].double()
     mask = (torch.arange(capacity + 1, device="cuda")[None] <= lengths[:, None])[:, None, None]
     expected = attend(wide_q, all_k, all_v, mask)
-    out = kernels.attend_step(q, k, v, keys, values, lengths, scale=None, cos=cos, sin=sin, layout=layout)
+    out = attend_step(q, k, v, keys, values, lengths, scale=None, cos=cos, sin=sin, layout=layout)
     stored = torch.stack([keys[row, :, lengths[row]] for row in range(B)])
     assert (stored.double() - wide_k[:, :, 0]).abs().max() < 0.05, "the new key was not stored"
     return check_close(f"attention {B}×{H}/{G}×{K} {layout}", out, expected, 2e-2)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
-from monoblock.decoding.backends.prepared import prepare
+from monoblock.decoding.backends.prepared_model import prepare
 
 STEPS = 64
 
@@ -62,7 +62,9 @@ def main() -> None:
     print(f"{args.preset}, batch {args.batch}: {time.perf_counter() - start:.3f} s for the prompt and {NEW} steps")
     prepared = prepare(model)
     assert prepared is not None
-    state = prepared.graph_state(PROMPT + NEW, rows_per_prompt=1, prefill_chunk=None)  # the idle state of the last call
+    state = prepared.make_graph_state(
+        PROMPT + NEW, rows_per_prompt=1, prefill_chunk=None
+    )  # the idle state of the last call
     rewind(state)
     print("replayed step: {:.3f} ms, launch on the host {:.3f} ms".format(*time_replay(state)))
     rewind(state)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from monoblock.accounting.report import account
-from monoblock.data.corpora import load as corpora
+from monoblock.data.corpora.table import CORPORA
 from monoblock.nn.lstm import Recurrent
 from monoblock.recipes.parse import read_recipe
 from monoblock.recipes.schema import Recipe
@@ -75,9 +75,7 @@ def train(
             "wall_seconds": end - prepared,
             "preparing_seconds": prepared - start,
         }
-        if recipe.train.objective == "causal" and "test" in getattr(
-            corpora.CORPORA.get(recipe.data.corpus), "split_names", {}
-        ):
+        if recipe.train.objective == "causal" and "test" in getattr(CORPORA.get(recipe.data.corpus), "split_names", {}):
             result["test"] = test_perplexity(run, recipe, data)
     return result
 

@@ -26,7 +26,7 @@ from translate_cpu import BATCH, BEAMS, PAUSE_SECONDS, TokenRows, batch_indices,
 import monoblock as mb
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.metrics import text as scores
+from monoblock.metrics.text import bleu
 from monoblock.nn.positions import sinusoid
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
@@ -205,11 +205,11 @@ def format_table(
         "|---|---|---|---|---|---|",
     ]
     for name, total in seconds.items():
-        bleu = scores.bleu(texts[name], [[line] for line in references])
+        score = bleu(texts[name], [[line] for line in references])
         same = sum(a == b for a, b in zip(texts[name], texts["monoblock"], strict=True))
         speed = f"{total:.2f} | {count / total:.0f} | {total / ours:.2f} ×"
-        lines.append(f"| {name} | {speed} | {bleu.value:.2f} | {100 * same / count:.1f} % |")
-    return "\n".join([*lines, "", f"BLEU: {bleu.signature}"]) + "\n"
+        lines.append(f"| {name} | {speed} | {score.value:.2f} | {100 * same / count:.1f} % |")
+    return "\n".join([*lines, "", f"BLEU: {score.signature}"]) + "\n"
 
 
 def main() -> None:

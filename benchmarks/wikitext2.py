@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from quality import train
 
-from monoblock.config.model import ModelConfig
 from monoblock.accounting.lstm_matching import matching_config
+from monoblock.config.model import ModelConfig
 from monoblock.recipes.model_config import build_model_config
 from monoblock.recipes.parse import read_recipe
 

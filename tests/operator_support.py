@@ -2,7 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
-from monoblock.decoding.backends import cpu_step, inference_copy, prepared
+from monoblock.decoding.backends import cpu_step, inference_copy, prepared_model
 
 
 def record_operator_steps(monkeypatch):
@@ -22,10 +22,10 @@ def record_operator_steps(monkeypatch):
 def use_kernels_for_toys(monkeypatch):
     """Use the CPU kernels for models of every size, and forget what was prepared without them."""
     monkeypatch.setattr(inference_copy, "MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr(prepared, "_PREPARED", WeakKeyDictionary())
+    monkeypatch.setattr(prepared_model, "_PREPARED", WeakKeyDictionary())
 
 
 def search_operators(model):
     """The operators of a beam search with this model, None if it has none."""
-    prepared_model = prepared.prepare(model)
-    return None if prepared_model is None else prepared_model.search_operators()
+    prepared = prepared_model.prepare(model)
+    return None if prepared is None else prepared.get_search_operators()

@@ -36,7 +36,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
 from monoblock.decoding.backends.optimize import optimize as optimize
-from monoblock.decoding.backends.prepared import release as release
+from monoblock.decoding.backends.prepared_model import release as release
 from monoblock.errors import (
     ConfigError as ConfigError,
     FileError as FileError,
@@ -46,8 +46,8 @@ from monoblock.errors import (
 from monoblock.inspection.trace import trace as trace
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.huggingface.export import export_hf as export_hf
-from monoblock.nn.cache import Cache as Cache
 from monoblock.nn.interpolate import interpolate as interpolate
+from monoblock.nn.kv_cache.cache import Cache as Cache
 from monoblock.nn.lora import add_lora as add_lora, merge_lora as merge_lora, unmerge_lora as unmerge_lora
 from monoblock.nn.lstm import Recurrent as Recurrent
 from monoblock.nn.masks import causal as causal, same_document as same_document, window as window

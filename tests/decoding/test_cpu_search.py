@@ -9,7 +9,7 @@ from support import build_model
 
 import monoblock as mb
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
-from monoblock.decoding.backends.prepared import get_inference_copy
+from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
@@ -93,11 +93,10 @@ def search_plain(model, sources, settings=SETTINGS):
 
 
 def assert_same(actual, expected):
-    assert {key: tokens for key, (tokens, _) in actual.items()} == {
-        key: tokens for key, (tokens, _) in expected.items()
-    }
-    for key, (_, score) in actual.items():
-        assert score == pytest.approx(expected[key][1], abs=2e-5, rel=2e-5)
+    assert actual.keys() == expected.keys()
+    for key, (tokens, score) in expected.items():
+        assert actual[key][0] == tokens
+        assert actual[key][1] == pytest.approx(score, abs=2e-5, rel=2e-5)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

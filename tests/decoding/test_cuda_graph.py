@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import preset_names, tiny_model
 
-from monoblock.decoding.backends import prepared, select
+from monoblock.decoding.backends import prepared_model, select
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState, supports_cuda_graph
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
@@ -35,9 +35,9 @@ class FakeGraphState(CudaGraphDecoderState):
 
 def graph_engine(model, monkeypatch, **options):
     """An engine whose steps are recorded; the model is prepared anew for it."""
-    monkeypatch.setattr(prepared, "CudaGraphDecoderState", FakeGraphState)
+    monkeypatch.setattr(prepared_model, "CudaGraphDecoderState", FakeGraphState)
     monkeypatch.setattr(select, "supports_cuda_graph", lambda model: True)
-    prepared.release(model)
+    prepared_model.release(model)
     FakeGraphState.recordings = 0
     return Engine(model, capacity=26, **options)
 

@@ -10,7 +10,7 @@ from monoblock.decoding.backends.fused_linear import FusedLinear, can_fuse
 from monoblock.decoding.backends.inference_copy import build_inference_copy, refresh
 from monoblock.decoding.backends.inference_modules import InferenceAttention, InferenceFeedForward
 from monoblock.decoding.backends.optimize import join_weights
-from monoblock.decoding.backends.prepared import get_inference_copy
+from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.nn.transformer import Transformer
 
 

@@ -8,7 +8,7 @@ from support import build_model
 
 import monoblock as mb
 from monoblock.decoding.engine import Engine
-from monoblock.decoding.logits import top_k
+from monoblock.decoding.filters import top_k
 from monoblock.decoding.sampling import RandomStream, sample_tokens
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import DraftModel, PromptLookup

@@ -11,7 +11,7 @@ import monoblock as mb
 from monoblock.config.model import Repeat
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
 from monoblock.decoding.backends.inference_copy import build_inference_copy
-from monoblock.decoding.backends.prepared import get_inference_copy
+from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings

@@ -13,7 +13,7 @@ from support import build_model
 
 import monoblock as mb
 from monoblock.decoding.backends import inference_copy
-from monoblock.decoding.backends.prepared import get_inference_copy
+from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.kernels.cpu import library

@@ -9,7 +9,7 @@ from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import AttentionConfig, BlockConfig, FeedForwardConfig, Repeat, StackConfig
 from monoblock.config.presets import tiny
 from monoblock.errors import InputError
-from monoblock.nn.cache import Cache
+from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 B, G, K = 2, 3, 5

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from transformers.generation import logits_process as theirs  # noqa: E402
 
-from monoblock.decoding.filters import Filters  # noqa: E402
-from monoblock.decoding.logits import TokenHistory  # noqa: E402
+from monoblock.decoding.batch_filters import Filters  # noqa: E402
+from monoblock.decoding.filters import TokenHistory  # noqa: E402
 from monoblock.decoding.settings import Settings  # noqa: E402
 
 B, V, PROMPT, NEW = 7, 61, 17, 5

@@ -15,7 +15,6 @@ import torch
 import monoblock as mb
 from monoblock.accounting.report import account
 from monoblock.cli.main import run
-from monoblock.data.corpora import load as corpora
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.interop.folder import load_model
 from monoblock.nn.lstm import Recurrent
@@ -42,7 +41,8 @@ def _restore_determinism():
 @pytest.fixture
 def short_validation(monkeypatch):
     """Truncate validation splits, and read every corpus once."""
-    monkeypatch.setattr(corpora, "load_corpus", load_short_corpus)
+    for module in ("data.corpora.load", "runs.build_data"):
+        monkeypatch.setattr(f"monoblock.{module}.load_corpus", load_short_corpus)
 
 
 @cache

@@ -11,6 +11,7 @@ from monoblock.cli._shared.training_progress import TrainingProgress
 from monoblock.config.families import bert
 from monoblock.config.knobs import vary
 from monoblock.config.schema import from_dict
+from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.readers.conll import read_conll
 from monoblock.errors import ConfigError, FileError
 from monoblock.nn.transformer import Transformer
@@ -19,7 +20,6 @@ from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.train import prepare_run
 from monoblock.tasks.task_data import validate
-from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.training.events import FinishedEvent, StepEvent
 from monoblock.training.loss import CrossEntropyLoss
 

@@ -256,10 +256,10 @@ def test_a_published_encoder_becomes_a_classifier_in_a_folder_of_ours(published,
 
 def test_a_warm_run_that_is_resumed_equals_one_never_stopped(folder, tmp_path):
     recipe = warm_recipe(folder, tmp_path / "warm.toml", "classify", "labelled.tsv", model={"dropout": 0.2})
-    train_to_end(recipe, tmp_path / "whole")
-    train_until(recipe, tmp_path / "broken", 4)
-    train_to_end(recipe, tmp_path / "broken", resume=True)
-    assert_same_run(tmp_path / "broken", tmp_path / "whole", TRAIN["steps"])
+    train_to_end(recipe, tmp_path / "uninterrupted")
+    train_until(recipe, tmp_path / "resumed", 4)
+    train_to_end(recipe, tmp_path / "resumed", resume=True)
+    assert_same_run(tmp_path / "resumed", tmp_path / "uninterrupted", TRAIN["steps"])
 
 
 def test_a_run_is_not_resumed_from_other_weights(folder, tmp_path):

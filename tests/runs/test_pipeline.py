@@ -126,7 +126,7 @@ def test_translations_keep_the_order_of_their_sources_at_any_batch_size(seq2seq_
 def test_the_n_best_hypotheses_are_sorted_by_score(seq2seq_pipe):
     best = seq2seq_pipe.translate("the 7 sons", n_best=3, max_new_tokens=9)
     assert len({hypothesis.text for hypothesis in best}) > 1
-    assert [hypothesis.score for hypothesis in best] == sorted((one.score for one in best), reverse=True)
+    assert [hypothesis.score for hypothesis in best] == sorted((hypothesis.score for hypothesis in best), reverse=True)
     assert best[0].text == seq2seq_pipe.translate("the 7 sons", max_new_tokens=9), "four beams are the default here"
     assert len(seq2seq_pipe.translate(["the 7 sons", "king"], n_best=2, max_new_tokens=9)[1]) == 2
 

@@ -1,4 +1,4 @@
-"""Folders written by version 0.1: their weights load bit for bit, their recipes are read, their runs go on.
+"""Folders written by version 0.1: weights load bit for bit, recipes are read, runs are resumed.
 
 fixtures/version-0.1 was written by that version: two runs of eight steps, of which the checkpoint at step 4 is kept.
 """
@@ -46,31 +46,31 @@ def test_a_loaded_folder_generates_and_translates():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_recipes_as_written_by_hand_and_as_stored_are_the_same(name):
+def test_a_stored_recipe_equals_the_one_it_was_written_from(name):
     by_hand, stored = read_recipe(str(FIXTURES / f"{name}.toml")), read_recipe(str(FIXTURES / name / "recipe.toml"))
     assert by_hand == stored
     assert stored.train.steps == 8
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_checkpoint_goes_on_with_the_losses_of_the_run_that_was_never_stopped(name, folder):
-    wanted = training_losses(folder / name)
+def test_a_resumed_checkpoint_has_the_losses_of_the_uninterrupted_run(name, folder):
+    expected = training_losses(folder / name)
     for file in ("model.safetensors", "README.md"):
         (folder / name / file).unlink()
     lines = (folder / name / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / name / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 4))
     run = prepare_run(read_recipe(str(folder / name / "recipe.toml")), folder / name, resume=True)
     list(run.events(resume=True))
-    found = training_losses(folder / name)
-    assert list(found) == list(range(1, 9))
-    assert found == pytest.approx(wanted, rel=1e-5)  # to the bit on the machine that wrote them
+    losses = training_losses(folder / name)
+    assert list(losses) == list(range(1, 9))
+    assert losses == pytest.approx(expected, rel=1e-5)  # bit for bit on the machine that wrote them
     final = load_file(folder / name / "model.safetensors")
     stored = load_file(FIXTURES / name / "model.safetensors")
     torch.testing.assert_close(final, stored, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_recipe_trained_anew_gives_the_same_losses(name, folder):
+def test_training_the_recipe_again_gives_the_same_losses(name, folder):
     run = prepare_run(read_recipe(str(folder / f"{name}.toml")), folder / "again")
     list(run.events())
     assert training_losses(folder / "again") == pytest.approx(training_losses(folder / name), rel=1e-5)

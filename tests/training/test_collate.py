@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.training.collate import (
     SpecialTokenIds,
     collate_causal_lm,
@@ -14,7 +15,6 @@ from monoblock.training.collate import (
     collate_token_classification,
     select_target_positions,
 )
-from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.training.corruption import corrupt_spans, mask_tokens, sample_generator
 
 VOCAB, MASK = 997, 4

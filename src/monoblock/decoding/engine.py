@@ -24,7 +24,7 @@ from monoblock.decoding import beam
 from monoblock.decoding.backends.protocol import DecoderState, can_burst, can_roll_back, can_search
 from monoblock.decoding.backends.select import choose_backend
 from monoblock.decoding.backends.self_draft import make_self_draft
-from monoblock.decoding.filters import Filters, choose_tokens, token_history
+from monoblock.decoding.batch_filters import Filters, choose_tokens, token_history
 from monoblock.decoding.prompt import Prompt, check_prompt
 from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows
 from monoblock.decoding.settings import NO_DRAFT_WITH_BEAMS, Settings
@@ -63,7 +63,7 @@ class Engine:
             raise InputError("this model has no maximum length; say how many tokens a sequence may have: capacity=…")
         self.max_rows, self.max_burst, self.capacity, self.prefill_chunk = max_rows, max_burst, limit, prefill_chunk
         self.proposer = proposer
-        self.has_request_draft = False  # whether a request asked for the proposer, which then ends with the batch
+        self.has_request_draft = False  # whether the proposer was made for a request; it then ends with the batch
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of their rows
         self.state: DecoderState | None = None

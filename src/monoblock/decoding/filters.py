@@ -1,178 +1,132 @@
-"""The filters of a batch whose rows may have different settings: constraints first, then the filters of sampling."""
+"""Filters: pure functions from logits (B, V) to logits (B, V), with -inf for the tokens that are ruled out.
+
+A parameter is one number for all rows or a tensor (B, 1).  Filters that depend on earlier tokens take a `TokenHistory`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from monoblock.decoding.logits import (
-    TokenHistory,
-    bad_words,
-    force_token,
-    min_p,
-    no_repeat_ngram_size,
-    repetition_penalty,
-    suppress_tokens,
-    temperature,
-    top_k,
-    top_p,
-    typical_p,
-)
-from monoblock.decoding.request import Request, request_rows
-from monoblock.decoding.sampling import sample_tokens
-from monoblock.decoding.settings import Settings
-
-FilterTable = dict[str, tuple[Callable[..., Tensor], float]]
-
-# Name in Settings -> filter, and the value that leaves a row unchanged.
-HISTORY_FILTERS: FilterTable = {
-    "repetition_penalty": (repetition_penalty, 1.0),
-    "no_repeat_ngram_size": (no_repeat_ngram_size, 0),
-}
-SAMPLING_FILTERS: FilterTable = {
-    "temperature": (temperature, 1.0),
-    "top_k": (top_k, 0),
-    "top_p": (top_p, 1.0),
-    "min_p": (min_p, 0.0),
-    "typical_p": (typical_p, 1.0),
-}
+PerRow = float | Tensor  # one for all rows, or (B, 1)
 
 
-class Filters:
-    """The filters of these rows: built when rows come or go, applied at every step."""
+class TokenHistory(NamedTuple):
+    """The tokens (B, L) of each row so far, aligned left, and their number (B,); -1 beyond it."""
 
-    def __init__(self, settings: Sequence[Settings], device: torch.device) -> None:
-        self.settings, self.device = tuple(settings), device
-        self.has_same_settings = len(set(self.settings)) <= 1
-        self.history_filters = self._needed_filters(HISTORY_FILTERS)
-        self.sampling_filters = self._needed_filters(SAMPLING_FILTERS)
-        self.sampled_rows = torch.tensor([row.temperature > 0 for row in self.settings], device=device)
-        self.has_sampling = any(row.temperature > 0 for row in self.settings)
-        self.has_constraints = any(
-            row.bad_words_ids
-            or row.suppress_tokens
-            or row.begin_suppress_tokens
-            or row.min_new_tokens
-            or row.forced_bos_token_id is not None
-            or row.forced_eos_token_id is not None
-            for row in self.settings
-        )
+    tokens: Tensor
+    lengths: Tensor
 
-    def _needed_filters(self, table: FilterTable) -> list[tuple[Callable[..., Tensor], Any]]:
-        """Pair each filter that changes a row with its value, a tensor (B, 1) where rows differ."""
-        needed: list[tuple[Callable[..., Tensor], Any]] = []
-        for name, (function, neutral) in table.items():
-            values = [getattr(row, name) for row in self.settings]
-            if table is SAMPLING_FILTERS:  # a greedy row is not sampled, and its temperature of 0 must not divide
-                values = [neutral if row.temperature == 0 else v for row, v in zip(self.settings, values, strict=True)]
-            if all(value == neutral for value in values):
-                continue
-            is_same = len(set(values)) == 1
-            needed.append((function, values[0] if is_same else torch.tensor(values, device=self.device)[:, None]))
-        return needed
+    def occurrence_mask(self, vocabulary: int) -> Tensor:
+        """Mark the tokens that have occurred: (B, V)."""
+        tokens = torch.where(self.tokens < 0, vocabulary, self.tokens)  # -1 goes to an extra column
+        mask = torch.zeros(tokens.shape[0], vocabulary + 1, dtype=torch.bool, device=tokens.device)
+        return mask.scatter(1, tokens, True)[:, :vocabulary]
 
-    @property
-    def needs_history(self) -> bool:
-        return bool(self.history_filters) or any(row.bad_words_ids for row in self.settings)
+    def last_tokens(self, count: int) -> Tensor:
+        """Return the last `count` tokens of each row (B, count), -1 before the first token."""
+        index = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
+        return self.tokens.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
 
-    @property
-    def is_stateless(self) -> bool:
-        """Whether a token depends only on the logits and a uniform number, not on earlier tokens or their count."""
-        return not (self.history_filters or self.has_constraints)
 
-    @property
-    def cache_key(self) -> object:
-        """Everything that `choose` depends on besides its arguments."""
-        return tuple(tuple(getattr(row, name) for name in SAMPLING_FILTERS) for row in self.settings)
+# -- filters of the distribution ----------------------------------------------------------------------------------
 
-    def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Choose a token for each row (B,): the best one, or the one sampled by its uniform number (B,)."""
-        best = logits.argmax(-1)
-        if not self.has_sampling:
-            return best
-        sampled = sample_tokens(self.apply_sampling_filters(logits.float()), uniforms)
-        return torch.where(self.sampled_rows, sampled, best)
 
-    def apply_sampling_filters(self, logits: Tensor) -> Tensor:
-        """Shape the distribution that tokens are sampled from."""
-        for function, value in self.sampling_filters:
-            logits = function(logits, value)
+def temperature(logits: Tensor, value: PerRow) -> Tensor:
+    """Divide the logits: a flatter distribution above 1, a sharper one below."""
+    return logits / value
+
+
+def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
+    """Keep the k best tokens and any that tie with the last of them; 0 keeps all."""
+    size = logits.shape[-1]
+    if isinstance(k, Tensor):
+        rank = torch.where(k <= 0, size, k).clamp(max=size).long() - 1
+        threshold = logits.sort(dim=-1, descending=True).values.gather(-1, rank)
+    else:
+        threshold = logits.topk(min(int(k) or size, size), dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < threshold, -math.inf)
+
+
+def top_p(logits: Tensor, p: PerRow) -> Tensor:
+    """Keep the smallest set of best tokens whose probability reaches p, at least one (Holtzman et al. 2020)."""
+    ascending, order = logits.sort(dim=-1)
+    removed = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    removed[..., -1] = False
+    return logits.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), -math.inf)
+
+
+def min_p(logits: Tensor, p: PerRow) -> Tensor:
+    """Keep tokens at least p times as probable as the best one (Nguyen et al. 2024)."""
+    probs = logits.softmax(-1)
+    return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
+
+
+def typical_p(logits: Tensor, mass: PerRow) -> Tensor:
+    """Keep tokens with information nearest the entropy until their probability reaches `mass` (Meister et al. 2023)."""
+    information = -logits.log_softmax(-1)
+    entropy = (information * (-information).exp()).nansum(-1, keepdim=True)
+    distance, order = (information - entropy).abs().sort(dim=-1)
+    below_mass = logits.gather(-1, order).softmax(-1).cumsum(-1) < mass
+    last = below_mass.sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+    removed = distance > distance.gather(-1, last)
+    removed[..., 0] = False
+    filtered = logits.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), -math.inf)
+    return torch.where(torch.as_tensor(mass, device=logits.device) >= 1, logits, filtered)
+
+
+# -- filters of earlier tokens ------------------------------------------------------------------------------------
+
+
+def repetition_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -> Tensor:
+    """Divide positive logits of tokens that have occurred, multiply negative ones (Keskar et al. 2019)."""
+    lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(history.occurrence_mask(logits.shape[-1]), lowered, logits)
+
+
+def no_repeat_ngram_size(logits: Tensor, size: int | Tensor, history: TokenHistory) -> Tensor:
+    """Rule out tokens that would complete an n-gram that has occurred; 0 rules out nothing."""
+    if isinstance(size, Tensor):
+        for n in sorted({int(n) for n in size.flatten().tolist()} - {0}):
+            logits = torch.where(size == n, no_repeat_ngram_size(logits, n, history), logits)
         return logits
-
-    def apply_constraints(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
-        """Apply the constraints of greedy decoding, sampling and beam search alike.
-
-        `new_counts` is the number of new tokens of each row.
-        """
-        for function, value in self.history_filters:
-            logits = function(logits, value, history)
-        return self._constrain(logits, history, new_counts) if self.has_constraints else logits
-
-    def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
-        """The tokens ruled out in every row, if that is all the constraints do; otherwise None."""
-        if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
-            return None
-        row = self.settings[0]
-        is_forced = row.forced_bos_token_id is not None or row.forced_eos_token_id is not None
-        if row.bad_words_ids or is_forced:
-            return None
-        too_early = row.eos_token_id if new_counts[0] < row.min_new_tokens else ()
-        return (*row.suppress_tokens, *too_early, *(row.begin_suppress_tokens if new_counts[0] == 0 else ()))
-
-    def _constrain(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
-        if self.has_same_settings and len(set(new_counts)) == 1:
-            return _constrain_rows(logits, self.settings[0], history, new_counts[0])
-        rows = []
-        for row, settings in enumerate(self.settings):
-            one = slice(row, row + 1)
-            row_history = None if history is None else TokenHistory(history.tokens[one], history.lengths[one])
-            rows.append(_constrain_rows(logits[one], settings, row_history, new_counts[row]))
-        return torch.cat(rows)
+    if size == 0 or history.tokens.shape[1] < size:
+        return logits
+    ngrams = history.tokens.unfold(1, size, 1)  # (B, L - n + 1, n)
+    if size > 1:
+        matches = (ngrams[..., :-1] == history.last_tokens(size - 1)[:, None]).all(-1)
+    else:
+        matches = ngrams[..., -1] >= 0
+    matches = matches & (ngrams >= 0).all(-1)  # the last tokens have no successor yet, so they never match themselves
+    vocabulary = logits.shape[-1]
+    mask = torch.zeros(len(logits), vocabulary + 1, dtype=torch.bool, device=logits.device)
+    mask = mask.scatter(1, torch.where(matches, ngrams[..., -1], vocabulary), True)  # no match: an extra column
+    return logits.masked_fill(mask[:, :vocabulary], -math.inf)
 
 
-def _constrain_rows(logits: Tensor, settings: Settings, history: TokenHistory | None, new_count: int) -> Tensor:
-    """Rule out or force tokens in rows with the same settings and the same number of new tokens."""
-    if settings.bad_words_ids:
-        assert history is not None
-        logits = bad_words(logits, settings.bad_words_ids, history)
-    if settings.eos_token_id and new_count < settings.min_new_tokens:
-        logits = suppress_tokens(logits, settings.eos_token_id)
-    if settings.forced_bos_token_id is not None and new_count == 0:
-        logits = force_token(logits, settings.forced_bos_token_id)
-    if settings.forced_eos_token_id is not None and new_count == settings.max_new_tokens - 1:
-        logits = force_token(logits, settings.forced_eos_token_id)
-    if settings.suppress_tokens:
-        logits = suppress_tokens(logits, settings.suppress_tokens)
-    if settings.begin_suppress_tokens and new_count == 0:
-        logits = suppress_tokens(logits, settings.begin_suppress_tokens)
+def bad_words(logits: Tensor, words: tuple[tuple[int, ...], ...], history: TokenHistory) -> Tensor:
+    """Rule out the last token of each word in the rows that end in the tokens before it."""
+    for *prefix, last in words:
+        if prefix:
+            tokens = torch.tensor(prefix, dtype=history.tokens.dtype, device=logits.device)
+            matches = (history.last_tokens(len(prefix)) == tokens).all(-1)
+        else:
+            matches = torch.ones_like(logits[:, 0], dtype=torch.bool)
+        index = (matches.nonzero()[:, 0], torch.tensor(last, device=logits.device))
+        logits = logits.index_put(index, -logits.new_tensor(math.inf))
     return logits
 
 
-# -- filters of requests ----------------------------------------------------------------------------------------------
+def suppress_tokens(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
+    """Rule out these tokens."""
+    return logits.index_fill(-1, torch.tensor(tokens, dtype=torch.long, device=logits.device), -math.inf)
 
 
-def choose_tokens(requests: list[Request], logits: Tensor, filters: Filters) -> list[int]:
-    """Choose a token for each row of the requests from logits (rows, V)."""
-    new_counts = [len(request.sequences[row].new_tokens) for request, row in request_rows(requests)]
-    logits = filters.apply_constraints(logits, token_history(requests, filters), new_counts)
-    return filters.choose(logits, uniform_numbers(requests, filters)).tolist()
-
-
-def token_history(requests: list[Request], filters: Filters) -> TokenHistory | None:
-    """Collect the tokens of the rows; None if no filter needs them."""
-    if not filters.needs_history:
-        return None
-    rows = [request.row_tokens(row) for request, row in request_rows(requests)]
-    longest = max(len(tokens) for tokens in rows)
-    padded = torch.tensor([tokens + [-1] * (longest - len(tokens)) for tokens in rows], device=filters.device)
-    return TokenHistory(padded, torch.tensor([len(tokens) for tokens in rows], device=filters.device))
-
-
-def uniform_numbers(requests: list[Request], filters: Filters, offset: int = 0) -> Tensor:
-    """The uniform numbers (rows,) of the next token, or of the one `offset` tokens later."""
-    rows = request_rows(requests)
-    numbers = [request.uniform(row, offset) for request, row in rows] if filters.has_sampling else [0.0] * len(rows)
-    return torch.tensor(numbers, device=filters.device, dtype=torch.double)
+def force_token(logits: Tensor, token: int) -> Tensor:
+    """Rule out every other token."""
+    forced = torch.full_like(logits, -math.inf)
+    forced[:, token] = 0
+    return forced

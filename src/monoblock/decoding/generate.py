@@ -110,7 +110,7 @@ def _make_proposer(
         return make_self_draft(model, self_draft_kind)
     if draft is None:
         return PromptLookup(lookup) if lookup else None
-    vocab_size, draft_size = (one.config.target_input.vocab for one in (model, draft))  # type: ignore[union-attr]
+    vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
         raise InputError(f"the draft has {draft_size} tokens and the model {vocab_size}; they need one vocabulary")
     return DraftModel(draft)

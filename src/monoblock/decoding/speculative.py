@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
-from monoblock.decoding.backends.prepared import get_inference_copy
+from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.backends.protocol import RollbackState
-from monoblock.decoding.filters import Filters, choose_tokens, uniform_numbers
+from monoblock.decoding.batch_filters import Filters, choose_tokens, uniform_numbers
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows
 from monoblock.errors import InputError, with_article

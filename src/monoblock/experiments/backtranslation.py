@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from monoblock.config.schema import check_at_least, check_positive, check_types
-from monoblock.data.corpora import load as corpora
+from monoblock.data.corpora.load import load_corpus
 from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
@@ -100,7 +100,7 @@ class ExperimentContext:
 
     def load_pairs(self) -> list[Pair]:
         recipe = self.recipe
-        return prepare_pairs(corpora.load_corpus(recipe.data.corpus, "train", folder=self.data), recipe.data).rows
+        return prepare_pairs(load_corpus(recipe.data.corpus, "train", folder=self.data), recipe.data).rows
 
     def load_target_sentences(self) -> list[str]:
         """Return the monolingual text: the targets of the rows after the pairs."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from monoblock.accounting.lstm_matching import matching_config
 from monoblock.accounting.report import account
 from monoblock.config.model import ModelConfig
 from monoblock.config.schema import check_at_least, check_types
@@ -25,7 +26,6 @@ from monoblock.experiments.arms import (
     with_seed,
 )
 from monoblock.interop.folder import read_config
-from monoblock.accounting.lstm_matching import matching_config
 from monoblock.recipes.parse import read_recipe
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate

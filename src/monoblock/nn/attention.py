@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
 from monoblock.nn.attention_context import AttentionContext, compile_once
-from monoblock.nn.cache_index import CacheWrite
-from monoblock.nn.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import fused_linear, should_fuse
+from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import HALF_DTYPES, Norm
-from monoblock.nn.plain_module import weight_if_plain
 from monoblock.nn.positions import apply_rotary, bucket_bias
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from monoblock.config.model import BlockConfig
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
-from monoblock.nn.cache_index import CacheWrite
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
-from monoblock.nn.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.norm import Norm
 from monoblock.nn.tap import Tap, apply_tap, prefix_tap
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
 from monoblock.errors import InputError
+from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import Norm
-from monoblock.nn.plain_module import weight_if_plain
 from monoblock.nn.positions import grid_sinusoid, sinusoid
 from monoblock.nn.tap import Tap, apply_tap
 from monoblock.nn.token_positions import TokenPositions

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
 from monoblock.nn.feedforward import ACTIVATIONS
+from monoblock.nn.module_hooks import is_customized, is_plain
 from monoblock.nn.norm import Norm
-from monoblock.nn.plain_module import is_customized, is_plain
 from monoblock.nn.tap import Tap, apply_tap
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.kernels.cpu.autograd import split_columns
-from monoblock.nn.plain_module import is_plain
+from monoblock.nn.module_hooks import is_plain
 
 FUSE_MIN_TOKENS = 512  # from here one wide product is faster, although the weights are concatenated first
 

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
-from monoblock.nn.plain_module import weight_if_plain
+from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]

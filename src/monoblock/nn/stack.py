@@ -15,11 +15,11 @@ from monoblock.config.model import Alibi, AttentionConfig, Buckets, Rotary, Stac
 from monoblock.nn.attention import select_kept_heads
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
-from monoblock.nn.cache import Cache
-from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.masks import Mask, everything, mask_from_config
+from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import Norm
-from monoblock.nn.plain_module import weight_if_plain
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, prefix_tap
 from monoblock.nn.token_positions import TokenPositions

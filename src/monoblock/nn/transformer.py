@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, InputError, with_article
-from monoblock.nn.cache import Cache
-from monoblock.nn.check_inputs import (
+from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
+from monoblock.nn.heads import Head
+from monoblock.nn.initialize import initialize
+from monoblock.nn.inputs.check_inputs import (
     check_cache,
     check_logits_at,
     check_shape,
@@ -21,10 +23,8 @@ from monoblock.nn.check_inputs import (
     either_argument,
     reject_arguments,
 )
-from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
-from monoblock.nn.heads import Head
-from monoblock.nn.initialize import initialize
-from monoblock.nn.input_positions import memory_positions, token_positions
+from monoblock.nn.inputs.input_positions import memory_positions, token_positions
+from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap, prefix_tap
 from monoblock.nn.token_positions import TokenPositions, arange_positions

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from monoblock.data.corpora import load as corpora
-from monoblock.data.corpora.load import Corpus
+from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.fingerprint import fingerprint_rows
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, FileError
@@ -114,19 +113,19 @@ def _digests(splits: Iterable[Corpus]) -> dict[str, str]:
 def _load_splits(recipe: Recipe, data_folder: Path | None) -> tuple[Corpus, Corpus | None]:
     """The training rows and the validation rows: the split `valid`, or the last `data.held` training rows."""
     name, held, kind = recipe.data.corpus, recipe.data.held, _corpus_kind(recipe, data_folder)
-    train = corpora.load_corpus(name, "train", folder=data_folder, kind=kind)
+    train = load_corpus(name, "train", folder=data_folder, kind=kind)
     if held:
         if held >= len(train):
             raise ConfigError(f"data.held={held} leaves nothing of {len(train)} rows to train on; write less")
         return replace(train, rows=train.rows[:-held]), replace(train, split="valid", rows=train.rows[-held:])
-    return train, corpora.load_corpus_if_present(name, "valid", folder=data_folder, kind=kind)
+    return train, load_corpus_if_present(name, "valid", folder=data_folder, kind=kind)
 
 
 def _corpus_kind(recipe: Recipe, data_folder: Path | None) -> CorpusKind | None:
     """How a path is read; None for a named corpus, which has its kind."""
     if recipe.train.objective == "pairs" and recipe.data.prefix:
         return task_corpus_kind(recipe.data.corpus, recipe.data.prefix, data_folder)
-    return corpora.infer_corpus_kind(recipe.data.corpus, CORPUS_KINDS[recipe.train.objective], folder=data_folder)
+    return infer_corpus_kind(recipe.data.corpus, CORPUS_KINDS[recipe.train.objective], folder=data_folder)
 
 
 def _check_modality(recipe: Recipe, train: Corpus) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from monoblock.data.corpora import load as corpora
+from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import find_path, is_single_file
 from monoblock.errors import InputError
 from monoblock.recipes.schema import DataSection
@@ -32,7 +32,7 @@ def evaluate(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evalu
 
 def resolve_split(request: EvaluationRequest, section: DataSection | None) -> EvaluationRequest:
     """Request all of a single file, unless the model was trained on it or word frequencies are tuned on its splits."""
-    path = None if request.data in corpora.CORPORA else find_path(request.data, request.folder)
+    path = None if request.data in CORPORA else find_path(request.data, request.folder)
     if path is None or not is_single_file(path) or request.split is not None or request.rescore:
         return request
     trained = [] if section is None else [section.corpus, section.synthetic, *(task.corpus for task in section.tasks)]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monoblock.config.model import ModelConfig
-from monoblock.data.corpora import load as corpora
-from monoblock.data.corpora.load import Corpus
+from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
+from monoblock.data.corpora.table import CORPORA
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.recipes.parse import parse_recipe
 from monoblock.recipes.schema import OBJECTIVES, Recipe
@@ -121,12 +121,12 @@ def _train_section(objective: str, width: int, overrides: list[str]) -> dict[str
 
 def _load_training_corpus(data: str, config: ModelConfig, objective: str | None, folder: Path | None) -> Corpus:
     """The training rows; a file of two columns is read as labelled texts for an encoder, else as pairs."""
-    if objective is not None and data not in corpora.CORPORA:
-        kind = corpora.infer_corpus_kind(data, CORPUS_KINDS[objective], folder=folder)
-        return corpora.load_corpus(data, "train", folder=folder, kind=kind)
-    corpus = corpora.load_corpus(data, "train", folder=folder)
-    labelled = corpus.kind == "pairs" and config.family == "encoder-only" and data not in corpora.CORPORA
-    return corpora.load_corpus(data, "train", folder=folder, kind="labelled") if labelled else corpus
+    if objective is not None and data not in CORPORA:
+        kind = infer_corpus_kind(data, CORPUS_KINDS[objective], folder=folder)
+        return load_corpus(data, "train", folder=folder, kind=kind)
+    corpus = load_corpus(data, "train", folder=folder)
+    labelled = corpus.kind == "pairs" and config.family == "encoder-only" and data not in CORPORA
+    return load_corpus(data, "train", folder=folder, kind="labelled") if labelled else corpus
 
 
 def _infer_objective(corpus: Corpus, config: ModelConfig) -> str:
@@ -141,6 +141,6 @@ def _validation_count(data: str, corpus: Corpus, folder: Path | None) -> int:
     """How many training rows to hold out for validation: none if there is a validation split."""
     if corpus.kind == "text":
         return 0
-    kind = None if data in corpora.CORPORA else corpus.kind
-    valid = corpora.load_corpus_if_present(data, "valid", folder=folder, kind=kind)
+    kind = None if data in CORPORA else corpus.kind
+    valid = load_corpus_if_present(data, "valid", folder=folder, kind=kind)
     return min(MAX_VALIDATION_ROWS, len(corpus) // 10) if valid is None else 0

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monoblock.data.corpora import load as corpora
-from monoblock.data.corpora.load import Corpus
+from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, SplitError
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies
@@ -65,10 +64,10 @@ def read_corpus(
     """
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     splits = [split or request.split] if split or request.split else ["test", "valid"]
-    kind = kind or corpora.infer_corpus_kind(request.data, kinds, folder=request.folder)
+    kind = kind or infer_corpus_kind(request.data, kinds, folder=request.folder)
     for index, name in enumerate(splits):
         try:
-            corpus = corpora.load_corpus(request.data, name, folder=request.folder, kind=kind)  # type: ignore[arg-type]
+            corpus = load_corpus(request.data, name, folder=request.folder, kind=kind)  # type: ignore[arg-type]
         except SplitError:  # only a missing split: a faulty one raises another error
             if index + 1 == len(splits):
                 raise

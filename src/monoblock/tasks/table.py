@@ -10,16 +10,16 @@ from monoblock.tasks.classification.evaluate import evaluate_classifier
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 from monoblock.tasks.language_modeling.evaluate import evaluate_language_model
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.masked_lm import data as masked_lm_data
+from monoblock.tasks.masked_lm.data import MASKED_LM_CORPUS_KINDS
 from monoblock.tasks.masked_lm.evaluate import evaluate_masked_lm
-from monoblock.tasks.question_answering import evaluate as question_answering
-from monoblock.tasks.seq2seq import evaluate as seq2seq
-from monoblock.tasks.token_classification import evaluate as token_classification
+from monoblock.tasks.question_answering.evaluate import evaluate_question_answering, score_validation_answers
+from monoblock.tasks.seq2seq.evaluate import evaluate_pairs, score_validation_pairs
+from monoblock.tasks.token_classification.evaluate import evaluate_tagger, score_validation_tags
 
 # Objective -> the kinds of corpus it reads; a path is read by its suffix, or as the first kind.
 CORPUS_KINDS: dict[str, tuple[CorpusKind, ...]] = {
     "causal": ("text",),
-    "masked": masked_lm_data.CORPUS_KINDS,
+    "masked": MASKED_LM_CORPUS_KINDS,
     "spans": ("text",),
     "pairs": ("pairs",),
     "classify": ("labelled", "images"),
@@ -30,18 +30,18 @@ CORPUS_KINDS: dict[str, tuple[CorpusKind, ...]] = {
 # Objective -> its evaluation.
 EVALUATORS: dict[str, Callable[[LoadedModel, EvaluationRequest], Evaluation]] = {
     "causal": evaluate_language_model,
-    "pairs": seq2seq.evaluate_pairs,
-    "answers": question_answering.evaluate_question_answering,
+    "pairs": evaluate_pairs,
+    "answers": evaluate_question_answering,
     "classify": evaluate_classifier,
-    "label": token_classification.evaluate_tagger,
+    "label": evaluate_tagger,
     "masked": evaluate_masked_lm,
     "chat": evaluate_chat,
 }
 # Objective -> the metrics of the first validation rows for the model card.
 VALIDATION_SCORERS: dict[str, Callable[..., dict[str, float]]] = {
-    "pairs": seq2seq.score_validation_rows,
-    "answers": question_answering.score_validation_rows,
-    "label": token_classification.score_validation_rows,
+    "pairs": score_validation_pairs,
+    "answers": score_validation_answers,
+    "label": score_validation_tags,
 }
 # The objective of a model without a recipe, by its head or its family.
 OBJECTIVE_BY_HEAD = {"classifier": "classify", "tagger": "label", "masked_lm": "masked", "spans": "answers"}

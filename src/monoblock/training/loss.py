@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
-from monoblock.data.batching.encode import IGNORE_INDEX
 
 
 class RouterTap:

@@ -1,4 +1,4 @@
-"""Masked tokens: of labelled rows the text alone, in training and in evaluation, in the frame they were trained in."""
+"""Masked language modelling: labels are ignored in training and evaluation, which encode documents alike."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from training_support import train_to_end, write_recipe
 
 import monoblock as mb
-from monoblock.data.corpora import load as corpora
+from monoblock.data.corpora.load import load_corpus
 from monoblock.recipes.parse import read_recipe
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.evaluate import evaluate
@@ -24,60 +24,64 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hiding")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked_lm")
     for name, content in FILES.items():
         (folder / name).write_text(content, encoding="utf-8")
     return folder
 
 
-def recipe(place, corpus, **data):
-    parts = {"data": {"corpus": corpus, **data}, "tokenizer": {"kind": "char", "vocab": 64}, "model": MODEL}
-    path = write_recipe(
-        place, {**parts, "train": {"objective": "masked", "steps": 2, "eval_every": 2, "mask_rate": 0.15}}
-    )
-    return path
+def make_recipe(folder, corpus, **data):
+    sections = {"data": {"corpus": corpus, **data}, "tokenizer": {"kind": "char", "vocab": 64}, "model": MODEL}
+    train = {"objective": "masked", "steps": 2, "eval_every": 2, "mask_rate": 0.15}
+    return write_recipe(folder, {**sections, "train": train})
 
 
 @pytest.fixture(scope="module")
-def documents(place):
-    """A run a text at a time, and what it measured."""
-    run, _ = train_to_end(recipe(place, "labelled.tsv", packing="documents"), place / "documents")
+def document_run(workspace):
+    """A finished run on single documents."""
+    run, _ = train_to_end(make_recipe(workspace, "labelled.tsv", packing="documents"), workspace / "documents")
     return run
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 @pytest.mark.parametrize("name", [name for name in FILES if name != "texts.jsonl"])
-def test_labels_are_no_text(place, name, packing):
-    made = build_task_data(read_recipe(str(recipe(place, name, packing=packing))), 19)
-    assert "Q" not in made.tokenizer.content()[0]["model"]["vocab"]
+def test_labels_are_not_part_of_the_text(workspace, name, packing):
+    task_data = build_task_data(read_recipe(str(make_recipe(workspace, name, packing=packing))), 19)
+    assert "Q" not in task_data.tokenizer.content()[0]["model"]["vocab"]
 
 
-def test_going_on_with_masked_tokens_reads_no_label_either(place, documents, monkeypatch):
+def test_fine_tuning_reads_labelled_files_by_their_kind(workspace, document_run, monkeypatch):
     kinds = []
-    load = corpora.load_corpus
-    monkeypatch.setattr(corpora, "load_corpus", lambda *a, **how: kinds.append(how["kind"]) or load(*a, **how))
+
+    def record_kind(*args, **options):
+        kinds.append(options["kind"])
+        return load_corpus(*args, **options)
+
+    for module in ("data.corpora.load", "runs.finetune"):
+        monkeypatch.setattr(f"monoblock.{module}.load_corpus", record_kind)
     for name in ("labelled.tsv", "tagged.conll"):
-        build_finetuning_recipe(str(place / "documents"), str(place / name), objective="masked")
+        build_finetuning_recipe(str(workspace / "documents"), str(workspace / name), objective="masked")
     assert set(kinds) == {"labelled", "tagged"}
 
 
-def test_texts_are_framed_and_measured_as_they_were_trained(place, documents):
-    pipe = mb.load(place / "documents")
+def test_evaluation_encodes_and_scores_texts_as_training_did(workspace, document_run):
+    pipe = mb.load(workspace / "documents")
     assert pipe.loaded.input_template().single == pipe.tokenizer.special_tokens_template(1) != [(None, 0)]
-    figures = evaluate(pipe, EvaluationRequest(data=str(place / "labelled.tsv"), batch=12)).metrics
-    assert figures["split"] == "valid"
-    assert figures["tokens"] == documents.final_metrics["val_tokens"]
-    assert figures["loss"] == pytest.approx(documents.final_metrics["val_loss"], rel=1e-5)
-    cut = sum(len(text) + 2 > 19 for text in TEXTS[:63])
-    assert f"({cut} of them cut to 19 tokens)" in documents.task_data.summary
+    metrics = evaluate(pipe, EvaluationRequest(data=str(workspace / "labelled.tsv"), batch=12)).metrics
+    assert metrics["split"] == "valid"
+    assert metrics["tokens"] == document_run.final_metrics["val_tokens"]
+    assert metrics["loss"] == pytest.approx(document_run.final_metrics["val_loss"], rel=1e-5)
+    num_truncated = sum(len(text) + 2 > 19 for text in TEXTS[:63])
+    assert f"({num_truncated} of them cut to 19 tokens)" in document_run.task_data.summary
 
 
-def test_a_strange_file_is_measured_whole_whether_its_texts_have_labels_or_not(place, documents):
-    pipe = mb.load(place / "documents")
+def test_another_file_is_evaluated_as_a_whole_with_or_without_labels(workspace, document_run):
+    pipe = mb.load(workspace / "documents")
     plain, labelled = (
-        evaluate(pipe, EvaluationRequest(data=str(place / name))).metrics for name in ("texts.jsonl", "labelled.jsonl")
+        evaluate(pipe, EvaluationRequest(data=str(workspace / name))).metrics
+        for name in ("texts.jsonl", "labelled.jsonl")
     )
     assert labelled == pytest.approx(plain)
     assert plain["split"] == "all"
-    assert plain["tokens"] > 5 * documents.final_metrics["val_tokens"]
+    assert plain["tokens"] > 5 * document_run.final_metrics["val_tokens"]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
-from monoblock.nn.cache_index import CacheWrite
-from monoblock.nn.layer_cache import CrossAttentionCache, KeyValues, LayerCache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.positions import apply_rotary
 
 

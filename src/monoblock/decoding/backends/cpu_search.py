@@ -21,9 +21,9 @@ from monoblock.decoding.backends.eager import CachedDecoderState, Encoded, encod
 from monoblock.decoding.beam import BeamHypothesis, BeamSearch
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.nn.attention import Attention
-from monoblock.nn.cache import Cache
 from monoblock.nn.embedding import Embedding
-from monoblock.nn.input_positions import memory_positions, token_positions
+from monoblock.nn.inputs.input_positions import memory_positions, token_positions
+from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.positions import sinusoid
 from monoblock.nn.token_positions import TokenPositions
 from monoblock.nn.transformer import Transformer

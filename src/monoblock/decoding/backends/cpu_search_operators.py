@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monoblock.decoding.backends.allow_list import AllowList, allow, one_of, unsupported_field
 from monoblock.decoding.backends.cpu_step import FusedStack, InferenceStack, has_plain_matrices, is_plain_fp32
+from monoblock.decoding.backends.supported_fields import AllowList, allow, one_of, unsupported_field
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.stack import Stack

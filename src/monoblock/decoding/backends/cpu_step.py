@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Rotary
-from monoblock.decoding.backends.allow_list import AllowList, allow, one_of, unsupported_field
 from monoblock.decoding.backends.cpu_position_tables import PositionTables
+from monoblock.decoding.backends.supported_fields import AllowList, allow, one_of, unsupported_field
 from monoblock.nn.block import Block
-from monoblock.nn.cache import Cache
-from monoblock.nn.cache_index import CacheIndex
+from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.kv_cache.cache_index import CacheIndex
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from monoblock.decoding.backends.allow_list import AllowList, allow, one_of, unsupported_field
 from monoblock.decoding.backends.eager import CachedDecoderState
 from monoblock.decoding.backends.protocol import ChooseTokens
+from monoblock.decoding.backends.supported_fields import AllowList, allow, one_of, unsupported_field
 from monoblock.decoding.prompt import Prompt
 from monoblock.nn.transformer import Transformer
 
@@ -72,8 +72,8 @@ class CudaGraphDecoderState(CachedDecoderState):
 
     def fits(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> bool:
         """Whether this idle state may serve a call that asks for these sizes."""
-        own = (self.capacity, self.rows_per_prompt, self.prefill_chunk)
-        return own == (_round_up(capacity), rows_per_prompt, prefill_chunk)
+        sizes = (self.capacity, self.rows_per_prompt, self.prefill_chunk)
+        return sizes == (_round_up(capacity), rows_per_prompt, prefill_chunk)
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         recorded = self.cache if self.is_idle and self.graph is not None else None

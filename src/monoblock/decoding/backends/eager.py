@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.prompt import Prompt, pad_right
-from monoblock.nn.cache import Cache
+from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from monoblock.decoding.backends.allow_list import AllowList, allow, unsupported_field
 from monoblock.decoding.backends.cpu_step import InferenceStack, fuse_stack
+from monoblock.decoding.backends.custom_modules import reason_to_run_as_is
 from monoblock.decoding.backends.inference_modules import (
     InferenceAttention,
     InferenceBlock,
@@ -25,7 +25,7 @@ from monoblock.decoding.backends.inference_modules import (
     InferenceLinear,
     InferenceNorm,
 )
-from monoblock.decoding.backends.plain_model import reason_to_run_as_is
+from monoblock.decoding.backends.supported_fields import AllowList, allow, unsupported_field
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
@@ -101,18 +101,18 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
     with torch.inference_mode(False), torch.no_grad():
         if model.config.quantize is not None:
             return _use_fused_stack(_copy_module(use_cpu_kernels(model)))
-        twin = _copy_module(model)
+        copied = _copy_module(model)
         if fuse if fuse is not None else model.device.type == "cuda":
-            _fuse_weights(twin)
+            _fuse_weights(copied)
         large = sum(weight.numel() for weight in model.parameters()) >= MIN_NATIVE_WEIGHTS
         if is_cpu_fp32(model) and large and load_kernels().is_ready:
-            for module in twin.modules():
+            for module in copied.modules():
                 if isinstance(module, (InferenceLinear, InferenceHead)):
                     module.kernel_rows = KERNEL_ROWS["dense"]
                 elif isinstance(module, InferenceAttention):
                     module.uses_row_kernel = True
-            _use_fused_stack(twin)
-        return twin
+            _use_fused_stack(copied)
+        return copied
 
 
 def refresh(copied: Transformer) -> None:
@@ -138,13 +138,13 @@ def _use_fused_stack(model: Transformer) -> Transformer:
 
 def _copy_module(module: M) -> M:
     """Copy the modules, not the tensors, and give those that have one their class for decoding."""
-    twin = copy.copy(module)
-    twin.training = False
-    twin._modules = {name: None if child is None else _copy_module(child) for name, child in module._modules.items()}
+    copied = copy.copy(module)
+    copied.training = False
+    copied._modules = {name: None if child is None else _copy_module(child) for name, child in module._modules.items()}
     kind: Any = INFERENCE_CLASSES.get(type(module))
     if kind is not None and not isinstance(module, Experts):
-        twin.__class__ = kind
-    return twin
+        copied.__class__ = kind
+    return copied
 
 
 def _fuse_weights(model: Transformer) -> None:

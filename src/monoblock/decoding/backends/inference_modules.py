@@ -18,10 +18,10 @@ from monoblock.kernels import gpu as kernels
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
-from monoblock.nn.cache_index import CacheWrite
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
-from monoblock.nn.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.tap import Tap
 

@@ -1,4 +1,4 @@
-"""Lay the weights of a model out for decoding, in place.
+"""Arrange the weights of a model for decoding, in place.
 
     model = mb.optimize(mb.Transformer.from_pretrained(folder).to("cuda"))
 

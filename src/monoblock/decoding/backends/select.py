@@ -18,10 +18,10 @@ import torch
 
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
 from monoblock.decoding.backends.cuda_graph import supports_cuda_graph
+from monoblock.decoding.backends.custom_modules import reason_to_run_as_is
 from monoblock.decoding.backends.eager import CachedDecoderState, UncachedDecoderState
 from monoblock.decoding.backends.lstm import LSTMDecoderState
-from monoblock.decoding.backends.plain_model import reason_to_run_as_is
-from monoblock.decoding.backends.prepared import prepare
+from monoblock.decoding.backends.prepared_model import prepare
 from monoblock.decoding.backends.protocol import DecoderState
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.errors import InputError, with_article
@@ -109,8 +109,8 @@ class TransformerBackend:
             return UncachedDecoderState(self.model, capacity, rows_per_prompt, self.tap)
         if self.prepared is not None and not speculative:
             if supports_cuda_graph(self.model):
-                return self.prepared.graph_state(capacity, rows_per_prompt, prefill_chunk)
-            operators = self.prepared.search_operators() if rows_per_prompt > 1 else None
+                return self.prepared.make_graph_state(capacity, rows_per_prompt, prefill_chunk)
+            operators = self.prepared.get_search_operators() if rows_per_prompt > 1 else None
             if operators is not None:
                 return CpuSearchDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, operators=operators)
         return CachedDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, self.tap)

@@ -44,7 +44,8 @@ inline Floats erf_of(Floats x) {
 enum Activation { RELU, RELU2, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID, TANH, IDENTITY };
 
 // In the order of Activation.
-constexpr std::initializer_list<const char*> ACTIVATION_NAMES = {"relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"};
+constexpr std::initializer_list<const char*> ACTIVATION_NAMES = {"relu", "relu2",   "gelu", "gelu_tanh", "quick_gelu",
+                                                                 "silu", "sigmoid", "tanh", "identity"};
 
 inline Floats activate(Floats x, int64_t kind) {
   switch (kind) {

@@ -7,8 +7,8 @@
 
 namespace {
 
-// What one query attends to: the tokens first … first + count - 1, token i in column i % ring, and then itself if it has
-// a key of its own.
+// What one query attends to: the tokens first … first + count - 1, token i in column i % ring, and then itself if it
+// has a key of its own.
 struct KeyRange {
   const float *keys, *values;
   int64_t key_step, value_step, key_size, value_size;  // steps: from column to column

@@ -15,11 +15,11 @@ inline Floats lane_products(const float* a, const float* b, int64_t size) {
   return total;
 }
 
-// softmax(q k' scale) v over `count` tokens (Vaswani et al. 2017, eq. 1), with key(j) and value(j) as pointers; zeros where
-// all are masked.  `scores` is scratch for whole vectors.
+// softmax(q k' scale) v over `count` tokens (Vaswani et al. 2017, eq. 1), with key(j) and value(j) as pointers; zeros
+// where all are masked.  `scores` is scratch for whole vectors.
 template <class Key, class Value>
-inline void attend_to(int64_t count, Key key, Value value, int64_t size, int64_t value_size, const bool* mask, float scale,
-                      const float* q, float* scores, float* out) {
+inline void attend_to(int64_t count, Key key, Value value, int64_t size, int64_t value_size, const bool* mask,
+                      float scale, const float* q, float* scores, float* out) {
   const float masked = -std::numeric_limits<float>::infinity();
   Floats highest = all(masked), total = {};
   for (int64_t j = 0; j < count; j += LANES) {

@@ -101,7 +101,7 @@ class BatchShare {
  private:
   const Batch& batch;
   float *rows, *attended;  // of one panel, row by row: what attention reads and writes
-  float* Panel::*input = &Panel::x;
+  float* Panel::* input = &Panel::x;
   std::vector<float> scores;
 
   void allocate(int64_t first, int64_t last, std::vector<float>& memory) {
@@ -115,15 +115,19 @@ class BatchShare {
     const int64_t wide = std::max(stack.max_heads, stack.width);
     const int64_t features = stack.width + wide + projected + stack.max_hidden + gates;
     const int64_t by_rows = (projected + wide) * MAX_VECTORS * LANES;
-    memory.resize(std::max<size_t>(memory.size(), (last - first + LANES * MAX_VECTORS) * features + by_rows + LINE_FLOATS));
+    memory.resize(
+        std::max<size_t>(memory.size(), (last - first + LANES * MAX_VECTORS) * features + by_rows + LINE_FLOATS));
     scores.resize(longest + 2 * LANES);
     float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
     rows = next, attended = rows + projected * MAX_VECTORS * LANES, next += by_rows;
     while (first < last) {
       const int vectors = last - first > LANES ? MAX_VECTORS : 1;
       Panel p{first, std::min<int64_t>(vectors * LANES, last - first), vectors};
-      for (auto [buffer, size] : {std::pair{&p.x, stack.width}, {&p.input, wide}, {&p.projected, projected},
-                                  {&p.hidden, stack.max_hidden}, {&p.gate, gates}})
+      for (auto [buffer, size] : {std::pair{&p.x, stack.width},
+                                  {&p.input, wide},
+                                  {&p.projected, projected},
+                                  {&p.hidden, stack.max_hidden},
+                                  {&p.gate, gates}})
         *buffer = next, next += size * p.step();
       panels.push_back(p), first += p.count;
     }
@@ -139,11 +143,12 @@ class BatchShare {
   }
 
   // All panels with one weight, a block of its rows at a time.
-  void multiply(const WeightMatrix& m, float* Panel::*from, float* Panel::*to, int64_t offset = 0) {
+  void multiply(const WeightMatrix& m, float* Panel::* from, float* Panel::* to, int64_t offset = 0) {
     const float* weight = static_cast<const float*>(m.weight);
     for (int64_t n = 0; n < m.rows; n += BLOCK_ROWS) {
       const int64_t count = std::min(BLOCK_ROWS, m.rows - n), left = m.rows - n - count;
-      Prefetch prefetch(weight + (n + count) * m.columns, std::min(BLOCK_ROWS, left) * m.columns, count, m.columns, panels.size());
+      Prefetch prefetch(weight + (n + count) * m.columns, std::min(BLOCK_ROWS, left) * m.columns, count, m.columns,
+                        panels.size());
       for (Panel& p : panels)
         tiles(p.vectors, weight + n * m.columns, count, m.columns, p.*from, m.bias ? m.bias + n : nullptr,
               p.*to + (offset + n) * p.step(), prefetch);
@@ -176,7 +181,8 @@ class BatchShare {
   static void store_token(const KeyValues& cache, const BatchRow& row, int64_t heads, const float* from) {
     float* key = cache.keys + row.number * cache.key_row + row.column * cache.key_column;
     float* value = cache.values + row.number * cache.value_row + row.column * cache.value_column;
-    for (int64_t g = 0; g < heads; ++g, from += cache.key_size) std::copy_n(from, cache.key_size, key + g * cache.key_head);
+    for (int64_t g = 0; g < heads; ++g, from += cache.key_size)
+      std::copy_n(from, cache.key_size, key + g * cache.key_head);
     for (int64_t g = 0; g < heads; ++g, from += cache.value_size)
       std::copy_n(from, cache.value_size, value + g * cache.value_head);
   }
@@ -205,11 +211,12 @@ class BatchShare {
     }
     const int64_t heads_per_key = layer.heads / layer.kv_heads;
     attend_rows(layer.heads, cache, [&](const BatchRow& own, int64_t h, const float* q, float* out) {
-      const float *keys = cache.keys + h / heads_per_key * cache.key_head, *values = cache.values + h / heads_per_key * cache.value_head;
+      const float *keys = cache.keys + h / heads_per_key * cache.key_head,
+                  *values = cache.values + h / heads_per_key * cache.value_head;
       attend_to(
           own.count, [&](int64_t j) { return keys + own.cache_rows[j] * cache.key_row + j * cache.key_column; },
-          [&](int64_t j) { return values + own.cache_rows[j] * cache.value_row + j * cache.value_column; }, cache.key_size,
-          cache.value_size, nullptr, layer.scale, q, scores.data(), out);
+          [&](int64_t j) { return values + own.cache_rows[j] * cache.value_row + j * cache.value_column; },
+          cache.key_size, cache.value_size, nullptr, layer.scale, q, scores.data(), out);
     });
     multiply(layer.output, &Panel::input, &Panel::projected);
   }

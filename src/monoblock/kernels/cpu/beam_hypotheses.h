@@ -1,4 +1,5 @@
-// Beam search of one prompt: its running beams, its finished hypotheses, and when it is done; as decoding/beam.py has it.
+// Beam search of one prompt: its running beams, its finished hypotheses, and when it is done; as decoding/beam.py has
+// it.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +30,9 @@ struct BeamSettings {
   double length_penalty;  // a score is divided by the length to this power
   std::vector<int64_t> eos_tokens;
 
-  bool is_eos(int64_t token) const { return std::find(eos_tokens.begin(), eos_tokens.end(), token) != eos_tokens.end(); }
+  bool is_eos(int64_t token) const {
+    return std::find(eos_tokens.begin(), eos_tokens.end(), token) != eos_tokens.end();
+  }
 };
 
 struct BeamHypotheses {
@@ -42,7 +45,8 @@ struct BeamHypotheses {
   std::vector<int64_t> advance(const BeamSettings& settings, std::vector<Candidate> candidates) {
     const int64_t length_now = length() + 1;
     const bool is_last = length_now >= settings.max_new_tokens;
-    if (is_last || std::any_of(candidates.begin(), candidates.end(), [&](const Candidate& c) { return settings.is_eos(c.token); }))
+    if (is_last ||
+        std::any_of(candidates.begin(), candidates.end(), [&](const Candidate& c) { return settings.is_eos(c.token); }))
       take_finished(settings, candidates, length_now, is_last);
     candidates.resize(std::min<size_t>(candidates.size(), settings.beams));
     std::vector<Hypothesis> next;
@@ -63,7 +67,8 @@ struct BeamHypotheses {
   }
 
   // Move the candidates that end here to the finished ones, and exclude them from the running ones.
-  void take_finished(const BeamSettings& settings, std::vector<Candidate>& candidates, int64_t length_now, bool is_last) {
+  void take_finished(const BeamSettings& settings, std::vector<Candidate>& candidates, int64_t length_now,
+                     bool is_last) {
     for (size_t rank = 0; rank < candidates.size(); ++rank) {
       Candidate& candidate = candidates[rank];
       if (!is_last && !settings.is_eos(candidate.token)) continue;
@@ -75,7 +80,8 @@ struct BeamHypotheses {
       }
       candidate.score += EXCLUDED;
     }
-    std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
   }
 
   // Whether the finished hypotheses are enough, or cannot be improved on.

@@ -64,15 +64,15 @@ inline float* mask_row(Scratch& scores, int64_t row, int64_t own, int64_t visibl
 struct AttentionShape {
   int64_t batch, heads, kv_heads, length, size, value_size;
   float scale;
-  AttentionShape(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double by)
-      : scale(float(by)) {
+  AttentionShape(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double by) : scale(float(by)) {
     check_heads("q", q, {ANY, ANY, ANY, ANY});
     batch = q.size(0), heads = q.size(1), length = q.size(2), size = q.size(3);
     check_heads("k", k, {batch, ANY, length, size});
     kv_heads = k.size(1);
     check_heads("v", v, {batch, kv_heads, length, ANY});
     value_size = v.size(3);
-    TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, "k has ", kv_heads, " heads, which do not divide the ", heads, " heads of q");
+    TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, "k has ", kv_heads, " heads, which do not divide the ", heads,
+                " heads of q");
   }
   // All queries, a block at a time, between `begin` and `end` for the keys they share.
   template <class Worker>
@@ -83,8 +83,7 @@ struct AttentionShape {
         const int64_t b = n / kv_heads, g = n % kv_heads, shared = heads / kv_heads;
         own.begin(b, g);
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-          for (int64_t first = 0; first < length; first += BLOCK)
-            own.run(b, h, first, std::min(BLOCK, length - first));
+          for (int64_t first = 0; first < length; first += BLOCK) own.run(b, h, first, std::min(BLOCK, length - first));
         own.end(b, g);
       }
     });
@@ -123,7 +122,8 @@ struct Forward {
       *log_sum.row(first + r) = top + std::log(sums[r]);
     }
     multiply(plain(weights), values, count, visible, shape.value_size, mixture);
-    for (int64_t r = 0; r < count; ++r) copy_scaled(mixture.row(r), shape.value_size, 1.0f / sums[r], to.row(first + r));
+    for (int64_t r = 0; r < count; ++r)
+      copy_scaled(mixture.row(r), shape.value_size, 1.0f / sums[r], to.row(first + r));
   }
 
   void end(int64_t, int64_t) {}
@@ -134,7 +134,8 @@ struct Backward {
   const at::Tensor &grad, &q, &k, &v, &out, &log_sums;
   const int64_t first_key = shape.heads * shape.size, first_value = first_key + shape.kv_heads * shape.size;
   const int64_t width = first_value + shape.kv_heads * shape.value_size;
-  at::Tensor columns = at::empty({shape.batch, shape.length, width}, q.options());  // of q, k and v side by side, as the input may be
+  at::Tensor columns =
+      at::empty({shape.batch, shape.length, width}, q.options());  // of q, k and v side by side, as the input may be
   at::Tensor grad_q = heads_of(columns, 0, shape.heads, shape.size);
   at::Tensor grad_k = heads_of(columns, first_key, shape.kv_heads, shape.size);
   at::Tensor grad_v = heads_of(columns, first_value, shape.kv_heads, shape.value_size);
@@ -183,8 +184,10 @@ struct Backward {
 
 // -- the operators ----------------------------------------------------------------------------------------------------
 
-// q (B, H, T, K), k (B, G, T, K), v (B, G, T, V) -> the output (B, H, T, V), and the log of each row's sum (B, H, T, 1).
-std::tuple<at::Tensor, at::Tensor> attend_causal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+// q (B, H, T, K), k (B, G, T, K), v (B, G, T, V) -> the output (B, H, T, V), and the log of each row's sum (B, H, T,
+// 1).
+std::tuple<at::Tensor, at::Tensor> attend_causal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                 double scale) {
   const AttentionShape shape(q, k, v, scale);
   const Forward worker{shape, q, k, v};
   shape.run(worker);
@@ -192,10 +195,10 @@ std::tuple<at::Tensor, at::Tensor> attend_causal(const at::Tensor& q, const at::
 }
 
 // The gradients of q, k and v.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_causal_backward(const at::Tensor& output_grad, const at::Tensor& q,
-                                                                      const at::Tensor& k, const at::Tensor& v,
-                                                                      const at::Tensor& out, const at::Tensor& log_sums,
-                                                                      double scale) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attend_causal_backward(const at::Tensor& output_grad,
+                                                                      const at::Tensor& q, const at::Tensor& k,
+                                                                      const at::Tensor& v, const at::Tensor& out,
+                                                                      const at::Tensor& log_sums, double scale) {
   const AttentionShape shape(q, k, v, scale);
   const int64_t B = shape.batch, H = shape.heads, T = shape.length, V = shape.value_size;
   check_dtype("grad", output_grad, at::kFloat), check_shape("grad", output_grad, {B, H, T, V});

@@ -72,7 +72,8 @@ void check_shape(const Name& name, const at::Tensor& t, std::initializer_list<in
 
 template <class Name>
 void check_contiguous(const Name& name, const at::Tensor& t) {
-  TORCH_CHECK(t.is_contiguous(), name, " with strides ", shape_text(t.strides()), " is not contiguous; call contiguous()");
+  TORCH_CHECK(t.is_contiguous(), name, " with strides ", shape_text(t.strides()),
+              " is not contiguous; call contiguous()");
 }
 
 template <class Name>
@@ -96,14 +97,15 @@ inline void check_count(const Argument& name, size_t given, size_t needed, const
 }
 
 inline void check_range(const Argument& name, int64_t given, int64_t least, int64_t most) {
-  TORCH_CHECK(given >= least && given <= most, name, " is ", given, "; a number from ", least, " to ", most, " is needed");
+  TORCH_CHECK(given >= least && given <= most, name, " is ", given, "; a number from ", least, " to ", most,
+              " is needed");
 }
 
 // Quantized rows of `columns` weights in groups of whole chunks, of which the last may be padding behind the inputs.
 template <class Name>
 void check_groups(const Name& name, int64_t columns, int64_t groups, int64_t inputs) {
-  TORCH_CHECK(groups > 0 && columns > 0 && columns % (CHUNK * groups) == 0, name, " has ", columns, " columns in ", groups,
-              " groups; groups of whole multiples of ", CHUNK, " are needed");
+  TORCH_CHECK(groups > 0 && columns > 0 && columns % (CHUNK * groups) == 0, name, " has ", columns, " columns in ",
+              groups, " groups; groups of whole multiples of ", CHUNK, " are needed");
   TORCH_CHECK(inputs == ANY || (inputs <= columns && inputs > columns - columns / groups), name, " has ", columns,
               " columns in ", groups, " groups, which do not fit ", inputs, " inputs");
 }
@@ -122,7 +124,8 @@ class PinnedTensors {
 
   void check(const char* owner) const {
     for (size_t n = 0; n < tensors.size(); ++n)
-      TORCH_CHECK(tensors[n].const_data_ptr() == addresses[n], "a tensor of this ", owner, " has moved in memory since it was built; build it again");
+      TORCH_CHECK(tensors[n].const_data_ptr() == addresses[n], "a tensor of this ", owner,
+                  " has moved in memory since it was built; build it again");
   }
 
  private:

@@ -1,6 +1,6 @@
 // GELU in its tanh form, 0.5 x (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3), and its gradient: one pass over
-// memory each, and only x is kept between the two.  With v = 2u and e = e^-v it is x s, s = 1 / (1 + e), and its derivative
-// s + x s (1 - s) v', where 1 - s = e s loses no digits.
+// memory each, and only x is kept between the two.  With v = 2u and e = e^-v it is x s, s = 1 / (1 + e), and its
+// derivative s + x s (1 - s) v', where 1 - s = e s loses no digits.
 //
 // Every element is computed in the same way wherever it stands, so neither threads nor sizes change a bit.
 #pragma once
@@ -62,7 +62,8 @@ at::Tensor forward(const at::Tensor& given) {
 
 at::Tensor backward(const at::Tensor& grad, const at::Tensor& given) {
   const at::Tensor x = contiguous_fp32("x", given), g = contiguous_fp32("grad", grad), y = at::empty_like(x);
-  TORCH_CHECK(g.sizes() == x.sizes(), "grad has shape ", shape_text(g.sizes()), "; ", shape_text(x.sizes()), " is needed");
+  TORCH_CHECK(g.sizes() == x.sizes(), "grad has shape ", shape_text(g.sizes()), "; ", shape_text(x.sizes()),
+              " is needed");
   const float *from = x.const_data_ptr<float>(), *by = g.const_data_ptr<float>();
   fill(y, [&](int64_t i, int count) { return load_lanes(by + i, count) * derivative(load_lanes(from + i, count)); });
   return y;

@@ -10,8 +10,8 @@
 namespace {
 namespace causal {
 
-constexpr int64_t BLOCK = 32;  // queries at a time
-constexpr int64_t PREFETCH_ROWS = 32;   // rows that are fetched ahead
+constexpr int64_t BLOCK = 32;          // queries at a time
+constexpr int64_t PREFETCH_ROWS = 32;  // rows that are fetched ahead
 
 constexpr int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -32,7 +32,8 @@ struct Head {
   float* data;
   int64_t step, size;
   Head(const at::Tensor& t, int64_t b, int64_t h)
-      : data(static_cast<float*>(t.data_ptr()) + b * t.stride(0) + h * t.stride(1)), step(t.stride(2)), size(t.size(3)) {}
+      : data(static_cast<float*>(t.data_ptr()) + b * t.stride(0) + h * t.stride(1)), step(t.stride(2)),
+        size(t.size(3)) {}
   float* row(int64_t n) const { return data + n * step; }
   // Rows lie far apart, perhaps each on a page of its own, so hardware prefetchers do not find them.
   void fetch(int64_t first, int64_t count) const {

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int CHUNK = 32;  // weights unpacked at a time; a group is a multiple
+constexpr int CHUNK = 32;              // weights unpacked at a time; a group is a multiple
 constexpr int64_t MAX_PRODUCTS = 512;  // that a lane adds up: 512 * 32767 * 127 < 2^31
 
 #if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
@@ -45,7 +45,9 @@ inline void load_nibbles(const uint8_t* from, Shorts* out) {
   out[0] = Shorts(_mm256_and_si256(wide, _mm256_set1_epi16(15)));
   out[1] = Shorts(_mm256_srli_epi16(wide, 4));
 }
-inline Ints add_pair_products(Ints sum, Shorts a, Shorts b) { return sum + Ints(_mm256_madd_epi16(__m256i(a), __m256i(b))); }
+inline Ints add_pair_products(Ints sum, Shorts a, Shorts b) {
+  return sum + Ints(_mm256_madd_epi16(__m256i(a), __m256i(b)));
+}
 #else
 inline Shorts load_shorts(const int8_t*) { return Shorts{}; }
 inline void load_nibbles(const uint8_t*, Shorts*) {}

@@ -58,6 +58,9 @@ def find_compiler() -> str | None:
 
 
 def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    devices = {t.device for t in (x, weight, *others) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"the tensors are on {' and '.join(sorted(map(str, devices)))}; one device is needed")
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

@@ -18,7 +18,8 @@ class LinearInput {
   at::Tensor x;
   MatvecInput in;
 
-  LinearInput(const at::Tensor& given, int64_t columns, int64_t group, bool is_quantized, bool has_offset) : x(given.contiguous()) {
+  LinearInput(const at::Tensor& given, int64_t columns, int64_t group, bool is_quantized, bool has_offset)
+      : x(given.contiguous()) {
     const int64_t inputs = given.size(-1), batch = given.numel() / inputs;
     const float* rows = x.const_data_ptr<float>();
     if (inputs != columns) {
@@ -69,10 +70,12 @@ at::Tensor multiply(const Format& format, const LinearInput& x, const OptionalTe
   const OptionalTensor fp32_bias = bias ? OptionalTensor(bias->to(at::kFloat).contiguous()) : std::nullopt;
   const MatvecInput& in = x.in;
   float* y = out.mutable_data_ptr<float>();
-  const int64_t bands = (rows + ROWS - 1) / ROWS, grain = std::max<int64_t>(1, WEIGHTS_PER_THREAD / (ROWS * in.columns));
+  const int64_t bands = (rows + ROWS - 1) / ROWS,
+                grain = std::max<int64_t>(1, WEIGHTS_PER_THREAD / (ROWS * in.columns));
   at::parallel_for(0, bands, grain, [&](int64_t from, int64_t to) {
     std::vector<float> scales(ROWS * in.groups), leasts(ROWS * in.groups);
-    multiply_rows(format, in, from * ROWS, std::min(to * ROWS, rows), fp32_or_null(fp32_bias), y, rows, scales.data(), leasts.data());
+    multiply_rows(format, in, from * ROWS, std::min(to * ROWS, rows), fp32_or_null(fp32_bias), y, rows, scales.data(),
+                  leasts.data());
   });
   return out;
 }
@@ -83,14 +86,17 @@ at::Tensor linear_dense(const at::Tensor& x, const at::Tensor& weight, const Opt
   const auto type = weight.scalar_type();
   TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "weight has dtype ", type, "; Float or BFloat16 is needed");
   const int64_t rows = weight.size(0), columns = weight.size(1);
-  TORCH_CHECK(columns == x.size(-1) && columns % CHUNK == 0, "weight has ", columns, " columns; ", x.size(-1), " are needed, a multiple of ", CHUNK);
+  TORCH_CHECK(columns == x.size(-1) && columns % CHUNK == 0, "weight has ", columns, " columns; ", x.size(-1),
+              " are needed, a multiple of ", CHUNK);
   const LinearInput input(x, columns, columns, false, false);
-  if (type == at::kBFloat16) return multiply(Bf16Format{group_values("weight", weight, rows, columns), columns}, input, bias, rows);
+  if (type == at::kBFloat16)
+    return multiply(Bf16Format{group_values("weight", weight, rows, columns), columns}, input, bias, rows);
   return multiply(Fp32Format{weight.const_data_ptr<float>(), columns}, input, bias, rows);
 }
 
 // x (…, inputs) times weight (rows, columns) of 8 bits with a scale (rows, groups) -> (…, rows).
-at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale, const OptionalTensor& bias) {
+at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
+                       const OptionalTensor& bias) {
   check_linear(x, weight, bias), check_dtype("weight", weight, at::kChar);
   const int64_t rows = weight.size(0), columns = weight.size(1), groups = count_groups(x, weight, columns, scale);
   const Int8Format format{weight.const_data_ptr<int8_t>(), group_values("scale", scale, rows, groups), columns, groups};

@@ -27,9 +27,7 @@ struct LogitsTopK {
   std::vector<float> values, log_sums;  // (rows, k) logits, largest first; (rows,) log of the sum of exponentials
   std::vector<int64_t> ids;             // (rows, k), -1 where a row has fewer
 
-  void resize(int64_t rows) {
-    values.assign(rows * k, MINUS_INFINITY), log_sums.resize(rows), ids.resize(rows * k);
-  }
+  void resize(int64_t rows) { values.assign(rows * k, MINUS_INFINITY), log_sums.resize(rows), ids.resize(rows * k); }
 };
 
 // The top k of the rows of one panel, a block of logits at a time.
@@ -117,9 +115,11 @@ inline void rank_panels(const std::vector<Panel>& panels, LogitsTopK& out) {
   for (int64_t n = 0; n < out.tokens; n += BLOCK_ROWS) {
     const int64_t count = std::min(BLOCK_ROWS, out.tokens - n), left = out.tokens - n - count;
     const float* table = out.table + n * out.width;
-    Prefetch prefetch(table + count * out.width, std::min(BLOCK_ROWS, left) * out.width, count, out.width, panels.size());
+    Prefetch prefetch(table + count * out.width, std::min(BLOCK_ROWS, left) * out.width, count, out.width,
+                      panels.size());
     for (size_t i = 0; i < panels.size(); ++i) {
-      tiles(panels[i].vectors, table, count, out.width, panels[i].x, out.bias ? out.bias + n : nullptr, logits, prefetch);
+      tiles(panels[i].vectors, table, count, out.width, panels[i].x, out.bias ? out.bias + n : nullptr, logits,
+            prefetch);
       ranked[i].add(logits, n, count);
     }
   }

@@ -127,7 +127,7 @@ inline void group_sums(const Format& format, const MatvecInput& in, const Weight
         UNROLL for (int p = 0; p < CHUNK_SHORTS; ++p)
           UNROLL for (int b = 0; b < B; ++b)
             sums[r][b] = add_pair_products(sums[r][b], w[p],
-                               load<Shorts>(in.int16 + (first + b) * in.columns + c + p * 2 * LANES));
+                                           load<Shorts>(in.int16 + (first + b) * in.columns + c + p * 2 * LANES));
       }
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int b = 0; b < B; ++b) part[r][b] = to_floats(sums[r][b]) * in.steps[(first + b) * in.groups + g];
@@ -147,8 +147,8 @@ inline void group_sums(const Format& format, const MatvecInput& in, const Weight
 // R rows of the weight with B rows of x: what is unpacked once is used B times, in R * B independent sums.
 // Scales and least values (rows, groups) are fp32 here, each broadcast to all lanes.
 template <int R, int B, class Format>
-inline void tile(const Format& format, const MatvecInput& in, const float* scales, const float* leasts, const WeightRows& band,
-                 int64_t first, float* y, int64_t rows) {
+inline void tile(const Format& format, const MatvecInput& in, const float* scales, const float* leasts,
+                 const WeightRows& band, int64_t first, float* y, int64_t rows) {
   Floats total[R][B] = {};
   if constexpr (!Format::scaled) {
     for (int64_t g = 0; g < in.groups; ++g) group_sums(format, in, band, first, g, total);
@@ -170,8 +170,8 @@ inline void tile(const Format& format, const MatvecInput& in, const float* scale
 
 // Some rows of the weight with B rows of x, as many sums at a time as registers hold.
 template <int B, class Format>
-inline void tiles(const Format& format, const MatvecInput& in, const float* scales, const float* leasts, const WeightRows& band,
-                  int64_t first, float* y, int64_t rows) {
+inline void tiles(const Format& format, const MatvecInput& in, const float* scales, const float* leasts,
+                  const WeightRows& band, int64_t first, float* y, int64_t rows) {
   constexpr int R = std::min(ROWS, SUMS / B);
   int r = 0;
   for (; r + R <= band.count; r += R)
@@ -182,8 +182,8 @@ inline void tiles(const Format& format, const MatvecInput& in, const float* scal
 
 // A few rows of the weight with all rows of x.  `scales` and `leasts` are scratch.
 template <class Format>
-void multiply_band(const Format& format, const MatvecInput& in, const WeightRows& band, const float* bias, float* y, int64_t rows,
-          float* scales, float* leasts) {
+void multiply_band(const Format& format, const MatvecInput& in, const WeightRows& band, const float* bias, float* y,
+                   int64_t rows, float* scales, float* leasts) {
   for (int r = 0; r < band.count; ++r) {
     if (Format::scaled) bf16_to_fp32(format.scale(band[r]), in.groups, scales + r * in.groups);
     if (Format::offset) bf16_to_fp32(format.least(band[r]), in.groups, leasts + r * in.groups);
@@ -201,7 +201,7 @@ void multiply_band(const Format& format, const MatvecInput& in, const WeightRows
 // The rows from low to high of the weight with all rows of x.
 template <class Format>
 void multiply_rows(const Format& format, const MatvecInput& in, int64_t low, int64_t high, const float* bias, float* y,
-             int64_t rows, float* scales, float* leasts) {
+                   int64_t rows, float* scales, float* leasts) {
   const int64_t apart = (high - low) / ROWS, rest = low + apart * ROWS;
   for (int64_t n = 0; n < apart; ++n) multiply_band(format, in, {low + n, apart, ROWS}, bias, y, rows, scales, leasts);
   if (rest < high) multiply_band(format, in, {rest, 1, int(high - rest)}, bias, y, rows, scales, leasts);
@@ -215,7 +215,8 @@ struct QuantizedInput {
   void fill(MatvecInput& in) {
     int16.resize(in.batch * in.columns), steps.resize(in.batch * in.groups);
     for (int64_t b = 0; b < in.batch; ++b)
-      quantize_row(in.x + b * in.stride, in.groups, in.group, int16.data() + b * in.columns, steps.data() + b * in.groups);
+      quantize_row(in.x + b * in.stride, in.groups, in.group, int16.data() + b * in.columns,
+                   steps.data() + b * in.groups);
     in.int16 = int16.data(), in.steps = steps.data();
   }
 };

@@ -6,7 +6,7 @@
 namespace {
 
 struct Norm {
-  int64_t kind = 0;  // 0: none, 1: LayerNorm, 2: RMSNorm
+  int64_t kind = 0;     // 0: none, 1: LayerNorm, 2: RMSNorm
   bool offset = false;  // the scale is 1 + weight
   float eps = 0;
   const float *weight = nullptr, *bias = nullptr;
@@ -17,21 +17,28 @@ inline void apply_norm(const Norm& norm, float* x, int64_t count, int64_t head =
   if (!norm.kind) return;
   Floats total = {};
   if (norm.kind == 1) {
-    transform(x, count, [&](Floats v, int64_t, int) { total += v; return v; });
+    transform(x, count, [&](Floats v, int64_t, int) {
+      total += v;
+      return v;
+    });
     const float mean = sum(total) / count;
     total = Floats{};
     transform(x, count, [&](Floats v, int64_t, int live) {
       v -= mean;
-      if (live < LANES) for (int i = live; i < LANES; ++i) v[i] = 0;
+      if (live < LANES)
+        for (int i = live; i < LANES; ++i) v[i] = 0;
       total += v * v;
       return v;
     });
   } else {
-    transform(x, count, [&](Floats v, int64_t, int) { total += v * v; return v; });
+    transform(x, count, [&](Floats v, int64_t, int) {
+      total += v * v;
+      return v;
+    });
   }
   const float scale = 1.0f / std::sqrt(sum(total) / count + norm.eps);
-  const float *weight = norm.weight ? norm.weight + head * count : nullptr;
-  const float *bias = norm.bias ? norm.bias + head * count : nullptr;
+  const float* weight = norm.weight ? norm.weight + head * count : nullptr;
+  const float* bias = norm.bias ? norm.bias + head * count : nullptr;
   transform(x, count, [&](Floats v, int64_t i, int live) {
     v *= scale;
     if (weight) v *= load_lanes(weight + i, live) + (norm.offset ? 1.0f : 0.0f);

@@ -1,5 +1,5 @@
-// Every operator and class that Python sees, with the names of its arguments.  This is the one file that is compiled: it
-// includes all others, and its order is that in which classes must be known to those that take them as arguments.
+// Every operator and class that Python sees, with the names of its arguments.  This is the one file that is compiled:
+// it includes all others, and its order is that in which classes must be known to those that take them as arguments.
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -46,16 +46,20 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   library.def("encode", &panels::encode);
 
   library.class_<SearchModel>("SearchModel")
-      .def(torch::init<c10::intrusive_ptr<NativeStack>, at::Tensor, OptionalTensor, double, OptionalTensor, double>(), "",
-           {arg("stack"), arg("output_table"), arg("output_bias"), arg("output_scale"), arg("token_table"), arg("token_scale")})
+      .def(torch::init<c10::intrusive_ptr<NativeStack>, at::Tensor, OptionalTensor, double, OptionalTensor, double>(),
+           "",
+           {arg("stack"), arg("output_table"), arg("output_bias"), arg("output_scale"), arg("token_table"),
+            arg("token_scale")})
       .def("cache_memory", &SearchModel::cache_memory);
 
   library.class_<BeamSearchBatch>("BeamSearchBatch")
-      .def(torch::init<c10::intrusive_ptr<SearchModel>, Tensors, Tensors, Tensors, Tensors, OptionalTensor, const at::Tensor&,
-                       OptionalTensor, int64_t, int64_t, std::string, std::vector<int64_t>, double>(), "",
-           {arg("model"), arg("keys"), arg("values"), arg("source_keys"), arg("source_values"), arg("source_mask"),
-            arg("lengths"), arg("position_table"), arg("beams"), arg("max_new_tokens"), arg("early_stopping"),
-            arg("eos_tokens"), arg("length_penalty")})
+      .def(
+          torch::init<c10::intrusive_ptr<SearchModel>, Tensors, Tensors, Tensors, Tensors, OptionalTensor,
+                      const at::Tensor&, OptionalTensor, int64_t, int64_t, std::string, std::vector<int64_t>, double>(),
+          "",
+          {arg("model"), arg("keys"), arg("values"), arg("source_keys"), arg("source_values"), arg("source_mask"),
+           arg("lengths"), arg("position_table"), arg("beams"), arg("max_new_tokens"), arg("early_stopping"),
+           arg("eos_tokens"), arg("length_penalty")})
       .def("add", &BeamSearchBatch::add, "",
            {arg("first_token"), arg("scores"), arg("running"), arg("finished_scores"), arg("finished"), arg("done")})
       .def("step", &BeamSearchBatch::step, "", {arg("x"), arg("suppressed")})

@@ -1,7 +1,7 @@
 // Many rows at once: a panel holds LANES or 2 LANES rows of x feature by feature, x[feature][row].
 //
-// A product multiplies each weight, read as it is stored, with all rows of a panel; norms, sums and exponentials have one
-// row in each lane.  Nothing is added up across a vector, so the result of a row depends on no other row.
+// A product multiplies each weight, read as it is stored, with all rows of a panel; norms, sums and exponentials have
+// one row in each lane.  Nothing is added up across a vector, so the result of a row depends on no other row.
 #pragma once
 
 #include <cmath>
@@ -13,9 +13,9 @@ namespace {
 namespace panels {
 
 constexpr int TILE_ROWS = LANES == 16 ? 12 : 6;  // rows of a weight in a tile: as many sums as registers hold
-constexpr int MAX_VECTORS = 2;                    // vectors of rows in a panel
-constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;         // rows of a weight that stay in the cache for all panels
-constexpr int64_t LINE_FLOATS = 16;                // floats in a cache line
+constexpr int MAX_VECTORS = 2;                   // vectors of rows in a panel
+constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;    // rows of a weight that stay in the cache for all panels
+constexpr int64_t LINE_FLOATS = 16;              // floats in a cache line
 
 // The weights of the next block: a few of their cache lines are fetched for each line that is multiplied.
 struct Prefetch {
@@ -60,7 +60,8 @@ inline void tile(const float* weight, int64_t K, const float* x, const float* bi
 }
 
 template <int C>
-inline void tiles(const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y, Prefetch& prefetch) {
+inline void tiles(const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y,
+                  Prefetch& prefetch) {
   int64_t n = 0;
   const auto next = [&]<int R>() {
     for (; n + R <= count; n += R)
@@ -71,9 +72,10 @@ inline void tiles(const float* weight, int64_t count, int64_t K, const float* x,
   next.template operator()<1>();
 }
 
-inline void tiles(int vectors, const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y,
-                  Prefetch& prefetch) {
-  vectors == MAX_VECTORS ? tiles<MAX_VECTORS>(weight, count, K, x, bias, y, prefetch) : tiles<1>(weight, count, K, x, bias, y, prefetch);
+inline void tiles(int vectors, const float* weight, int64_t count, int64_t K, const float* x, const float* bias,
+                  float* y, Prefetch& prefetch) {
+  vectors == MAX_VECTORS ? tiles<MAX_VECTORS>(weight, count, K, x, bias, y, prefetch)
+                         : tiles<1>(weight, count, K, x, bias, y, prefetch);
 }
 
 // -- between products -------------------------------------------------------------------------------------------------

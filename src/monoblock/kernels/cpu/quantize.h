@@ -1,5 +1,5 @@
-// Quantization to 8 bits, as quantization/packing.py has it: the largest |w| of a group becomes 127 times its scale, which
-// is rounded up to bfloat16, so that nothing is clipped.
+// Quantization to 8 bits, as quantization/packing.py has it: the largest |w| of a group becomes 127 times its scale,
+// which is rounded up to bfloat16, so that nothing is clipped.
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -10,9 +10,11 @@ namespace {
 namespace panels {
 
 // One cache a block, (rows, heads, columns + 1, size); returns the columns without the last, which is a spare.
-inline int64_t set_caches(Batch& batch, PinnedTensors& pinned, const Tensors& keys, const Tensors& values, int64_t rows) {
+inline int64_t set_caches(Batch& batch, PinnedTensors& pinned, const Tensors& keys, const Tensors& values,
+                          int64_t rows) {
   const std::vector<Layer>& layers = batch.stack.layers;
-  check_count("keys", keys.size(), layers.size(), "block"), check_count("values", values.size(), layers.size(), "block");
+  check_count("keys", keys.size(), layers.size(), "block");
+  check_count("values", values.size(), layers.size(), "block");
   for (size_t l = 0; l < layers.size(); ++l) {
     const Layer& layer = layers[l];
     check_heads(Argument("keys", l), keys[l], {rows, layer.kv_heads, l ? keys[0].size(2) : ANY, layer.key_size()});
@@ -27,7 +29,8 @@ inline int64_t set_caches(Batch& batch, PinnedTensors& pinned, const Tensors& ke
 }
 
 // One source a prompt, for each block with cross-attention.
-inline void set_sources(Batch& batch, PinnedTensors& pinned, const Tensors& keys, const Tensors& values, int64_t prompts) {
+inline void set_sources(Batch& batch, PinnedTensors& pinned, const Tensors& keys, const Tensors& values,
+                        int64_t prompts) {
   size_t count = 0, number = 0;
   for (const Layer& l : batch.stack.layers) count += l.cross_heads > 0;
   check_count("source_keys", keys.size(), count, "block with cross-attention");

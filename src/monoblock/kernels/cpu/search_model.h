@@ -1,7 +1,7 @@
 // What beam searches with one model share: its stack, its output table and its token table.
 //
-// Threads may share a SearchModel.  Weights are referenced, never copied, and only read.  The one thing that changes is the
-// memory kept between batches: it is handed out under a lock, to one search at a time.
+// Threads may share a SearchModel.  Weights are referenced, never copied, and only read.  The one thing that changes is
+// the memory kept between batches: it is handed out under a lock, to one search at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,14 +24,17 @@ class SearchModel : public torch::CustomClassHolder {
   const OptionalTensor output_bias, token_table;  // (V,); (V', D), where tokens are embedded by a search itself
   const float output_scale, token_scale;
 
-  SearchModel(c10::intrusive_ptr<NativeStack> stack, at::Tensor output_table, OptionalTensor output_bias, double output_scale,
-              OptionalTensor token_table, double token_scale)
+  SearchModel(c10::intrusive_ptr<NativeStack> stack, at::Tensor output_table, OptionalTensor output_bias,
+              double output_scale, OptionalTensor token_table, double token_scale)
       : stack(std::move(stack)), output_table(std::move(output_table)), output_bias(std::move(output_bias)),
         token_table(std::move(token_table)), output_scale(float(output_scale)), token_scale(float(token_scale)) {
     TORCH_CHECK(this->stack, "stack is None; a NativeStack is needed");
-    TORCH_CHECK(this->stack->supports_batches(), "stack has blocks that a search does not support; ask supports_batches()");
+    TORCH_CHECK(this->stack->supports_batches(),
+                "stack has blocks that a search does not support; ask supports_batches()");
     check();
-    TORCH_CHECK(vocabulary() > 0 && vocabulary() < MAX_SIZE, "output_table has no rows; one for each token is needed");
+    TORCH_CHECK(vocabulary() > 0, "output_table has no rows; one for each token is needed");
+    TORCH_CHECK(!this->token_table || this->token_table->size(0) > 0,
+                "token_table has no rows; one for each token is needed");
   }
 
   // Before every step: weights may have been resized or moved since.

@@ -1,4 +1,5 @@
-// One step of a search by a team of threads: each takes its share of the rows through the stack, and all rank what is ready.
+// One step of a search by a team of threads: each takes its share of the rows through the stack, and all rank what is
+// ready.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -21,8 +22,10 @@ inline void run_batch(const Batch& batch, LogitsTopK& out) {
   {
     const int64_t number = omp_get_thread_num(), count = omp_get_num_threads();  // perhaps fewer than were asked for
     errors.run([&] {
-      thread_local std::vector<float> memory;  // kept between steps: fresh pages would cost more than what is written to them
-      BatchShare share(batch, vectors * number / count * LANES, std::min(rows, vectors * (number + 1) / count * LANES), memory);
+      thread_local std::vector<float>
+          memory;  // kept between steps: fresh pages would cost more than what is written to them
+      BatchShare share(batch, vectors * number / count * LANES, std::min(rows, vectors * (number + 1) / count * LANES),
+                       memory);
       share.run();
       queue.add(share.panels);
     });

@@ -21,7 +21,7 @@ constexpr int LANES = 16;  // floats in a vector
 constexpr int LANES = 8;
 #endif
 constexpr int64_t WEIGHTS_PER_THREAD = 1 << 15;  // fewer are not worth another thread
-constexpr int PREFETCH_BYTES = 2048;         // how far ahead weights are fetched
+constexpr int PREFETCH_BYTES = 2048;             // how far ahead weights are fetched
 
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));

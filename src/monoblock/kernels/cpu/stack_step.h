@@ -1,8 +1,8 @@
 // One thread's way through a stack for a few tokens.
 //
-// All threads go through the stack together.  Each keeps its own copy of the residual stream x (rows, D) and repeats the
-// small operations (norms, sums); the rows of a matrix and the heads are shared out, with a barrier wherever one thread
-// needs what the others computed.
+// All threads go through the stack together.  Each keeps its own copy of the residual stream x (rows, D) and repeats
+// the small operations (norms, sums); the rows of a matrix and the heads are shared out, with a barrier wherever one
+// thread needs what the others computed.
 #pragma once
 
 #include "thread_products.h"
@@ -91,7 +91,8 @@ class StackThread : public ThreadProducts {
     const NativeStack& stack = step.stack;
     multiply({{&layer.query, step.queries, step.query_step},
               {&layer.key, step.keys, step.key_step},
-              {&layer.value, step.values, step.value_step}}, input, stack.max_inputs);
+              {&layer.value, step.values, step.value_step}},
+             input, stack.max_inputs);
     barrier.wait();
     if (layer.clip || layer.qk_norm == WIDTH) clip_and_norm_rows(layer);
     if (step.tokens > 1) store_all(layer, cache);
@@ -133,13 +134,14 @@ class StackThread : public ThreadProducts {
     if (layer.qk_norm == EACH_HEAD) apply_norm(norm, to.data(), size, head);
     if (layer.rotary_table >= 0) {
       const int64_t pairs = step.rotary_pairs[layer.rotary_table], angles = step.lengths[token] * pairs;
-      apply_rotary(to.data(), step.rotary_cos[layer.rotary_table] + angles, step.rotary_sin[layer.rotary_table] + angles,
-                   pairs, layer.rotary_interleaved);
+      apply_rotary(to.data(), step.rotary_cos[layer.rotary_table] + angles,
+                   step.rotary_sin[layer.rotary_table] + angles, pairs, layer.rotary_interleaved);
     }
   }
 
   // Write the key and the value of one head of a token into its column; the last column of a cache is a spare.
-  void store_head(const KeyValues& cache, int64_t token, int64_t g, const float* k, const float* v, int64_t K, int64_t V) {
+  void store_head(const KeyValues& cache, int64_t token, int64_t g, const float* k, const float* v, int64_t K,
+                  int64_t V) {
     const int64_t row = token / step.tokens, column = step.lengths[token] % (cache.columns - 1);
     std::copy_n(k, K, cache.keys + row * cache.key_row + g * cache.key_head + column * cache.key_column);
     std::copy_n(v, V, cache.values + row * cache.value_row + g * cache.value_head + column * cache.value_column);
@@ -169,8 +171,14 @@ class StackThread : public ThreadProducts {
       const float* own_value = step.values + b * step.value_step + g * V;
       prepare_head(layer, step.queries + b * step.query_step + h * K, K, h, layer.query_norm, b, query);
       KeyRange range{cache.keys + row * cache.key_row + g * cache.key_head,
-                     cache.values + row * cache.value_row + g * cache.value_head, cache.key_column, cache.value_column,
-                     K, V, first, count, cache.columns - 1};
+                     cache.values + row * cache.value_row + g * cache.value_head,
+                     cache.key_column,
+                     cache.value_column,
+                     K,
+                     V,
+                     first,
+                     count,
+                     cache.columns - 1};
       if (is_single && is_active(b)) {
         prepare_head(layer, step.keys + b * step.key_step + g * K, K, g, layer.key_norm, b, key);
         range.own_key = key.data(), range.own_value = own_value;
@@ -181,7 +189,8 @@ class StackThread : public ThreadProducts {
       range.scale = layer.scale, range.softcap = layer.softcap;
       attend(range, query.data(), scores.data(), step.attended + b * step.stack.max_heads + h * V);
       if (h == H - 1) zero_padding(layer.output, step.attended + b * step.stack.max_heads, H * V);
-      if (range.own_key && h % (H / G) == 0) store_head(cache, b, g, key.data(), own_value, K, V);  // read from the next step on
+      if (range.own_key && h % (H / G) == 0)
+        store_head(cache, b, g, key.data(), own_value, K, V);  // read from the next step on
     }
   }
 
@@ -194,8 +203,14 @@ class StackThread : public ThreadProducts {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t b = n / H, h = n % H, g = h / (H / G), row = b / rows_per_source;
       KeyRange range{source.keys + row * source.key_row + g * source.key_head,
-                     source.values + row * source.value_row + g * source.value_head, source.key_column,
-                     source.value_column, K, V, 0, source.columns, source.columns};
+                     source.values + row * source.value_row + g * source.value_head,
+                     source.key_column,
+                     source.value_column,
+                     K,
+                     V,
+                     0,
+                     source.columns,
+                     source.columns};
       if (step.source_mask) range.mask = step.source_mask + row * step.source_mask_row;
       range.scale = layer.cross_scale;
       attend(range, step.queries + b * step.query_step + h * K, scores.data(),

@@ -1,8 +1,8 @@
 // The weights and options of a stack of blocks, read once from named fields: weights as pointers, options as numbers.
 //
 // No weight is copied.  A NativeStack keeps the tensors alive and sees every change that is made in place, such as an
-// optimizer's; a weight that is replaced by another tensor needs a new NativeStack.  Nothing changes after it is built, so
-// threads may share it.
+// optimizer's; a weight that is replaced by another tensor needs a new NativeStack.  Nothing changes after it is built,
+// so threads may share it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,12 @@ struct Sublayer {
 
 enum NormPlace { PRE, POST, OUTPUT, SANDWICH };
 enum Residual { SEQUENTIAL, PARALLEL, PARALLEL_SHARED };
-enum QueryKeyNorm { NO_QK_NORM, PER_HEAD, EACH_HEAD, WIDTH };  // one weight for all heads, one a head, all heads at once
+enum QueryKeyNorm {
+  NO_QK_NORM,
+  PER_HEAD,
+  EACH_HEAD,
+  WIDTH
+};  // one weight for all heads, one a head, all heads at once
 
 struct Layer {
   int norm_place, residual, qk_norm, activation;
@@ -51,19 +56,22 @@ struct Layer {
 constexpr int64_t MAX_HEADS = 1 << 20;
 
 // Keys and values (sources, heads, columns, size) that a block's cross-attention reads.
-inline void check_source(const Layer& l, const at::Tensor& keys, const at::Tensor& values, int64_t sources, size_t number) {
-  check_heads(Argument("source_keys", number), keys, {sources, l.cross_kv_heads, ANY, l.cross_query.rows / l.cross_heads});
+inline void check_source(const Layer& l, const at::Tensor& keys, const at::Tensor& values, int64_t sources,
+                         size_t number) {
+  check_heads(Argument("source_keys", number), keys,
+              {sources, l.cross_kv_heads, ANY, l.cross_query.rows / l.cross_heads});
   check_heads(Argument("source_values", number), values, {keys.size(0), l.cross_kv_heads, keys.size(2), ANY});
   const int64_t inputs = values.size(3) * l.cross_heads, group = l.cross_output.columns / l.cross_output.groups;
   const int64_t padding = l.cross_output.columns - inputs;  // to whole groups, where the matrix is quantized
   TORCH_CHECK(padding == 0 || (padding > 0 && padding < group && l.cross_output.format != WeightMatrix::DENSE),
-              Argument("source_values", number), " has heads of ", values.size(3), ", ", inputs, " numbers in all; cross.output reads ",
-              l.cross_output.columns);
+              Argument("source_values", number), " has heads of ", values.size(3), ", ", inputs,
+              " numbers in all; cross.output reads ", l.cross_output.columns);
 }
 
 // Which columns of the sources are not padding, (sources or 1, columns).
 inline void check_source_mask(const at::Tensor& mask, int64_t sources, int64_t columns) {
-  check_tensor("source_mask", mask, at::kBool, {mask.defined() && mask.dim() && mask.size(0) == 1 ? 1 : sources, columns});
+  check_tensor("source_mask", mask, at::kBool,
+               {mask.defined() && mask.dim() && mask.size(0) == 1 ? 1 : sources, columns});
 }
 
 class LayerReader {
@@ -83,12 +91,13 @@ class LayerReader {
     return l;
   }
 
-  Norm norm(const std::string& name, int64_t size) {
+  // Weights of `size` numbers in all; with several heads, (heads, size / heads).
+  Norm norm(const std::string& name, int64_t size, int64_t heads = 0) {
     Norm n;
     if (!fields.has(name + ".kind")) return n;
     n.kind = fields.choice(name + ".kind", {"layer", "rms"}) + 1;
     n.offset = fields.flag(name + ".unit_offset"), n.eps = fields.real(name + ".eps");
-    n.weight = vector(name + ".weight", size), n.bias = vector(name + ".bias", size);
+    n.weight = vector(name + ".weight", size, heads), n.bias = vector(name + ".bias", size, heads);
     return n;
   }
 
@@ -110,7 +119,8 @@ class LayerReader {
     l.scale = fields.real("attention.scale"), l.softcap = fields.real("attention.softcap");
     l.clip = fields.real("attention.clip"), l.clamp = fields.real("feedforward.clamp");
     l.residual_scale = fields.real("residual_scale");
-    l.qk_norm = fields.has("attention.qk_norm") ? 1 + fields.choice("attention.qk_norm", {"head", "each_head", "width"}) : 0;
+    l.qk_norm =
+        fields.has("attention.qk_norm") ? 1 + fields.choice("attention.qk_norm", {"head", "each_head", "width"}) : 0;
     l.cross_heads = fields.has("cross.heads") ? fields.integer("cross.heads", 1, MAX_HEADS) : 0;
     check(l.heads % l.kv_heads == 0, "attention.kv_heads", "does not divide attention.heads", l.kv_heads, l.heads);
     TORCH_CHECK(!l.cross_heads || l.residual == SEQUENTIAL, fields.name("cross.heads"),
@@ -120,25 +130,32 @@ class LayerReader {
   void read_attention(Layer& l) {
     l.query = matrix("attention.query", width, ANY), l.key = matrix("attention.key", width, ANY);
     l.value = matrix("attention.value", width, ANY);
-    check(l.query.rows % l.heads == 0, "attention.heads", "does not divide the rows of attention.query", l.heads, l.query.rows);
+    check(l.query.rows % l.heads == 0, "attention.heads", "does not divide the rows of attention.query", l.heads,
+          l.query.rows);
     check(l.key.rows == l.query.rows / l.heads * l.kv_heads, "attention.key.weight",
-          "does not have the head size of attention.query for each key head", l.key.rows, l.query.rows / l.heads * l.kv_heads);
-    check(l.value.rows % l.kv_heads == 0, "attention.kv_heads", "does not divide the rows of attention.value", l.kv_heads, l.value.rows);
+          "does not have the head size of attention.query for each key head", l.key.rows,
+          l.query.rows / l.heads * l.kv_heads);
+    check(l.value.rows % l.kv_heads == 0, "attention.kv_heads", "does not divide the rows of attention.value",
+          l.kv_heads, l.value.rows);
     l.output = matrix("attention.output", l.value_size() * l.heads, width);
     const int64_t K = l.key_size();
     const bool is_per_head = l.qk_norm == PER_HEAD;
-    if (l.qk_norm) l.query_norm = norm("attention.query_norm", is_per_head ? K : l.query.rows);
-    if (l.qk_norm) l.key_norm = norm("attention.key_norm", is_per_head ? K : l.key.rows);
+    const bool is_each_head = l.qk_norm == EACH_HEAD;
+    if (l.qk_norm)
+      l.query_norm = norm("attention.query_norm", is_per_head ? K : l.query.rows, is_each_head ? l.heads : 0);
+    if (l.qk_norm) l.key_norm = norm("attention.key_norm", is_per_head ? K : l.key.rows, is_each_head ? l.kv_heads : 0);
     l.sinks = vector("attention.sinks", l.heads);
   }
 
   // The keys and values of a source are computed elsewhere, so only the query and the output are weights here.
   void read_cross(Layer& l) {
     l.cross_kv_heads = fields.integer("cross.kv_heads", 1, l.cross_heads), l.cross_scale = fields.real("cross.scale");
-    check(l.cross_heads % l.cross_kv_heads == 0, "cross.kv_heads", "does not divide cross.heads", l.cross_kv_heads, l.cross_heads);
+    check(l.cross_heads % l.cross_kv_heads == 0, "cross.kv_heads", "does not divide cross.heads", l.cross_kv_heads,
+          l.cross_heads);
     l.cross = sublayer("cross");
     l.cross_query = matrix("cross.query", width, ANY), l.cross_output = matrix("cross.output", ANY, width);
-    check(l.cross_query.rows % l.cross_heads == 0, "cross.heads", "does not divide the rows of cross.query", l.cross_heads, l.cross_query.rows);
+    check(l.cross_query.rows % l.cross_heads == 0, "cross.heads", "does not divide the rows of cross.query",
+          l.cross_heads, l.cross_query.rows);
   }
 
   Sublayer sublayer(const std::string& name) {
@@ -149,13 +166,14 @@ class LayerReader {
     TORCH_CHECK(is_right, fields.name(field), " ", problem, " (", given, " and ", other, ")");
   }
 
-  // An optional fp32 vector; a norm of each head by itself has (heads, size).
-  const float* vector(const std::string& field, int64_t size) {
+  // An optional fp32 vector (size,), or (heads, size / heads).
+  const float* vector(const std::string& field, int64_t size, int64_t heads = 0) {
     if (!fields.has(field)) return nullptr;
     const at::Tensor t = fields.tensor(field);
     const std::string name = fields.name(field);
     check_dtype(name, t, at::kFloat), check_contiguous(name, t);
-    TORCH_CHECK(t.numel() == size && t.dim() >= 1, name, " has shape ", shape_text(t.sizes()), "; ", size, " numbers are needed");
+    const bool is_matrix = heads && t.dim() == 2;  // the same numbers in the same order as (size,)
+    is_matrix ? check_shape(name, t, {heads, size / heads}) : check_shape(name, t, {size});
     return static_cast<const float*>(pinned.add(t));
   }
 
@@ -195,8 +213,8 @@ class LayerReader {
 class NativeStack : public torch::CustomClassHolder {
  public:
   std::vector<Layer> layers;
-  Norm norm;            // behind the last block
-  const int64_t width;  // D
+  Norm norm;                                              // behind the last block
+  const int64_t width;                                    // D
   int64_t max_inputs = 0, max_hidden = 0, max_heads = 0;  // row strides of what the products read
 
   NativeStack(int64_t width, const std::vector<FieldDict>& blocks, const FieldDict& norm_fields) : width(width) {
@@ -219,7 +237,8 @@ class NativeStack : public torch::CustomClassHolder {
     for (const Layer& l : layers) {
       if (l.residual != SEQUENTIAL || l.window || l.rotary_table >= 0 || l.bias_table >= 0) return false;
       if (l.qk_norm || l.softcap || l.clip || l.clamp || l.sinks) return false;
-      for (const WeightMatrix* m : {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
+      for (const WeightMatrix* m :
+           {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
         if (m->format != WeightMatrix::DENSE && m->format != WeightMatrix::NONE) return false;
     }
     return true;
@@ -229,7 +248,8 @@ class NativeStack : public torch::CustomClassHolder {
   PinnedTensors pinned;
 
   void measure(const Layer& l) {
-    max_inputs = std::max({max_inputs, width, l.query.columns, l.key.columns, l.value.columns, l.cross_query.columns, l.up.columns, l.gate.columns});
+    max_inputs = std::max({max_inputs, width, l.query.columns, l.key.columns, l.value.columns, l.cross_query.columns,
+                           l.up.columns, l.gate.columns});
     max_heads = std::max({max_heads, l.value_size() * l.heads, l.output.columns, l.cross_output.columns});
     max_hidden = std::max({max_hidden, l.up.rows, l.down.columns});
   }

@@ -12,8 +12,8 @@ struct CacheTensors {
   const OptionalTensor& source_mask;
 };
 
-// Which token each column of a cache holds, for each number of columns that the blocks have.  `windows`: 0 for a cache of
-// all tokens, else how far back the blocks of a ring see.
+// Which token each column of a cache holds, for each number of columns that the blocks have.  `windows`: 0 for a cache
+// of all tokens, else how far back the blocks of a ring see.
 struct CacheIndexes {
   const Tensors &positions, &token_index;
   const std::vector<int64_t>& windows;
@@ -38,12 +38,13 @@ struct CacheIndexes {
                 ", for which there is no element of cache_positions");
   }
 
-  // Whether token i of each row is in column i (modulo the ring) and at position i, as far back as a window sees, and the
-  // new tokens overwrite nothing of that.
+  // Whether token i of each row is in column i (modulo the ring) and at position i, as far back as a window sees, and
+  // the new tokens overwrite nothing of that.
   bool are_in_order(const int64_t* lengths, int64_t tokens) const {
     for (size_t n = 0; n < positions.size(); ++n) {
       const int64_t columns = positions[n].size(1), capacity = columns - 1, window = windows[n];
-      const int64_t *position = positions[n].const_data_ptr<int64_t>(), *index = token_index[n].const_data_ptr<int64_t>();
+      const int64_t *position = positions[n].const_data_ptr<int64_t>(),
+                    *index = token_index[n].const_data_ptr<int64_t>();
       if (window && tokens + window > columns) return false;
       for (int64_t b = 0; b < positions[n].size(0); ++b) {
         const int64_t length = lengths[b], first = window ? std::max(int64_t(0), length + 1 - window) : 0;
@@ -79,7 +80,8 @@ inline void set_caches(StackStep& s, const CacheTensors& given, const CacheIndex
   const int64_t rows = s.batch / s.tokens;
   size_t sources = 0;
   for (const Layer& l : layers) sources += l.cross_heads > 0;
-  check_count("keys", given.keys.size(), layers.size(), "block"), check_count("values", given.values.size(), layers.size(), "block");
+  check_count("keys", given.keys.size(), layers.size(), "block");
+  check_count("values", given.values.size(), layers.size(), "block");
   check_count("source_keys", given.source_keys.size(), sources, "block with cross-attention");
   check_count("source_values", given.source_values.size(), sources, "block with cross-attention");
   for (size_t l = 0, source = 0; l < layers.size(); ++l) {
@@ -122,12 +124,17 @@ inline void set_tables(StackStep& s, const Tensors& cos, const Tensors& sin, con
     s.biases.push_back(biases[n].const_data_ptr<float>()), s.bias_columns.push_back(biases[n].size(1));
   }
   for (const Layer& l : s.stack.layers) {
-    TORCH_CHECK(l.rotary_table < int64_t(cos.size()), "rotary_cos has ", cos.size(), " tables; table ", l.rotary_table, " is needed");
-    TORCH_CHECK(l.rotary_table < 0 || 2 * s.rotary_pairs[l.rotary_table] <= l.key_size(), Argument("rotary_cos", l.rotary_table),
-                " has ", l.rotary_table < 0 ? 0 : s.rotary_pairs[l.rotary_table], " pairs, more than a head of ", l.key_size(), " has");
-    TORCH_CHECK(l.bias_table < int64_t(biases.size()), "position_biases has ", biases.size(), " tables; table ", l.bias_table, " is needed");
-    TORCH_CHECK(l.bias_table < 0 || biases[l.bias_table].size(0) == l.heads, Argument("position_biases", l.bias_table), " has ",
-                l.bias_table < 0 ? 0 : biases[l.bias_table].size(0), " rows; one for each of ", l.heads, " heads is needed");
+    TORCH_CHECK(l.rotary_table < int64_t(cos.size()), "rotary_cos has ", cos.size(), " tables; table ", l.rotary_table,
+                " is needed");
+    TORCH_CHECK(l.rotary_table < 0 || 2 * s.rotary_pairs[l.rotary_table] <= l.key_size(),
+                Argument("rotary_cos", l.rotary_table), " has ",
+                l.rotary_table < 0 ? 0 : s.rotary_pairs[l.rotary_table], " pairs, more than a head of ", l.key_size(),
+                " has");
+    TORCH_CHECK(l.bias_table < int64_t(biases.size()), "position_biases has ", biases.size(), " tables; table ",
+                l.bias_table, " is needed");
+    TORCH_CHECK(l.bias_table < 0 || biases[l.bias_table].size(0) == l.heads, Argument("position_biases", l.bias_table),
+                " has ", l.bias_table < 0 ? 0 : biases[l.bias_table].size(0), " rows; one for each of ", l.heads,
+                " heads is needed");
   }
 }
 

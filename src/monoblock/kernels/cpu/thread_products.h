@@ -142,14 +142,15 @@ class ThreadProducts {
     return in;
   }
 
-  void multiply_dense(const WeightMatrix& m, const MatvecInput& in, int64_t low, int64_t high, float* y, int64_t y_stride) {
+  void multiply_dense(const WeightMatrix& m, const MatvecInput& in, int64_t low, int64_t high, float* y,
+                      int64_t y_stride) {
     const float* weight = static_cast<const float*>(m.weight);
     multiply_rows(Fp32Format{weight, m.columns}, in, low, high, m.bias, y, y_stride, nullptr, nullptr);
     if (in.columns == m.columns) return;
     for (int64_t b = 0; b < step.batch; ++b)  // the columns behind the last whole chunk
       for (int64_t row = low; row < high; ++row)
-        y[b * y_stride + row] += dot(in.x + b * in.stride + in.columns, weight + row * m.columns + in.columns,
-                                     m.columns - in.columns);
+        y[b * y_stride + row] +=
+            dot(in.x + b * in.stride + in.columns, weight + row * m.columns + in.columns, m.columns - in.columns);
   }
 };
 

@@ -1,4 +1,4 @@
-"""What a model that talks is worth on conversations: loss and perplexity of the answers, each after all before it."""
+"""Evaluate a chat model: loss, perplexity and accuracy of the tokens of the answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.metrics import text as scores
+from monoblock.metrics.text import perplexity
 from monoblock.tasks.chat.data import collate_chats, encode_chats
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
@@ -18,28 +18,30 @@ from monoblock.training.loss import CrossEntropyLoss
 
 @torch.inference_mode()
 def evaluate_chat(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Over the tokens that training asks for: the answers with the ends of their turns."""
+    """Measure the tokens that are labels in training: the answers with the ends of their turns."""
     corpus, limit = read_corpus(request, "chat"), request.context or loaded.model.config.context
-    samples, cut = encode_chats(corpus.rows, loaded.tokenizer, limit)
-    prepare, loss = partial(collate_chats, special=special_token_ids(loaded.tokenizer)), CrossEntropyLoss()
-    total, right, count = 0.0, 0, 0
-    for batch in iterate_evaluation_batches(samples, max(1, request.batch // 8), prepare):
-        part = batch.to(loaded.model.device)
-        logits = loaded.model(**part.inputs)
-        total += float(loss.from_logits(logits, part.labels))
-        right += int(((logits.argmax(-1) == part.labels) & (part.labels != IGNORE_INDEX)).sum())
+    samples, num_truncated = encode_chats(corpus.rows, loaded.tokenizer, limit)
+    collate, loss = partial(collate_chats, special=special_token_ids(loaded.tokenizer)), CrossEntropyLoss()
+    total, correct, count = 0.0, 0, 0
+    for batch in iterate_evaluation_batches(samples, max(1, request.batch // 8), collate):
         count += batch.target_count
+        batch = batch.to(loaded.model.device)
+        logits = loaded.model(**batch.inputs)
+        total += float(loss.from_logits(logits, batch.labels))
+        correct += int(((logits.argmax(-1) == batch.labels) & (batch.labels != IGNORE_INDEX)).sum())
     mean = total / count
-    figures = {
+    metrics = {
         "loss": mean,
-        "perplexity": scores.perplexity(mean),
-        "accuracy": 100 * right / count,
+        "perplexity": perplexity(mean),
+        "accuracy": 100 * correct / count,
         "tokens": count,
         "sources": len(samples),
         "split": corpus.split,
     }
-    notes = ["of the tokens of the answers, the end of a turn included"]
-    notes += [f"{cut:,} of {len(corpus):,} conversations were cut to {limit} tokens"] if cut else []
-    left = len(corpus) - len(samples)
-    notes += [f"{left:,} without an answer in their first {limit} tokens were left out"] if left else []
-    return Evaluation(figures, notes=notes)
+    notes = ["measured on the tokens of the answers, including the ends of turns"]
+    if num_truncated:
+        notes.append(f"{num_truncated:,} of {len(corpus):,} conversations were cut to {limit} tokens")
+    num_dropped = len(corpus) - len(samples)
+    if num_dropped:
+        notes.append(f"{num_dropped:,} without an answer in their first {limit} tokens were left out")
+    return Evaluation(metrics, notes=notes)

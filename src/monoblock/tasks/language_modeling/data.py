@@ -1,4 +1,4 @@
-"""Running text as ground: blocks to continue, and blocks in which tokens or spans are hidden."""
+"""Training data of running text: blocks to continue, and blocks with corrupted tokens to restore."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, evalu
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.batching.plans import BatchIndices, FixedBatchPlan
 from monoblock.data.batching.shards import TokenDataset
-from monoblock.data.corpora import load as corpora
-from monoblock.data.corpora.load import Corpus
+from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.special_tokens import special_token_ids
@@ -27,54 +27,56 @@ from monoblock.training.collate import TensorBatch, collate_causal_lm
 
 
 def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
-    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    documents = (ids + ends for ids in tokenizer.encode_batch(list(corpus.texts())))
+    """Encode the texts of a corpus as one stream of tokens, each text followed by the end token if there is one."""
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    documents = (ids + eos for ids in tokenizer.encode_batch(list(corpus.texts())))
     return TokenDataset.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
 def build_causal_lm_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
+    """Blocks of running text with the next token as label."""
     context = _require_context(context)
     tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
     blocks = BlockDataset(tokens, context, packing=recipe.data.packing)
     seed = recipe.train.seed
 
-    def make(batch: BatchIndices) -> TensorBatch:
-        samples = [blocks.sample(int(sample), batch.epoch, seed) for sample in batch.indices]
+    def build_batch(batch: BatchIndices) -> TensorBatch:
+        samples = [blocks.sample(int(index), batch.epoch, seed) for index in batch.indices]
         return TensorBatch(*collate_causal_lm(samples, special), batch.epoch, batch.indices.tolist())
 
-    held, ratio = None, None
+    num_validation, evaluation = 0, None
+    options: dict[str, Any] = {}
     if valid is not None:
-        held = tokenize_corpus(valid, tokenizer)
-        ratio = sum(len(text.encode()) for text in valid.texts()) / len(held)
-    evaluation = None if held is None else partial(iterate_windows, held, context, recipe.train.batch)
-    said = f"{len(tokens):,} tokens to train on, {0 if held is None else len(held):,} to validate"
+        validation = tokenize_corpus(valid, tokenizer)
+        num_validation = len(validation)
+        evaluation = partial(iterate_windows, validation, context, recipe.train.batch)
+        options["bytes_per_token"] = sum(len(text.encode()) for text in valid.texts()) / num_validation
+        options["baseline_losses"] = _baseline_losses(tokens, validation)
+    summary = f"{len(tokens):,} tokens to train on, {num_validation:,} to validate"
     plan = build_fixed_plan(recipe, len(blocks))
-    baselines = {} if held is None else _baseline_losses(tokens, held)
-    return TaskData(
-        tokenizer, special, plan, make, evaluation, summary=said, bytes_per_token=ratio, baseline_losses=baselines
-    )
+    return TaskData(tokenizer, special, plan, build_batch, evaluation, summary=summary, **options)
 
 
 def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
-    """The loss of guessing evenly, and of knowing how often each token occurs (one added to every count)."""
+    """The validation loss of a uniform distribution and of unigram frequencies with add-one smoothing."""
     counts = 1 + np.bincount(train.read(0, len(train)), minlength=train.vocab)
-    surprise = math.log(counts.sum()) - np.log(counts)
-    return {"uniform": math.log(train.vocab), "unigram": float(surprise[validation.read(0, len(validation))].mean())}
+    losses = math.log(counts.sum()) - np.log(counts)  # of each token of the vocabulary
+    return {"uniform": math.log(train.vocab), "unigram": float(losses[validation.read(0, len(validation))].mean())}
 
 
 def _require_context(context: int | None) -> int:
     if context is None:
-        raise ConfigError("a language model is trained on blocks of one length; write model.context=…")
+        raise ConfigError("a language model is trained on blocks of fixed length; set model.context")
     return context
 
 
 def build_test_data(
     recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
 ) -> TaskData:
-    """The test split to be evaluated, in blocks or in windows that move on by `stride`."""
-    tokens = tokenize_corpus(corpora.load_corpus(recipe.data.corpus, "test", folder=data), tokenizer)
+    """The test split, in blocks of the context or in windows that move by `stride`."""
+    tokens = tokenize_corpus(load_corpus(recipe.data.corpus, "test", folder=data), tokenizer)
     context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
     evaluation = partial(iterate_windows, tokens, _require_context(context), recipe.train.batch, stride)
     return TaskData(tokenizer, special_token_ids(tokenizer), FixedBatchPlan(1, 1, 0), _refuse_training, evaluation)
@@ -85,15 +87,15 @@ def _refuse_training(batch: BatchIndices) -> TensorBatch:
 
 
 def iterate_windows(tokens: TokenDataset, context: int, batch: int, stride: int | None = None) -> Iterator[TensorBatch]:
-    """The whole split, every token asked once."""
-    waiting: list[EvaluationWindow] = []
+    """Batches of windows of equal length in which every token but the first is a label once."""
+    pending: list[EvaluationWindow] = []
     for window in evaluation_windows(tokens, context, stride):
-        if waiting and (len(waiting) == batch or len(window.ids) != len(waiting[0].ids)):
-            yield _collate_windows(waiting)
-            waiting = []
-        waiting.append(window)
-    if waiting:
-        yield _collate_windows(waiting)
+        if pending and (len(pending) == batch or len(window.ids) != len(pending[0].ids)):
+            yield _collate_windows(pending)
+            pending = []
+        pending.append(window)
+    if pending:
+        yield _collate_windows(pending)
 
 
 def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:

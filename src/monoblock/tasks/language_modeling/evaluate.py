@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from monoblock.metrics import text as scores
+from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.metrics.text import bits_per_byte, perplexity
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.training.loss import CrossEntropyLoss
 
 DEFAULT_CONTEXT = 256  # for models without a limit
@@ -28,8 +28,8 @@ def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> 
     mean, num_bytes = total / max(1, count), sum(len(text.encode()) for text in corpus.texts())
     metrics = {
         "loss": mean,
-        "perplexity": scores.perplexity(mean),
-        "bits_per_byte": scores.bits_per_byte(mean, len(tokens), num_bytes),
+        "perplexity": perplexity(mean),
+        "bits_per_byte": bits_per_byte(mean, len(tokens), num_bytes),
         "tokens": count,
         "split": corpus.split,
     }

@@ -13,7 +13,7 @@ from monoblock.tasks.task_data import TaskData
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import collate_masked_lm
 
-CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged")  # labels are ignored
+MASKED_LM_CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged")  # labels are ignored
 
 
 def build_masked_lm_data(

@@ -15,7 +15,7 @@ from monoblock.metrics.text import perplexity
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.language_modeling.data import tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.masked_lm.data import CORPUS_KINDS
+from monoblock.tasks.masked_lm.data import MASKED_LM_CORPUS_KINDS
 from monoblock.tasks.masked_lm.documents import iterate_evaluation_rows, nonempty_texts
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task_data import EVALUATION_SEED
@@ -31,7 +31,7 @@ def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evalu
 
     Labels of the corpus are ignored; its text is read in blocks or by documents, as in training.
     """
-    corpus = read_corpus(request, CORPUS_KINDS)
+    corpus = read_corpus(request, MASKED_LM_CORPUS_KINDS)
     special, device, batch = special_token_ids(loaded.tokenizer), loaded.model.device, max(1, request.batch // 4)
     iterate = _iterate_documents if loaded.trained_on_documents else _iterate_blocks
     total, correct, count, loss = 0.0, 0, 0, CrossEntropyLoss()

@@ -27,7 +27,7 @@ def evaluate_question_answering(loaded: LoadedModel, request: EvaluationRequest)
     return Evaluation({**metrics, "split": corpus.split}, samples)
 
 
-def score_validation_rows(loaded: LoadedModel, rows: Sequence[Question], count: int) -> dict[str, float]:
+def score_validation_answers(loaded: LoadedModel, rows: Sequence[Question], count: int) -> dict[str, float]:
     """For the model card: exact match and F1 of the first validation questions."""
     rows = rows[:count]
     texts = [answers[0].text for answers in answer_questions(loaded, [row[:2] for row in rows])]

@@ -1,8 +1,8 @@
-"""Which word of a source a word of its translation comes from: a hard alignment read off cross-attention.
+"""Word alignment of a source and its translation, read off cross-attention.
 
-The target is read once more with a tap on the attention over the source.  Weights are averaged over the heads of the
-upper half of the decoder (what lower layers look at is the word before), tokens are put together to words, and each
-target word takes the source word that is looked at most.  An LSTM has one attention, which is taken as it is.
+The target is passed through the model once more with a tap on the cross-attention. The weights are averaged over the
+heads of the upper half of the decoder (lower layers attend to the word before) and summed over the tokens of each word;
+each target word is aligned to the source word with the largest weight. An LSTM has a single attention, used as it is.
 """
 
 from __future__ import annotations
@@ -23,56 +23,60 @@ Alignment = list[tuple[int, int]]  # (source word, target word), counted from 0,
 
 
 def align(loaded: LoadedModel, source: str, target: str, to: str | None = None) -> Alignment:
-    """The alignment of a source and a translation of it; `to` is the script that was asked for."""
+    """Align the words of a source and its translation; `to` is the script of the translation."""
     if not source.split() or not target.split():
         return []
     source = f"{script_tag_for(loaded, source, to)} {source}".strip()
     prompt = loaded.encode_prompt(source)
     if prompt.source is None:
-        raise InputError("an alignment is between a source and a target; this model has no encoder")
-    plain, lead = loaded.normalize_source(source)
-    left, right = loaded.tokenizer.pieces(plain), loaded.tokenizer.pieces(target)
-    ids = torch.tensor([[*prompt.ids, *(piece.id for piece in right)]], device=loaded.model.device)
-    weights = cross_attention_weights(loaded, torch.tensor([prompt.source], device=loaded.model.device), ids)
-    weights = weights[
-        : len(right), lead : lead + len(left)
-    ]  # place t asks for token t; the end of the source is no word
-    return hard_alignment(weights, word_indices(plain, left), word_indices(target, right))
+        raise InputError("an alignment needs a model with an encoder; this one has none")
+    untagged, num_tags = loaded.normalize_source(source)
+    source_pieces, target_pieces = loaded.tokenizer.pieces(untagged), loaded.tokenizer.pieces(target)
+    device = loaded.model.device
+    target_ids = torch.tensor([[*prompt.ids, *(piece.id for piece in target_pieces)]], device=device)
+    weights = cross_attention_weights(loaded, torch.tensor([prompt.source], device=device), target_ids)
+    # Position t predicts target token t; tags and the end of the source belong to no word.
+    weights = weights[: len(target_pieces), num_tags : num_tags + len(source_pieces)]
+    return hard_alignment(weights, word_indices(untagged, source_pieces), word_indices(target, target_pieces))
 
 
 @torch.inference_mode()
 def cross_attention_weights(loaded: LoadedModel, source: Tensor, target: Tensor) -> Tensor:
-    """What the places of a target (1, T) look at in its source (1, S): (T, S)."""
+    """The average attention of a target (1, T) to its source (1, S): (T, S)."""
     if isinstance(loaded.model, Recurrent):
         return trace(loaded.model, source, target, names="attention.weights")["attention.weights"][0]
-    seen = trace(loaded.model, source, target, names="decoder.*.cross.weights")
-    layers = list(seen.values())
-    return torch.stack([layer[0].mean(0) for layer in layers[len(layers) // 2 :]]).mean(0)
+    layers = list(trace(loaded.model, source, target, names="decoder.*.cross.weights").values())
+    return torch.stack([weights[0].mean(0) for weights in layers[len(layers) // 2 :]]).mean(0)
 
 
 def word_indices(text: str, pieces: Sequence[Piece]) -> list[int]:
-    """For each piece the number of the word its last letter belongs to; -1 for one that is only space."""
-    number, words = -1, []
-    for place, sign in enumerate(text):
-        if not sign.isspace() and (not place or text[place - 1].isspace()):
-            number += 1
-        words.append(-1 if sign.isspace() else number)
+    """For each piece the index of the word that its last character belongs to; -1 for white space."""
+    word, words = -1, []
+    for index, character in enumerate(text):
+        if not character.isspace() and (not index or text[index - 1].isspace()):
+            word += 1
+        words.append(-1 if character.isspace() else word)
     return [words[piece.end - 1] if piece.end else -1 for piece in pieces]
 
 
 def hard_alignment(weights: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> Alignment:
-    """For each target word the source word that its tokens look at most; weights (T, S), words by token."""
+    """Align each target word to the source word that its tokens attend to most.
+
+    weights (T, S); source_words and target_words: the word of each token, -1 for white space.
+    """
     rows, columns = 1 + max(target_words, default=-1), 1 + max(source_words, default=-1)
     if not rows or not columns:
         return []
-    table = weights.new_zeros(rows + 1, columns + 1)  # the last row and column take what is only space
-    at = torch.tensor([[r % (rows + 1) for _ in source_words] for r in target_words], device=weights.device)
-    to = torch.tensor([[c % (columns + 1) for c in source_words] for _ in target_words], device=weights.device)
-    table.index_put_((at, to), weights, accumulate=True)
-    best = table[:rows, :columns].argmax(-1).tolist()
+    totals = weights.new_zeros(rows + 1, columns + 1)  # the last row and column collect white space
+    row = torch.tensor([[word % (rows + 1) for _ in source_words] for word in target_words], device=weights.device)
+    column = torch.tensor(
+        [[word % (columns + 1) for word in source_words] for _ in target_words], device=weights.device
+    )
+    totals.index_put_((row, column), weights, accumulate=True)
+    best = totals[:rows, :columns].argmax(-1).tolist()
     return [(source, target) for target, source in enumerate(best)]
 
 
 def format_pharaoh(alignment: Alignment) -> str:
-    """As alignment tools write it: "0-0 2-1"."""
+    """Format an alignment as alignment tools do: "0-0 2-1"."""
     return " ".join(f"{source}-{target}" for source, target in alignment)

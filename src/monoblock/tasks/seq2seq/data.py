@@ -1,4 +1,4 @@
-"""Samples with an end of their own as ground: pairs."""
+"""Training data for translation and transliteration: batches of encoded pairs of similar length."""
 
 from __future__ import annotations
 
@@ -27,40 +27,42 @@ def build_seq2seq_data(
     *,
     start_id: int | None = None,
 ) -> TaskData:
-    """Targets of sources; one begins with the start token, with padding where there is none, or with `begins`."""
-    part, special = recipe.train, special_token_ids(tokenizer)
+    """Pairs of sources and targets; a target starts with `start_id`, else the start token, else padding."""
+    section, special = recipe.train, special_token_ids(tokenizer)
     longest = min((n for n in (context and context - 1, recipe.data.longest) if n is not None), default=None)
-    width = None if part.compile != "graphs" or longest is None else longest + 1
-    read = TagAwareEncoder(tokenizer)
-    samples = encode_pairs(train.rows, read, read, longest=longest)
+    pad_to = None if section.compile != "graphs" or longest is None else longest + 1
+    encode = TagAwareEncoder(tokenizer)
+    samples = encode_pairs(train.rows, encode, encode, longest=longest)
     start = start_id if start_id is not None else special.bos_id if special.bos_id is not None else special.pad_id
     dropout = recipe.tokenizer.dropout
 
-    def row(sample: int, epoch: int) -> dict[str, Any]:
+    def load_sample(index: int, epoch: int) -> dict[str, Any]:
         if not dropout:
-            return dict(samples[sample])
-        number = int(samples.row_numbers[sample])
-        keys: dict[str, Any] = {"seed": part.seed, "epoch": epoch, "dropout": dropout}
-        texts = (train.rows[number].source, train.rows[number].target)
-        cut = [
-            read.encode_with(text, partial(tokenizer.sample, index=2 * number + side, **keys))
-            for side, text in enumerate(texts)
-        ]
-        return {"source": np.array(cut[0][:longest], np.int64), "target": np.array(cut[1][:longest], np.int64)}
+            return dict(samples[index])
+        number = int(samples.row_numbers[index])
+        options: dict[str, Any] = {"seed": section.seed, "epoch": epoch, "dropout": dropout}
+        source, target = (
+            encode.encode_with(text, partial(tokenizer.sample, index=2 * number + side, **options))[:longest]
+            for side, text in enumerate((train.rows[number].source, train.rows[number].target))
+        )
+        return {"source": np.array(source, np.int64), "target": np.array(target, np.int64)}
 
-    def make(batch: BatchIndices) -> TensorBatch:
-        rows = [row(int(sample), batch.epoch) for sample in batch.indices]
-        made = collate_seq2seq(rows, special, start=start, pad_to=width)
-        return TensorBatch(*made, batch.epoch, batch.indices.tolist())
+    def build_batch(batch: BatchIndices) -> TensorBatch:
+        rows = [load_sample(int(index), batch.epoch) for index in batch.indices]
+        inputs, labels = collate_seq2seq(rows, special, start=start, pad_to=pad_to)
+        return TensorBatch(inputs, labels, batch.epoch, batch.indices.tolist())
 
-    size = None if part.tokens else samples_per_step(recipe)
-    plan: BatchPlan = BucketBatchPlan(samples.lengths, seed=part.seed, max_tokens=part.tokens, batch=size)
-    if width is not None:
+    batch_size = None if section.tokens else samples_per_step(recipe)
+    plan: BatchPlan = BucketBatchPlan(samples.lengths, seed=section.seed, max_tokens=section.tokens, batch=batch_size)
+    if pad_to is not None:
         plan = build_fixed_plan(recipe, len(samples))  # batches of one shape
-    held = None if valid is None else encode_pairs(valid.rows, read, read, longest=longest)
-    prepare = partial(collate_seq2seq, special=special, start=start)
-    evaluation = None if held is None else partial(iterate_evaluation_batches, held, part.batch, prepare)
-    said, rows = f"{len(samples):,} pairs to train on", [] if valid is None else valid.rows
+    evaluation = None
+    if valid is not None:
+        validation = encode_pairs(valid.rows, encode, encode, longest=longest)
+        collate = partial(collate_seq2seq, special=special, start=start)
+        evaluation = partial(iterate_evaluation_batches, validation, section.batch, collate)
+    summary = f"{len(samples):,} pairs to train on"
     if len(samples) < len(train):
-        said += f" ({len(train) - len(samples):,} empty or longer than {longest} tokens left out)"
-    return TaskData(tokenizer, special, plan, make, evaluation, summary=said, validation_rows=rows)
+        summary += f" ({len(train) - len(samples):,} empty or longer than {longest} tokens left out)"
+    rows = [] if valid is None else valid.rows
+    return TaskData(tokenizer, special, plan, build_batch, evaluation, summary=summary, validation_rows=rows)

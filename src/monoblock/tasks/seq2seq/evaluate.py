@@ -10,23 +10,21 @@ from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import ALIGNED_SUFFIX
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
-from monoblock.metrics import text as metrics
+from monoblock.metrics.text import References, accuracy, bleu, bleu_tokenized, cer, chrf
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.seq2seq.pairs import collect_references, prepare_pairs
 from monoblock.tasks.seq2seq.predict import best_translations, fits_context, translate_texts
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies, tune_weight
-from monoblock.tasks.text_to_text import evaluate as text_to_text
+from monoblock.tasks.text_to_text.evaluate import evaluate_text_to_text, score_validation_texts
 
 
 def evaluate_pairs(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
     """Measure sentences by BLEU and chrF, single words by accuracy and character error rate."""
     section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
     if section.prefix or section.tasks:
-        return text_to_text.evaluate_text_to_text(
-            loaded, request, section, partial(score_translations, lowercase=request.lowercase)
-        )
+        return evaluate_text_to_text(loaded, request, section, partial(score_translations, lowercase=request.lowercase))
     corpus = prepare_pairs(read_corpus(request, "pairs"), section)
     evaluate = evaluate_transliteration if has_single_word_targets(corpus.rows) else evaluate_translation
     evaluation = evaluate(loaded, request, corpus.rows)
@@ -57,21 +55,19 @@ def target_language(data: str, direction: str) -> str:
 
 
 def score_translations(
-    hypotheses: list[str], references_per_source: metrics.References, *, lowercase: bool = False, language: str = "en"
+    hypotheses: list[str], references_per_source: References, *, lowercase: bool = False, language: str = "en"
 ) -> dict[str, Any]:
     """Compute all metrics of translations: BLEU three ways, chrF, exact matches, and the signatures of sacreBLEU."""
-    bleu = metrics.bleu(hypotheses, references_per_source, lowercase=lowercase)
-    lower = metrics.bleu(hypotheses, references_per_source, lowercase=True)
-    chrf = metrics.chrf(hypotheses, references_per_source)
-    tokenized = metrics.bleu_tokenized(hypotheses, references_per_source, language)
-    scores = {"bleu": bleu, "bleu_lowercased": lower, "bleu_tokenized": tokenized, "chrf": chrf}
+    scores = {
+        "bleu": bleu(hypotheses, references_per_source, lowercase=lowercase),
+        "bleu_lowercased": bleu(hypotheses, references_per_source, lowercase=True),
+        "bleu_tokenized": bleu_tokenized(hypotheses, references_per_source, language),
+        "chrf": chrf(hypotheses, references_per_source),
+    }
     return {
-        "bleu": bleu.value,
-        "bleu_lowercased": lower.value,
-        "bleu_tokenized": tokenized.value,
-        "chrf": chrf.value,
-        "accuracy": metrics.accuracy([[text] for text in hypotheses], references_per_source),
-        "signature": bleu.signature,
+        **{name: score.value for name, score in scores.items()},
+        "accuracy": accuracy([[text] for text in hypotheses], references_per_source),
+        "signature": scores["bleu"].signature,
         "signatures": {name: score.signature for name, score in scores.items()},
         "sources": len(hypotheses),
     }
@@ -88,7 +84,7 @@ def evaluate_transliteration(loaded: LoadedModel, request: EvaluationRequest, ro
         section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
         train = prepare_pairs(read_corpus(request, "pairs", "train"), section).rows
         all_references = collect_references([*rows, *train])
-        evaluation.metrics["attested"] = metrics.accuracy(
+        evaluation.metrics["attested"] = accuracy(
             [[row[0].text] for row in hypotheses], [all_references[source] for source in references]
         )
         evaluation.notes.append("attested: targets that the training split has for a source are right as well")
@@ -110,10 +106,10 @@ def generate_hypotheses(loaded: LoadedModel, request: EvaluationRequest, sources
 def _word_metrics(hypotheses: list[list[Hypothesis]], references_per_source: list[list[str]], k: int) -> dict[str, Any]:
     texts = [[hypothesis.text for hypothesis in row] for row in hypotheses]
     return {
-        "accuracy": metrics.accuracy(texts, references_per_source),
-        "top_k": metrics.accuracy(texts, references_per_source, k),
+        "accuracy": accuracy(texts, references_per_source),
+        "top_k": accuracy(texts, references_per_source, k),
         "k": k,
-        "cer": metrics.cer([row[0] for row in texts], references_per_source),
+        "cer": cer([row[0] for row in texts], references_per_source),
         "sources": len(texts),
     }
 
@@ -132,19 +128,19 @@ def _build_samples(rows: Sequence[Pair], hypotheses: list[list[str]], count: int
     return [{"source": row.source, "reference": row.target, "hypothesis": texts[0]} for row, texts in samples]
 
 
-def score_validation_rows(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
+def score_validation_pairs(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
     """Measure the first validation sources that fit the context, for a model card; exact matches without sacreBLEU."""
     if loaded.data_section is not None and (loaded.data_section.prefix or loaded.data_section.tasks):
-        return text_to_text.score_validation_rows(loaded, rows, count, loaded.data_section, score_translations)
+        return score_validation_texts(loaded, rows, count, loaded.data_section, score_translations)
     measured = [row for row in rows[: 2 * count] if fits_context(loaded, row.source)][:count]
     if not measured:
         return {}
     texts = best_translations(loaded, [row.source for row in measured])
     references = collect_references(rows)
     accepted = [references[row.source] for row in measured]
-    exact = metrics.accuracy([[text] for text in texts], accepted)
+    exact = accuracy([[text] for text in texts], accepted)
     if has_single_word_targets(measured):
-        return {"val_word_accuracy": exact, "val_cer": metrics.cer(texts, accepted)}
+        return {"val_word_accuracy": exact, "val_cer": cer(texts, accepted)}
     try:
         figures = score_translations(texts, [[row.target] for row in measured])
     except ConfigError:  # sacreBLEU is not installed

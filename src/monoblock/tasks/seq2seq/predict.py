@@ -1,4 +1,4 @@
-"""Many sources to their targets: sorted by length, a batch at a time, and back in the order they came in."""
+"""Translate many sources: in batches of similar length, results in the order of the sources."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.decoding.settings import Settings
-from monoblock.errors import InputError
+from monoblock.errors import InputError, with_article
 from monoblock.tasks.batching import group_by_length
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.long_inputs import check_long_mode
 from monoblock.tasks.text_splitting import split_text
 
-LONG_SOURCE_MODES = ("refuse", "split")  # what is done with a source beyond the context
+LONG_SOURCE_MODES = ("refuse", "split")  # for a source that exceeds the context
 
 
 class TranslationRequest(NamedTuple):
@@ -36,13 +36,15 @@ def translate_texts(
     first_index: int = 0,
     **options: Any,
 ) -> list[list[Hypothesis]]:
-    """The hypotheses of each text, best first; an empty text has empty ones.
+    """The hypotheses of each text, best first; those of an empty text are empty.
 
-    n_best: return so many hypotheses with scores; texts that were not found by beam search are scored by another pass.
+    n_best: return so many hypotheses with scores; those of sampling and greedy search are scored by another pass.
     first_index: the line number of the first text; with a seed, line n is sampled with seed + n.
     """
     if loaded.model.encoder is None:
-        raise InputError(f"a {loaded.model.config.family} model continues texts and translates none; call generate")
+        raise InputError(
+            f"translate needs an encoder, and this is {with_article(loaded.model.config.family)} model; call generate"
+        )
     if n_best is not None:
         beams = max(n_best, options.get("num_beams") or loaded.defaults.options.get("num_beams", 1))
         options |= {"num_return_sequences": n_best, "num_beams": beams}
@@ -53,12 +55,11 @@ def translate_texts(
         for line, text in enumerate(texts, first_index)
         for request in _build_requests(loaded, line, text, settings, to, long)
     ]
-    parts: list[list[list[Hypothesis]]] = [[] for _ in texts]
-    for request, hypotheses in zip(
-        requests, _run_requests(loaded, requests, settings, max(1, batch), n_best is not None), strict=True
-    ):
-        parts[request.line - first_index].append(hypotheses)
-    return [_join_parts(some, settings.num_return_sequences) for some in parts]
+    results = _run_requests(loaded, requests, settings, max(1, batch), n_best is not None)
+    parts_per_line: list[list[list[Hypothesis]]] = [[] for _ in texts]
+    for request, hypotheses in zip(requests, results, strict=True):
+        parts_per_line[request.line - first_index].append(hypotheses)
+    return [_join_parts(parts, settings.num_return_sequences) for parts in parts_per_line]
 
 
 def best_translations(loaded: LoadedModel, texts: Sequence[str], **options: Any) -> list[str]:
@@ -83,22 +84,22 @@ def _run_requests(
 
 @torch.inference_mode()
 def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: list[Hypothesis], penalty: float) -> None:
-    """Give each answer the score a beam search would have given it."""
+    """Set the score of each hypothesis to what beam search would give it."""
     device = loaded.model.device
     source, mask = pad_right([prompt.source or () for prompt in prompts], device)
-    said = [(*prompt.ids, *answer.ids) for prompt, answer in zip(prompts, hypotheses, strict=True)]
-    target, _ = pad_right([ids[:-1] for ids in said], device)  # filled up on the right, which no earlier place sees
-    shares = loaded.model(source, target, mask).float().log_softmax(-1)
-    for row, (prompt, answer) in enumerate(zip(prompts, hypotheses, strict=True)):
-        places = torch.arange(len(prompt.ids) - 1, len(said[row]) - 1, device=device)
-        total = shares[row, places, torch.tensor(answer.ids, device=device)].sum().item()
-        answer.score = total / max(1, len(answer.ids)) ** penalty
+    targets = [(*prompt.ids, *hypothesis.ids) for prompt, hypothesis in zip(prompts, hypotheses, strict=True)]
+    target, _ = pad_right([ids[:-1] for ids in targets], device)  # needs no mask: attention over the target is causal
+    log_probs = loaded.model(source, target, mask).float().log_softmax(-1)
+    for row, (prompt, hypothesis) in enumerate(zip(prompts, hypotheses, strict=True)):
+        positions = torch.arange(len(prompt.ids) - 1, len(targets[row]) - 1, device=device)
+        total = log_probs[row, positions, torch.tensor(hypothesis.ids, device=device)].sum().item()
+        hypothesis.score = total / max(1, len(hypothesis.ids)) ** penalty
 
 
 def _build_requests(
     loaded: LoadedModel, line: int, text: str, settings: Settings, to: str | None, long: str
 ) -> list[TranslationRequest]:
-    """What is translated for a line: itself, or the parts it is cut into."""
+    """Build the requests of a line: one, or with long="split" one per sentence of a line that exceeds the context."""
     if not text.strip():
         return []
     limit = loaded.model.config.context
@@ -116,10 +117,11 @@ def _build_requests(
             f"line {line + 1} has {length} tokens, and the model reads {limit}; "
             f"shorten it, or split it with long='split'"
         )
-    own = settings if settings.seed is None else replace(settings, seed=settings.seed + line)
-    # Models of sentences say but one of several: each is translated by itself.
+    if settings.seed is not None:
+        settings = replace(settings, seed=settings.seed + line)
+    # Not packed: a model trained on single sentences translates only one of several.
     try:
-        return [TranslationRequest(line, prompt(part), own) for part in split_text(text, fits, pack=False)]
+        return [TranslationRequest(line, prompt(part), settings) for part in split_text(text, fits, pack=False)]
     except InputError as problem:
         raise InputError(f"line {line + 1}: {problem}") from None
 
@@ -131,7 +133,7 @@ def fits_context(loaded: LoadedModel, text: str) -> bool:
 
 
 def script_tag_for(loaded: LoadedModel, text: str, to: str | None) -> str:
-    """The script to be asked for, unless the text itself does."""
+    """The tag for the script `to`; "" if the text has a tag or the model has no scripts."""
     if not loaded.defaults.from_recipe or (to is None and loaded.normalize_source(text)[1]):
         if to is not None:
             raise InputError(f"this model has no script {to!r} to ask for; leave it out")
@@ -140,7 +142,7 @@ def script_tag_for(loaded: LoadedModel, text: str, to: str | None) -> str:
 
 
 def _join_parts(parts: list[list[Hypothesis]], count: int) -> list[Hypothesis]:
-    """The hypotheses of a line from those of its parts, the first with the first; scores weighed by length."""
+    """Join the hypotheses of the parts of a line, those of equal rank; scores are averaged by length."""
     if not parts:
         return [Hypothesis("", 0, "stop", 0.0) for _ in range(count)]
     if len(parts) == 1:
@@ -149,10 +151,11 @@ def _join_parts(parts: list[list[Hypothesis]], count: int) -> list[Hypothesis]:
 
 
 def _concatenate(hypotheses: list[Hypothesis]) -> Hypothesis:
-    tokens = sum(answer.num_tokens for answer in hypotheses)
-    scores: list[Any] = [answer.score for answer in hypotheses]
+    num_tokens = sum(hypothesis.num_tokens for hypothesis in hypotheses)
+    scores: list[Any] = [hypothesis.score for hypothesis in hypotheses]
     score = None
     if None not in scores:
-        score = sum(one * answer.num_tokens for one, answer in zip(scores, hypotheses, strict=True)) / max(1, tokens)
-    finished = "length" if any(answer.finish_reason == "length" for answer in hypotheses) else "stop"
-    return Hypothesis(" ".join(answer.text.strip() for answer in hypotheses), tokens, finished, score)
+        total = sum(score * hypothesis.num_tokens for score, hypothesis in zip(scores, hypotheses, strict=True))
+        score = total / max(1, num_tokens)
+    finish_reason = "length" if any(hypothesis.finish_reason == "length" for hypothesis in hypotheses) else "stop"
+    return Hypothesis(" ".join(hypothesis.text.strip() for hypothesis in hypotheses), num_tokens, finish_reason, score)

@@ -1,12 +1,12 @@
-"""Hypotheses ordered anew by how frequent a word is: log-linear, a list built from the training targets.
+"""Rerank hypotheses by the frequencies of words in the training targets, a log-linear combination.
 
-    words = Frequencies.of(train.rows)
-    words = tune(words, valid_answers, valid_references)
-    best = words.order(answers)
+    frequencies = WordFrequencies.from_pairs(train.rows)
+    frequencies = tune_weight(frequencies, valid_hypotheses, valid_references)
+    best = frequencies.rerank(hypotheses)[0]
 
-A hypothesis has score + weight · log((count + 1) / (total + kinds + 1)); weight 0 leaves the order as it was.  It is
-negative where held-out sources want other words than the training targets, as in a lexicon whose splits share none: a
-model knows its training targets by heart and says them too often.
+The rank is by score + weight · log((count + 1) / (total + distinct + 1)); weight 0 keeps the order. The tuned weight is
+negative if training and validation targets are disjoint, as in a split lexicon: the model has memorized its training
+targets and generates them too often.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from monoblock.errors import FileError
 from monoblock.metrics.text import References, accuracy
 from monoblock.tasks.loaded_model import Hypothesis
 
-WEIGHT_HUNDREDTHS = (0, *range(1, 11), 12, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200)  # in hundredths
+WEIGHT_HUNDREDTHS = (0, *range(1, 11), 12, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200)
 CANDIDATE_WEIGHTS = tuple(
-    sign * strength / 100 for strength in WEIGHT_HUNDREDTHS for sign in ((1, -1) if strength else (1,))
+    sign * hundredths / 100 for hundredths in WEIGHT_HUNDREDTHS for sign in ((1, -1) if hundredths else (1,))
 )
 
 
 @dataclass(frozen=True)
 class WordFrequencies:
-    """How often each word was seen as a target, and the weight this is given."""
+    """How often each word occurs as a target, and the weight of its log-probability in reranking."""
 
     counts: Counter[str]
     weight: float = 0.0
@@ -44,15 +44,16 @@ class WordFrequencies:
         return cls(counts)
 
     def log_probability(self, word: str) -> float:
-        """The log-probability of a word, one added to every count."""
+        """The unigram log-probability of a word with add-one smoothing."""
         total = self.counts.total() + len(self.counts) + 1
         return math.log((self.counts[word] + 1) / total)
 
     def rerank(self, hypotheses: Sequence[Hypothesis], weight: float | None = None) -> list[Hypothesis]:
-        """The hypotheses of one source, the best first; of equals, the one that was before."""
-        strength = self.weight if weight is None else weight
+        """Sort the hypotheses of one source, best first; equal ones keep their order."""
+        weight = self.weight if weight is None else weight
         return sorted(
-            hypotheses, key=lambda answer: -((answer.score or 0.0) + strength * self.log_probability(answer.text))
+            hypotheses,
+            key=lambda hypothesis: -((hypothesis.score or 0.0) + weight * self.log_probability(hypothesis.text)),
         )
 
     def write(self, path: Path) -> None:
@@ -68,8 +69,8 @@ class WordFrequencies:
         except OSError as problem:
             raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            wanted = '{"weight": 0.1, "counts": {"word": 3}}'
-            raise FileError(f"{path} is no list of words; `evaluate --save-words` writes one: {wanted}") from None
+            example = '{"weight": 0.1, "counts": {"word": 3}}'
+            raise FileError(f"{path} is not a word list; `evaluate --save-words` writes one: {example}") from None
 
 
 def tune_weight(
@@ -78,10 +79,10 @@ def tune_weight(
     references: References,
     weights: Sequence[float] = CANDIDATE_WEIGHTS,
 ) -> WordFrequencies:
-    """The weight with the best top-1 accuracy on held-out sources; of equals, the weakest."""
+    """Choose the weight with the best top-1 accuracy on validation sources; of equals, the smallest."""
 
-    def reached(weight: float) -> float:
-        return accuracy([[frequencies.rerank(answers, weight)[0].text] for answers in hypotheses], references)
+    def top1_accuracy(weight: float) -> float:
+        return accuracy([[frequencies.rerank(row, weight)[0].text] for row in hypotheses], references)
 
-    best = max(weights, key=lambda weight: (reached(weight), -abs(weight)))
+    best = max(weights, key=lambda weight: (top1_accuracy(weight), -abs(weight)))
     return WordFrequencies(frequencies.counts, best)

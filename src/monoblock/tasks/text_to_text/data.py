@@ -1,11 +1,11 @@
-"""Every task as text (Raffel et al. 2020): a prefix says what is wanted, and what is wanted is written out.
+"""Text-to-text tasks (Raffel et al. 2020): a prefix of the source names the task, and the target is text.
 
     classify: In the beginning was the Word.        ->  gospels
     translate to modern English: Ye know not.       ->  You don't know.
     question: Who wept? context: Jesus wept.        ->  Jesus
 
-A recipe names a prefix for its corpus and further tasks with theirs (`[data] prefix`, `[[data.tasks]]`); one model
-learns them all.  Labels become words, answers become text.  What is measured goes by the first word of the prefix.
+A recipe has a prefix for its corpus (`[data] prefix`) and may have further tasks (`[[data.tasks]]`), all learnt by one
+model. The first word of a prefix decides which metrics are computed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from monoblock.data.corpora import load as corpora
-from monoblock.data.corpora.load import Corpus, Split
+from monoblock.data.corpora.load import Corpus, Split, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.readers.records import CorpusKind, LabelledText, Pair, Question
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.recipes.schema import DataSection, TaskSection
@@ -32,7 +31,7 @@ def _question_to_pair(row: Question) -> Pair:
     return Pair(f"{row.question} context: {row.context}", row.answers[0] if row.answers else NO_ANSWER)
 
 
-# The kind of a corpus -> what a row of it is as a pair of texts.
+# Kind of a corpus -> function that converts a row to a pair of texts.
 PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
     "pairs": lambda row: row,
     "labelled": _labelled_to_pair,
@@ -41,15 +40,15 @@ PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
 
 
 def expand_answers(corpus: Corpus) -> Corpus:
-    """A corpus of questions with a row for each gold answer, all of which are right; others as they are."""
+    """Repeat each question for each of its gold answers; other corpora are returned unchanged."""
     if corpus.kind != "questions":
         return corpus
-    each = [row._replace(answers=row.answers[n : n + 1]) for row in corpus.rows for n in range(len(row.answers) or 1)]
-    return replace(corpus, rows=each)
+    rows = [row._replace(answers=row.answers[n : n + 1]) for row in corpus.rows for n in range(len(row.answers) or 1)]
+    return replace(corpus, rows=rows)
 
 
 def convert_to_pairs(corpus: Corpus) -> Corpus:
-    """A corpus as pairs of texts, where its rows can be that; others as they are."""
+    """Convert the rows to pairs of texts; a corpus of a kind that cannot be converted is returned unchanged."""
     if corpus.kind not in PAIR_CONVERTERS:
         return corpus
     return replace(corpus, kind="pairs", rows=[PAIR_CONVERTERS[corpus.kind](row) for row in corpus.rows])
@@ -60,18 +59,19 @@ def add_prefix(rows: Iterable[Pair], prefix: str) -> list[Pair]:
 
 
 def task_corpus_kind(corpus: str, prefix: str, data: Path | None) -> CorpusKind | None:
-    """How the corpus of a task is read: questions from .json; where labels are asked for, two columns by what they are.
+    """The kind to read the corpus of a task as; None for a corpus of the table.
 
-    A label comes back oftener than a text: the first column is that of the labels unless it has more different cells.
+    The two columns of a classification file may have either order. There are fewer labels than texts, so the column
+    with fewer distinct values has the labels.
     """
     if first_word(prefix) != "classify":
-        return corpora.infer_corpus_kind(corpus, ("pairs", "questions", "labelled"), folder=data)
-    found = corpora.infer_corpus_kind(corpus, ("labelled", "questions", "pairs"), folder=data)
-    read = None if found is None else corpora.load_corpus(corpus, "all", folder=data, kind=found)
-    if read is None or read.kind != "labelled":
-        return found
-    turned = len(read.labels()) > len({(row.text, row.text_pair) for row in read.rows})
-    return "pairs" if turned else found
+        return infer_corpus_kind(corpus, ("pairs", "questions", "labelled"), folder=data)
+    kind = infer_corpus_kind(corpus, ("labelled", "questions", "pairs"), folder=data)
+    loaded = None if kind is None else load_corpus(corpus, "all", folder=data, kind=kind)
+    if loaded is None or loaded.kind != "labelled":
+        return kind
+    text_comes_first = len(loaded.labels()) > len({(row.text, row.text_pair) for row in loaded.rows})
+    return "pairs" if text_comes_first else kind
 
 
 def first_word(prefix: str) -> str:
@@ -79,46 +79,48 @@ def first_word(prefix: str) -> str:
 
 
 def load_extra_tasks(section: DataSection, split: Split, data: Path | None) -> list[Pair]:
-    """The rows of the tasks beside the corpus of a recipe; of a split that a task does not have, none."""
-    found: list[Pair] = []
+    """Load the rows of `data.tasks`; a task without this split adds none."""
+    rows: list[Pair] = []
     for task in section.tasks:
         kind = task_corpus_kind(task.corpus, task.prefix, data)
-        load = corpora.load_corpus if split == "train" else corpora.load_corpus_if_present
+        load = load_corpus if split == "train" else load_corpus_if_present
         corpus = load(task.corpus, split, folder=data, kind=kind)
         if corpus is None:
             continue
         pairs = convert_to_pairs(corpus)
         if pairs.kind != "pairs":
-            raise ConfigError(f"data.tasks: the corpus {task.corpus} is {corpus.kind}, which is no text to text")
-        found += add_prefix(pairs.rows[: task.limit if split == "train" else None], task.prefix)
-    return found
+            raise ConfigError(
+                f"data.tasks: the corpus {task.corpus} is {corpus.kind}; give pairs, labelled texts or questions"
+            )
+        rows += add_prefix(pairs.rows[: task.limit if split == "train" else None], task.prefix)
+    return rows
 
 
-# -- which task a text belongs to -------------------------------------------------------------------------------------
+# -- the task of a source ---------------------------------------------------------------------------------------------
 
 
 def prefix_for(section: DataSection, corpus: str) -> str:
-    """What to put before the sources of a corpus: the prefix it was trained with, or the only one there is."""
-    known = {task.corpus: task.prefix for task in _all_tasks(section)}
-    if corpus in known:
-        return known[corpus]
+    """The prefix a corpus was trained with; for another corpus the only prefix of the recipe, "" if it has several."""
+    prefixes = {task.corpus: task.prefix for task in _all_tasks(section)}
+    if corpus in prefixes:
+        return prefixes[corpus]
     return section.prefix if not section.tasks else ""
 
 
 def group_by_task(rows: Sequence[Pair], section: DataSection) -> dict[str, list[Pair]]:
-    """Prefix -> the rows that begin with it; a row without any belongs to no task."""
+    """Map each prefix to the rows that begin with it; a row without a prefix raises ConfigError."""
     prefixes = sorted({task.prefix for task in _all_tasks(section)} - {""}, key=len, reverse=True)
-    found: dict[str, list[Pair]] = {}
+    groups: dict[str, list[Pair]] = {}
     for row in rows:
-        prefix = next((one for one in prefixes if row.source.startswith(one)), None)
+        prefix = next((prefix for prefix in prefixes if row.source.startswith(prefix)), None)
         if prefix is None:
-            first = row.source.split(" ")[0]
+            word = row.source.split(" ")[0]
             raise ConfigError(
                 f"the source {row.source[:40]!r} has no prefix; "
-                f"begin it with {' or '.join(map(repr, prefixes))}{did_you_mean(first, prefixes)}"
+                f"begin it with {' or '.join(map(repr, prefixes))}{did_you_mean(word, prefixes)}"
             )
-        found.setdefault(prefix, []).append(row)
-    return found
+        groups.setdefault(prefix, []).append(row)
+    return groups
 
 
 def _all_tasks(section: DataSection) -> list[TaskSection]:

@@ -1,4 +1,4 @@
-"""How good a text-to-text model is, by task: BLEU for translations, ROUGE for summaries, accuracy for labels."""
+"""Evaluate a text-to-text model: BLEU for translation, ROUGE for summarization, accuracy for classification …"""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from monoblock.data.readers.records import CorpusKind, Pair
 from monoblock.errors import ConfigError
-from monoblock.metrics import squad as spanscores, text as scores
 from monoblock.metrics.rouge import rouge
+from monoblock.metrics.squad import score_answers
+from monoblock.metrics.text import accuracy
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
@@ -24,78 +25,76 @@ from monoblock.tasks.text_to_text.data import (
     task_corpus_kind,
 )
 
-TEXT_CORPUS_KINDS: tuple[CorpusKind, ...] = (
-    "pairs",
-    "questions",
-    "labelled",
-)  # kinds of corpora whose rows can be pairs of texts
+TEXT_CORPUS_KINDS: tuple[CorpusKind, ...] = ("pairs", "questions", "labelled")  # those that convert to pairs of texts
 MetricFunction = Callable[[list[str], list[list[str]]], dict[str, Any]]
 
 
-def _exact_accuracy(texts: list[str], accepted: list[list[str]]) -> dict[str, Any]:
-    return {"accuracy": scores.accuracy([[text.strip()] for text in texts], accepted)}
+def _exact_accuracy(texts: list[str], references: list[list[str]]) -> dict[str, Any]:
+    return {"accuracy": accuracy([[text.strip()] for text in texts], references)}
 
 
-# The first word of a prefix -> what is measured; anything else is measured as a translation.
+# First word of a prefix -> metrics; those of translation for any other word.
 METRICS_BY_TASK: dict[str, MetricFunction] = {
     "summarize": rouge,
     "summarise": rouge,
     "classify": _exact_accuracy,
-    "question": lambda texts, accepted: dict(spanscores.score_answers(texts, accepted)),
+    "question": lambda texts, references: dict(score_answers(texts, references)),
 }
 
 
 def evaluate_text_to_text(
     loaded: LoadedModel, request: EvaluationRequest, section: DataSection, translation_metrics: MetricFunction
 ) -> Evaluation:
-    """The figures of each task by itself; where there are several, each goes by its prefix: classify_accuracy."""
-    own = replace(section, prefix=prefix_for(section, request.data))
-    corpus = read_corpus(request, TEXT_CORPUS_KINDS, kind=task_corpus_kind(request.data, own.prefix, request.folder))
-    every = prepare_pairs(convert_to_pairs(expand_answers(corpus)), own).rows
-    accepted = collect_references(every)
-    tasks = group_by_task(_first_targets(every) if corpus.kind == "questions" else every, section)
-    figures: dict[str, Any] = {}
+    """Compute the metrics of each task; with several tasks, names begin with that of the task: classify_accuracy."""
+    prefix = prefix_for(section, request.data)
+    corpus = read_corpus(request, TEXT_CORPUS_KINDS, kind=task_corpus_kind(request.data, prefix, request.folder))
+    pairs = prepare_pairs(convert_to_pairs(expand_answers(corpus)), replace(section, prefix=prefix)).rows
+    all_references = collect_references(pairs)
+    is_question = corpus.kind == "questions"
+    tasks = group_by_task(_first_targets(pairs) if is_question else pairs, section)
+    metrics: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
-    for prefix, some in tasks.items():
-        texts = best_translations(loaded, [row.source for row in some], batch=request.batch, **request.options)
-        golds = [accepted[row.source] if corpus.kind == "questions" else [row.target] for row in some]
-        found = METRICS_BY_TASK.get(first_word(prefix), translation_metrics)(texts, golds)
-        figures |= _prefix_metric_names(found | {"sources": len(some)}, prefix, tasks)
-        shown = zip(some[: request.samples], texts, strict=False)
-        samples += [{"source": row.source, "reference": row.target, "hypothesis": text} for row, text in shown]
-    return Evaluation(figures | {"split": corpus.split}, samples)
+    for prefix, rows in tasks.items():
+        texts = best_translations(loaded, [row.source for row in rows], batch=request.batch, **request.options)
+        references = [all_references[row.source] if is_question else [row.target] for row in rows]
+        scores = METRICS_BY_TASK.get(first_word(prefix), translation_metrics)(texts, references)
+        metrics |= _prefix_metric_names(scores | {"sources": len(rows)}, prefix, tasks)
+        sampled = zip(rows[: request.samples], texts, strict=False)
+        samples += [{"source": row.source, "reference": row.target, "hypothesis": text} for row, text in sampled]
+    return Evaluation(metrics | {"split": corpus.split}, samples)
 
 
 def _first_targets(rows: Sequence[Pair]) -> list[Pair]:
-    """Each source with the first of its targets."""
+    """Keep the first target of each source."""
     return list({row.source: row for row in reversed(rows)}.values())[::-1]
 
 
-def score_validation_rows(
+def score_validation_texts(
     loaded: LoadedModel, rows: Sequence[Pair], count: int, section: DataSection, translation_metrics: MetricFunction
 ) -> dict[str, float]:
-    """For a model card: the first validation sources of each task."""
+    """Measure the first validation sources of each task that fit the context, for a model card."""
     tasks = group_by_task(rows, section)
-    figures: dict[str, float] = {}
-    for prefix, every in tasks.items():
-        some = [row for row in every[: 2 * count] if fits_context(loaded, row.source)][:count]
-        if not some:
+    metrics: dict[str, float] = {}
+    for prefix, task_rows in tasks.items():
+        measured = [row for row in task_rows[: 2 * count] if fits_context(loaded, row.source)][:count]
+        if not measured:
             continue
-        texts = best_translations(loaded, [row.source for row in some])
+        texts = best_translations(loaded, [row.source for row in measured])
+        references = [[row.target] for row in measured]
         try:
-            found = METRICS_BY_TASK.get(first_word(prefix), translation_metrics)(texts, [[row.target] for row in some])
-        except ConfigError:  # a package that measures is not here
+            scores = METRICS_BY_TASK.get(first_word(prefix), translation_metrics)(texts, references)
+        except ConfigError:  # sacreBLEU is not installed
             continue
-        numbers = {name: value for name, value in found.items() if isinstance(value, float)}
-        figures |= {f"val_{name}": value for name, value in _prefix_metric_names(numbers, prefix, tasks).items()}
-    return figures
+        numbers = {name: value for name, value in scores.items() if isinstance(value, float)}
+        metrics |= {f"val_{name}": value for name, value in _prefix_metric_names(numbers, prefix, tasks).items()}
+    return metrics
 
 
 def _prefix_metric_names(metrics: dict[str, Any], prefix: str, tasks: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
-    """Figures by task where there are several: by the first word of the prefix, or all of it where two begin alike."""
+    """With several tasks, put the first word of the prefix before each name, or all of it if tasks share that word."""
     if len(tasks) == 1:
         return metrics
     word = first_word(prefix)
-    alike = sum(first_word(other) == word for other in tasks) > 1
-    name = "_".join(prefix.rstrip(":").lower().split()) if alike else word
-    return {f"{name}_{figure}": value for figure, value in metrics.items()}
+    is_shared = sum(first_word(other) == word for other in tasks) > 1
+    task = "_".join(prefix.rstrip(":").lower().split()) if is_shared else word
+    return {f"{task}_{name}": value for name, value in metrics.items()}

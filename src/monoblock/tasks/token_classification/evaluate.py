@@ -78,7 +78,7 @@ def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluati
     )
 
 
-def score_validation_rows(loaded: LoadedModel, rows: Sequence[TaggedSentence], count: int) -> dict[str, float]:
+def score_validation_tags(loaded: LoadedModel, rows: Sequence[TaggedSentence], count: int) -> dict[str, float]:
     """For the model card: F1 of the first validation sentences."""
     rows = rows[: SENTENCES_PER_ROW * count]
     predictions = _decode_rows(loaded, _predict_probabilities(loaded, rows))

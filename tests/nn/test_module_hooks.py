@@ -13,7 +13,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.nn.linear import FUSE_MIN_TOKENS
 from monoblock.nn.lora import LoraLinear
 from monoblock.nn.lstm import Recurrent
-from monoblock.nn.plain_module import is_customized, is_plain
+from monoblock.nn.module_hooks import is_customized, is_plain
 
 LONG = 600
 QUERY = "decoder.0.attention.query"

@@ -1,4 +1,4 @@
-"""Allow-lists over configuration fields: what a backend supports, said field by field.
+"""Allow-lists over configuration fields: what a backend supports, field by field.
 
     SUPPORTED = {**allow("norm_place residual"), "attention.mask": one_of("causal"), …}
     unsupported_field(block, SUPPORTED)     # None, or the first field that the table does not allow

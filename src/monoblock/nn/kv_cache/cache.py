@@ -18,8 +18,8 @@ from torch import Tensor
 
 from monoblock.config.model import AttentionConfig, StackConfig
 from monoblock.errors import InputError
-from monoblock.nn.cache_index import CacheIndex, CacheWrite
-from monoblock.nn.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.cache_index import CacheIndex, CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.token_positions import TokenPositions
 
 

@@ -11,8 +11,8 @@ from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear
+from monoblock.nn.module_hooks import is_customized
 from monoblock.nn.norm import Norm
-from monoblock.nn.plain_module import is_customized
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from monoblock.config.model import StackConfig
 from monoblock.errors import InputError
-from monoblock.nn.cache import Cache
+from monoblock.nn.kv_cache.cache import Cache
 
 INTEGER_DTYPES = (torch.int64, torch.int32)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.nn.cache import Cache
-from monoblock.nn.check_inputs import check_batch, check_ids, check_shape, valid_mask
+from monoblock.nn.inputs.check_inputs import check_batch, check_ids, check_shape, valid_mask
+from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 

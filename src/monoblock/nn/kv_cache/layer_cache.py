@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.nn.cache_index import CacheWrite
+from monoblock.nn.kv_cache.cache_index import CacheWrite
 
 
 class KeyValues(NamedTuple):

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import monoblock as mb
 from monoblock.config.model import BlockConfig
-from monoblock.decoding.backends import cpu_search_operators, cpu_step, cuda_graph, inference_copy, prepared
-from monoblock.decoding.backends.allow_list import unsupported_field
+from monoblock.decoding.backends import cpu_search_operators, cpu_step, cuda_graph, inference_copy, prepared_model
+from monoblock.decoding.backends.supported_fields import unsupported_field
 from monoblock.nn.block import Block
 
 IDS = torch.tensor([[5, 7, 11, 2, 3], [1, 2, 3, 9, 4]])
@@ -52,7 +52,7 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-# -- what generate leaves behind ----------------------------------------------------------------------------------------
+# -- what generate leaves behind ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"draft": "8-bit"}, {"use_cache": False}])
@@ -74,7 +74,7 @@ def test_parameters_keep_their_storage_and_modules_their_mode(options, kernels):
 def test_everything_prepared_ends_with_the_model(options, kernels):
     model = gpt()
     generate(model, **options)
-    copied = prepared.prepare(model)
+    copied = prepared_model.prepare(model)
     references = [weakref.ref(one) for one in (model, copied, copied.model, *copied.model.modules())]
     del model, copied
     gc.collect()
@@ -84,7 +84,7 @@ def test_everything_prepared_ends_with_the_model(options, kernels):
 def test_release_frees_what_was_prepared_and_the_next_call_prepares_again():
     model = gpt()
     wanted = generate(model)
-    copied = weakref.ref(prepared.prepare(model))
+    copied = weakref.ref(prepared_model.prepare(model))
     mb.release(model)
     gc.collect()
     assert copied() is None
@@ -165,7 +165,7 @@ def test_threads_share_a_training_mode_model_with_hooks():
     assert all(module.training for module in model.modules())
 
 
-# -- modules that are more than ours --------------------------------------------------------------------------------------
+# -- modules that are more than ours --------------------------------------------------------------------------------
 
 
 PLACES = ("decoder.0", "decoder.1.attention", "decoder.1.attention.query", "decoder.0.feedforward.up", "decoder.norm")
@@ -296,7 +296,7 @@ def test_a_tap_sees_and_changes_every_step(kernels):
     assert {name.split(".")[0] for name in names} >= {"encoder", "decoder"}
 
 
-# -- a configuration with a field that no backend knows --------------------------------------------------------------------
+# -- a configuration with a field that no backend knows -------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +344,7 @@ def test_a_model_with_a_new_field_runs_eagerly_and_says_the_same(make, options, 
     }
     model = mb.Transformer(replace(plain.config, **stacks))
     model.load_state_dict(plain.state_dict())
-    assert prepared.prepare(model) is None
+    assert prepared_model.prepare(model) is None
     taken.clear()
     assert torch.equal(model.eval().generate(ids, max_new_tokens=NEW, **options), wanted)
     assert not taken

@@ -37,15 +37,15 @@ class PreparedModel:
         self._search_operators: SearchOperators | None = None
         self._has_search_operators = False
 
-    def search_operators(self) -> SearchOperators | None:
-        """The operators that take whole steps of a beam search, None where there are none; built when first asked."""
+    def get_search_operators(self) -> SearchOperators | None:
+        """The operators that take whole steps of a beam search, None where there are none; built on first use."""
         with _lock:
             if not self._has_search_operators:
                 self._search_operators = build_search_operators(self.model)
                 self._has_search_operators = True
             return self._search_operators
 
-    def graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
+    def make_graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
         """A state whose steps are recorded: the idle one if it fits, else a new one."""
         with _lock:
             state, self._idle_graph = self._idle_graph, None

@@ -1,0 +1,178 @@
+"""The filters of a batch whose rows may have different settings: constraints first, then the filters of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.decoding.filters import (
+    TokenHistory,
+    bad_words,
+    force_token,
+    min_p,
+    no_repeat_ngram_size,
+    repetition_penalty,
+    suppress_tokens,
+    temperature,
+    top_k,
+    top_p,
+    typical_p,
+)
+from monoblock.decoding.request import Request, request_rows
+from monoblock.decoding.sampling import sample_tokens
+from monoblock.decoding.settings import Settings
+
+FilterTable = dict[str, tuple[Callable[..., Tensor], float]]
+
+# Name in Settings -> filter, and the value that leaves a row unchanged.
+HISTORY_FILTERS: FilterTable = {
+    "repetition_penalty": (repetition_penalty, 1.0),
+    "no_repeat_ngram_size": (no_repeat_ngram_size, 0),
+}
+SAMPLING_FILTERS: FilterTable = {
+    "temperature": (temperature, 1.0),
+    "top_k": (top_k, 0),
+    "top_p": (top_p, 1.0),
+    "min_p": (min_p, 0.0),
+    "typical_p": (typical_p, 1.0),
+}
+
+
+class Filters:
+    """The filters of these rows: built when rows come or go, applied at every step."""
+
+    def __init__(self, settings: Sequence[Settings], device: torch.device) -> None:
+        self.settings, self.device = tuple(settings), device
+        self.has_same_settings = len(set(self.settings)) <= 1
+        self.history_filters = self._needed_filters(HISTORY_FILTERS)
+        self.sampling_filters = self._needed_filters(SAMPLING_FILTERS)
+        self.sampled_rows = torch.tensor([row.temperature > 0 for row in self.settings], device=device)
+        self.has_sampling = any(row.temperature > 0 for row in self.settings)
+        self.has_constraints = any(
+            row.bad_words_ids
+            or row.suppress_tokens
+            or row.begin_suppress_tokens
+            or row.min_new_tokens
+            or row.forced_bos_token_id is not None
+            or row.forced_eos_token_id is not None
+            for row in self.settings
+        )
+
+    def _needed_filters(self, table: FilterTable) -> list[tuple[Callable[..., Tensor], Any]]:
+        """Pair each filter that changes a row with its value, a tensor (B, 1) where rows differ."""
+        needed: list[tuple[Callable[..., Tensor], Any]] = []
+        for name, (function, neutral) in table.items():
+            values = [getattr(row, name) for row in self.settings]
+            if table is SAMPLING_FILTERS:  # a greedy row is not sampled, and its temperature of 0 must not divide
+                values = [neutral if row.temperature == 0 else v for row, v in zip(self.settings, values, strict=True)]
+            if all(value == neutral for value in values):
+                continue
+            is_same = len(set(values)) == 1
+            needed.append((function, values[0] if is_same else torch.tensor(values, device=self.device)[:, None]))
+        return needed
+
+    @property
+    def needs_history(self) -> bool:
+        return bool(self.history_filters) or any(row.bad_words_ids for row in self.settings)
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether a token depends only on the logits and a uniform number, not on earlier tokens or their count."""
+        return not (self.history_filters or self.has_constraints)
+
+    @property
+    def cache_key(self) -> object:
+        """Everything that `choose` depends on besides its arguments."""
+        return tuple(tuple(getattr(row, name) for name in SAMPLING_FILTERS) for row in self.settings)
+
+    def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Choose a token for each row (B,): the best one, or the one sampled by its uniform number (B,)."""
+        best = logits.argmax(-1)
+        if not self.has_sampling:
+            return best
+        sampled = sample_tokens(self.apply_sampling_filters(logits.float()), uniforms)
+        return torch.where(self.sampled_rows, sampled, best)
+
+    def apply_sampling_filters(self, logits: Tensor) -> Tensor:
+        """Shape the distribution that tokens are sampled from."""
+        for function, value in self.sampling_filters:
+            logits = function(logits, value)
+        return logits
+
+    def apply_constraints(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
+        """Apply the constraints of greedy decoding, sampling and beam search alike.
+
+        `new_counts` is the number of new tokens of each row.
+        """
+        for function, value in self.history_filters:
+            logits = function(logits, value, history)
+        return self._constrain(logits, history, new_counts) if self.has_constraints else logits
+
+    def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
+        """The tokens ruled out in every row, if that is all the constraints do; otherwise None."""
+        if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
+            return None
+        row = self.settings[0]
+        is_forced = row.forced_bos_token_id is not None or row.forced_eos_token_id is not None
+        if row.bad_words_ids or is_forced:
+            return None
+        too_early = row.eos_token_id if new_counts[0] < row.min_new_tokens else ()
+        return (*row.suppress_tokens, *too_early, *(row.begin_suppress_tokens if new_counts[0] == 0 else ()))
+
+    def _constrain(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
+        if self.has_same_settings and len(set(new_counts)) == 1:
+            return _constrain_rows(logits, self.settings[0], history, new_counts[0])
+        rows = []
+        for row, settings in enumerate(self.settings):
+            one = slice(row, row + 1)
+            row_history = None if history is None else TokenHistory(history.tokens[one], history.lengths[one])
+            rows.append(_constrain_rows(logits[one], settings, row_history, new_counts[row]))
+        return torch.cat(rows)
+
+
+def _constrain_rows(logits: Tensor, settings: Settings, history: TokenHistory | None, new_count: int) -> Tensor:
+    """Rule out or force tokens in rows with the same settings and the same number of new tokens."""
+    if settings.bad_words_ids:
+        assert history is not None
+        logits = bad_words(logits, settings.bad_words_ids, history)
+    if settings.eos_token_id and new_count < settings.min_new_tokens:
+        logits = suppress_tokens(logits, settings.eos_token_id)
+    if settings.forced_bos_token_id is not None and new_count == 0:
+        logits = force_token(logits, settings.forced_bos_token_id)
+    if settings.forced_eos_token_id is not None and new_count == settings.max_new_tokens - 1:
+        logits = force_token(logits, settings.forced_eos_token_id)
+    if settings.suppress_tokens:
+        logits = suppress_tokens(logits, settings.suppress_tokens)
+    if settings.begin_suppress_tokens and new_count == 0:
+        logits = suppress_tokens(logits, settings.begin_suppress_tokens)
+    return logits
+
+
+# -- filters of requests ----------------------------------------------------------------------------------------------
+
+
+def choose_tokens(requests: list[Request], logits: Tensor, filters: Filters) -> list[int]:
+    """Choose a token for each row of the requests from logits (rows, V)."""
+    new_counts = [len(request.sequences[row].new_tokens) for request, row in request_rows(requests)]
+    logits = filters.apply_constraints(logits, token_history(requests, filters), new_counts)
+    return filters.choose(logits, uniform_numbers(requests, filters)).tolist()
+
+
+def token_history(requests: list[Request], filters: Filters) -> TokenHistory | None:
+    """Collect the tokens of the rows; None if no filter needs them."""
+    if not filters.needs_history:
+        return None
+    rows = [request.row_tokens(row) for request, row in request_rows(requests)]
+    longest = max(len(tokens) for tokens in rows)
+    padded = torch.tensor([tokens + [-1] * (longest - len(tokens)) for tokens in rows], device=filters.device)
+    return TokenHistory(padded, torch.tensor([len(tokens) for tokens in rows], device=filters.device))
+
+
+def uniform_numbers(requests: list[Request], filters: Filters, offset: int = 0) -> Tensor:
+    """The uniform numbers (rows,) of the next token, or of the one `offset` tokens later."""
+    rows = request_rows(requests)
+    numbers = [request.uniform(row, offset) for request, row in rows] if filters.has_sampling else [0.0] * len(rows)
+    return torch.tensor(numbers, device=filters.device, dtype=torch.double)

@@ -1,0 +1,220 @@
+"""Every C++ operator and method refuses wrong arguments with a Python error: none crashes, hangs or guesses."""
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from operator_cases import (
+    CASES,
+    beam_search,
+    block_fields,
+    native_stack,
+    norm_fields,
+    prompt,
+    stack,
+    started_search,
+    step,
+)
+
+import monoblock as mb
+from monoblock.kernels.cpu import library
+
+TIMEOUT = 600  # seconds for what takes about thirty, so that a call that hangs fails
+REFUSALS = ("RuntimeError", "NotImplementedError", "TypeError", "ValueError")
+# Variants that are correct calls: case / argument / variant.
+ACCEPTED = (
+    # any number of rows, which may have gaps; what is narrower than a weight by less than a group may be its padding
+    "linear_* / x / one more dimension",
+    "linear_* / x / gaps",
+    "linear_* / x / * in dimension 0",
+    "linear_int* / x / one too * in dimension 1",
+    "linear_* / bias / gaps",
+    "linear_* / bias / torch.float*",
+    "quantize_int8 / weight / one more dimension",
+    "quantize_int8 / weight / flat",
+    "quantize_int8 / weight / * in dimension 0",
+    # GELU reads any shape and stride
+    *(
+        f"gelu_tanh / x / {variant}"
+        for variant in ("one more*", "no dim*", "empty", "gaps", "flat", "trans*", "* in dim*")
+    ),
+    "gelu_tanh_backward / * / gaps",
+    # no query head; values of any size; strides that are not used
+    "attend_* / q / nothing in dimension 1",
+    "attend_one_query / q / nothing in dimension 0",
+    "attend_causal / v / * in dimension 3",
+    "attend_one_query / values / * in dimension 3",
+    "attend_causal_backward / grad / gaps",
+    "attend_causal_backward / log_sums / gaps",
+    "attend_one_query / mask / gaps",
+    "* / *mask / one too few in dimension 0",  # one row for all
+    # any vocabulary, any number of suppressed tokens
+    "topk_continuations / logits / one too * in dimension 1",
+    "topk_continuations / suppressed / empty",
+    "topk_continuations / suppressed / * in dimension 0",
+    "topk_continuations / count / one more",
+    # any number of blocks; options and optional weights.  How many tables there are, and how wide the values of a
+    # source are, is known when a step is taken
+    "NativeStack* / blocks / one too *",
+    "NativeStack* / blocks / last: attention.window: *",
+    "NativeStack* / blocks / last: attention.*_table: *",
+    "NativeStack* / blocks / last: *attention*sinks*",
+    "NativeStack* / blocks / last: *attention_gain*",
+    "NativeStack / blocks / last: cross.output.weight: one too * in dimension 1",
+    *(f"NativeStack* / * / *{field}" for field in (".bias", "norm.weight", ".bias: None", "norm.weight: None")),
+    "NativeStack* / norm / empty",
+    "NativeStack.step* / * / gaps",
+    "NativeStack.step* / written / *",  # only the larger number is kept
+    "NativeStack.step* / windows / last: zero",
+    "NativeStack.step* / position_biases / *",
+    "NativeStack.step int4 / source_values / last: one too * in dimension 3",
+    "SearchModel / token_table / one too * in dimension 0",
+    "SearchModel.cache_memory / size / *",
+    "BeamSearchBatch / position_table / one too many in dimension 0",
+    "BeamSearchBatch / max_new_tokens / one more",
+    "BeamSearchBatch / eos_tokens / *",  # compared, never looked up
+    "BeamSearchBatch.add / first_token / *",
+    "BeamSearchBatch.add / running / * in dimension 1",
+    "BeamSearchBatch.add / finished / *",
+    "BeamSearchBatch.add / done / None",
+    "BeamSearchBatch.step / suppressed / *",
+    "BeamSearchBatch.hypotheses / prompt / zero",
+    *(
+        f"* / {argument} / None"
+        for argument in ("bias", "*mask", "active", "output_bias", "token_table", "position_table")
+    ),
+    "BeamSearchBatch.step / x / None",
+)
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    if not library.load_kernels().is_ready:
+        pytest.skip(library.load_kernels().reason)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """The outcome of every call: "" or the error.  A crash ends the process, and the last line names the call."""
+    paths = [str(Path(mb.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    script = Path(__file__).parents[1] / "operator_cases.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, (lines[-1:], done.stderr[-500:])
+    return {(case, argument, variant): outcome for case, argument, variant, outcome in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_correct_arguments_are_accepted_and_wrong_ones_raise_an_error(case, outcomes):
+    assert outcomes[case, "", ""] == ""
+    tried = {key: outcome for key, outcome in outcomes.items() if key[0] == case and key[1]}
+    assert len(tried) > 4
+    for key, outcome in tried.items():
+        if outcome:
+            assert outcome.startswith(REFUSALS), (key, outcome)
+        else:
+            assert any(fnmatch.fnmatch(" / ".join(key), pattern) for pattern in ACCEPTED), key
+
+
+def test_every_operator_and_class_has_a_case():
+    source = library.MAIN_SOURCE.read_text(encoding="utf-8")
+    names = set(CASES)
+    for line in source.splitlines():
+        for mark in ('library.def("', "library.class_<"):
+            if mark in line and line.strip() != "library.def(":
+                name = line.split(mark)[1].replace("(", " ").replace(">", " ").replace('"', " ").split()[0]
+                assert name in names, name
+
+
+# -- the words of an error --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.quary.weight": torch.zeros(3)}, r"blocks\[0\]\['attention.quary.weight'\] is not a field"),
+        ({"attention.query.weight": None}, r"blocks\[0\]\['attention.query.weight'\] is missing"),
+        ({"attention.heads": 5}, r"blocks\[0\]\['attention.kv_heads'\] does not divide attention.heads \(2 and 5\)"),
+        ({"activation": "swish"}, r"blocks\[0\]\['activation'\] is 'swish'; one of relu, relu2, gelu, "),
+        ({"attention.scale": "much"}, r"blocks\[0\]\['attention.scale'\] is of type String; a float is needed"),
+        ({"attention_norm.weight": torch.zeros(7)}, r"\['attention_norm.weight'\] has shape \(7\); \(24\) is needed"),
+        (
+            {"attention.key.bias": torch.zeros(12).double()},
+            r"\['attention.key.bias'\] has dtype Double; Float is needed",
+        ),
+    ],
+)
+def test_an_error_names_the_field_what_was_given_and_what_is_needed(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.classes.monoblock.NativeStack(width=24, blocks=[block_fields() | changes], norm=norm_fields("norm"))
+
+
+# -- what changes between calls ---------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_changed_in_place_are_read_and_those_that_moved_are_refused():
+    given, weight = stack(), torch.ones(24, 24)
+    given["blocks"][0] = given["blocks"][0] | {"attention.query.weight": weight}
+    native = torch.classes.monoblock.NativeStack(**given)
+    before = native.step(**step())
+    weight.mul_(-3)
+    assert not torch.equal(native.step(**step()), before)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="moved in memory since it was built; build it again"):
+        native.step(**step())
+
+
+def test_a_cache_that_is_not_in_order_gives_none_and_changes_nothing():
+    given = step()
+    given["cache_index"][0][2, 1] = 5
+    keys = given["keys"][0].clone()
+    assert native_stack().step(**given) is None
+    assert torch.equal(given["keys"][0], keys)
+
+
+def test_a_batch_takes_its_prompts_and_no_more():
+    search = started_search(prompts=1)
+    with pytest.raises(RuntimeError, match="1 prompts of 2 beams were added to a batch of 4 rows"):
+        search.step(None, [])
+    search.add(**prompt())
+    with pytest.raises(RuntimeError, match="all 2 prompts of this batch are there already"):
+        search.add(**prompt())
+
+
+def test_a_search_ends_with_an_error_where_its_prompts_are_done():
+    search = started_search()
+    done = []
+    while len(done) < 2:
+        done += search.step(None, [])
+    with pytest.raises(RuntimeError, match="all prompts of this batch are done"):
+        search.step(None, [])
+
+
+def test_prompts_that_have_begun_are_not_mixed_with_others():
+    search = started_search(prompts=1)
+    search.add(**prompt() | {"running": torch.zeros(2, 0, dtype=torch.long)})
+    with pytest.raises(RuntimeError, match="prompt 0 has begun and another has not"):
+        search.step(None, [])
+
+
+def test_a_token_outside_the_token_table_is_refused():
+    small = {"stack": native_stack(is_plain=True), "output_table": torch.ones(37, 24), "output_bias": None}
+    model = torch.classes.monoblock.SearchModel(
+        **small, output_scale=1.0, token_table=torch.ones(5, 24), token_scale=1.0
+    )
+    search = torch.classes.monoblock.BeamSearchBatch(**beam_search() | {"model": model})
+    for _ in range(2):
+        search.add(**prompt())
+    with pytest.raises(RuntimeError, match="token 5 is not in a token_table of 5 rows"):
+        search.step(None, [])
