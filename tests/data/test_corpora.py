@@ -369,12 +369,12 @@ def test_texts_yields_what_a_tokenizer_is_trained_on(tmp_path):
     [
         ("kjb", "train", {}, "no corpus, file or folder 'kjb'; did you mean 'kjv'"),
         ("nothing/like/this", "train", {}, "monoblock ls corpora"),
-        ("kjv", "dev", {}, "no split 'dev'; there is train, valid, test, all"),
+        ("kjv", "dev", {}, "split='dev' is unknown; write train, valid, test or all"),
         ("shakespeare", "test", {}, "has no split 'test'; it has train, valid"),
         ("multi30k", "train", {}, "put multi30k/{split}.de-en into the folder of --data"),
         ("a.xyz", "all", {}, "a.xyz ends in none of .txt"),
-        ("a.xyz", "all", {"kind": "pear"}, "kind='pear' cannot be read; did you mean 'pairs'"),
-        ("short.tsv", "train", {}, "is empty; give it more text"),
+        ("a.xyz", "all", {"kind": "pear"}, "kind='pear' is unknown; did you mean 'pairs'"),
+        ("short.tsv", "train", {}, "is empty; add at least one row"),
     ],
 )
 def test_what_is_missing_raises_one_line(tmp_path, monkeypatch, name, split, options, message):

@@ -64,5 +64,5 @@ def test_collate_pads_each_field_on_the_right():
 def test_invalid_rows_raise_one_line():
     with pytest.raises(InputError, match="longest=1"):
         encode_pairs([Pair("ab", "cd")], encode, encode, longest=1)
-    with pytest.raises(InputError, match="'B-PRE' is not one of the 2 known; did you mean 'B-PER'"):
+    with pytest.raises(InputError, match="'B-PRE' is not one of the 2 known labels; did you mean 'B-PER'"):
         encode_tagged([TaggedSentence(("a",), ("B-PRE",))], encode_words, ["O", "B-PER"])

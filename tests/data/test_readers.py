@@ -106,8 +106,8 @@ BAD = [
     (read_conll, "a.conll", "EU B-ORG\n\nalone\n", "a.conll, line 3: 1 column; write word … label"),
     (read_conll, "a.conll", "EU\n", "a.conll, line 1: 1 column"),
     (read_conll, "a.conll", "\n-DOCSTART- O\n", "a.conll is empty"),
-    (read_images, "a.npz", b"PK nonsense", "a.npz is no .npz file"),
-    (read_images, "a.npz", b"", "a.npz is no .npz file"),
+    (read_images, "a.npz", b"PK nonsense", "a.npz is not a .npz file"),
+    (read_images, "a.npz", b"", "a.npz is not a .npz file"),
 ]
 
 
@@ -140,7 +140,7 @@ def test_aligned_files_of_different_lengths_name_the_shorter(write_file):
         ({"images": np.zeros((2, 3)), "labels": np.zeros(2, int)}, "write images \\(count, height, width\\)"),
         ({"images": np.zeros((2, 3, 5)), "labels": np.zeros(3, int)}, "write images \\(count"),
         ({"images": np.zeros((0, 3, 5)), "labels": np.zeros(0, int)}, "one or more"),
-        ({"images": np.array([[[object()]]]), "labels": np.zeros(1, int)}, "no .npz file of plain arrays"),
+        ({"images": np.array([[[object()]]]), "labels": np.zeros(1, int)}, "not a .npz file of plain arrays"),
     ],
 )
 def test_arrays_that_are_not_images_are_rejected(tmp_path, arrays, message):

@@ -6,11 +6,12 @@ from support import preset_names
 
 from monoblock.config.families import gpt, llama
 from monoblock.config.presets import tiny
-from monoblock.decoding.backends.fused_linear import FusedLinear, can_fuse
+from monoblock.decoding.backends.fused_linear import FusedLinear
 from monoblock.decoding.backends.inference_copy import build_inference_copy, refresh
 from monoblock.decoding.backends.inference_modules import InferenceAttention, InferenceFeedForward
 from monoblock.decoding.backends.optimize import join_weights
 from monoblock.decoding.backends.prepared_model import get_inference_copy
+from monoblock.nn.linear import can_join
 from monoblock.nn.transformer import Transformer
 
 
@@ -99,6 +100,6 @@ def test_weights_created_in_inference_mode_can_be_fused():
 
 def test_projections_with_and_without_a_bias_are_not_fused():
     biased, unbiased = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3, bias=False)
-    assert can_fuse([biased, biased])
+    assert can_join([biased, biased])
     assert FusedLinear([biased, biased])(torch.ones(2, 4)).shape == (2, 6)
-    assert not can_fuse([biased, unbiased])
+    assert not can_join([biased, unbiased])

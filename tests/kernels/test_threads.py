@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from operator_cases import beam_search, native_search_model, native_stack, prompt, step
 from operator_support import search_operators, use_kernels_for_toys
 from support import build_model
 
@@ -83,7 +85,7 @@ def test_a_bias_that_does_not_fit_the_table_is_refused(bias):
         search_model(bias)
 
 
-def beam_search(prompts=3, key_sources=2, value_sources=2, heads=3, mask_rows=3):
+def search_for_three(prompts=3, key_sources=2, value_sources=2, heads=3, mask_rows=3):
     """A search for three prompts of two beams in five columns; the arguments describe its sources."""
     caches = [torch.zeros(6, 3, 5, 8) for _ in range(4)]
     keys, values = ([torch.zeros(prompts, heads, 7, 8)] * count for count in (key_sources, value_sources))
@@ -115,9 +117,9 @@ def beam_search(prompts=3, key_sources=2, value_sources=2, heads=3, mask_rows=3)
     ],
 )
 def test_sources_that_do_not_fit_a_search_are_refused(wrong, message):
-    beam_search()
+    search_for_three()
     with pytest.raises(RuntimeError, match=message):
-        beam_search(**wrong)
+        search_for_three(**wrong)
 
 
 def test_cache_memory_is_used_again_unless_it_is_held_or_far_too_large():
@@ -129,3 +131,39 @@ def test_cache_memory_is_used_again_unless_it_is_held_or_far_too_large():
     assert model.cache_memory(601).numel() == 1009
     assert model.cache_memory(211).numel() == 211
     assert model.cache_memory(409).numel() == 409
+
+
+# -- threads of Python ------------------------------------------------------------------------------------------------
+
+
+def search_in_pooled_memory(model):
+    """Run a beam search whose keys and values lie in the model's memory; return its finished hypotheses."""
+    arguments = beam_search() | {"model": model}
+    parts = model.cache_memory(4 * arguments["keys"][0].numel() + 4 * arguments["values"][0].numel()).zero_()
+    for name in ("keys", "values"):
+        shape, size = arguments[name][0].shape, arguments[name][0].numel()
+        arguments[name] = [part.view(shape) for part in parts[: 2 * size].split(size)]
+        parts = parts[2 * size :]
+    search = torch.classes.monoblock.BeamSearchBatch(**arguments)
+    for token in (5, 6):
+        search.add(**prompt() | {"running": torch.tensor([[token], [token + 1]])})
+    done = []
+    while len(done) < 2:
+        done += search.step(None, [3])
+    return [search.hypotheses(number)[1][0] for number in range(2)]
+
+
+def test_python_threads_that_share_a_model_find_what_one_alone_finds():
+    model = native_search_model()
+    alone = search_in_pooled_memory(model)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: search_in_pooled_memory(model), range(40)))
+    assert results == [alone] * 40
+
+
+def test_python_threads_that_share_a_stack_take_the_steps_of_one_alone():
+    stack = native_stack()
+    alone = stack.step(**step())
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: stack.step(**step()), range(40)))
+    assert all(torch.equal(result, alone) for result in results)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from monoblock.nn.linear import FUSE_MIN_TOKENS, fused_linear, should_fuse
+from monoblock.nn.linear import FUSE_MIN_TOKENS, can_join, fused_linear, join_weights, should_fuse
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -28,3 +28,14 @@ def test_layers_are_fused_for_many_tokens_and_layers_of_one_kind():
     assert not should_fuse(x[:, 1:], (first, second))
     assert not should_fuse(x, (first, without_bias))
     assert not should_fuse(x, (first, nn.Identity()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_joined_weights_concatenate_the_outputs(bias):
+    layers = [nn.Linear(7, size, bias=bias) for size in (17, 5, 11)]
+    x = torch.randn(2, 3, 7)
+    weight, joined_bias = join_weights(layers)
+    assert (joined_bias is not None) == bias
+    torch.testing.assert_close(nn.functional.linear(x, weight, joined_bias), torch.cat([f(x) for f in layers], -1))
+    assert not can_join([layers[0], nn.Linear(7, 5, bias=not bias)])
+    assert not can_join([layers[0], None])

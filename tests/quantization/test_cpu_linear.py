@@ -19,8 +19,7 @@ from torch import nn
 import monoblock as mb
 from monoblock.kernels.cpu import library
 from monoblock.quantization import cpu_linear
-from monoblock.quantization.cpu_linear import KernelLinear, fuse_linears, use_cpu_kernels
-from monoblock.quantization.modules import QuantizedLinear
+from monoblock.quantization.cpu_linear import KernelLinear, use_cpu_kernels
 from monoblock.quantization.packing import pack, unpack
 
 FORMATS = [("dense", 0), ("half", 0), ("int8", 32), ("int8", 96), ("int4", 32), ("int4", 64)]
@@ -151,19 +150,6 @@ def test_many_rows_other_dtypes_and_gradients_use_the_plain_product():
     x = draw(2, 64).requires_grad_()
     module(x).sum().backward()
     assert_near(x.grad, module.dequantize(torch.float32).sum(0).expand(2, -1))
-
-
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_fused_layers_concatenate_their_outputs(bits):
-    linears = [nn.Linear(64, size) for size in (17, 5, 11)]
-    layers = linears if bits is None else [QuantizedLinear.from_linear(linear, bits, 32) for linear in linears]
-    x = draw(2, 3, 64)
-    with torch.no_grad():
-        (assert_near if bits is None else assert_near_in_norm)(
-            fuse_linears(layers)(x), torch.cat([layer(x) for layer in layers], -1)
-        )
-    assert fuse_linears([linears[0], nn.Linear(64, 5, bias=False)]) is None
-    assert fuse_linears([linears[0], QuantizedLinear.from_linear(linears[1], 8, 32)]) is None
 
 
 def test_torch_compile_traces_the_operators_in_one_graph():

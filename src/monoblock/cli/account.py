@@ -31,11 +31,11 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 
 
 def load_config(what: str) -> ModelConfig | RecurrentConfig:
-    """Return the configuration of a preset, of a file or of a model folder."""
+    """Return the configuration of `what`: a preset, a config.json, a GGUF file or a model folder."""
     if what in PRESETS:
         return PRESETS[what].config
     if not what:
-        raise ConfigError("'' is empty; give a preset, a config.json or a folder with one")
+        raise ConfigError("the name of the model is empty; give a preset, a config.json or a folder with one")
     path = Path(what)
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
@@ -113,7 +113,7 @@ def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, A
 
 
 def _measure_components(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
-    """Build the model with random weights and profile a forward pass on this machine."""
+    """Build the model with random weights and profile a forward pass; return the device and the cost by component."""
     import torch
 
     from monoblock.config.model import EmbeddingConfig, PatchConfig
@@ -132,7 +132,7 @@ def _measure_components(model_account: Account, options: dict[str, Any]) -> dict
             inputs = [torch.zeros(batch, config.input.channels, config.input.image, config.input.image)]
         else:
             if not isinstance(config.input, EmbeddingConfig):
-                raise ConfigError("--measure profiles models of tokens or images; leave it out")
+                raise ConfigError("--measure profiles models that read tokens or images, and this one reads neither; leave it out")
             lengths = (shape.source, shape.target) if model_account.family == "encoder-decoder" else (shape.source,)
             inputs = [torch.randint(config.input.vocab, (batch, length)) for length in lengths]
     return {"device": str(device), "parts": {name: asdict(cost) for name, cost in profile(model, *inputs).items()}}
@@ -157,7 +157,7 @@ POSITIVE_INT = click.IntRange(min=1)
 
 
 def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of DEPENDENT_OPTIONS; refuse one that is given without the option it depends on."""
+    """Return the options with the defaults of DEPENDENT_OPTIONS; raise if one is given without the option it needs."""
     for name, (needed, default) in DEPENDENT_OPTIONS.items():
         if options[name] is not None and options[needed] is None:
             flag = f"--{name.replace('_', '-')}"

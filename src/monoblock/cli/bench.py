@@ -74,7 +74,7 @@ def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
 
 
 def _load_model(what: str, device: str | None, dtype: str | None, length: int) -> Transformer:
-    """Load a model folder, or build a preset with random weights; `length` tokens must fit into its context."""
+    """Load a model folder, or build a preset with random weights; raise unless its context holds `length` tokens."""
     import torch
 
     from monoblock.config.presets import PRESETS, preset
@@ -115,7 +115,9 @@ def measure_runners(
 ) -> dict[str, Any]:
     """Time the named runners and return the report as `--json` prints it.
 
-    `prompts` holds the batch of prompts of each round, used in turn; without it, one random batch (batch, prompt).
+    folder: where the model is exported for other libraries.
+    prompt, new: tokens in a prompt, and tokens to generate.
+    prompts: batches of token ids, one for each round in turn; None makes one random batch (batch, prompt).
     """
     import torch
 
@@ -148,7 +150,7 @@ def measure_runners(
 
 
 def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Build the named runners; also return the reason for each that is not available."""
+    """Return the named runners, and for each one that is not available the reason."""
     from monoblock.cli._shared.bench_runners import RUNNERS, RunnerUnavailable, export_for_peers
 
     peers = [name for name in names if not name.startswith("monoblock")]
@@ -168,7 +170,7 @@ def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runne
 def _time_runners(
     runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any
 ) -> dict[str, Any]:
-    """Return for each runner the seconds to the first token and to all tokens, and the peak memory on a GPU.
+    """Return for each runner the seconds per round to the first token and to all tokens, and the peak GPU memory.
 
     The runners take turns within a round, so that a change in the load of the machine affects all of them.
     """
@@ -205,7 +207,7 @@ def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: in
 
 
 def _decode_speed(rate: float | None, batch: int) -> tuple[float | None, float | None]:
-    """Return tokens per second, and milliseconds per token of one sequence."""
+    """Return the rounded tokens per second of a batch, and the milliseconds per token of one sequence."""
     return (None, None) if rate is None else (round(rate, 1), round(1000 * batch / rate, 2))
 
 

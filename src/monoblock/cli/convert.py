@@ -33,10 +33,10 @@ def command(
     adapter: Path | None,
     force: bool,
 ) -> None:
-    """Convert SOURCE: a monoblock folder, a Hugging Face folder or a GGUF file, pickled weights included.
+    """Convert SOURCE: a monoblock folder, a Hugging Face folder (weights may be pickled) or a GGUF file.
 
-    The last line printed is the certificate: family, parameters, tensors, and the largest difference of the logits from
-    those of transformers, if it is installed.
+    The last line printed is the certificate: family, parameters, tensors and, if transformers is installed, the largest
+    difference between its logits and ours.
     """
     target_format = target_format or ("gguf" if target.endswith(".gguf") else "monoblock")
     if Path(target).exists() and not force:

@@ -14,7 +14,7 @@ from monoblock.errors import FileError
 
 
 def make_numbered_folder(parent: Path, name: str) -> Path:
-    """Create parent/name-1, or the first such folder whose number is free."""
+    """Create and return the folder parent/name-N, where N is the first free number from 1 on."""
     number = 1
     while (parent / f"{name}-{number}").exists():
         number += 1

@@ -51,7 +51,7 @@ def usable_cores() -> int:
 
 
 def usable_memory() -> int | None:
-    """Return the physical memory or the limit of the container, whichever is less; None if unknown."""
+    """Return the physical memory in bytes, or the limit of the container if that is lower; None if unknown."""
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

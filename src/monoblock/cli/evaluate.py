@@ -1,4 +1,4 @@
-"""`monoblock evaluate MODEL DATA`: the metrics of a model on a corpus, chosen by its task."""
+"""`monoblock evaluate MODEL DATA`: compute the metrics of the model's task on a corpus."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECK_FAILED = 3  # exit code
 
 
 class Bound(NamedTuple):
-    """A limit on a metric, from --at-least or --at-most."""
+    """The value that a metric must reach (--at-least) or must not exceed (--at-most)."""
 
     name: str
     value: float
@@ -102,7 +102,7 @@ def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:
 
 
 def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
-    """Build the request from the options that share their names with its fields, and evaluate."""
+    """Build an EvaluationRequest from the options named like its fields, and evaluate."""
     from monoblock.runs.evaluate import evaluate
     from monoblock.tasks.evaluation_report import EvaluationRequest
 
@@ -116,7 +116,7 @@ def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
 
 
 def _save_outputs(evaluation: Evaluation, model: Path, options: dict[str, Any]) -> None:
-    """Write the files asked for: word frequencies, the plot, the metrics in the model card."""
+    """Write what the options ask for: word frequencies, the plot, the metrics in the model card."""
     if options["save_words"] is not None and evaluation.word_frequencies is not None:
         evaluation.word_frequencies.write(options["save_words"])
     if options["picture"] is not None and evaluation.save_plot is not None:
@@ -164,7 +164,7 @@ def _parse_bound(text: str, *, is_lower: bool) -> Bound:
 
 
 def _failed_bounds(metrics: dict[str, Any], bounds: list[Bound]) -> list[str]:
-    """Describe each bound that is not met; NaN meets none. An unknown metric is a usage error."""
+    """Return a line for each bound that is not met (NaN meets none); raise ConfigError for an unknown metric."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     failures = []
     for name, limit, is_lower in bounds:

@@ -1,4 +1,4 @@
-"""`monoblock finetune MODEL DATA [section.key=value …]`: fine-tune a model; the recipe follows from model and data."""
+"""`monoblock finetune MODEL DATA [section.key=value …]`: fine-tune a model by a recipe for model and data."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def command(
 
 
 def _recipe_overrides(options: dict[str, Any]) -> list[str]:
-    """Translate the options into overrides of the recipe."""
+    """Translate the command-line options into overrides of the recipe: `section.key=value`."""
     lora = options.pop("lora")
     stray = next((name for name in LORA_OPTIONS if options[name] is not None and not lora), None)
     if stray is not None:
-        raise ConfigError(f"--{stray} is for adapters; write --lora as well")
+        raise ConfigError(f"--{stray} has no effect without --lora; write --lora as well")
     options["rank"] = (options["rank"] or DEFAULT_RANK) if lora else None
     return [f"{RECIPE_KEYS[name]}={value}" for name, value in options.items() if value is not None]

@@ -65,7 +65,7 @@ def command(
 
 
 def _prompt_prefix(pipe: Pipeline, text: str) -> str:
-    """Return what is printed before the generated text: the prompt of a decoder, nothing for an encoder-decoder."""
+    """Return the text to print before the generated text: the prompt for a decoder, "" for an encoder-decoder."""
     return "" if pipe.model.encoder is not None else text
 
 

@@ -31,7 +31,7 @@ def _list_recipes() -> list[Record]:
 
 
 def _count_parameters(recipe: Any) -> int | None:
-    """Count the parameters of a recipe's model; None if they depend on the data (characters, words, classes …)."""
+    """Return the number of parameters of a recipe's model; None if it depends on the data (vocabulary or classes)."""
     from monoblock.accounting.report import account
     from monoblock.recipes.model_config import build_model_config
 
@@ -88,7 +88,7 @@ def _list_runs() -> list[Record]:
 
 
 def _describe_run(folder: Path) -> Record:
-    """Describe a run folder; whatever is missing or unreadable is None."""
+    """Describe a run folder; a value is None (steps: 0) if the file it is read from is missing or unreadable."""
     from monoblock.errors import MonoblockError
     from monoblock.recipes.parse import read_recipe
     from monoblock.training import metrics_file

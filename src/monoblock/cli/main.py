@@ -99,7 +99,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _extract_debug(words: list[str]) -> tuple[list[str], bool]:
-    """Remove --debug, which may be anywhere before a bare `--`: users append it to the command that failed."""
+    """Return the arguments without --debug, which may be anywhere before a bare `--`, and whether it was given."""
     end = words.index("--") if "--" in words else len(words)
     kept = [word for word in words[:end] if word != "--debug"]
     return kept + words[end:], len(kept) < end
@@ -133,7 +133,7 @@ def _print_error(line: str, code: int) -> int:
 
 
 def _handle_closed_pipe() -> int:
-    """Exit quietly if the reader of our output has closed the pipe (`monoblock ls | head -1`)."""
+    """Return exit code 1 without a message if the reader of stdout closed the pipe, as in `monoblock ls | head -1`."""
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

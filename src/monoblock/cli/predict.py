@@ -80,7 +80,7 @@ def command(model: str, texts: tuple[str, ...], device: str | None, dtype: str |
 
 
 class LinePredictor:
-    """Apply one method of the pipeline to lines, and print the results."""
+    """Run the pipeline method that fits the model's head (or embed) on lines, and print the results."""
 
     def __init__(self, pipe: Pipeline, model: str, options: dict[str, Any]) -> None:
 
@@ -114,7 +114,7 @@ class LinePredictor:
             raise ConfigError(f"--top has no effect on {single_result}; leave it out")
 
     def __call__(self, lines: list[str], first: int, progress: Callable[[int], None]) -> list[Any]:
-        """Return one result per line, None for an empty one; `first` is the index of the first line."""
+        """Return one result per line, None for an empty line; `first` is the index of lines[0] in the whole input."""
         kept = [index for index, line in enumerate(lines) if line.strip()]
         results: list[Any] = [None] * len(lines)
         inputs = [self._parse_line(lines[index]) for index in kept]
@@ -159,7 +159,7 @@ class LinePredictor:
         return {} if self.options["top"] is None else {"top": self.options["top"]}
 
     def _embed_candidates(self, path: Path) -> tuple[list[str], Any]:
-        """Embed the lines of a file, or the images they name."""
+        """Return the lines of a file and their embeddings (lines, D); for a vision model, lines are paths of images."""
         lines = [line for line in read_lines(file=path) if line.strip()]
         if not lines:
             raise InputError(f"{path} is empty; give a file with at least one line of text")

@@ -24,7 +24,7 @@ MAX_TOKENS = 50_000
 
 
 def _progress_callback(action: str) -> Callable[..., None]:
-    """Return a callback that prints a line on stderr at every tenth of the total."""
+    """Return a callback (done, of) that prints a line on stderr at every tenth of the total `of`."""
     last_tenth = -1
 
     def report(done: int, of: int) -> None:
@@ -37,7 +37,7 @@ def _progress_callback(action: str) -> Callable[..., None]:
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
-    """Load the tokenizer of a model folder or GGUF file; None if it has none."""
+    """Load the tokenizer of a model folder or GGUF file; return None if there is no tokenizer."""
     from monoblock.tokenizers.tokenizer import Tokenizer
 
     try:
@@ -47,7 +47,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list[int]]:
-    """Encode a text file, or the validation split of a corpus."""
+    """Encode `text` (a text file, or a corpus of which the validation split is read) as one list of ids per document."""
     from monoblock.data.corpora.load import load_corpus
 
     split = "all" if Path(text).is_file() else "valid"
@@ -55,7 +55,7 @@ def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list
 
 
 def compare_perplexity(before: Any, after: Any, documents: list[list[int]], max_tokens: int) -> dict[str, Any]:
-    """Return the loss and the perplexity of both models on the same text."""
+    """Return the loss and the perplexity of both models on the same documents, and the relative increase."""
     from monoblock.quantization.evaluate import evaluate_loss
 
     total = min(max_tokens, sum(map(len, documents)))
@@ -102,7 +102,7 @@ def command(
     as_json: bool,
 ) -> None:
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} already exists; name another folder with --out")
+        raise ConfigError(f"{out} is not empty; name another folder with --out")
     if data is not None and data.is_file():
         text, data = str(data), None
     from monoblock.nn.transformer import Transformer

@@ -66,7 +66,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def piece_text(tokenizer: Tokenizer, piece: Piece, text: str) -> str:
-    """Return the characters of a piece, or its bytes if it covers only part of a character."""
+    """Return the characters of a piece, or its bytes as <E2><82> if they are only part of a character."""
     raw = tokenizer.token_bytes(piece.id)
     if raw is None:
         return text[piece.start : piece.end] or piece.piece

@@ -98,7 +98,7 @@ def _translate_lines(
 
 
 class HypothesisPrinter:
-    """Print the hypotheses of a line, as text or as one JSON object."""
+    """Print the hypotheses of a source, as lines of text or as one JSON object."""
 
     def __init__(
         self, pipe: Pipeline, n_best: int | None, alignment: bool, to: str | None, words: Path | None, as_json: bool

@@ -1,7 +1,8 @@
 """Augment training images: random shifts, rotations, zooms, flips and cutouts.
 
-Each is a function of a batch of pixels (B, channels, height, width) and of random numbers (B, n) in [0, 1), one row per
-image. The numbers are a pure function of (seed, epoch, sample), independent of ranks, workers and interruptions.
+Each function takes pixels (B, channels, height, width) and `uniform`, random numbers in [0, 1) with one row per image,
+and returns pixels of the same shape. The numbers are a pure function of (seed, epoch, sample), independent of ranks,
+workers and interruptions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUMBERS_PER_IMAGE = 7  # two for the shift, then rotation, zoom, flip, two for t
 
 @functools.lru_cache(maxsize=2)
 def uniform_numbers(seed: int, epoch: int, count: int) -> NDArray[np.float32]:
-    """Return (count, NUMBERS_PER_IMAGE) numbers in [0, 1); row n does not depend on `count`."""
+    """Return random numbers (count, NUMBERS_PER_IMAGE) in [0, 1) for an epoch; row n does not depend on `count`."""
     raw = random_uint64(seed, epoch, count * NUMBERS_PER_IMAGE, "augment").reshape(count, NUMBERS_PER_IMAGE)
     return ((raw >> np.uint64(40)) / np.float64(2**24)).astype(np.float32)  # 24 bits are exact in float32
 
@@ -37,7 +38,11 @@ def augment(
     flip: float = 0.0,
     cutout: int = 0,
 ) -> Tensor:
-    """Apply the augmentations whose strength is not 0: rotate and zoom, shift, flip, cut out."""
+    """Apply all augmentations whose argument is not 0, in this order; `uniform` is (B, NUMBERS_PER_IMAGE).
+
+    Rotate by up to `turn` degrees and scale by up to `zoom`, shift by up to `shift` pixels, mirror with probability
+    `flip`, and set a square of side `cutout` to 0.
+    """
     if turn or zoom:
         pixels = random_rotate_and_zoom(pixels, uniform[:, 2:4], turn, zoom)
     if shift:
@@ -50,7 +55,7 @@ def augment(
 
 
 def random_shift(pixels: Tensor, uniform: Tensor, max_pixels: int) -> Tensor:
-    """Shift by −max_pixels … max_pixels down and right, all equally likely; pixels that enter are 0."""
+    """Shift by up to `max_pixels` down or up and right or left; pixels that enter are 0. `uniform` is (B, 2)."""
     B, _, height, width = pixels.shape
     padded = F.pad(pixels, (max_pixels, max_pixels, max_pixels, max_pixels))
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # every shift, as a view
@@ -59,7 +64,7 @@ def random_shift(pixels: Tensor, uniform: Tensor, max_pixels: int) -> Tensor:
 
 
 def random_rotate_and_zoom(pixels: Tensor, uniform: Tensor, degrees: float, zoom: float) -> Tensor:
-    """Rotate about the centre by −degrees … degrees and scale by 1 − zoom … 1 + zoom, with bilinear interpolation."""
+    """Rotate by −degrees … degrees about the centre and scale by 1 − zoom … 1 + zoom; `uniform` is (B, 2)."""
     angle, scale = (2 * uniform - 1).unbind(-1)
     angle, scale = angle * math.radians(degrees), 1 + zoom * scale
     _, _, height, width = pixels.shape
@@ -72,12 +77,15 @@ def random_rotate_and_zoom(pixels: Tensor, uniform: Tensor, degrees: float, zoom
 
 
 def random_flip(pixels: Tensor, uniform: Tensor, probability: float) -> Tensor:
-    """Mirror an image left to right with this probability."""
+    """Mirror each image left to right with `probability`; `uniform` is (B,)."""
     return torch.where((uniform < probability)[:, None, None, None], pixels.flip(-1), pixels)
 
 
 def random_cutout(pixels: Tensor, uniform: Tensor, side: int) -> Tensor:
-    """Set a square to 0, centred anywhere in the image, so that it may cross the edge (DeVries and Taylor 2017)."""
+    """Set a square of `side` pixels to 0, centred anywhere in the image (DeVries and Taylor 2017).
+
+    The square may cross the edge of the image. `uniform` is (B, 2).
+    """
     _, _, height, width = pixels.shape
     top, left = (uniform * torch.tensor([height, width])).long().sub(side // 2).unbind(-1)
     rows, columns = (

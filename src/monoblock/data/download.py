@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 30.0  # without a byte
 
 
 def download(url: str, sha256: str, path: str | Path) -> Path:
-    """Return `path`, downloaded unless it exists; only a file with this SHA-256 is ever written there."""
+    """Download `url` to `path` unless it exists, and return `path`; only a file with this SHA-256 is accepted."""
     path = Path(path)
     if path.is_file():
         actual = _sha256(path)
@@ -39,7 +39,10 @@ def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> 
     try:
         actual = _write_response(url, part)
         if actual != sha256:
-            raise FileError(f"{url} gave a file with SHA-256 {actual[:12]}… and not {sha256[:12]}…; it was deleted")
+            raise FileError(
+                f"{url} gave a file with SHA-256 {actual[:12]}… and not {sha256[:12]}…; it was deleted, "
+                f"so give a local file with --data instead"
+            )
         part.flush()
         os.fsync(part.fileno())
         temporary.replace(path)
@@ -48,7 +51,7 @@ def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> 
 
 
 def _write_response(url: str, part: IO[bytes]) -> str:
-    """Copy the response into `part`; return its SHA-256."""
+    """Download `url` into the open file `part`; return the SHA-256 of its content."""
     digest = hashlib.sha256()
     for chunk in _read_chunks(url):
         digest.update(chunk)

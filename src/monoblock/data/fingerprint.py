@@ -1,6 +1,6 @@
 """The fingerprint of a corpus: SHA-256 over its rows in order.
 
-A resumed run must continue with the data it began with, which neither a path nor a file's time and size can tell.
+A resumed run must continue with the data it began with, which neither a path nor a file's time and size can prove.
 Hashing costs far less than tokenizing the same rows.
 """
 
@@ -17,7 +17,7 @@ from monoblock.data.readers.records import LabelledImage
 
 
 def fingerprint_rows(rows: Iterable[Any]) -> str:
-    """Return the SHA-256 of rows: texts or the records of `readers`; equal only if every row is."""
+    """Return the SHA-256 of rows, `str` or classes of `readers.records`; any changed row changes it."""
     digest = hashlib.sha256()
     for row in rows:
         for raw in _row_bytes(row):

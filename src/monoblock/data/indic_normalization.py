@@ -30,7 +30,7 @@ SCRIPTS = ("devanagari", "bengali", "gurmukhi", "gujarati", "oriya", "tamil", "t
 
 
 def _in_every_script(offset: int) -> str:
-    """Return the character at an offset of every block."""
+    """Return a string of the characters at the same offset in the block of every script."""
     return "".join(chr(FIRST_CODE_POINT + BLOCK_SIZE * block + offset) for block in range(len(SCRIPTS)))
 
 
@@ -107,7 +107,7 @@ def _apply_rules(text: str, joiners: str) -> str:
 
 
 def _has_indic(text: str) -> bool:
-    """Whether a text has a character that the rules concern."""
+    """Whether a text has a character that a rule may change."""
     end = FIRST_CODE_POINT + BLOCK_SIZE * len(SCRIPTS)
     return any(FIRST_CODE_POINT <= ord(character) < end or character in (ZWNJ, ZWJ) for character in text)
 

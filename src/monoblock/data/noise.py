@@ -1,7 +1,7 @@
 """Noise for back-translated sources (Edunov et al. 2018): drop, blank and locally shuffle words.
 
-Each is a pure function of the words and a generator; `add_noise` seeds one by (seed, line number, kind), so that a kind
-of noise does the same to a line whether it is used alone or with others.
+Each kind of noise is a pure function of words and a random generator. `add_noise` seeds one generator for each (seed,
+line number, kind), so that a kind draws the same numbers for a line whether it is used alone or with others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def blank_words(words: Sequence[str], rng: Random, rate: float = DEFAULT_RATE) -
 def shuffle_words(words: Sequence[str], rng: Random, max_distance: int = MAX_DISTANCE) -> list[str]:
     """Shuffle words so that none moves further than `max_distance` (Lample et al. 2018).
 
-    Sorting by index + a random number below max_distance + 1 lets a word pass only those at most `max_distance` before.
+    Sort by index + a random number in [0, max_distance + 1): words further apart than `max_distance` keep their order.
     """
     keys = [index + (max_distance + 1) * rng.random() for index in range(len(words))]
     return [words[index] for index in sorted(range(len(words)), key=keys.__getitem__)]
@@ -51,12 +51,12 @@ def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         if name not in NOISE_FUNCTIONS:
             hint = did_you_mean(name, NOISE_FUNCTIONS)
-            raise InputError(f"no noise {name!r}{hint}; there is {', '.join(NOISE_FUNCTIONS)}")
+            raise InputError(f"noise {name!r} is unknown{hint}; write one of {', '.join(NOISE_FUNCTIONS)}")
     return tuple(kind for kind in NOISE_FUNCTIONS if kind in names)
 
 
 def add_noise(text: str, kinds: Iterable[str], *, seed: int, line_number: int) -> str:
-    """Return a line of text with these kinds of noise; the same for the same seed and line number."""
+    """Add these kinds of noise to a line of text; the result is a pure function of the arguments."""
     words = text.split()
     for kind in check_kinds(kinds):
         key = blake2b(f"{seed},{line_number},{kind}".encode(), digest_size=16).digest()

@@ -1,1 +1,1 @@
-"""Choosing tokens."""
+"""Text generation: settings, filters, beam search, speculative decoding, the engine and its backends."""

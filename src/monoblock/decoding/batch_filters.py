@@ -42,7 +42,7 @@ SAMPLING_FILTERS: FilterTable = {
 
 
 class Filters:
-    """The filters of these rows: built when rows come or go, applied at every step."""
+    """The filters of a batch, from the settings of each row: rebuilt when its rows change, applied at every step."""
 
     def __init__(self, settings: Sequence[Settings], device: torch.device) -> None:
         self.settings, self.device = tuple(settings), device
@@ -62,7 +62,7 @@ class Filters:
         )
 
     def _needed_filters(self, table: FilterTable) -> list[tuple[Callable[..., Tensor], Any]]:
-        """Pair each filter that changes a row with its value, a tensor (B, 1) where rows differ."""
+        """Return (filter, value) for each filter that changes some row; the value is a tensor (B, 1) if rows differ."""
         needed: list[tuple[Callable[..., Tensor], Any]] = []
         for name, (function, neutral) in table.items():
             values = [getattr(row, name) for row in self.settings]
@@ -89,7 +89,7 @@ class Filters:
         return tuple(tuple(getattr(row, name) for name in SAMPLING_FILTERS) for row in self.settings)
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Choose a token for each row (B,): the best one, or the one sampled by its uniform number (B,)."""
+        """Choose tokens (B,) from logits (B, V): the best, or the one that the row's uniform number (B,) samples."""
         best = logits.argmax(-1)
         if not self.has_sampling:
             return best
@@ -97,22 +97,22 @@ class Filters:
         return torch.where(self.sampled_rows, sampled, best)
 
     def apply_sampling_filters(self, logits: Tensor) -> Tensor:
-        """Shape the distribution that tokens are sampled from."""
+        """Apply temperature, top-k, top-p, min-p and typical-p to logits (B, V), each where a row needs it."""
         for function, value in self.sampling_filters:
             logits = function(logits, value)
         return logits
 
     def apply_constraints(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
-        """Apply the constraints of greedy decoding, sampling and beam search alike.
+        """Apply repetition filters, forced and ruled-out tokens to logits (B, V), in sampling and beam search alike.
 
-        `new_counts` is the number of new tokens of each row.
+        `new_counts` are the numbers of new tokens in each row so far.
         """
         for function, value in self.history_filters:
             logits = function(logits, value, history)
         return self._constrain(logits, history, new_counts) if self.has_constraints else logits
 
     def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
-        """The tokens ruled out in every row, if that is all the constraints do; otherwise None."""
+        """Return the tokens ruled out in every row if the constraints do nothing else, otherwise None."""
         if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
             return None
         row = self.settings[0]
@@ -162,7 +162,7 @@ def choose_tokens(requests: list[Request], logits: Tensor, filters: Filters) -> 
 
 
 def token_history(requests: list[Request], filters: Filters) -> TokenHistory | None:
-    """Collect the tokens of the rows; None if no filter needs them."""
+    """Collect all tokens of each row, prompt included; None if no filter needs them."""
     if not filters.needs_history:
         return None
     rows = [request.row_tokens(row) for request, row in request_rows(requests)]
@@ -172,7 +172,7 @@ def token_history(requests: list[Request], filters: Filters) -> TokenHistory | N
 
 
 def uniform_numbers(requests: list[Request], filters: Filters, offset: int = 0) -> Tensor:
-    """The uniform numbers (rows,) of the next token, or of the one `offset` tokens later."""
+    """Return the uniform numbers (rows,) that sample the next token, or the one `offset` tokens later."""
     rows = request_rows(requests)
     numbers = [request.uniform(row, offset) for request, row in rows] if filters.has_sampling else [0.0] * len(rows)
     return torch.tensor(numbers, device=filters.device, dtype=torch.double)

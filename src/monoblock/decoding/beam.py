@@ -49,7 +49,7 @@ class BeamGroup:
         self.running = [BeamHypothesis((), 0.0 if row == 0 else BLOCKED_SCORE) for row in range(self.size)]
 
     def advance(self, candidates: Candidates, length: int) -> list[int]:
-        """Extend the beams to `length` tokens; return the beam that each of them continues."""
+        """Extend the beams to `length` new tokens; return, for each new beam, the index of the beam it continues."""
         is_last, eos_tokens = length >= self.settings.max_new_tokens, self.settings.eos_token_id
         ranked: Iterable[tuple[float, int, int]] = zip(*candidates, strict=True)
         if is_last or any(token in candidates.tokens for token in eos_tokens):
@@ -62,7 +62,7 @@ class BeamGroup:
     def _collect_finished(
         self, candidates: list[tuple[float, int, int]], length: int, is_last: bool
     ) -> list[tuple[float, int, int]]:
-        """Add hypotheses that end here to the finished ones; return the candidates with those that go on first."""
+        """Add candidates that end here to the finished hypotheses; return all candidates, unfinished ones first."""
         ranked = []
         for rank, (score, beam, token) in enumerate(candidates):
             ends = is_last or token in self.settings.eos_token_id
@@ -74,7 +74,7 @@ class BeamGroup:
         return sorted(ranked, key=lambda candidate: -candidate[0])
 
     def _can_stop(self, length: int) -> bool:
-        """Whether the finished hypotheses are enough: by `early_stopping`, or since no running one promises more."""
+        """Whether enough hypotheses are finished: by `early_stopping`, or since no running one can score higher."""
         if len(self.finished) < self.size:
             return False
         if self.settings.early_stopping is True:
@@ -127,7 +127,7 @@ class BeamSearch:
 def advance_from_log_probs(searches: list[BeamSearch], log_probs: Tensor) -> list[int]:
     """Advance searches with equally many beams by one token, given the log-probabilities (rows, V) of their beams.
 
-    Return for each row the row that it continues.
+    Return, for each row, the index of the row that it continues.
     """
     size, groups, vocabulary = searches[0].size, len(searches[0].groups), log_probs.shape[-1]
     totals = log_probs + beam_scores(searches, log_probs.device)[:, None]
@@ -150,14 +150,17 @@ def advance_from_log_probs(searches: list[BeamSearch], log_probs: Tensor) -> lis
 
 
 def advance_from_logits(searches: list[BeamSearch], logits: Tensor, suppressed: Sequence[int] = ()) -> list[int]:
-    """Advance searches of one group each by one token, given logits (rows, V) and the tokens that are ruled out."""
+    """Advance searches of one group each by one token, given logits (rows, V) and `suppressed`, tokens ruled out.
+
+    Return, for each row, the index of the row that it continues, as `advance_from_log_probs` does.
+    """
     scores = beam_scores(searches, logits.device)
     top = top_continuations(logits, scores, suppressed, searches[0].size, num_candidates(searches))
     return _batch_rows(searches, [_advance_group(searches, 0, *top, logits.shape[-1])])
 
 
 def num_candidates(searches: list[BeamSearch]) -> int:
-    """The number of continuations to consider: even if every end token takes one of each beam, enough are left."""
+    """Return how many continuations to consider, so that enough are left even if every beam has every end token."""
     return max(2, 1 + max(len(search.settings.eos_token_id) for search in searches)) * searches[0].size
 
 
@@ -169,7 +172,11 @@ def beam_scores(searches: list[BeamSearch], device: torch.device) -> Tensor:
 def _advance_group(
     searches: list[BeamSearch], group: int, scores: Tensor, indices: Tensor, vocabulary: int
 ) -> list[list[int]]:
-    """Advance one group of each search by its candidates (searches, count); return the beams that are continued."""
+    """Advance one group of each search; return, for each search, the beams that its new beams continue.
+
+    scores: (searches, count), best first.
+    indices: (searches, count), beam · V + token.
+    """
     candidates = (scores.tolist(), (indices // vocabulary).tolist(), (indices % vocabulary).tolist())
     origins = []
     for search, *columns in zip(searches, *candidates, strict=True):
@@ -182,7 +189,7 @@ def _advance_group(
 
 
 def _batch_rows(searches: list[BeamSearch], origins: list[list[list[int]]]) -> list[int]:
-    """Turn beams within their groups, by group and search, into rows of the batch."""
+    """Convert `origins[group][search]`, lists of beam indices within a group, to row indices of the batch."""
     size, groups = searches[0].size, len(origins)
     return [
         (index * groups + group) * size + beam

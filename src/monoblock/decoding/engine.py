@@ -8,7 +8,7 @@
 
 `generate`, `stream`, beam search and speculative decoding all run through it.  Rows of a batch have their own settings
 and lengths and do not change each other.  Requests with another number of rows or beams wait for the running ones.
-How a step is computed is the backend's business (backends/select.py).
+The backend computes each step (backends/select.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Engine:
             raise InputError(DRAFT_NEEDS_CACHE)
         limit = capacity if capacity is not None else self.backend.context
         if limit is None:
-            raise InputError("this model has no maximum length; say how many tokens a sequence may have: capacity=…")
+            raise InputError("this model has no maximum length; give capacity, the number of tokens that a sequence may have")
         self.max_rows, self.max_burst, self.capacity, self.prefill_chunk = max_rows, max_burst, limit, prefill_chunk
         self.proposer = proposer
         self.has_request_draft = False  # whether the proposer was made for a request; it then ends with the batch
@@ -148,7 +148,7 @@ class Engine:
         return outputs
 
     def _admit_waiting(self) -> list[Request]:
-        """Take waiting requests while they fit: the same rows and beams as those that run, and room for their rows."""
+        """Take waiting requests, in order, that match the running ones (`batch_key`) and fit in `max_rows`; return them."""
         admitted: list[Request] = []
         rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
         while self.waiting:
@@ -186,7 +186,7 @@ class Engine:
         return self.state.step(torch.tensor(tokens, device=self.state.device), active_mask(requests, self.state.device))
 
     def _burst_length(self, requests: list[Request]) -> int:
-        """How many steps the state may take by itself; 0 if tokens must be chosen one by one."""
+        """Return how many steps the state may run in one burst; 0 if every token must be chosen here."""
         filters = self.filters
         if not can_burst(self.state) or self.proposer is not None or filters is None:
             return 0
@@ -201,7 +201,7 @@ class Engine:
         return min(self.max_burst, *left)
 
     def _run_burst(self, requests: list[Request], count: int) -> list[RequestOutput]:
-        """Several steps on the device; what a row generates after its end is dropped."""
+        """Run `count` steps on the device at once; tokens that a row generates after its end are dropped."""
         assert can_burst(self.state)
         assert self.filters is not None
         rows, device = request_rows(requests), self.state.device
@@ -226,7 +226,7 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _get_filters(self, requests: list[Request]) -> Filters:
-        """The filters of these rows, built again when rows have come or gone."""
+        """Return the filters of these requests' rows, rebuilt if the rows have changed."""
         settings = [request.settings for request in requests for _ in range(request.settings.rows_per_prompt)]
         if self.filters is None or len(self.filters.settings) != len(settings):
             self.filters = Filters(settings, self.backend.device)
@@ -250,7 +250,7 @@ class Engine:
         return [output for request in unfinished if request.is_done for output in request.beam_outputs()]
 
     def _step_search(self, old: list[Request], new: list[Request]) -> list[RequestOutput] | None:
-        """Have the state take a whole step of a beam search; None if this batch or this state does not allow it."""
+        """Let the state run a whole step of a beam search; None if this batch or this state does not allow it."""
         if not can_search(self.state):
             return None
         requests = old + new

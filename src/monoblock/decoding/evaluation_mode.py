@@ -1,4 +1,4 @@
-"""Evaluation mode for the time of a pass, restored module by module."""
+"""Switch a model to evaluation mode during a pass and restore the mode of each module."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ PerRow = float | Tensor  # one for all rows, or (B, 1)
 
 
 class TokenHistory(NamedTuple):
-    """The tokens (B, L) of each row so far, aligned left, and their number (B,); -1 beyond it."""
+    """The tokens (B, L) of each row so far, padded with -1 on the right, and the number of tokens (B,)."""
 
     tokens: Tensor
     lengths: Tensor
 
     def occurrence_mask(self, vocabulary: int) -> Tensor:
-        """Mark the tokens that have occurred: (B, V)."""
+        """Return a mask (B, V) of the tokens that have occurred in each row."""
         tokens = torch.where(self.tokens < 0, vocabulary, self.tokens)  # -1 goes to an extra column
         mask = torch.zeros(tokens.shape[0], vocabulary + 1, dtype=torch.bool, device=tokens.device)
         return mask.scatter(1, tokens, True)[:, :vocabulary]
@@ -36,7 +36,7 @@ class TokenHistory(NamedTuple):
 
 
 def temperature(logits: Tensor, value: PerRow) -> Tensor:
-    """Divide the logits: a flatter distribution above 1, a sharper one below."""
+    """Divide the logits by `value`: above 1 the distribution is flatter, below 1 sharper."""
     return logits / value
 
 
@@ -52,7 +52,7 @@ def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
 
 
 def top_p(logits: Tensor, p: PerRow) -> Tensor:
-    """Keep the smallest set of best tokens whose probability reaches p, at least one (Holtzman et al. 2020)."""
+    """Keep the smallest set of best tokens whose total probability reaches p (nucleus; Holtzman et al. 2020)."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - p
     removed[..., -1] = False
@@ -66,7 +66,7 @@ def min_p(logits: Tensor, p: PerRow) -> Tensor:
 
 
 def typical_p(logits: Tensor, mass: PerRow) -> Tensor:
-    """Keep tokens with information nearest the entropy until their probability reaches `mass` (Meister et al. 2023)."""
+    """Keep tokens whose -log p is nearest the entropy, up to a total probability of `mass` (Meister et al. 2023)."""
     information = -logits.log_softmax(-1)
     entropy = (information * (-information).exp()).nansum(-1, keepdim=True)
     distance, order = (information - entropy).abs().sort(dim=-1)
@@ -82,13 +82,13 @@ def typical_p(logits: Tensor, mass: PerRow) -> Tensor:
 
 
 def repetition_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -> Tensor:
-    """Divide positive logits of tokens that have occurred, multiply negative ones (Keskar et al. 2019)."""
+    """Divide positive logits of tokens that have occurred by `penalty`, multiply negative ones (Keskar et al. 2019)."""
     lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(history.occurrence_mask(logits.shape[-1]), lowered, logits)
 
 
 def no_repeat_ngram_size(logits: Tensor, size: int | Tensor, history: TokenHistory) -> Tensor:
-    """Rule out tokens that would complete an n-gram that has occurred; 0 rules out nothing."""
+    """Rule out tokens that would repeat an n-gram of `size` tokens in the same row; 0 rules out nothing."""
     if isinstance(size, Tensor):
         for n in sorted({int(n) for n in size.flatten().tolist()} - {0}):
             logits = torch.where(size == n, no_repeat_ngram_size(logits, n, history), logits)
@@ -108,7 +108,7 @@ def no_repeat_ngram_size(logits: Tensor, size: int | Tensor, history: TokenHisto
 
 
 def bad_words(logits: Tensor, words: tuple[tuple[int, ...], ...], history: TokenHistory) -> Tensor:
-    """Rule out the last token of each word in the rows that end in the tokens before it."""
+    """Rule out the last token of each word, a tuple of tokens, in the rows that end with its other tokens."""
     for *prefix, last in words:
         if prefix:
             tokens = torch.tensor(prefix, dtype=history.tokens.dtype, device=logits.device)
@@ -121,12 +121,12 @@ def bad_words(logits: Tensor, words: tuple[tuple[int, ...], ...], history: Token
 
 
 def suppress_tokens(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Rule out these tokens."""
+    """Rule out these tokens in every row."""
     return logits.index_fill(-1, torch.tensor(tokens, dtype=torch.long, device=logits.device), -math.inf)
 
 
 def force_token(logits: Tensor, token: int) -> Tensor:
-    """Rule out every other token."""
+    """Rule out every token but this one."""
     forced = torch.full_like(logits, -math.inf)
     forced[:, token] = 0
     return forced

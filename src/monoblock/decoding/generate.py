@@ -20,7 +20,7 @@ MAX_ROWS = 512  # sequences at once, beams included
 
 
 def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
-    """Continue the prompts (B, T): (B · num_return_sequences, T + new), finished rows padded."""
+    """Continue prompts (B, T); return prompts and new tokens (B · num_return_sequences, T + new), padded at the end."""
     call = GenerateCall(model, ids, options)
     new: dict[tuple[int, int], list[int]] = {}
     for outputs in call.steps():
@@ -31,10 +31,10 @@ def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
 
 
 def stream(model: Transformer, ids: Tensor, **options: Any) -> Iterator[Tensor]:
-    """Yield the new tokens (B,) step by step; a finished row yields the padding token."""
+    """Yield new tokens (B · num_return_sequences,) step by step; a finished row yields the padding token."""
     call = GenerateCall(model, ids, options)
     if call.settings.num_beams > 1:
-        raise InputError("beams know their best text only at the end; stream with num_beams=1, or call generate")
+        raise InputError("a beam search knows its best text only at the end; write num_beams=1, or call generate instead of stream")
     return _stream_tokens(call)
 
 
@@ -93,7 +93,7 @@ class GenerateCall:
             yield self.engine.step()
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:
-        """Concatenate prompts and new tokens, padded to one length."""
+        """Concatenate the prompts and `new`, the new tokens of each returned sequence, padded to one length."""
         longest = max(len(row) for row in new)
         tail = torch.tensor([row + [self.pad_token] * (longest - len(row)) for row in new], device=self.ids.device)
         is_target = self.prompts[0][1] is not None
@@ -112,12 +112,12 @@ def _make_proposer(
         return PromptLookup(lookup) if lookup else None
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
-        raise InputError(f"the draft has {draft_size} tokens and the model {vocab_size}; they need one vocabulary")
+        raise InputError(f"the draft's vocabulary has {draft_size} tokens and the model's {vocab_size}; give a draft with the same one")
     return DraftModel(draft)
 
 
 def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The valid tokens of each row."""
+    """Return the tokens of each row of ids (B, T) that `mask` (B, T) marks as valid."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         raise InputError("prompts are a tensor of token ids (batch, length); write torch.tensor([[…]])")
     if not ids.numel():

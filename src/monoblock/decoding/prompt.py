@@ -29,13 +29,13 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 
 def check_prompt(prompt: Prompt, vocab_size: int, capacity: int, family: str, *, has_encoder: bool) -> None:
-    """Raise unless a model of this vocabulary and capacity can continue a prompt."""
+    """Raise unless a model of this vocabulary and `capacity` (tokens per sequence) can continue a prompt."""
     if not prompt.ids:
         raise InputError("the prompt is empty; give at least one token, such as the start token")
     if len(prompt.ids) >= capacity:
         raise InputError(f"a prompt of {len(prompt.ids)} tokens leaves no room in a context of {capacity}; shorten it")
     if (prompt.source is not None) != has_encoder:
-        what = "needs a source" if prompt.source is None else "has no encoder for a source"
+        what = "needs a source; give source" if prompt.source is None else "has no encoder for a source; leave it out"
         raise InputError(f"this {family} model {what}")
     if prompt.source is not None and not prompt.source:
         raise InputError("the source is empty; give at least one token")

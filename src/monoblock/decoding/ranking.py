@@ -1,6 +1,6 @@
 """The best continuations of each prompt among all tokens of all its beams, without a softmax over the vocabulary.
 
-log p = logit - log Σ exp(logit): the order within a row is that of its logits, and one number makes rows comparable.
+log p = logit - log Σ exp(logit): a row is ordered by its logits, and one logsumexp per row makes rows comparable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_SEGMENT = 16  # shorter segments do not pay
 def top_continuations(
     logits: Tensor, scores: Tensor, suppressed: Sequence[int], rows_per_prompt: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` best sums of score and log-probability of each prompt, and their indices beam · V + token.
+    """Return each prompt's best sums of score and log-probability (prompts, count), and their beam · V + token.
 
     logits: (prompts · rows_per_prompt, V); scores: one for each row.
     suppressed: tokens that are never returned; they keep their share of the probability.
@@ -42,7 +42,7 @@ def _has_kernel(logits: Tensor) -> bool:
 
 
 def segmented_topk(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """topk of (B, N); on a CPU it searches only the segments with the largest maxima, which contain the best values."""
+    """Return the values and indices (B, count) of topk; a CPU searches only the segments with the largest maxima."""
     size = _segment_size(rows.shape[-1]) if rows.device.type == "cpu" else 1
     if size < MIN_SEGMENT or rows.shape[-1] // size <= 2 * count:
         top = rows.topk(count)
@@ -56,5 +56,5 @@ def segmented_topk(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _segment_size(length: int) -> int:
-    """The largest size up to MAX_SEGMENT that divides a row."""
+    """Return the largest segment size, up to MAX_SEGMENT, that divides `length`."""
     return next(size for size in range(min(MAX_SEGMENT, length), 0, -1) if length % size == 0)

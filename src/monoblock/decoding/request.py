@@ -70,14 +70,14 @@ class Request:
         return [*self.prompt.ids, *new]
 
     def last_token(self, row: int) -> int:
-        """The next input of a row; 0 if it has no new token."""
+        """The newest token of a row, its next input; 0 if it has no new token."""
         if self.beam_search is not None:
             return self.beam_search.last_tokens[row]
         return self.sequences[row].new_tokens[-1] if self.sequences[row].new_tokens else 0
 
     @property
     def last_tokens(self) -> list[int]:
-        """The next input of every row."""
+        """The newest token of every row, its next input."""
         if self.beam_search is not None:
             return self.beam_search.last_tokens
         return [self.last_token(row) for row in range(len(self.sequences))]
@@ -88,7 +88,7 @@ class Request:
         return 0.0 if sequence.random_stream is None else sequence.random_stream[len(sequence.new_tokens) + offset]
 
     def append_tokens(self, row: int, tokens: Sequence[int]) -> RequestOutput | None:
-        """Append chosen tokens to a row, up to its end; None if the row was finished before."""
+        """Append tokens to a row until it ends and return them as an output; None if the row had ended before."""
         sequence = self.sequences[row]
         if sequence.finish_reason:
             return None
@@ -102,7 +102,7 @@ class Request:
         return RequestOutput(self.id, row, tuple(new), sequence.finish_reason)
 
     def beam_outputs(self) -> list[RequestOutput]:
-        """The best hypotheses of a finished beam search."""
+        """Return one output for each of the best hypotheses of a finished beam search."""
         assert self.beam_search is not None
         hypotheses = self.beam_search.best_hypotheses()
         return [self._beam_output(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
@@ -114,12 +114,12 @@ class Request:
 
 
 def request_rows(requests: list[Request]) -> list[tuple[Request, int]]:
-    """List (request, row) in the order of the batch."""
+    """List (request, row within the request) for every row, in the order of the batch."""
     return [(request, row) for request in requests for row in range(request.settings.rows_per_prompt)]
 
 
 def active_mask(requests: list[Request], device: torch.device) -> Tensor | None:
-    """Mark the rows (rows,) that are not finished; None if all are active."""
+    """Return a mask (rows,) of the rows that are not finished; None if none is finished."""
     if all(request.beam_search is not None and not request.is_done for request in requests):
         return None
     is_active = [not request.is_row_done(row) for request, row in request_rows(requests)]

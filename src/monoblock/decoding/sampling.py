@@ -13,7 +13,7 @@ DRAW_SIZE = 64  # numbers drawn at a time
 
 
 class RandomStream:
-    """The uniform numbers of one sequence, by step: a function of the seed and the index of the stream."""
+    """Uniform numbers in [0, 1), one for each step of a sequence, that depend only on the seed and the stream index."""
 
     def __init__(self, seed: int, stream: int = 0) -> None:
         self.generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
@@ -31,7 +31,7 @@ def fresh_seed() -> int:
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the tokens (B,) at which the cumulative distributions of logits (B, V) exceed uniform numbers (B,)."""
+    """Sample tokens (B,): the first at which the cumulative distribution of logits (B, V) exceeds `uniforms` (B,)."""
     cumulative = logits.double().softmax(-1).cumsum(-1)
     threshold = uniforms[:, None].to(cumulative) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True).clamp(max=cumulative.shape[-1] - 1)[:, 0]

@@ -86,14 +86,14 @@ class Settings:
                 f"num_beam_groups={groups} does not divide num_beams={beams}; try num_beam_groups={gcd(beams, groups)}"
             )
         if self.diversity_penalty and groups == 1:
-            raise InputError(f"diversity_penalty={self.diversity_penalty} acts between groups; write num_beam_groups=2")
+            raise InputError(f"diversity_penalty={self.diversity_penalty} needs several groups; write num_beam_groups=2")
         if beams > 1 and returned > beams:
             raise InputError(
                 f"num_return_sequences={returned} is more than num_beams={beams} can return; write num_beams={returned}"
             )
         if beams == 1 and returned > 1 and self.temperature == 0:
             raise InputError(
-                f"num_return_sequences={returned} greedy texts would all be the same; "
+                f"num_return_sequences={returned} with greedy decoding would return the same text each time; "
                 f"write temperature=1 or num_beams={returned}"
             )
         if self.min_new_tokens > self.max_new_tokens:
@@ -103,12 +103,12 @@ class Settings:
 
     @property
     def rows_per_prompt(self) -> int:
-        """Sequences decoded at the same time for one prompt."""
+        """The number of sequences decoded at the same time for one prompt."""
         return self.num_beams if self.num_beams > 1 else self.num_return_sequences
 
     @property
     def batch_key(self) -> tuple[int, int, int]:
-        """What requests must have in common to be decoded in one batch."""
+        """Rows per prompt, beams and beam groups, which must be equal for all requests of a batch."""
         return self.rows_per_prompt, self.num_beams, self.num_beam_groups
 
     def check_vocabulary(self, size: int) -> None:
@@ -151,7 +151,7 @@ RANGES = {
 
 
 def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Turn one token or several into a tuple."""
+    """Convert a token id, several or None to a tuple of ids; `name` is the option in the error."""
     tokens = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:

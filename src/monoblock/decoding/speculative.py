@@ -5,7 +5,7 @@ the one that its uniform number gives.  So the text is that of the model alone, 
 passes differs.  A draft model samples with the same uniform numbers, so it agrees as often as the distributions do.
 
     DraftModel(small_model)   another model of the same vocabulary, such as a quantized copy (backends/self_draft.py)
-    PromptLookup()            what followed the last time the same few tokens occurred (Saxena 2023)
+    PromptLookup()            the tokens that followed when the last few tokens occurred before (Saxena 2023)
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ class Proposer(Protocol):
     """Propose the next tokens of the rows of a batch."""
 
     def reset(self, capacity: int, rows_per_prompt: int) -> None:
-        """Begin a new batch."""
+        """Begin a new batch of rows with at most `capacity` tokens."""
         ...
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Add the rows of new prompts below the present ones."""
+        """Append rows for new prompts to the batch."""
         ...
 
     def propose(
         self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
     ) -> Tensor:
-        """Propose at most `max_tokens` tokens (rows, count) after all tokens of each row so far."""
+        """Propose the next tokens (rows, count ≤ `max_tokens`) of each row; `rows` are all their tokens so far."""
         ...
 
     def commit(self, counts: Tensor) -> None:
-        """Learn how many tokens each row has gained (rows,): the accepted proposals and one token of the model."""
+        """Record `counts` (rows,), the new tokens of each row: its accepted proposals and one token of the model."""
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep these rows in this order; `sources` are the prompts that are left, None if all are."""
+        """Keep the rows with these indices, in this order; `sources` are the indices of the prompts kept, None for all."""
         ...
 
 
 def speculate(state: RollbackState, proposer: Proposer, requests: list[Request], capacity: int) -> list[RequestOutput]:
-    """Have tokens proposed, check them in one pass and append those that the model accepts."""
+    """Let the proposer propose tokens, check them in one pass of the model and append those that it accepts."""
     pairs = request_rows(requests)
     rows = [request.row_tokens(row) for request, row in pairs]
     running = {index for index, (request, row) in enumerate(pairs) if not request.is_row_done(row)}
@@ -80,9 +80,9 @@ def _tokens_left(request: Request, row: int) -> int:
 def _accept(
     requests: list[Request], running: set[int], proposed: list[list[int]], logits: Tensor
 ) -> list[tuple[int, RequestOutput]]:
-    """Append the model's tokens to each running row as long as they equal the proposals, and the first that does not.
+    """Append the model's tokens to each running row, up to and including the first that differs from its proposal.
 
-    logits: (rows, count + 1, V).  Return (index of the row, output) for each token.
+    logits: (rows, count + 1, V).  Return (row index, output) for each appended token.
     """
     pairs, running = request_rows(requests), set(running)
     filters = Filters([request.settings for request, _ in pairs], logits.device)
@@ -103,7 +103,7 @@ def _accept(
 
 
 class PromptLookup:
-    """Propose what followed the last occurrence of the last few tokens; good for texts that quote their prompt."""
+    """Propose the tokens that followed the previous occurrence of the last few; good for texts that quote a prompt."""
 
     def __init__(self, num_proposals: int = 8, max_ngram: int = 3) -> None:
         self.num_proposals, self.max_ngram = num_proposals, max_ngram
@@ -128,7 +128,7 @@ class PromptLookup:
         return torch.tensor(proposals, dtype=torch.long).view(len(rows), count)
 
     def _find_continuation(self, tokens: list[int], count: int) -> list[int]:
-        """Return `count` tokens, filled up with the last token of the row."""
+        """Return the `count` tokens after the previous occurrence, filled up with the last token of the row."""
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             ngram = tokens[-size:]
             for start in range(len(tokens) - size - 1, -1, -1):
@@ -141,13 +141,14 @@ class PromptLookup:
 class DraftModel:
     """A fast model that proposes up to `max_proposals` tokens, with the settings and uniform numbers of each row.
 
-    After a rejected proposal it proposes fewer tokens, until it is right again.  `max_checked` limits the tokens that
-    the model checks in one pass, the newest tokens included and over all rows, as long as each row gets a proposal.
+    After a rejected proposal it proposes fewer tokens, until it is right again.  `max_checked` limits the tokens of all
+    rows together that the model checks in one pass, including the newest token of each row; it is ignored if it leaves
+    no proposal for every row.
     """
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
         if model.decoder is None:
-            raise InputError(f"{with_article(model.config.family)} model proposes no text; a draft is a decoder")
+            raise InputError(f"{with_article(model.config.family)} model cannot propose tokens; give a decoder as the draft")
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
         self.num_proposals = max_proposals  # of the next call
         self.proposed = self.accepted = 0  # tokens, of all rows
@@ -173,7 +174,7 @@ class DraftModel:
         longest = max(len(prompt.ids) for prompt in prompts)
         if not self.fits_prompt(longest):
             limit = self.model.config.context
-            raise InputError(f"a prompt of {longest} tokens is too long for a draft of context {limit}; leave it out")
+            raise InputError(f"a prompt of {longest} tokens is too long for the draft's context of {limit}; leave out the draft")
         self.state.prefill(prompts)
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
@@ -220,7 +221,7 @@ class DraftModel:
         return logits
 
     def commit(self, counts: Tensor) -> None:
-        """Drop rejected proposals from the cache; of `counts` new tokens in a row all but the last were proposed."""
+        """Drop rejected proposals from the draft's cache; all but the last of a row's `counts` new tokens were proposed."""
         assert self.state is not None
         assert self.state.cache is not None
         gained = counts.tolist()

@@ -24,7 +24,7 @@ MIN_CONTEXT, MAX_CONTEXT = 8, 64  # tokens decoded again with each new one: kept
 
 
 class StreamingText:
-    """The growing text of one sequence; `context_ids` are the tokens before it, which decide about a leading space."""
+    """The growing text of one sequence; `context_ids` are the tokens before it, which decide whether it starts with a space."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), context_ids: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, _check_stops(stop)
@@ -80,7 +80,7 @@ class StreamingText:
                 return
 
     def _emit(self, new: str) -> str:
-        """Return what contains no stop string and cannot be the beginning of one; keep the rest pending."""
+        """Return the text up to a stop string, or up to a possible beginning of one, which stays pending."""
         text = self.pending + new
         matches = [(text.find(stop), stop) for stop in self.stop_strings if stop in text]
         if matches:
@@ -157,5 +157,5 @@ def stream_chunks(
 
 
 def chunk_texts(chunks: Iterator[TextChunk]) -> Iterator[str]:
-    """The texts of chunks that have any."""
+    """Yield the texts of the chunks, without empty ones."""
     return (chunk.text for chunk in chunks if chunk.text)

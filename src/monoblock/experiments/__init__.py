@@ -1,1 +1,1 @@
-"""Comparisons of one command each: the arms of an experiment share their budget, data and seeds."""
+"""Experiments of `monoblock compare`: each trains several arms with the same budget, data and seeds."""

@@ -1,4 +1,4 @@
-"""Shared by the experiments: train an arm into a folder (or reuse it), and collect the results in a table."""
+"""Functions shared by the experiments: train an arm into a folder (or reuse it), and tabulate the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CARD_FILE = "README.md"  # the last file that a run writes
 
 @dataclass(frozen=True)
 class ArmResult:
-    """One arm: the metric for every seed, and extra columns of the table."""
+    """The result of one arm: the compared metric for every seed, and the values of extra columns."""
 
     arm: str
     values: tuple[float, ...]
@@ -47,7 +47,7 @@ class ExperimentResult:
     about: dict[str, Any] = field(default_factory=dict)  # budget, seeds, data
 
     def table(self) -> tuple[list[str], list[list[object]]]:
-        """Return columns and rows; the gain is relative to the first arm."""
+        """Return the column names and the rows; the gain of an arm is its mean minus that of the first arm."""
         extra = list(dict.fromkeys(key for row in self.rows for key in row.extra))
         columns = ["arm", self.metric, "gain", "deviation", *extra]
         baseline = self.rows[0].mean
@@ -69,7 +69,7 @@ class ExperimentResult:
         (folder / "result.json").write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: Path) -> None:
-        """Draw one bar per arm, with the standard deviation over the seeds."""
+        """Save a bar plot: one bar per arm, with the standard deviation over the seeds."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -86,7 +86,7 @@ class ExperimentResult:
 
 
 def parse_options(cls: type, values: dict[str, Any]) -> Any:
-    """Build the Options of an experiment from key=value arguments."""
+    """Build `cls`, the Options of an experiment, from key=value arguments."""
     known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
     for key in values:
         if key not in known:
@@ -95,7 +95,7 @@ def parse_options(cls: type, values: dict[str, Any]) -> Any:
 
 
 def train_arm(recipe: Recipe, folder: Path, data: Path | None) -> Iterator[str]:
-    """Train an arm, resume it, or reuse it if it is finished; yield progress messages."""
+    """Train an arm into a folder, or resume it; do nothing if it is finished. Yield progress messages."""
     if (folder / CARD_FILE).is_file():
         yield f"{folder.name}: already trained"
         return
@@ -113,7 +113,10 @@ def load_arm(folder: Path, device: str = "auto") -> Pipeline:
 
 
 def with_seed(recipe: Recipe, seed: int, **changes: Any) -> Recipe:
-    """Return the recipe with another seed and changes to its data, tokenizer or model section."""
+    """Return the recipe with another seed and other changes.
+
+    changes: the values to change in the sections `data` and `tokenizer`, or the whole section `model`.
+    """
     sections = {
         name: value if name == "model" else replace(getattr(recipe, name), **value) for name, value in changes.items()
     }
@@ -121,7 +124,7 @@ def with_seed(recipe: Recipe, seed: int, **changes: Any) -> Recipe:
 
 
 def parse_arms(words: str, known: Sequence[str]) -> list[str]:
-    """Parse a comma-separated list of arms."""
+    """Parse a comma-separated list of arms; raise ConfigError for one that is not in `known`."""
     arms = [word.strip() for word in words.split(",") if word.strip()]
     for arm in arms:
         if arm not in known:

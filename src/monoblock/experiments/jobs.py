@@ -12,7 +12,7 @@ from monoblock.errors import ConfigError, MonoblockError
 
 
 class Job(NamedTuple):
-    """A module-level function that yields progress messages and leaves its results in files."""
+    """A module-level function with its arguments; it yields progress messages and writes its results to files."""
 
     name: str
     run: Callable[..., Iterator[str]]
@@ -21,7 +21,7 @@ class Job(NamedTuple):
 
 
 def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
-    """Run every job, in the given order as far as dependencies allow; yield progress messages."""
+    """Run every job, in the given order as far as `depends_on` allows; yield progress messages."""
     if processes == 1:
         for job in _topological_order(jobs):
             yield from job.run(*job.args)
@@ -62,7 +62,7 @@ def _run_parallel(waiting: list[Job], pool: ProcessPoolExecutor, processes: int)
 
 
 def _run_job(job: Job) -> tuple[list[str], str | None]:
-    """Run a job in a worker process; return its messages, and the error message if it failed."""
+    """Run a job in a worker process; return its progress messages, and its error message or None."""
     messages: list[str] = []
     try:
         messages.extend(job.run(*job.args))

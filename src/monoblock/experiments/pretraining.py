@@ -1,4 +1,4 @@
-"""Measure what span-corruption pretraining is worth to a text-to-text task with few samples.
+"""Measure how much span-corruption pretraining improves a text-to-text task with few samples.
 
 One encoder-decoder is pretrained on plain text by span corruption (Raffel et al. 2020). For every seed, two models then
 learn the task from the same few samples, with the same tokenizer, steps, batches and learning rates; one of them starts
@@ -108,7 +108,7 @@ def _pretraining_recipe(base: Recipe, task: Recipe, options: Options) -> Recipe:
 
 
 def _arm_changes(arm: str, task: Recipe, pretrained: Path) -> dict[str, Any]:
-    """Return the sections that differ between the arms: the initial weights. Both use the pretrained tokenizer."""
+    """Return the changes to the recipe of an arm: "spans" starts from the pretrained model, "none" has its tokenizer."""
     if arm == "none":
         return {"tokenizer": {"folder": str(pretrained)}}
     dropout = {name: value for name, value in task.model.items() if "dropout" in name}

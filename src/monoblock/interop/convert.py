@@ -126,7 +126,7 @@ def _find_pickle(folder: Path) -> str:
 
 @contextmanager
 def open_model(source: str | Path) -> Iterator[SourceModel]:
-    """Load a model of any format; pickles are converted in a temporary folder that lasts as long as the context."""
+    """Yield a model loaded from any format; pickles are first converted into a temporary folder, deleted on exit."""
     from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -146,7 +146,10 @@ def open_model(source: str | Path) -> Iterator[SourceModel]:
 
 @contextmanager
 def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[SourceModel]:
-    """Merge a LoRA adapter into the weights, in a temporary folder that lasts as long as the context."""
+    """Yield the model with a LoRA adapter merged into its weights; with adapter=None, yield `source` itself.
+
+    The merged model is written to a temporary folder, which is deleted when the `with` block ends.
+    """
     if adapter is None:
         yield source
         return

@@ -16,13 +16,25 @@ FUSE_MIN_TOKENS = 512  # from here one wide product is faster, although the weig
 
 def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Whether x (B, T, D) has many tokens and the layers are plain and all or none have a bias."""
-    if x.shape[0] * x.shape[1] < FUSE_MIN_TOKENS or not all(is_plain(layer, nn.Linear) for layer in layers):
-        return False
-    return len({layer.bias is None for layer in layers}) == 1
+    return (
+        x.shape[0] * x.shape[1] >= FUSE_MIN_TOKENS
+        and all(is_plain(layer, nn.Linear) for layer in layers)
+        and can_join(layers)
+    )
 
 
 def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """The outputs of each layer for x (B, T, D)."""
+    return split_columns(F.linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
+
+
+def can_join(layers: Sequence[nn.Module | None]) -> bool:
+    """Whether all layers are linear, and all or none have a bias."""
+    has_bias = {layer.bias is not None for layer in layers if isinstance(layer, nn.Linear)}
+    return all(isinstance(layer, nn.Linear) for layer in layers) and len(has_bias) == 1
+
+
+def join_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Concatenate the weights (ΣN, K) and the biases (ΣN,) of layers with the same input."""
     weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    return split_columns(F.linear(x, weight, bias), [layer.out_features for layer in layers])
+    return weight, None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

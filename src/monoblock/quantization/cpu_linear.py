@@ -6,8 +6,6 @@ device or dtype, many rows, gradients), the layers compute the plain product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,22 +71,6 @@ class KernelEmbedding(KernelLinear):
         if self.storage == "dense":
             return F.embedding(ids, self.tensors[0])
         return unpack(PackedMatrix(*(tensor[ids] for tensor in self.tensors)), self.in_features)
-
-
-def fuse_linears(modules: Iterable[nn.Module]) -> KernelLinear | None:
-    """Join layers with the same input (query, key and value; gate and up) into one with concatenated outputs.
-
-    The rows are copied.  Return None if the layers are stored differently, or only some have a bias.
-    """
-    candidates = [module if isinstance(module, KernelLinear) else _kernel_module(module) for module in modules]
-    layers = [layer for layer in candidates if layer is not None]
-    layouts = {(m.storage, m.in_features, m.bias is None, m.tensors[-1].shape[-1]) for m in layers}
-    if len(layers) < len(candidates) or len(layouts) != 1:
-        return None
-    tensors = [torch.cat(rows) for rows in zip(*(layer.tensors for layer in layers), strict=True)]
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    matrix = tensors[0] if layers[0].storage == "dense" else PackedMatrix(*tensors)
-    return KernelLinear(matrix, layers[0].in_features, torch.cat(biases) if biases else None)
 
 
 def use_cpu_kernels(model: Transformer) -> Transformer:

@@ -1,4 +1,4 @@
-"""From a recipe to its data: read the corpus, find the tokenizer, build the batches of the objective."""
+"""Build the data of a recipe: read the corpus, find the tokenizer, build the batches of the objective."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def build_task_data(
 ) -> TaskData:
     """Read the corpus of a recipe and prepare its training and validation batches.
 
+    context: longest sample in tokens; None means no limit.
+    data_folder: folder with corpora.
     run_folder: the folder of a resumed run, whose tokenizer is used.
     start: the model that training starts from.
     """
@@ -80,7 +82,7 @@ def build_task_data(
 
 
 def _prepare_splits(recipe: Recipe, data_folder: Path | None, start: WarmStart | None) -> CorpusSplits:
-    """The rows to train and to validate on, with the pairs and tasks that a recipe adds."""
+    """Return the training and validation rows, with the synthetic pairs and extra tasks of the recipe added."""
     objective, section = recipe.train.objective, recipe.data
     train, valid = _load_splits(recipe, data_folder)
     if objective == "pairs" and section.prefix:  # labels and answers become texts
@@ -111,27 +113,27 @@ def _digests(splits: Iterable[Corpus]) -> dict[str, str]:
 
 
 def _load_splits(recipe: Recipe, data_folder: Path | None) -> tuple[Corpus, Corpus | None]:
-    """The training rows and the validation rows: the split `valid`, or the last `data.held` training rows."""
+    """Return training and validation rows; the latter are the last `data.held` training rows, or the split `valid`."""
     name, held, kind = recipe.data.corpus, recipe.data.held, _corpus_kind(recipe, data_folder)
     train = load_corpus(name, "train", folder=data_folder, kind=kind)
     if held:
         if held >= len(train):
-            raise ConfigError(f"data.held={held} leaves nothing of {len(train)} rows to train on; write less")
+            raise ConfigError(f"data.held={held} leaves none of the {len(train)} rows to train on; write a smaller number")
         return replace(train, rows=train.rows[:-held]), replace(train, split="valid", rows=train.rows[-held:])
     return train, load_corpus_if_present(name, "valid", folder=data_folder, kind=kind)
 
 
 def _corpus_kind(recipe: Recipe, data_folder: Path | None) -> CorpusKind | None:
-    """How a path is read; None for a named corpus, which has its kind."""
+    """Return the kind of corpus to read a path as; None for a named corpus, whose kind is known."""
     if recipe.train.objective == "pairs" and recipe.data.prefix:
         return task_corpus_kind(recipe.data.corpus, recipe.data.prefix, data_folder)
     return infer_corpus_kind(recipe.data.corpus, CORPUS_KINDS[recipe.train.objective], folder=data_folder)
 
 
 def _check_modality(recipe: Recipe, train: Corpus) -> None:
-    """Raise unless images go to a vision model and text to another."""
+    """Raise ConfigError unless a vision model gets images, and any other model text."""
     if (train.kind == "images") != is_vision(recipe):
-        reads = "reads images" if is_vision(recipe) else "reads text; write model.family='vit'"
+        reads = "reads images; give a corpus of images" if is_vision(recipe) else "reads text; write model.family='vit'"
         raise ConfigError(f"the corpus {train.name} is {train.kind}, and this model {reads}")
     if train.kind != "images" and recipe.data.augment != AugmentSection():
         raise ConfigError(f"data.augment varies images, and the corpus {train.name} is {train.kind}; leave it out")
@@ -143,7 +145,7 @@ def _check_modality(recipe: Recipe, train: Corpus) -> None:
 def find_tokenizer(
     recipe: Recipe, train: Corpus, run_folder: Path | None, initial_tokenizer: Tokenizer | None = None
 ) -> Tokenizer:
-    """The tokenizer of the run folder, the initial model or tokenizer.folder; else a new one, trained on the corpus."""
+    """Return the tokenizer of the run folder, else of the initial model, else of tokenizer.folder, else train one."""
     objective, section = recipe.train.objective, recipe.tokenizer
     if run_folder is not None and (run_folder / TOKENIZER_FILE).is_file():
         return check_required_tokens(load_tokenizer(run_folder), objective, run_folder)
@@ -152,7 +154,7 @@ def find_tokenizer(
     if section.folder:
         folder = Path(section.folder)
         if not (folder / TOKENIZER_FILE).is_file():
-            raise FileError(f"tokenizer.folder={folder} has no {TOKENIZER_FILE}")
+            raise FileError(f"tokenizer.folder={folder} has no {TOKENIZER_FILE}; name another folder, or none to train one")
         return check_required_tokens(Tokenizer.from_pretrained(folder), objective, folder)
     return Tokenizer.train(
         section.kind,

@@ -105,7 +105,7 @@ def build_trainer(
 def _build_loss(
     section: TrainSection, config: ModelConfig | RecurrentConfig, task_data: TaskData
 ) -> CrossEntropyLoss | AdversarialLoss:
-    """Cross-entropy; with load balancing for a mixture of experts, with adversarial training if asked for."""
+    """Return cross-entropy, with load balancing for a mixture of experts and adversarial training if the recipe asks."""
     stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
     experts = next(
         (block.feedforward.experts for stack in stacks for block in stack.layers() if block.feedforward.experts), None
@@ -133,10 +133,10 @@ def _build_optimizers(section: TrainSection, model: nn.Module) -> Optimizers:
 
 
 def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) -> Callable[[int], Iterator[TensorBatch]]:
-    """A function that yields the batches from a step on."""
+    """Return a function that yields the batches of this process from a given step on."""
 
     def build(batch: BatchIndices) -> TensorBatch:
-        """The share of this process, which may be empty; `samples` are those of the whole batch."""
+        """Build this process's part of a batch, which may be empty; its `samples` list those of the whole batch."""
         share, samples = batch_for_rank(batch, world.rank, world.size), batch.indices.tolist()
         if not len(share.indices):
             return TensorBatch({}, torch.empty(0, dtype=torch.int64), batch.epoch, samples)
@@ -151,7 +151,7 @@ def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) ->
 def run_identity(
     recipe: Recipe, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that was started."""
+    """Return digests of the model, recipe, data, initial weights and tokenizer, which must not change on resuming."""
     training = {key: value for key, value in to_dict(recipe.train).items() if key not in CHANGEABLE_ON_RESUME}
     parts = {"model": to_dict(config), "training recipe": training, "corpus": to_dict(recipe.data)}
     parts |= {"adapter": to_dict(recipe.lora)} if recipe.lora.rank else {}

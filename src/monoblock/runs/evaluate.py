@@ -22,16 +22,20 @@ LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}
 
 
 def evaluate(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Evaluate a model on a corpus; a single file that it was not trained on is evaluated as a whole."""
+    """Evaluate a model on a corpus; a single file that the model was not trained on is evaluated as a whole."""
     loaded = model.loaded if isinstance(model, Pipeline) else model
     objective = objective_of(loaded)
     if objective not in EVALUATORS:
-        raise InputError(f"evaluate does not support {objective or loaded.model.config.family} models")
+        raise InputError(f"evaluate has no metrics for {objective or loaded.model.config.family} models; give a model of another task")
     return EVALUATORS[objective](loaded, resolve_split(request, loaded.data_section))
 
 
 def resolve_split(request: EvaluationRequest, section: DataSection | None) -> EvaluationRequest:
-    """Request all of a single file, unless the model was trained on it or word frequencies are tuned on its splits."""
+    """Return the request with split="all" if the data are a single file.
+
+    The request is unchanged if it names a split, if the model was trained on the file, or if word frequencies are tuned
+    on the splits of the file (`rescore`).
+    """
     path = None if request.data in CORPORA else find_path(request.data, request.folder)
     if path is None or not is_single_file(path) or request.split is not None or request.rescore:
         return request

@@ -1,4 +1,4 @@
-"""The recipe of `monoblock finetune`: the objective follows from the data, the hyperparameters from the objective.
+"""Build the recipe of `monoblock finetune`: the data decide the objective, and the objective the hyperparameters.
 
 Learning rates are those of BERT (Devlin et al. 2019) and LoRA (Hu et al. 2021) for models of REFERENCE_WIDTH, scaled
 inversely with the width.
@@ -62,8 +62,10 @@ def build_finetuning_recipe(
 ) -> Recipe:
     """Build the recipe that fine-tunes the model of a folder on a corpus.
 
-    objective: None infers it from the data.
-    folder: where corpora given by path lie.
+    model: a run folder, a Hugging Face folder or a GGUF file.
+    data: a named corpus, a file or a folder.
+    objective: None infers it from the data and the model.
+    folder: folder with corpora.
     overrides: `section.key=value`, as on the command line.
     """
     config = read_stored_config(model)
@@ -77,7 +79,8 @@ def build_finetuning_recipe(
     objective = objective or _infer_objective(corpus, config)
     if corpus.kind not in CORPUS_KINDS[objective]:
         raise ConfigError(
-            f"the objective {objective} needs {' or '.join(CORPUS_KINDS[objective])}, and {data} is {corpus.kind}"
+            f"the objective {objective} needs {' or '.join(CORPUS_KINDS[objective])}, "
+            f"and {data} is {corpus.kind}; give other data or another --objective"
         )
     overrides = list(overrides)
     max_length = TRAINING_DEFAULTS[objective].max_length
@@ -120,7 +123,7 @@ def _train_section(objective: str, width: int, overrides: list[str]) -> dict[str
 
 
 def _load_training_corpus(data: str, config: ModelConfig, objective: str | None, folder: Path | None) -> Corpus:
-    """The training rows; a file of two columns is read as labelled texts for an encoder, else as pairs."""
+    """Load the training rows; a file of two columns is read as labelled texts for an encoder-only model, else as pairs."""
     if objective is not None and data not in CORPORA:
         kind = infer_corpus_kind(data, CORPUS_KINDS[objective], folder=folder)
         return load_corpus(data, "train", folder=folder, kind=kind)
@@ -138,7 +141,7 @@ def _infer_objective(corpus: Corpus, config: ModelConfig) -> str:
 
 
 def _validation_count(data: str, corpus: Corpus, folder: Path | None) -> int:
-    """How many training rows to hold out for validation: none if there is a validation split."""
+    """Return how many training rows to hold out for validation; 0 for text, and if there is a validation split."""
     if corpus.kind == "text":
         return 0
     kind = None if data in CORPORA else corpus.kind

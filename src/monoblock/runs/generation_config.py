@@ -1,6 +1,6 @@
 """generation_config.json: the default decoding options of a model.
 
-Fields are read by an allow-list, from our folders and from published ones; other fields are ignored and reported.
+Fields on an allow-list are read, from run folders and Hugging Face folders; others are ignored and reported.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 GENERATION_CONFIG_FILE = "generation_config.json"
 DECODER_START_KEY = "decoder_start_token_id"
 SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed"}
-# Fields that older published models keep in config.json.
+# Fields that older Hugging Face folders keep in config.json.
 TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
 UNREPORTED_FIELDS = {"bos_token_id", "do_sample", "transformers_version", "_from_model_config", "use_cache"}
 
 
 def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Read the defaults of a model folder; the tokenizer supplies special tokens that the folder does not name."""
+    """Read the default decoding options of a model folder; special tokens it does not name come from the tokenizer."""
     folder = Path(folder)
     data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
     config = _read_json_if_present(folder, CONFIG_FILE)
@@ -35,7 +35,7 @@ def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> Genera
     values = {name: value for name, value in {**published, **data}.items() if value is not None}
     options = {name: value for name, value in values.items() if name in SETTINGS_FIELDS}
     from_recipe = folder.is_dir() and has_file(folder, RECIPE_FILE)
-    if not values.get("do_sample", from_recipe):  # published files name a temperature even if they do not sample
+    if not values.get("do_sample", from_recipe):  # Hugging Face files give a temperature even without sampling
         options["temperature"] = 0.0
     elif "temperature" not in options:
         options["temperature"] = 1.0
@@ -63,12 +63,12 @@ def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> i
     if value is None:
         return tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.pad_id
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FileError(f"{folder}: {DECODER_START_KEY}={short_repr(value)} is not a token id")
+        raise FileError(f"{folder}: {DECODER_START_KEY}={short_repr(value)} is not a token id; write a whole number")
     return value
 
 
 def build_generation_config(section: GenerateSection, objective: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The generation_config.json of a run: sampling for language models, beam search for pairs."""
+    """Return the content of generation_config.json for a run: sampling for language models, beam search for pairs."""
     data: dict[str, Any] = {"max_new_tokens": section.max_new_tokens}
     if objective in ("causal", "chat"):
         sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}

@@ -28,16 +28,19 @@ POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vec
 
 
 def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
-    """Load the model and tokenizer of a folder (a run, a Hugging Face folder, a GGUF file), ready to use."""
+    """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
+
+    device: None takes a CUDA GPU if there is one, else the CPU.
+    """
     folder = resolve_model_path(folder)
     if not folder.exists():
-        raise FileError(f"there is no {folder}; train a model first, or give the folder of one")
+        raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     return Pipeline(load_folder(folder, device, dtype))
 
 
 def load_folder(folder: Path, device: str, dtype: torch.dtype | str) -> LoadedModel:
-    """Read the model of a folder with its tokenizer, labels, defaults and recipe."""
+    """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
     model = _load_model(folder, device, dtype)
     vision = isinstance(model.config, ModelConfig) and model.config.family == "vision"
     tokenizer = None if vision else load_tokenizer(folder, model.config)
@@ -66,17 +69,17 @@ def _load_model(folder: Path, device: str, dtype: torch.dtype | str) -> Transfor
 
 
 def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
-    """The names of the head's classes; LABEL_0 … if the folder has none."""
+    """Return the class names of the head; LABEL_0, LABEL_1, … if the folder names none."""
     head = model.config.head if isinstance(model.config, ModelConfig) else None
     classes = 0 if head is None else head.classes or 0
     labels = read_labels(folder) if classes else []
     if labels and len(labels) != classes:
-        raise FileError(f"{folder} names {len(labels)} labels, and the head of its model has {classes}")
+        raise FileError(f"{folder} names {len(labels)} labels, but the head of its model has {classes} classes; make them agree")
     return labels or [f"LABEL_{index}" for index in range(classes)]
 
 
 def _read_pooling(folder: Path) -> str:
-    """The pooling that sentence-transformers stores beside a model, else "mean"."""
+    """Return the pooling ("mean" or "cls") that sentence-transformers stored in the folder; "mean" if there is none."""
     data = _read_json_if_present(folder / POOLING_FOLDER)
     return "cls" if data.get("pooling_mode_cls_token") is True else "mean"
 

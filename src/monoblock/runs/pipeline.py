@@ -1,13 +1,14 @@
-"""What `mb.load` returns: a model with one method for each thing it can do with text or images.
+"""The pipeline that `mb.load` returns: a loaded model with one method for each task on text or images.
 
     pipe = mb.load("runs/demo")
     pipe.generate("In the beginning")
     for text in pipe.stream("In the beginning", temperature=0.8, stop="\\n"): ...
     pipe.chat([{"role": "user", "content": "Hello"}])
     pipe.translate(["Guten Tag"], n_best=3)
-    pipe.classify / .tag / .fill / .embed / .answer          # by the head of the model
+    pipe.classify / .tag / .fill / .embed / .answer          # depending on the head of the model
 
-Options are those of `model.generate`, and `stop`: strings that end a text and are not part of it.
+`generate`, `stream`, `chat` and `translate` take the options of `model.generate`. `stop` gives strings at which the
+generated text ends; the text does not include them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 
 @dataclass
 class Pipeline:
-    """A loaded model with its predictors; made by `mb.load`."""
+    """A loaded model with methods that generate and predict; returned by `mb.load`."""
 
     loaded: LoadedModel
 
@@ -55,7 +56,7 @@ class Pipeline:
 
     @property
     def data_section(self) -> DataSection | None:
-        """The [data] section of the recipe that the model was trained by, if any."""
+        """The [data] section of the recipe that trained the model; None for a model without a recipe."""
         return self.loaded.data_section
 
     @property
@@ -64,7 +65,7 @@ class Pipeline:
 
     @property
     def labels(self) -> list[str]:
-        """The classes of a classifier or tagger."""
+        """The class names of a classifier or tagger."""
         return self.loaded.labels
 
     @property
@@ -78,7 +79,10 @@ class Pipeline:
     @overload
     def generate(self, prompt: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> list[str]: ...
     def generate(self, prompt: str | Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> Any:
-        """Continue a prompt, or each of a list; with num_return_sequences above 1 each gives a list of texts."""
+        """Return the text that continues a prompt; for a list of prompts, return a list.
+
+        With num_return_sequences above 1, each prompt gives a list of texts.
+        """
         prompts = [prompt] if isinstance(prompt, str) else prompt
         texts = [
             [hypothesis.text for hypothesis in hypotheses] if len(hypotheses) > 1 else hypotheses[0].text
@@ -87,39 +91,39 @@ class Pipeline:
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
-        """Continue a prompt piece by piece; the pieces concatenate to what `generate` returns."""
+        """Yield the text that continues a prompt in pieces, as it is generated; joined, they are the text of `generate`."""
         settings = self.resolve_settings(options, streaming=True)
         return chunk_texts(self.loaded.stream_chunks([self.encode_prompt(prompt)], [settings], stop))
 
     def generate_hypotheses(
         self, prompts: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any
     ) -> list[list[Hypothesis]]:
-        """For each prompt num_return_sequences texts, with token counts, finish reasons and scores."""
+        """Return num_return_sequences texts for each prompt, with token counts, finish reasons and scores."""
         encoded = [self.encode_prompt(prompt) for prompt in prompts]
         return self.loaded.generate(encoded, self.resolve_settings(options), stop)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any) -> str:
-        """The next answer of the assistant; messages are {"role": "user", "content": "…"}."""
+        """Return the next answer of the assistant to messages such as {"role": "user", "content": "Hello"}."""
         settings = self.resolve_settings(options)
         return self.loaded.generate([self.encode_chat(messages)], settings, stop, new_text=True)[0][0].text
 
     def chat_stream(
         self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any
     ) -> Iterator[str]:
-        """The next answer of the assistant, piece by piece."""
+        """Yield the next answer of the assistant in pieces, as it is generated."""
         prompt, settings = self.encode_chat(messages), self.resolve_settings(options, streaming=True)
         return chunk_texts(self.loaded.stream_chunks([prompt], [settings], stop, new_text=True))
 
     def resolve_settings(self, options: Mapping[str, Any], *, streaming: bool = False) -> Settings:
-        """The defaults of the folder, overridden by options."""
+        """Return the decoding settings: the defaults of the model folder, overridden by options."""
         return self.loaded.resolve_settings(options, streaming=streaming)
 
     def encode_prompt(self, text: str) -> Prompt:
-        """A prompt or a source as the model reads it."""
+        """Encode a prompt or, for a model with an encoder, a source."""
         return self.loaded.encode_prompt(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """A conversation as the model reads it."""
+        """Encode a conversation with the chat template of the tokenizer."""
         return self.loaded.encode_chat(messages)
 
     # -- translation --------------------------------------------------------------------------------------------------
@@ -143,11 +147,11 @@ class Pipeline:
         first_index: int = 0,
         **options: Any,
     ) -> Any:
-        """Translate a source, or each of many in their order; an empty source gives an empty target.
+        """Translate a source, or a list of sources in their order; an empty source gives an empty target.
 
-        n_best: return so many hypotheses with scores, best first.
-        batch: sources translated at once, sorted by length.
-        to: the script of the target, for a model that writes several.
+        n_best: return this many hypotheses with scores for each source, best first, instead of one text.
+        batch: number of sources translated at once; sources of similar length are batched together.
+        to: the script of the target, for a model that writes several scripts.
         long: "refuse" a source beyond the context, or "split" it into sentences.
         first_index: with a seed, source n is sampled with seed + first_index + n.
         """
@@ -160,9 +164,10 @@ class Pipeline:
     # -- prediction ---------------------------------------------------------------------------------------------------
 
     def classify(self, text: Any, *, top: int = 1, **options: Any) -> Any:
-        """The `top` most probable classes of a text, a pair (text, text) or an image, or of each of a list.
+        """Return the `top` most probable classes of a text, a pair (text, text) or an image; a list gives a list.
 
-        options: batch, and long="refuse", "cut" or "split" for texts beyond the context.
+        options: batch, the number of inputs processed at once; long="refuse", "cut" or "split", for texts beyond the
+        context.
         """
         single = isinstance(text, str | tuple) or hasattr(text, "ndim")
         rows = [text] if single else list(text)
@@ -172,9 +177,10 @@ class Pipeline:
         return predictions[0] if single else predictions
 
     def tag(self, text: Any, *, split_punctuation: bool = True, **options: Any) -> Any:
-        """The label of every word of a text, and the entities; or of each of a list of texts or of lists of words.
+        """Label every word of a text, and find its entities or restore its punctuation (see TaggedText).
 
-        split_punctuation: punctuation marks are words; otherwise words are separated by spaces only.
+        text: a text, or a list whose elements are texts or lists of words; a list gives a list of results.
+        split_punctuation: treat punctuation marks as words; if False, words are separated by spaces only.
         """
         rows = [text] if isinstance(text, str) else list(text)
         words = [split_words(self.loaded, row, split_punctuation) for row in rows]
@@ -182,12 +188,16 @@ class Pipeline:
         return tagged[0] if isinstance(text, str) else tagged
 
     def fill(self, text: Any, *, top: int = 5, **options: Any) -> Any:
-        """The most probable tokens for each [MASK] of a text, or of each of a list."""
+        """Fill each [MASK] of a text with its `top` most probable tokens (see FilledText); a list gives a list."""
         filled = fill_masks(self.loaded, [text] if isinstance(text, str) else list(text), top=top, **options)
         return filled[0] if isinstance(text, str) else filled
 
     def embed(self, text: Any, *, pooling: str | None = None, normalize: bool = True, **options: Any) -> torch.Tensor:
-        """The vector (D,) of a text or image, or (texts, D) of a list; pooling="mean" or "cls"."""
+        """Return the embedding (D,) of a text or image, or (N, D) of a list of N.
+
+        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as the model was trained.
+        normalize: scale embeddings to length one.
+        """
         single = isinstance(text, str) or hasattr(text, "ndim")
         rows = [text] if single else list(text)
         embed: Any = embed_images if self.tokenizer is None else embed_texts
@@ -195,10 +205,11 @@ class Pipeline:
         return vectors[0] if single else vectors
 
     def answer(self, question: Any, context: Any = None, *, n_best: int | None = None, **options: Any) -> Any:
-        """The span of a context that answers a question, "" for no answer; for two lists, or a list of pairs, a list.
+        """Return the span of the text `context` that answers a question, "" for no answer.
 
-        n_best: return so many spans with positions and probabilities, best first.
-        options: longest (tokens of an answer), impossible (whether "" is allowed), batch.
+        question, context: two strings, or two lists; or a list of pairs as `question`. Lists give a list.
+        n_best: return this many spans with positions and probabilities, best first, instead of one text.
+        options: longest (most tokens in an answer), impossible (whether "" is allowed), batch.
         """
         single = isinstance(question, str)
         if single:

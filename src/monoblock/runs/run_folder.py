@@ -1,4 +1,4 @@
-"""The files of a run folder that are there from the first step on."""
+"""The files of a run folder that are written before the first training step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def check_run_folder(folder: Path, resume: bool) -> None:
-    """Raise unless a run can begin, or be resumed, in this folder."""
+    """Raise an error unless a run can start in this folder or, with `resume`, be resumed."""
     if resume and not (folder / RECIPE_FILE).is_file():
         raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
     if not resume and folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists already; continue it with --resume, or choose another with --out")
+        raise ConfigError(f"{folder} is not empty; continue its run with --resume, or choose another folder with --out")
 
 
 def write_initial_files(
@@ -37,10 +37,10 @@ def write_initial_files(
     labels: list[str],
     special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write recipe, configuration, tokenizer, labels and defaults, so that even an interrupted run can be understood.
+    """Write recipe, configuration, tokenizer, labels and generation_config.json, so that they exist from the start.
 
-    special_tokens: token ids in generation_config.json of the model that the run starts from; they override the
-    tokenizer's.
+    special_tokens: fields of generation_config.json taken from the initial model; they override the token ids of the
+    tokenizer.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

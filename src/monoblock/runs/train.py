@@ -1,4 +1,4 @@
-"""Train a recipe: tokenizer, data, model and trainer in a run folder that is a model folder when the run ends."""
+"""Train a recipe into a run folder, which is a model folder when the run ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEFAULT_LSTM_CONTEXT = 64  # length of the training blocks of an LSTM, which has
 
 @dataclass
 class Run:
-    """A training run, ready to start with `events`."""
+    """A prepared training run; iterate over `events` to train."""
 
     recipe: Recipe
     folder: Path
@@ -57,7 +57,7 @@ class Run:
     base_digest: str | None = None  # of the weights that adapters belong to
 
     def events(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
-        """Train, write the metrics, and save the finished model in the folder."""
+        """Train, write the metrics, save the finished model in the run folder, and yield the events of the training."""
         world = self.trainer.world
         yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
         yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
@@ -92,7 +92,7 @@ class Run:
         write_atomically(self.folder / CARD_FILE, card)
 
     def _load_final_weights(self) -> None:
-        """Load the mean of the last checkpoints, the best checkpoint or the moving average, as the recipe says."""
+        """Load the final weights: the mean of the last checkpoints, the best one, or the moving average, by the recipe."""
         trainer, section = self.trainer, self.recipe.train
         steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
         if section.average:
@@ -109,13 +109,13 @@ class Run:
         self.model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in names}, strict=False)
 
     def validate(self) -> dict[str, float]:
-        """The validation metrics of the current model."""
+        """Return loss and accuracy of the current model on all validation batches."""
         runtime = self.trainer.runtime
         with runtime.autocast():
             return validate(self.model, self.task_data, self.trainer.loss.evaluation_loss(), runtime.device)
 
     def evaluate_generation(self) -> dict[str, float]:
-        """The metrics of the first validation rows, predicted with the defaults of the folder."""
+        """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder."""
         tokenizer, count = self.task_data.tokenizer, self.recipe.generate.measure
         score = VALIDATION_SCORERS.get(self.recipe.train.objective)
         if score is None or tokenizer is None or not (count and self.task_data.validation_rows):
@@ -125,7 +125,7 @@ class Run:
         return score(loaded, self.task_data.validation_rows, count)
 
     def sample_text(self, model: nn.Module) -> str:
-        """A sample from a decoder with the settings of the recipe, "" from other models."""
+        """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""
         tokenizer, section = self.task_data.tokenizer, self.recipe.generate
         if not isinstance(model, Transformer) or model.config.family != "decoder-only" or tokenizer is None:
             return ""
@@ -154,7 +154,12 @@ def prepare_run(
     tensorboard: bool = False,
     world: World = SINGLE_PROCESS,
 ) -> Run:
-    """Build data, model and trainer, and write the first files of the folder; the main process goes first."""
+    """Build the data, model and trainer of a run, and write the first files of the run folder.
+
+    data: folder with corpora.
+    stop: called after every step; training stops when it returns True.
+    world: the processes that train together; the main process builds and writes first.
+    """
     with world.main_process_first():
         if world.is_main:
             check_run_folder(folder, resume)
@@ -221,7 +226,7 @@ def _build_run(
 def _copy_initial_weights(
     start: WarmStart, model: Transformer | Recurrent, recipe: Recipe
 ) -> tuple[DecisionEvent, list[str]]:
-    """Copy the stored weights; return an event that tells so and the names of the weights that are new."""
+    """Copy the stored weights into a model; return an event that reports it, and the names of weights not copied."""
     head = OBJECTIVE_REQUIREMENTS[recipe.train.objective].head
     keep_head = isinstance(model, Recurrent) or start.keeps_head(head, recipe.model)
     fresh = copy_weights(model, start, keep_head=keep_head)
@@ -235,7 +240,7 @@ def build_model(config: ModelConfig | RecurrentConfig) -> Transformer | Recurren
 
 
 def _resolve_context(recipe: Recipe, start: WarmStart | None) -> int | None:
-    """The length of training samples in tokens: the context of the model or data.longest; None for images."""
+    """Return the longest training sample in tokens, by the context and data.longest; None for images or no limit."""
     objective = recipe.train.objective
     config: ModelConfig | RecurrentConfig
     if start is not None:

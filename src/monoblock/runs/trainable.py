@@ -1,6 +1,7 @@
-"""What a recipe trains of a model: all weights, the upper layers only, or adapters beside frozen weights.
+"""Choose the weights that a recipe trains: all, only the upper layers, or LoRA adapters beside frozen weights.
 
-A run with adapters stores them in `adapter/`, where peft reads them, and the model they were merged into beside it.
+A run with adapters stores them in `adapter/` in the format of peft, and in the run folder the model with the adapters
+merged into its weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Model = Transformer | Recurrent
 
 
 def resolve_steps(recipe: Recipe, task_data: TaskData) -> Recipe:
-    """Convert epochs to steps, and fractions of the steps to numbers of steps."""
+    """Return the recipe with epochs converted to steps, and intervals given as fractions converted to steps."""
     section = recipe.train
     batches = getattr(task_data.batch_plan, "batches", None)
     steps = section.steps if section.epochs is None or batches is None else max(1, round(section.epochs * batches))
@@ -40,7 +41,10 @@ def resolve_steps(recipe: Recipe, task_data: TaskData) -> Recipe:
 
 
 def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tuple[Model, DecisionEvent | None]:
-    """Add adapters and freeze weights as a recipe says; weights named in `fresh` are always trained."""
+    """Add adapters and freeze weights as a recipe says; return the model and an event that reports what is trained.
+
+    fresh: names of newly initialized weights, which are always trained.
+    """
     lora, freeze = recipe.lora, recipe.train.freeze
     if not lora.rank and freeze is None:
         return model, None
@@ -61,12 +65,15 @@ def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tup
             weight.requires_grad_(True)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     if not trained:
-        raise ConfigError(f"train.freeze={freeze} leaves nothing to train; write less")
+        raise ConfigError(f"train.freeze={freeze} leaves nothing to train; write a smaller number")
     return model, DecisionEvent(f"{trained:,} of {total:,} weights are trained", ", ".join(reasons))
 
 
 def _add_adapters(model: Transformer, lora: LoraSection, fresh: Sequence[str]) -> tuple[Transformer, str]:
-    """Add LoRA layers beside frozen, possibly quantized weights; a new head stays in full precision."""
+    """Freeze (and quantize) the weights and add LoRA layers; return the model and a description.
+
+    A newly initialized head stays in full precision.
+    """
     reason = f"LoRA of rank {lora.rank}"
     if lora.bits:
         head = model.head
@@ -94,9 +101,9 @@ def _freeze_layers(model: nn.Module, layers: int) -> None:
 
 
 def finalize_model(model: Any, folder: Path, recipe: Recipe, base_digest: str | None = None) -> Any:
-    """The model that a run ends with: adapters are saved in a folder of their own and merged into the weights.
+    """Return the model to save at the end of a run; adapters are saved to `adapter/` and merged into the weights.
 
-    base_digest: the digest of the weights that the adapters were trained beside.
+    base_digest: digest of the frozen weights that the adapters belong to.
     """
     if not any(True for _ in lora_layers(model)):
         for weight in model.parameters():
@@ -107,5 +114,5 @@ def finalize_model(model: Any, folder: Path, recipe: Recipe, base_digest: str | 
 
 
 def merge_adapters(model: Transformer) -> Transformer:
-    """The model itself, or a copy with its adapters merged into the weights."""
+    """Return a copy of the model with its adapters merged into the weights, or the model itself if it has none."""
     return dequantize(fold_lora(model)) if any(True for _ in lora_layers(model)) else model

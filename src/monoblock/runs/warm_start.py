@@ -1,4 +1,4 @@
-"""Start training from a model with weights: `[model] folder` gives configuration, weights and tokenizer.
+"""Start training from a stored model: `[model] folder` gives configuration, weights and tokenizer.
 
 The folder is a run, a Hugging Face folder or a GGUF file. A head of another kind than the objective needs is
 initialized anew; all other weights are copied.
@@ -46,27 +46,27 @@ class WarmStart:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights: a resumed run must have started from the same."""
+        """SHA-256 of the weights; a resumed run must start from weights with the same digest."""
         return compute_digest(self.model.state_dict())
 
     def keeps_head(self, kind: str, model: Mapping[str, Any]) -> bool:
-        """Whether an objective that needs a head of this kind continues with the stored one."""
+        """Whether training keeps the stored head: it is of this kind, and the [model] section asks for no other."""
         head = self.config.head if isinstance(self.config, ModelConfig) else None
         return head is not None and head.kind == model.get("head", kind) == kind
 
     def match_labels(self, labels: Sequence[str]) -> list[str]:
-        """The labels of the stored head, which must include those of the data; those of the data if it has no names."""
+        """Return the labels of the stored head, which must include `labels`; return `labels` if it has no label names."""
         unknown = next((label for label in labels if label not in self.labels), None)
         if not self.labels or unknown is None:
             return list(self.labels or labels)
         raise ConfigError(
-            f"the data have a label {unknown!r}{did_you_mean(unknown, self.labels)} that the head of {self.folder} "
-            f"does not know: it has {', '.join(self.labels[:8])}; write model.head={FRESH_HEAD} to begin with a new one"
+            f"the label {unknown!r} of the data is not one of the head of {self.folder}: {', '.join(self.labels[:8])}"
+            f"{did_you_mean(unknown, self.labels)}; write model.head={FRESH_HEAD} to train a new head"
         )
 
 
 def load_warm_start(model: Mapping[str, Any]) -> WarmStart | None:
-    """Load the folder that the [model] section of a recipe names; None if it names none."""
+    """Load the model in `folder` of the [model] section of a recipe; return None if the section has no `folder`."""
     if "folder" not in model:
         return None
     folder = resolve_model_folder(model["folder"])
@@ -90,7 +90,7 @@ def _read_special_tokens(folder: Path, tokenizer: Tokenizer, config: ModelConfig
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list[str]:
-    """Copy the stored weights, with or without the head, into a new model; return the names of those not copied."""
+    """Copy the stored weights (the head only if `keep_head`) into a model; return the names of weights not copied."""
     own, stored = model.state_dict(), start.model.state_dict()
     copied = {name: tensor for name, tensor in stored.items() if keep_head or not name.startswith("head.")}
     copied |= {name: tensor for name, tensor in stored.items() if name.startswith(POOLER_PREFIX) and name in own}
@@ -99,11 +99,11 @@ def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list
             shape = tuple(own[name].shape) if name in own else "nothing"
             raise ConfigError(
                 f"model.folder={start.folder} stores {name} of shape {tuple(tensor.shape)}, and this recipe needs "
-                f"{shape}; leave out what changes it (model.context: write data.longest instead)"
+                f"{shape}; leave out the keys of [model] that change it (instead of model.context, write data.longest)"
             )
         own[name].copy_(tensor)
     fresh = [name for name in own if name not in copied]
     missing = next((name for name in fresh if not name.startswith("head.")), None)
     if missing is not None:
-        raise ConfigError(f"model.folder={start.folder} has no weight {missing}, which this recipe needs")
+        raise ConfigError(f"model.folder={start.folder} has no weight {missing}, which this recipe needs; leave out the keys of [model] that add it")
     return fresh

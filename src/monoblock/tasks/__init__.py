@@ -1,1 +1,1 @@
-"""The tasks a model can be trained for, one folder each."""
+"""The tasks that a model can be trained for, each in its folder."""

@@ -17,11 +17,11 @@ ProgressCallback = Callable[[int], None]  # called with the number of inputs jus
 
 
 def no_progress(count: int) -> None:
-    """Ignore progress."""
+    """Do nothing; the default of `progress` arguments."""
 
 
 def group_by_length(lengths: Sequence[int], batch: int, *, longest_first: bool = True) -> list[list[int]]:
-    """Split range(len(lengths)) into batches of similar length, so that little padding is needed."""
+    """Group the indices of `lengths` into batches of similar length, so that little padding is needed."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index] if longest_first else lengths[index])
     return [order[start : start + batch] for start in range(0, len(order), batch)]
 
@@ -36,9 +36,10 @@ def run_batches(
     positions: Sequence[Sequence[int]] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """The output of `forward` for each row, on the CPU in fp32; an output per token is cut to the tokens of its row.
+    """Return the output of `forward` for each row, on the CPU in fp32, without the outputs of padding.
 
-    positions: compute the logits of these positions of each row only.
+    forward: called with a padded batch as the arguments `source`, `attention_mask`, `segments` and `logits_at`.
+    positions: compute logits only at these token positions of each row.
     """
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     for indices in group_by_length([len(row.ids) for row in rows], batch):
@@ -74,7 +75,7 @@ def run_image_batches(
     forward: Callable[[Tensor], Tensor],
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """The outputs of `forward` for batches of images with pixels from 0 to 1, on the CPU in fp32."""
+    """Normalize images with pixels from 0 to 1; return the output of `forward` for each batch, on the CPU in fp32."""
     outputs = []
     for start in range(0, len(images), batch):
         pixels = torch.stack([torch.as_tensor(image) for image in images[start : start + batch]]).float()

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for and what it returns: metrics, samples, tables and a plot."""
+"""The request and the result of an evaluation: metrics, samples, tables and a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MISTAKES = 12  # listed in the metrics and drawn beside a confusion matrix
 class EvaluationRequest:
     data: str  # a named corpus or a path
     split: str | None = None  # None: test if there is one, else valid
-    folder: Path | None = None  # where corpora given by path lie
+    folder: Path | None = None  # folder with corpora
     samples: int = 0  # predictions to return
     limit: int | None = None  # at most so many rows
     options: dict[str, Any] = field(default_factory=dict)  # decoding options
@@ -57,10 +57,10 @@ def read_corpus(
     *,
     kind: CorpusKind | None = None,
 ) -> Corpus:
-    """Read the rows to evaluate on; raise if the corpus is of none of these kinds.
+    """Read the rows to evaluate on; raise ConfigError if the kind of the corpus is not in `kinds`.
 
-    split: overrides that of the request, whose limit does not apply then.
-    kind: how to read a path; None infers it from the suffix.
+    split: read this split, all of it, instead of the split and the `limit` of the request.
+    kind: the kind of corpus to read a path as; None infers it from the suffix.
     """
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     splits = [split or request.split] if split or request.split else ["test", "valid"]

@@ -22,7 +22,7 @@ Pixels = NDArray[np.float32]  # (channels, height, width), from 0 to 1
 
 
 class ImageNormalization(NamedTuple):
-    """Normalize channels to (pixels - mean) / std; the default maps 0 … 1 to −1 … 1."""
+    """Normalize each channel to (pixels - mean) / std; by default, pixels from 0 to 1 become −1 to 1."""
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
@@ -33,7 +33,10 @@ class ImageNormalization(NamedTuple):
 
 
 def read_image_normalization(folder: Path) -> ImageNormalization:
-    """Read preprocessor_config.json of a published folder; other folders have the default."""
+    """Read the channel means and deviations from preprocessor_config.json of a Hugging Face folder.
+
+    Without that file, return ImageNormalization(), which maps pixels from 0 to 1 to −1 to 1.
+    """
     if not (folder.is_dir() and has_file(folder, PREPROCESSOR_FILE)):
         return ImageNormalization()
     data = read_json(safe_join(folder, PREPROCESSOR_FILE))
@@ -48,17 +51,17 @@ def read_image_normalization(folder: Path) -> ImageNormalization:
 def _channel_values(
     value: Any, default: tuple[float, ...], folder: Path, *, nonzero: bool = False
 ) -> tuple[float, ...]:
-    """One number for all channels or one for each of three."""
+    """Check image_mean or image_std: a list of one number for all channels, or of three; return it as a tuple."""
     if value is None:
         return default
     numbers = isinstance(value, list) and all(isinstance(one, int | float) for one in value)
     if not numbers or len(value) not in (1, 3) or (nonzero and 0 in value):
-        raise FileError(f"{folder / PREPROCESSOR_FILE}: image_mean and image_std must be 1 or 3 numbers")
+        raise FileError(f"{folder / PREPROCESSOR_FILE}: image_mean and image_std must be lists of 1 or 3 numbers, not 0 in image_std")
     return tuple(map(float, value))
 
 
 def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
-    """Read the images of a file; raise unless they have the size that the model reads."""
+    """Read the images of a file as (channels, height, width); raise InputError if the model reads another size."""
     path = Path(path)
     suffix, known = path.suffix.lower(), (*ARRAY_SUFFIXES, *IMAGE_SUFFIXES)
     if suffix not in known:
@@ -71,12 +74,12 @@ def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
         if pixels.shape != expected:
             actual, needed = (" × ".join(map(str, shape)) for shape in (pixels.shape, expected))
             advice = resize_hint(pixels.shape, expected)
-            raise InputError(f"{path} holds an image of {actual}, and this model looks at {needed}; {advice}")
+            raise InputError(f"{path} holds an image of {actual}, but this model reads {needed}; {advice}")
     return images
 
 
 def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Advice for an image of another shape."""
+    """Return advice, for an error message, on an image whose shape is not the expected one."""
     square = len(shape) == 3 and shape[0] == expected[0] and shape[1] == shape[2]
     return f"resize it, or give --interpolate {shape[1]}" if square else "resize it"
 
@@ -85,14 +88,14 @@ def _read_npz(path: Path) -> list[Pixels]:
     try:
         with np.load(path, allow_pickle=False) as file:
             if "images" not in file.files:
-                raise FileError(f"{path} lacks the array 'images'; save it with images=…")
+                raise FileError(f"{path} lacks the array 'images'; write it with np.savez(file, images=array)")
             images: Any = file["images"]
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as problem:
         if isinstance(problem, FileError):
             raise
         raise FileError(f"{path} is no .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
     if images.ndim not in (3, 4) or images.dtype.kind not in "uf" or not len(images):
-        raise FileError(f"{path}: images of {images.dtype} {images.shape}; write (count, height, width), bytes or 0…1")
+        raise FileError(f"{path}: images are {images.dtype} {images.shape}; write (count, height, width) in uint8, or float 0 to 1")
     check_pixel_range(images, path)
     scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
     return [(image / scale).astype(np.float32).reshape(-1, *images.shape[-2:]) for image in images]

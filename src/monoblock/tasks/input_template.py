@@ -1,7 +1,7 @@
-"""Encode texts with the special tokens and segments that a model reads them with.
+"""Encode texts with the special tokens and segments that a model expects.
 
-`<cls> text <sep>`, `<cls> text <sep> text <sep>`, or the template of a published tokenizer. Training, prediction and
-evaluation all encode here, so that a model never reads a format it was not trained on.
+The result is `<cls> text <sep>`, `<cls> text <sep> text <sep>`, or the template of a Hugging Face tokenizer. Training,
+prediction and evaluation all encode here, so that a model never reads a format it was not trained on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class EncodedInput(NamedTuple):
 class InputTemplate:
     """Put special tokens around the ids of a text or of a pair of texts.
 
-    max_length: longest result, special tokens included; None means no limit.
-    no_special_tokens: leave the texts as they are.
+    max_length: longest result in tokens, special tokens included; None means no limit.
+    no_special_tokens: add none; a pair is still marked by segments 0 and 1.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int | None = None, *, no_special_tokens: bool = False) -> None:
@@ -60,7 +60,7 @@ def _first_text(template: Sequence[tuple[int | None, int]]) -> int:
 
 
 def _truncate_lengths(lengths: list[int], max_total: int | None) -> list[int]:
-    """The lengths of one or two texts so that they fit together: the longer one is shortened first."""
+    """Return the lengths to which one or two texts are truncated so that their sum fits; the longer is cut first."""
     if max_total is None or sum(lengths) <= max_total:
         return lengths
     max_total = max(0, max_total)  # the special tokens alone may be too many
@@ -81,7 +81,7 @@ class EncodedWords(NamedTuple):
 
 
 class WordEncoder:
-    """Encode a list of words, each by itself with a space before it; the first piece of a word represents it."""
+    """Encode a list of words, each separately with a space before it, and record where each word begins."""
 
     def __init__(self, tokenizer: Tokenizer, template: InputTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
@@ -97,18 +97,18 @@ class WordEncoder:
         return self.cache[word]
 
     def encoded_length(self, words: Sequence[str]) -> int:
-        """The number of ids with the special tokens."""
+        """Return the number of ids that encode these words, special tokens included."""
         return len(self.template.single) - 1 + sum(len(self.encode_word(word)) for word in words)
 
     def __call__(self, words: Sequence[str]) -> EncodedWords:
         return self.encode_pieces([self.encode_word(word) for word in words])
 
     def encode_rows(self, rows: Sequence[Sequence[str]]) -> EncodedWords:
-        """Encode rows of words as one input, with a separator between them."""
+        """Encode several rows of words as one input, with a separator token between rows."""
         return self.encode_pieces(self.join_rows([[self.encode_word(word) for word in row] for row in rows]))
 
     def join_rows(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
-        """Concatenate rows of encoded words; a separator follows the last word of each row but the last."""
+        """Concatenate rows of encoded words; the last word of each row but the last gets a separator token appended."""
         separator = [] if self.tokenizer.sep_id is None else [self.tokenizer.sep_id]
         joined: list[Sequence[int]] = []
         for row in rows:
@@ -118,7 +118,7 @@ class WordEncoder:
         return joined
 
     def encode_pieces(self, pieces: Sequence[Sequence[int]]) -> EncodedWords:
-        """Encode words given as pieces; the first word that does not fit and all after it are left out."""
+        """Encode words given as token ids, one list per word; leave out words beyond the maximum length."""
         num_special, max_length = len(self.template.single) - 1, self.template.max_length
         positions: list[int] = []
         ids: list[int] = []

@@ -17,7 +17,7 @@ class Prediction(NamedTuple):
 
 
 def top_predictions(labels: Sequence[str], probabilities: Tensor, top: int) -> list[Prediction]:
-    """The `top` most probable labels, best first, from probabilities (classes,)."""
+    """Return the `top` most probable labels, best first, from probabilities (classes,)."""
     values, indices = probabilities.topk(min(top, len(probabilities)))
     return [Prediction(labels[index], value) for index, value in zip(indices.tolist(), values.tolist(), strict=True)]
 
@@ -27,7 +27,7 @@ def label_to_id(labels: Sequence[str]) -> dict[str, int]:
 
 
 def check_labels(corpus: Corpus, rows: Iterable[Sequence[str]], labels: Sequence[str]) -> None:
-    """Raise if a row of labels has one that the model cannot predict."""
+    """Raise InputError if a row of labels has one that is not among `labels`, those of the model."""
     known = set(labels)
     for number, row in enumerate(rows, 1):
         unknown = next((label for label in row if label not in known), None)

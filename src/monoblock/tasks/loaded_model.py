@@ -32,15 +32,15 @@ HEAD_METHODS = {"classifier": "classify", "tagger": "tag", "masked_lm": "fill", 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The decoding options of a model folder."""
+    """The default decoding options of a model folder."""
 
     options: dict[str, Any] = field(default_factory=dict)  # fields of Settings
     decoder_start_token_id: int | None = None  # the first token of a target, for models with an encoder
     ignored_fields: tuple[str, ...] = ()  # fields of generation_config.json that have no meaning here
-    from_recipe: bool = False  # trained by a recipe: texts are encoded as in our training
+    from_recipe: bool = False  # a run folder: texts are encoded as in its training
 
     def merge(self, overrides: Mapping[str, Any]) -> Settings:
-        """Settings from the defaults and a caller's options; a default that contradicts an option gives way."""
+        """Return the settings of a call: its options override the defaults, also a default that contradicts an option."""
         options = {**self.options, **overrides}
         explicit = {name for name, value in overrides.items() if value is not None}
         if exceeds(options.get("num_beams"), 1) and exceeds(options.get("temperature"), 0):
@@ -52,7 +52,7 @@ class GenerationDefaults:
 
 
 def exceeds(value: Any, threshold: float) -> bool:
-    """Whether an option of unchecked type is a number above a threshold."""
+    """Return whether a value, whose type was not checked, is a number above a threshold."""
     return isinstance(value, (int, float)) and value > threshold
 
 
@@ -80,14 +80,14 @@ class LoadedModel:
 
     @property
     def prediction_method(self) -> str:
-        """The method of a pipeline that the head is made for, "" if there is none."""
+        """The Pipeline method that fits the head of the model, such as "classify"; "" if there is none."""
         head = getattr(self.model.config, "head", None)
         if head is None:
             return "embed" if getattr(self.model.config, "family", "") in ("encoder-only", "vision") else ""
         return HEAD_METHODS.get(head.kind, "")
 
     def check_head(self, kind: str) -> None:
-        """Raise unless the model has a head of this kind."""
+        """Raise InputError unless the model has a head of this kind."""
         head = getattr(self.model.config, "head", None)
         actual = "none" if head is None else head.kind
         if actual != kind:
@@ -98,23 +98,23 @@ class LoadedModel:
 
     @property
     def trained_on_documents(self) -> bool:
-        """Whether masked tokens were learnt in single documents rather than in blocks of running text."""
+        """Whether a masked language model was trained on single documents rather than on blocks of running text."""
         return self.objective == "masked" and self.data_section is not None and self.data_section.packing == "documents"
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
-        """The special tokens around a text; none for a model trained on blocks of running text."""
+        """Return the template of special tokens around a text; it has none if training was on blocks of running text."""
         blocks = self.defaults.from_recipe and self.objective == "masked" and not self.trained_on_documents
         return InputTemplate(self.tokenizer, max_length, no_special_tokens=blocks)
 
     # -- prompts and settings -----------------------------------------------------------------------------------------
 
     def resolve_settings(self, options: Mapping[str, Any], *, streaming: bool = False) -> Settings:
-        """Merge a caller's options into the defaults; a stream never searches with beams by default."""
+        """Merge the options of a call into the defaults of the folder; streaming ignores a default of several beams."""
         settings = self.defaults.merge(options)
         if streaming and settings.num_beams > 1 and "num_beams" not in options:
             settings = replace(settings, num_beams=1)
         if streaming and settings.rows_per_prompt > 1:
-            raise InputError("a stream is one text, and beam search returns its text only at the end; call generate")
+            raise InputError("a stream is a single text without beam search, which returns its text only at the end; call generate")
         if "max_new_tokens" not in {**self.defaults.options, **options}:
             settings = replace(settings, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
         return settings
@@ -127,11 +127,11 @@ class LoadedModel:
         return text if self.data_section is None else NORMALIZERS[self.data_section.normalize](text)
 
     def normalize_source(self, text: str) -> tuple[str, int]:
-        """A source without its leading tags, normalized as in training, and the number of those tags."""
+        """Return a source normalized as in training and without its leading tags, and the number of tags removed."""
         return self.source_encoder.strip_leading_tags(self._normalize(text)) if self.defaults.from_recipe else (text, 0)
 
     def encode_prompt(self, text: str) -> Prompt:
-        """Encode a text to continue or, for a model with an encoder, the source and the start of the target."""
+        """Encode a text to continue or, for a model with an encoder, a source with the first token of the target."""
         tokenizer, from_recipe = self.tokenizer, self.defaults.from_recipe
         if self.model.encoder is not None:
             end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -147,7 +147,7 @@ class LoadedModel:
         return Prompt(tuple(ids or self._start_ids()))
 
     def _start_ids(self) -> list[int]:
-        """The ids of an empty prompt: a start token, or the end of the text before."""
+        """Return the ids of an empty prompt: the start token or, if there is none, the end token."""
         for token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
             if token is not None:
                 return [token]
@@ -169,7 +169,7 @@ class LoadedModel:
         *,
         new_text: bool = False,
     ) -> list[list[Hypothesis]]:
-        """For each prompt `num_return_sequences` texts; see `stream_chunks`."""
+        """Return `num_return_sequences` hypotheses for each prompt; arguments as in `stream_chunks`."""
         settings = [settings] * len(prompts) if isinstance(settings, Settings) else list(settings)
         hypotheses = [[Hypothesis() for _ in range(own.num_return_sequences)] for own in settings]
         for chunk in self.stream_chunks(prompts, settings, stop, new_text=new_text):
@@ -188,10 +188,12 @@ class LoadedModel:
         *,
         new_text: bool = False,
     ) -> Iterator[TextChunk]:
-        """Decode prompts together, each with its settings; invalid requests raise before the first chunk.
+        """Decode prompts together, each with its own settings; yield chunks of text as they are generated.
 
-        new_text: the text is decoded by itself, as after a chat turn; otherwise it continues the prompt, which decides
-        about a leading space.
+        An invalid prompt or setting raises an error before the first chunk.
+        stop: strings at which a text ends.
+        new_text: detokenize the new tokens as a text of their own, as after a chat turn; otherwise as a continuation of
+        the prompt, on which a leading space can depend.
         """
         limit = self.model.config.context
         lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]

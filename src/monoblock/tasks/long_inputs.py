@@ -27,14 +27,14 @@ def too_long_error(line: int, length: int, limit: int | None, modes: Sequence[st
 
 
 def enumerate_lines(rows: Sequence[Any], lines: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
-    """Rows with their line numbers for error messages, counted from 0; their indices if `lines` is None."""
+    """Yield (line number, row) for error messages; line numbers count from 0, and are row indices if `lines` is None."""
     return zip(range(len(rows)) if lines is None else lines, rows, strict=True)
 
 
 def fit_to_context(
     loaded: LoadedModel, line: int, text: str, encode: Callable[[str], list[int]], long: str
 ) -> list[EncodedInput]:
-    """Encode a text as one input or, with long="split", as several that fit into the context."""
+    """Encode a text as one input or, with long="split", as several that fit into the context; `line` is for errors."""
     limit = loaded.model.config.context
     template = loaded.input_template(limit)
     encoded = template(encode(text))
@@ -50,6 +50,6 @@ def fit_to_context(
 
 
 def average_parts(parts: Sequence[EncodedInput], outputs: Sequence[Tensor]) -> Tensor:
-    """The mean of the outputs for the parts of a text, weighted by their lengths in tokens."""
+    """Return the mean of the outputs for the parts of a text, weighted by the number of tokens in each part."""
     total = sum(len(part.ids) for part in parts)
     return torch.stack([output * (len(part.ids) / total) for part, output in zip(parts, outputs, strict=True)]).sum(0)

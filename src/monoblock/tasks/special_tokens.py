@@ -1,4 +1,4 @@
-"""The special tokens that each objective needs of a tokenizer."""
+"""The special tokens that a tokenizer must have for each objective."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def check_required_tokens(tokenizer: Tokenizer, objective: str, folder: Path) ->
     present = {*tokenizer.special_tokens_map, *(["sentinels"] if tokenizer.sentinel_ids else [])}
     if roles and present.isdisjoint(roles):
         raise FileError(
-            f"the tokenizer in {folder} has no {' or '.join(roles)}, which train.objective={objective!r} needs; "
-            f"take another folder, or none, to train one"
+            f"the tokenizer in {folder} has no {' or '.join(roles)} token, which train.objective={objective!r} "
+            f"needs; name a folder with another tokenizer, or none to train one"
         )
     return tokenizer
 
 
 def default_special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
-    """The special tokens of a tokenizer that is trained for a recipe."""
+    """Return the special tokens of a tokenizer that is newly trained for a recipe."""
     objective = recipe.train.objective
     if objective == "causal":
         return ["eos"] if len(train) > 1 else []  # a single text never ends
@@ -51,14 +51,14 @@ def default_special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
 
 
 def _tag_tokens(recipe: Recipe, train: Corpus) -> list[str]:
-    """The tags in tokenizer.tags and, with data.tag="script", one for each script of the targets."""
+    """Return the tags in tokenizer.tags and, with data.tag="script", a tag for each script of the targets."""
     if recipe.data.tag == "none":
         return [*recipe.tokenizer.tags]
     return [*recipe.tokenizer.tags, *script_tags(row.target for row in train.rows)]
 
 
 def special_token_ids(tokenizer: Tokenizer) -> SpecialTokenIds:
-    """The ids of the special tokens that collation needs."""
+    """Return the ids of the special tokens that collate functions need."""
     return SpecialTokenIds(
         pad_id=tokenizer.pad_id or 0,
         bos_id=tokenizer.bos_id,

@@ -49,7 +49,7 @@ OBJECTIVE_BY_FAMILY = {"decoder-only": "causal", "encoder-decoder": "pairs"}
 
 
 def objective_of(loaded: LoadedModel) -> str:
-    """The objective that a model is evaluated by: that of its head, its recipe or its family; "" if none is known."""
+    """Return the objective to evaluate a model by: of its head, else its recipe, else its family; "" if unknown."""
     config = loaded.model.config
     head = getattr(config, "head", None)
     by_head = OBJECTIVE_BY_HEAD.get(head.kind if head is not None else "")

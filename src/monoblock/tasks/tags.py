@@ -1,7 +1,7 @@
 """Tags in texts: <2tamil> asks for a target in a script, <bt> marks a synthetic source.
 
-A tag is a special token of the tokenizer. No other special token is recognized in a text: one that spells <s> or <mask>
-is encoded as text. The space beside a tag belongs to it.
+A tag is a special token of the tokenizer. No other special token is recognized in a text: <s> or <mask> in a text is
+encoded as ordinary characters. White space beside a tag is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SYNTHETIC_TAGS = (BACKTRANSLATION_TAG, BLANK_TOKEN)
 
 
 def script_tag(text: str) -> str:
-    """The tag that asks for the script of a text."""
+    """Return the tag that asks for a target in the script of this text, such as <2tamil>."""
     return f"{SCRIPT_TAG_PREFIX}{script_of(text) or 'none'}>"
 
 
@@ -29,14 +29,14 @@ def script_tags(texts: Iterable[str]) -> list[str]:
 
 
 def tag_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens that are neither sentinels nor have a role such as <pad>."""
+    """Map each tag of a tokenizer to its id: the special tokens without a role such as <pad>, and no sentinels."""
     candidates = tokenizer.special_ids - set(tokenizer.sentinel_ids)
     tokens = {tokenizer.token(index): index for index in candidates}
     return {token: index for token, index in tokens.items() if token not in tokenizer.special_tokens_map.values()}
 
 
 class TagAwareEncoder:
-    """Encode text with its tags as special tokens."""
+    """Encode a text; tags in it become special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.tags = tokenizer, tag_ids(tokenizer)
@@ -60,18 +60,18 @@ class TagAwareEncoder:
         return ids
 
     def strip_leading_tags(self, text: str) -> tuple[str, int]:
-        """A text without the tags it begins with, and their number."""
+        """Return a text without the tags at its beginning, and the number of tags removed."""
         count = 0
         while self.leading_tag is not None and (match := self.leading_tag.match(text)):
             text, count = text[match.end() :], count + 1
         return text, count
 
     def find_script_tag(self, to: str | None) -> str:
-        """The tag for a script; for None the only one of the model, or "" if it has none."""
+        """Return the tag for the script `to`; to=None means the only script tag of the model, or "" if it has none."""
         tags = [tag for tag in self.tags if tag.startswith(SCRIPT_TAG_PREFIX)]
         if to is None:
             if len(tags) > 1:
-                raise InputError(f"this model writes several scripts; say which: {', '.join(_script_names(tags))}")
+                raise InputError(f"this model writes several scripts; give one with to=: {', '.join(_script_names(tags))}")
             return tags[0] if tags else ""
         tag = f"{SCRIPT_TAG_PREFIX}{to.lower()}>"
         if tag not in tags:

@@ -48,13 +48,13 @@ def samples_per_step(recipe: Recipe) -> int:
 
 
 def build_fixed_plan(recipe: Recipe, count: int) -> FixedBatchPlan:
-    """Batches of one size from `count` samples of one length."""
+    """Return a plan of batches of one size from `count` samples of equal length."""
     size = samples_per_step(recipe)
     return FixedBatchPlan(count, min(size, count), recipe.train.seed, last="drop")
 
 
 def build_bucket_plan(recipe: Recipe, lengths: Any) -> BucketBatchPlan:
-    """Batches of samples of similar length."""
+    """Return a plan of batches of samples of similar length."""
     return BucketBatchPlan(lengths, seed=recipe.train.seed, batch=samples_per_step(recipe))
 
 
@@ -65,7 +65,7 @@ def batch_builder(samples: EncodedDataset, collate: Collate) -> Callable[[BatchI
 
 
 def truncation_note(count: int, context: int | None) -> str:
-    """For a summary: how many samples were truncated."""
+    """Return a note for a summary on how many samples were truncated; "" for none."""
     return f" ({count:,} of them cut to {context} tokens)" if count else ""
 
 
@@ -73,13 +73,13 @@ def truncation_note(count: int, context: int | None) -> str:
 
 
 def group_for_evaluation(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """Batches of similar length in random order, so that the first few are a fair sample."""
+    """Group indices by similar length, in random order, so that the first few batches represent the whole."""
     groups = group_by_length(lengths, batch, longest_first=False)
     return [groups[index] for index in permutation(EVALUATION_SEED, 0, len(groups)).tolist()]
 
 
 def iterate_evaluation_batches(samples: EncodedDataset, batch: int, collate: Collate) -> Iterator[TensorBatch]:
-    """Every sample once."""
+    """Yield batches that contain every sample once."""
     for indices in group_for_evaluation([samples.length(index) for index in range(len(samples))], batch):
         yield TensorBatch(*collate([samples[index] for index in indices]), 0, indices)
 
@@ -88,7 +88,7 @@ def iterate_evaluation_batches(samples: EncodedDataset, batch: int, collate: Col
 def validate(
     model: nn.Module, data: TaskData, loss: Any, device: torch.device, *, max_batches: int = 0
 ) -> dict[str, float]:
-    """Loss and accuracy per target on the validation batches; `max_batches`: on the first of them, 0 means all."""
+    """Return loss and accuracy per target on the validation batches, at most `max_batches` of them; 0 means all."""
     total, count, correct = 0.0, 0, 0
     assert data.evaluation_batches is not None
     loss = replace(loss, over_positions=data.predicts_positions)

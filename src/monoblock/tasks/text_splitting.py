@@ -12,7 +12,7 @@ SENTENCE_END = re.compile(r"([.!?…।॥。！？][\"'”’»)]*)\s+")  # wit
 
 
 def decode_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
-    """The lines of a stream of bytes without their line ends; `name` is that of the stream, for errors."""
+    """Yield the lines of a UTF-8 stream without line ends; `name` is the name of the stream in errors."""
     for number, raw in enumerate(stream, 1):
         try:
             line = raw.decode("utf-8")
@@ -24,9 +24,9 @@ def decode_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def split_text(text: str, fits: Callable[[str], bool], *, pack: bool = True) -> list[str]:
-    """Split a text into parts that fit, at the ends of sentences; a sentence that does not fit is split at spaces.
+    """Split a text after sentences into parts for which `fits` is true; split longer sentences at spaces.
 
-    pack: put as many sentences as fit into a part; otherwise each sentence is one.
+    pack: put as many sentences as fit into a part; otherwise each sentence is a part of its own.
     """
     if fits(text):
         return [text]

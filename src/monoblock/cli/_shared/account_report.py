@@ -24,13 +24,13 @@ FLOP_TOTALS = ("forward", "forward_needed", "backward", "training", "training_ch
 
 
 def format_bar(share: float) -> str:
-    """Return a bar whose length is a share of the full width, to an eighth of a character."""
+    """Return a bar of block characters that fills `share` (0 to 1) of BAR_WIDTH, to an eighth of a character."""
     eighths = round(8 * BAR_WIDTH * share)
     return "█" * (eighths // 8) + BAR_EIGHTHS[eighths % 8].strip()
 
 
 def print_shares(column: str, components: dict[str, int]) -> None:
-    """Print a table of components with their share of the total."""
+    """Print a table of components: name, count (under the heading `column`), and share of the total."""
     total = sum(components.values()) or 1
     rows = [(name, count, f"{count / total:6.1%}", format_bar(count / total)) for name, count in components.items()]
     print_table(("component", column, "share", ""), [*rows, ("total", total, "", "")])

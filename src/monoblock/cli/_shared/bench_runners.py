@@ -1,6 +1,6 @@
-"""Runners that continue prompts with the same weights: this package, and the other libraries that are installed.
+"""Runners of `monoblock bench`: each generates with the same weights, by this package or by another library.
 
-A runner takes prompts (B rows of token ids) and a number of new tokens, which it generates greedily without an
+A runner takes B prompts of token ids and the number of new tokens. It decodes greedily and does not stop at an
 end-of-sequence token.
 """
 
@@ -34,7 +34,7 @@ class RunnerUnavailable(Exception):
 
 
 class BenchSetup(NamedTuple):
-    """The model to run, and the folder with its export for transformers."""
+    """The model to measure, the folder of its Hugging Face export, the device and the number of CPU threads."""
 
     model: Transformer
     folder: Path
@@ -80,7 +80,7 @@ def count_weight_bytes(model: torch.nn.Module) -> int:
 
 
 def export_for_peers(model: Transformer, folder: Path) -> str | None:
-    """Export the model for transformers with a placeholder tokenizer; return the reason if that is not possible."""
+    """Write the model as a Hugging Face folder with a placeholder tokenizer; return None, or why it is not possible."""
     from monoblock.interop.huggingface.export import export_hf
 
     if model.config.quantize is not None:

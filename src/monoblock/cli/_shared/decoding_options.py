@@ -47,7 +47,7 @@ stop_option = click.option("--stop", multiple=True, help="Stop before this strin
 
 
 def add_options(*tables: OptionTable) -> Callable[[Any], Any]:
-    """Decorate a command with the options of these tables; each arrives under its field of Settings."""
+    """Decorate a command with the options of these tables; each value is passed under its field name in Settings."""
 
     def decorate(command: Any) -> Any:
         rows = [item for table in tables for item in table.items()]
@@ -59,12 +59,12 @@ def add_options(*tables: OptionTable) -> Callable[[Any], Any]:
 
 
 def drop_unset(options: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the options that were given."""
+    """Return only the options that were given, that is, those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
-    """Merge the options into the model's defaults; invalid values are usage errors."""
+    """Merge command-line options into the decoding defaults of the model; raise ConfigError for an invalid value."""
     try:
         return pipe.resolve_settings(options)
     except InputError as problem:
@@ -72,7 +72,7 @@ def resolve_settings(pipe: Pipeline, options: dict[str, Any]) -> Settings:
 
 
 def print_stream(chunks: Iterable[str]) -> str:
-    """Print a text as it is generated, and return it."""
+    """Print the chunks of a text as they are generated; return the whole text."""
     printed = []
     for chunk in chunks:
         sys.stdout.write(chunk)

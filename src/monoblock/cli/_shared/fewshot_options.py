@@ -25,7 +25,7 @@ FEWSHOT_OPTIONS = (
 
 
 def add_fewshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with the options above."""
+    """Decorate a command with FEWSHOT_OPTIONS."""
     for option in reversed(FEWSHOT_OPTIONS):
         command = option(command)
     return command
@@ -36,11 +36,11 @@ def check_fewshot_options(options: dict[str, Any]) -> None:
     values = {"--template": options["template"], "--label": options["label_words"], "--calibrate": options["calibrate"]}
     stray = next((name for name, value in values.items() if value), None)
     if stray is not None and options["shots"] is None:
-        raise ConfigError(f"{stray} is for prompting; write --shots 0,4 as well")
+        raise ConfigError(f"{stray} has no effect without --shots; write --shots 0,4 as well")
 
 
 def evaluate_fewshot(pipe: Pipeline, request: EvaluationRequest, options: dict[str, Any]) -> Evaluation:
-    """Evaluate once for each number of examples in --shots."""
+    """Evaluate by few-shot prompting, once for each number of examples in --shots."""
     from monoblock.tasks.language_modeling.fewshot import evaluate_few_shot
 
     template = options["template"].replace("\\n", "\n").replace("\\t", "\t") if options["template"] else None

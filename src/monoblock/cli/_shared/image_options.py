@@ -1,4 +1,4 @@
-"""The option of `predict` and `evaluate` to run a vision model on images of another size."""
+"""The option --interpolate of `predict` and `evaluate`: run a vision model on images of another size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ interpolate_option = click.option(
 
 
 def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
-    """Return the pipeline with its model interpolated to square images of `pixels`, or unchanged if None."""
+    """Return a pipeline that reads images of `pixels` × `pixels` by interpolated positions; None changes nothing."""
     if pixels is None:
         return pipe
     from monoblock.nn.interpolate import interpolate

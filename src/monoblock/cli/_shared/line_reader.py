@@ -1,4 +1,4 @@
-"""Read lines from arguments, files or standard input, in chunks that are sorted by length together."""
+"""Read lines from arguments, a file or standard input, and group them into chunks for prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHUNK_SIZE = 2048  # lines
 
 
 def read_lines(texts: Sequence[str] = (), file: Path | None = None) -> Iterator[str]:
-    """Yield the lines of the texts, of a file, or of standard input: the first of them that is given."""
+    """Yield the lines of `texts` if there are any, else of `file` if it is given, else of standard input."""
     from monoblock.tasks.text_splitting import decode_lines
 
     if texts:
@@ -25,7 +25,10 @@ def read_lines(texts: Sequence[str] = (), file: Path | None = None) -> Iterator[
 
 
 def chunk_lines(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield lists of lines, each with the index of its first line; line by line if a terminal is attached."""
+    """Yield (index of the first line, lines) for chunks of CHUNK_SIZE lines.
+
+    A chunk has one line if standard input is a terminal, so that each line is answered at once.
+    """
     size, start, stream = 1 if sys.stdin.isatty() else CHUNK_SIZE, 0, iter(lines)
     while chunk := list(islice(stream, size)):
         yield start, chunk
@@ -33,7 +36,7 @@ def chunk_lines(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def count_lines(file: Path | None) -> int | None:
-    """Count the lines of a file; None for a pipe, which can be read only once."""
+    """Return the number of lines of a file; None for standard input or a pipe, which can be read only once."""
     if file is None or not file.is_file():
         return None
     with file.open("rb") as stream:

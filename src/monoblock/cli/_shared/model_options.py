@@ -48,7 +48,7 @@ def choose_dtype(device: str) -> DefaultChoice:
 
 
 def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
-    """Return the device and the torch dtype to use: those given, or the defaults."""
+    """Return the device and the torch dtype: those given, else the defaults. "mps" gives "cpu"."""
     import torch
 
     device = device or choose_device().value
@@ -60,7 +60,7 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
 
 
 def load_pipeline(model: str, device: str | None, dtype: str | None) -> Pipeline:
-    """Load a model folder with its tokenizer and defaults; warn about ignored fields of generation_config.json."""
+    """Load a model folder as a Pipeline; warn about fields of generation_config.json that are ignored."""
     from monoblock.runs.load import load
 
     device, torch_dtype = resolve_device(device, dtype)

@@ -18,12 +18,12 @@ def print_json(value: Any) -> None:
 
 
 def format_count(number: int | float) -> str:
-    """Three significant digits: 65, 1.50k, 124M, 7.24B."""
+    """Format a number with three significant digits: 65, 1.50k, 124M, 7.24B."""
     return _format_scaled(number, 1000, ("", "k", "M", "B", "T", "P", "E"))
 
 
 def format_bytes(number: int | float) -> str:
-    """Three significant digits in powers of 1024: 512 B, 1.50 KiB, 13.5 GiB."""
+    """Format a number of bytes with three significant digits in powers of 1024: 512 B, 1.50 KiB, 13.5 GiB."""
     return _format_scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
 
 
@@ -41,9 +41,9 @@ def _format_scaled(number: int | float, base: int, units: Sequence[str]) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table on stdout. Numbers are right-aligned and never folded.
+    """Print a table on stdout, with numbers right-aligned and never broken across lines.
 
-    On a terminal, long text is folded to its width; in a file or a pipe, every row is one line.
+    On a terminal, long text is wrapped to the width of the terminal; in a file or a pipe, every row is one line.
     """
     from rich.cells import cell_len
     from rich.console import Console

@@ -34,7 +34,10 @@ def print_classes(output_format: OutputFormat, line: str, result: Any) -> None:
 
 
 def print_tags(output_format: OutputFormat, line: str, result: Any) -> None:
-    """Print the restored text, the entities in brackets, or word/LABEL; with --columns one word per line."""
+    """Print the tags of a line: the text with punctuation restored, else with entities in brackets, else word/LABEL.
+
+    With --columns, print `word<TAB>label` on a line for each word instead.
+    """
     words, entities, restored = result if result is not None else ([], [], None)
     if output_format.as_json:
         rounded = [
@@ -71,7 +74,7 @@ def print_fills(output_format: OutputFormat, line: str, result: Any) -> None:
 
 
 def print_answers(output_format: OutputFormat, line: str, result: Any) -> None:
-    """Print `answer<TAB>probability`, best first; "no answer" is an empty string."""
+    """Print the answers to one question on one line as `answer<TAB>probability`, best first; "" means no answer."""
     answers = result or []
     if output_format.as_json:
         question, _, context = line.partition("\t")
@@ -98,7 +101,7 @@ def print_embedding(output_format: OutputFormat, line: str, result: Any) -> None
 
 
 def print_neighbours(output_format: OutputFormat, line: str, neighbours: Sequence[tuple[str, int, float]]) -> None:
-    """Print `cosine<TAB>line`, nearest first."""
+    """Print the neighbours (text, line index, cosine) of a line as `cosine<TAB>text`, nearest first."""
     if output_format.as_json:
         rows = [
             {"line": number + 1, "text": text, "cosine": round(cosine, DECIMALS)} for text, number, cosine in neighbours

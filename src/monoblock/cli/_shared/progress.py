@@ -13,7 +13,7 @@ LINE_SECONDS = 5.0  # between two plain lines
 
 
 class ProgressBar:
-    """Call it with the number of items just finished; `total` may be unknown."""
+    """Progress in items: call the object with the number of items just finished. `total` is None if unknown."""
 
     def __init__(self, unit: str, total: int | None = None) -> None:
         self.unit, self.total, self.done = unit, total, 0

@@ -30,7 +30,7 @@ def _random_ids(config: Any, length: int) -> Any:
 
 
 def _cached_difference(model: Any, config: Any) -> float | None:
-    """Return the largest difference between the logits of cached decoding and of one full pass."""
+    """Return the largest difference of logits between cached decoding and one full pass; None without a decoder."""
     import torch
 
     if config.decoder is None:
@@ -57,7 +57,7 @@ def _output_shape(model: Any, config: Any) -> tuple[int, ...]:
 
 
 def check_family(name: str) -> dict[str, Any]:
-    """Count the parameters of a preset, run a toy model of it, and compare cached decoding with a full pass."""
+    """Count the parameters of a preset; run a small model of its structure, with and without a cache."""
     import torch
 
     from monoblock.accounting.report import account

@@ -20,7 +20,7 @@ def mask_text(mask: Mask, length: int) -> list[str]:
 
 
 def shade_matrix(matrix: Tensor) -> list[str]:
-    """Draw a matrix, from a blank for its lowest value to a full square for its highest."""
+    """Draw a matrix as lines of text, with a blank for the lowest value and a full square for the highest."""
     low, high = matrix.min(), matrix.max()
     levels = ((matrix - low) / (high - low).clamp(min=1e-9) * (len(SHADES) - 1)).round().long()
     return ["".join(SHADES[level] for level in row) for row in levels.tolist()]

@@ -97,7 +97,7 @@ class TrainingProgress:
         return f"loss {self.loss:.4f}  {format_count(float(f'{self.tokens_per_second:.3g}'))} {self.unit}/s"
 
     def _print_status(self, *, force: bool = False) -> None:
-        """Print a plain line every few seconds, and always the last one."""
+        """Print a plain status line if LINE_SECONDS have passed since the last one, or if `force`."""
         if self.bar is not None or self.loss is None:
             return
         now = time.monotonic()

@@ -25,10 +25,10 @@ MAX_EXPONENT = 50.0  # larger losses would overflow the perplexity of a diverged
 
 @contextmanager
 def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[Callable[[], bool]]:
-    """Make the first Ctrl-C stop the run after the current step, and the second stop it at once.
+    """Yield a function that returns whether Ctrl-C was pressed, so that training can stop after the current step.
 
-    With several processes each may receive the signal twice, from the terminal and from torchrun, so a repeated
-    signal is ignored; torchrun itself stops them at once.
+    A second Ctrl-C stops a single process at once. Of several processes, each may receive the signal of one Ctrl-C
+    twice, from the terminal and from torchrun, so only the first signal counts.
     """
     interrupted = False
 
@@ -48,7 +48,7 @@ def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[Callable[[]
 
 
 def run_with_progress(run: Run, progress: TrainingProgress, *, resume: bool) -> Any:
-    """Run to the end and return the last event; only the main process shows progress."""
+    """Train to the end and return the last event; only the main process shows progress."""
     last = None
     if not run.trainer.world.is_main:
         for last in run.events(resume=resume):  # noqa: B007 (the last one is returned)
@@ -63,7 +63,7 @@ def run_with_progress(run: Run, progress: TrainingProgress, *, resume: bool) -> 
 def run_training(
     recipe: Recipe, folder: Path, data: Path | None, world: World, options: dict[str, bool]
 ) -> tuple[Run, Any]:
-    """Train a recipe into a folder; return the run and its last event."""
+    """Train a recipe into a folder; return the run and its last event. `options`: resume and tensorboard."""
     from monoblock.runs.train import prepare_run
 
     with stop_on_interrupt(world.rank, world.size) as stop:
@@ -73,7 +73,7 @@ def run_training(
 
 
 def print_result(run: Run, as_json: bool) -> None:
-    """Print the final metrics of a run, and suggest the verb that uses its model."""
+    """Print the final metrics of a run, and suggest a command that uses the trained model."""
     summary = summarize_run(run)
     if as_json:
         print_json(summary)
@@ -106,7 +106,7 @@ def summarize_run(run: Run) -> dict[str, Any]:
 def print_resume_command(
     folder: Path, step: int, words: list[str], data: Path | None = None, processes: int = 1
 ) -> None:
-    """Print the command that resumes an interrupted run."""
+    """Print the command that resumes an interrupted run; `words` are the verb and its arguments."""
     options = ["--data", str(data)] if data is not None else []
     options += ["--nproc", str(processes)] if processes > 1 else []
     line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *options])

@@ -1,7 +1,7 @@
-"""Samples for language models: blocks of context + 1 ids; the first `context` are the input, the last the targets.
+"""Samples for language models: blocks of context + 1 ids; ids[:-1] are the input and ids[1:] the targets.
 
-    stream      concatenate all documents and cut them into blocks, at another offset in every epoch
-    documents   pack whole documents into a row, each masked from the others; long ones are split
+    stream      concatenate all documents and cut them into blocks, from a different offset in every epoch
+    documents   pack several documents into a block, with attention only inside each; long ones are split
 
 A sample is a pure function of (index, epoch, seed).
 """
@@ -24,10 +24,10 @@ NO_DOCUMENT = -1  # the document number of padding
 
 
 class BlockDataset:
-    """`len(blocks)` samples per epoch.
+    """Blocks of a token dataset as samples for a language model; `len()` is the number of samples per epoch.
 
-    With packing="stream", every token is a target once per epoch, except fewer than `context` that do not fill a last
-    block; which ones depends on the epoch. The last block may wrap around to the first tokens.
+    With packing="stream", every token is a target once per epoch, except fewer than `context` tokens that do not fill
+    a block, other ones in each epoch. The last block of an epoch may wrap around to the first tokens.
     """
 
     def __init__(self, tokens: TokenDataset, context: int, *, packing: Packing = "stream") -> None:
@@ -40,29 +40,30 @@ class BlockDataset:
         if packing == "documents":
             self._packed_rows = pack_best_fit(split_documents(tokens, context), context + 1)
             if not self._packed_rows:
-                raise InputError("no document has two tokens, so there is nothing to predict; try packing='stream'")
+                raise InputError("no document has two or more tokens, so there is nothing to predict; try packing='stream'")
         elif len(tokens) < context + 1:
             raise InputError(
-                f"{len(tokens)} tokens are too few for a context of {context}; give more text, or a shorter context"
+                f"{len(tokens)} tokens are too few for context={context}; give more text, or a smaller context"
             )
 
     def __len__(self) -> int:
         return len(self._packed_rows) if self.packing == "documents" else len(self.tokens) // self.context
 
     def sample(self, index: int, epoch: int, seed: int) -> dict[str, NDArray[np.int64]]:
-        """Return "ids" (context + 1,), and with packed documents "documents" (context + 1,), −1 for padding.
+        """Return "ids" (context + 1,) and, with packing="documents", also "documents" (context + 1,).
 
-        A token is a target if its document number equals that of the token before it, and is not −1.
+        "documents" is the index of each token's document within the block, −1 for padding. A token is a target if it
+        is in the same document as the token before it.
         """
         if not 0 <= index < len(self):
-            raise InputError(f"there is no sample {index}; there are {len(self)}")
+            raise InputError(f"index={index} is out of range; write 0 to {len(self) - 1}")
         if self.packing == "documents":
             return self._packed_sample(index)
         start = (self.epoch_offset(epoch, seed) + index * self.context) % len(self.tokens)
         return {"ids": self._read_block(start)}
 
     def epoch_offset(self, epoch: int, seed: int) -> int:
-        """Return where the first block of an epoch begins, in [0, context)."""
+        """Return the token, in [0, context), at which the first block of an epoch begins."""
         return int(random_uint64(seed, epoch, 1, "offset")[0] % self.context)
 
     def _read_block(self, start: int) -> NDArray[np.int64]:
@@ -85,17 +86,17 @@ class BlockDataset:
 
 
 class EvaluationWindow(NamedTuple):
-    """ids (at most context + 1,), of which the last `num_targets` are targets."""
+    """The ids of a window, at most context + 1; the last `num_targets` of them are targets."""
 
     ids: NDArray[np.int64]
     num_targets: int
 
 
 def evaluation_windows(tokens: TokenDataset, context: int, stride: int | None = None) -> Iterator[EvaluationWindow]:
-    """Yield windows over all tokens in which every token but the first is a target exactly once.
+    """Yield windows over all tokens, so that every token but the first is a target exactly once.
 
-    With a stride below the context, windows overlap: except in the first window, each target then has at least
-    context − stride + 1 tokens before it.
+    Windows begin `stride` tokens apart (default: `context`). With a smaller stride they overlap, and every target
+    after the first window has at least context − stride + 1 tokens before it in its window.
     """
     stride = context if stride is None else stride
     if not 1 <= stride <= context:

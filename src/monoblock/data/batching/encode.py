@@ -1,6 +1,6 @@
 """Encode rows of a corpus (pairs, labelled texts, tagged sentences) into datasets of token ids, and collate them.
 
-A sample keeps the number of its row in the corpus, whatever was left out before it.
+Each sample keeps the index of its row in the corpus, also if rows before it were dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEXT_FIELDS = ("source", "target", "ids")
 
 
 class RaggedArray:
-    """Rows of different lengths in one flat array: little memory, and no copy when a process forks."""
+    """Rows of different lengths, stored in one flat array: compact, and not copied when a process forks."""
 
     def __init__(self, rows: Iterable[Sequence[int]]) -> None:
         flat, offsets = array("q"), array("q", [0])
@@ -44,7 +44,7 @@ class RaggedArray:
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Samples with named fields of ids, and the number of the corpus row each came from."""
+    """Samples with named fields of ids; `row_numbers` are the indices of their rows in the corpus."""
 
     fields: Mapping[str, RaggedArray]
     row_numbers: NDArray[np.int64]
@@ -56,19 +56,19 @@ class EncodedDataset:
         return {name: rows[sample] for name, rows in self.fields.items()}
 
     def length(self, sample: int) -> int:
-        """Return the number of tokens of a sample, over all its texts."""
+        """Return the number of tokens of a sample, summed over its texts."""
         return sum(len(rows[sample]) for name, rows in self.fields.items() if name in TEXT_FIELDS)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each text (samples, texts), for `BucketBatchPlan`."""
+        """Return the number of tokens of each text, (samples, texts), as `BucketBatchPlan` expects it."""
         return np.stack([rows.lengths for name, rows in self.fields.items() if name in TEXT_FIELDS], axis=1)
 
 
 def encode_pairs(
     rows: Iterable[Pair], encode_source: Encode, encode_target: Encode, *, longest: int | None = None
 ) -> EncodedDataset:
-    """Encode pairs to the fields "source" and "target"; drop a pair if either side is longer than `longest`."""
+    """Encode pairs to the fields "source" and "target"; drop a pair if a side is empty or exceeds `longest` tokens."""
     encoded = ((encode_source(row.source), encode_target(row.target)) for row in rows)
     return _build_dataset(("source", "target"), encoded, longest)
 
@@ -78,7 +78,7 @@ def encode_labelled(
 ) -> EncodedDataset:
     """Encode texts to the fields "ids", "label" (one id) and, if any row is a pair of texts, "segments".
 
-    `encode` returns (ids, segments) of a text and its pair, or None.
+    `encode(text, text_pair)` returns (ids, segments); `text_pair` is None for a single text. Label ids index `labels`.
     """
     label_ids = {label: number for number, label in enumerate(labels)}
     encoded = [(*encode(row.text, row.text_pair)[:2], [_label_id(label_ids, row.label)]) for row in rows]
@@ -96,7 +96,7 @@ def encode_tagged(
 ) -> EncodedDataset:
     """Encode sentences to the fields "ids" and "labels": the label of a word on its first token, −100 on all others.
 
-    `encode` returns the ids of words and the index of the first token of each, or of the first words only.
+    `encode(words)` returns the ids and the index of each word's first token; words cut off at the end have none.
     """
     label_ids = {label: number for number, label in enumerate(labels)}
     return _build_dataset(("ids", "labels"), (align_labels(row, *encode(row.words), label_ids) for row in rows), None)
@@ -105,7 +105,7 @@ def encode_tagged(
 def align_labels(
     row: TaggedSentence, ids: Sequence[int], first_tokens: Sequence[int], label_ids: Mapping[str, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the ids of a sentence and a label for each."""
+    """Return `ids` and one label id per token: that of a word on its first token, IGNORE_INDEX on all others."""
     labels = [IGNORE_INDEX] * len(ids)
     for label in row.labels[len(first_tokens) :]:
         _label_id(label_ids, label)
@@ -116,7 +116,7 @@ def align_labels(
 
 def _label_id(label_ids: Mapping[str, int], label: str) -> int:
     if label not in label_ids:
-        raise InputError(f"label {label!r} is not one of the {len(label_ids)} known{did_you_mean(label, label_ids)}")
+        raise InputError(f"label {label!r} is not one of the {len(label_ids)} known labels{did_you_mean(label, label_ids)}")
     return label_ids[label]
 
 
@@ -130,7 +130,8 @@ def _build_dataset(
             kept.append(row)
             numbers.append(number)
     if not kept:
-        raise InputError(f"all rows are empty or longer than longest={longest}; raise it")
+        limit = "" if longest is None else f" or has more than longest={longest} tokens; raise longest"
+        raise InputError(f"every row is empty{limit}")
     fields = {name: RaggedArray(row[index] for row in kept) for index, name in enumerate(names)}
     return EncodedDataset(fields, np.array(numbers, np.int64))
 
@@ -138,7 +139,7 @@ def _build_dataset(
 def collate(
     rows: Sequence[Mapping[str, NDArray[np.int64]]], pad_values: Mapping[str, int]
 ) -> dict[str, NDArray[np.int64]]:
-    """Pad each field on the right to (B, T) with its pad value."""
+    """Stack the rows of each field to (B, T), padded on the right with `pad_values[field]` (default: 0)."""
     batch = {}
     for name in rows[0] if rows else ():
         width = max(len(row[name]) for row in rows)

@@ -19,7 +19,7 @@ class BatchLoader(Generic[T]):
     """Iterate over `make_batch(plan.batch_at(step))` for step = start, start + 1, … until `stop`, or without end.
 
     With workers=0 everything happens in this process; otherwise worker processes load ahead. The batches are the same,
-    because a batch depends on its step alone. Processes end with the iterator: exhausted, closed or garbage-collected.
+    because a batch depends on its step alone. Workers end when the iterator is exhausted, closed or garbage-collected.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BatchLoader(Generic[T]):
 
 
 class _WorkerError:
-    """Carry one of our errors to the main process: PyTorch would wrap it in a traceback of many lines."""
+    """Carry a MonoblockError to the main process; PyTorch would wrap the exception in a long traceback."""
 
     def __init__(self, error: MonoblockError) -> None:
         self.error = error
@@ -100,7 +100,7 @@ class _StepDataset:
 
 
 class _StepSampler:
-    """A sampler of step numbers."""
+    """A sampler that yields the steps to load, in order."""
 
     def __init__(self, steps: Callable[[], Iterator[int]]) -> None:
         self.steps = steps

@@ -10,21 +10,21 @@ from monoblock.data.batching.shards import TokenDataset
 
 
 class TokenRange(NamedTuple):
-    """The tokens of a document, or of a part of one."""
+    """The tokens from `start` to before `stop`: a document or a part of one."""
 
     start: int
     stop: int
 
 
 def split_documents(tokens: TokenDataset, context: int) -> Iterator[TokenRange]:
-    """Split documents into ranges of at most context + 1 tokens; neighbours share the token that ends the first."""
+    """Split documents into ranges of at most context + 1 tokens; a part begins with the last token of the one before."""
     for start, stop in zip(tokens.document_offsets[:-1].tolist(), tokens.document_offsets[1:].tolist(), strict=True):
         for first in range(start, stop - 1, context):  # a single token has nothing to predict
             yield TokenRange(first, min(first + context + 1, stop))
 
 
 def pack_best_fit(ranges: Iterator[TokenRange], width: int) -> list[list[TokenRange]]:
-    """Put each range, longest first, into the fullest row that has space for it (best-fit decreasing)."""
+    """Pack ranges into rows of `width` tokens: longest first, into the fullest row with space (best-fit decreasing)."""
     rows: list[list[TokenRange]] = []
     rows_by_space: dict[int, list[int]] = {}  # free space -> rows with exactly that
     spaces: list[int] = []  # the keys above that have rows, sorted

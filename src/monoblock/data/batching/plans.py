@@ -27,17 +27,17 @@ class BatchPlan(Protocol):
 
 
 def batch_for_rank(batch: BatchIndices, rank: int, world_size: int) -> BatchIndices:
-    """Return a rank's share of a batch: every `world_size`-th sample.
+    """Return a rank's share of a batch: every `world_size`-th sample, beginning with sample `rank`.
 
     Shares differ by at most one sample, and may be empty if the batch has fewer samples than there are ranks.
     """
     if not 0 <= rank < world_size:
-        raise InputError(f"rank={rank} is not below world_size={world_size}; write 0 to {world_size - 1}")
+        raise InputError(f"rank={rank} is out of range for world_size={world_size}; write 0 to {world_size - 1}")
     return BatchIndices(batch.epoch, batch.indices[rank::world_size])
 
 
 class FixedBatchPlan:
-    """Batches of a fixed size; the last of an epoch is shorter, or dropped with last="drop"."""
+    """Batches of `batch` of the `count` samples, shuffled in each epoch; the last is shorter, or with last="drop" left out."""
 
     for_rank = staticmethod(batch_for_rank)
 
@@ -59,8 +59,8 @@ class BucketBatchPlan:
     """Batches of samples of similar length, to avoid padding.
 
     `lengths` is (samples,), or (samples, texts) if a sample has several texts. A batch holds at most `batch` samples
-    and at most `max_tokens` tokens, padding included: samples × (longest source + longest target). In each epoch the
-    samples are sorted by length, with ties in random order, and cut into batches, which are then shuffled.
+    and at most `max_tokens` tokens, padding included; for pairs that is samples × (longest source + longest target).
+    In each epoch samples are sorted by length, with ties in random order, and cut into batches, which are shuffled.
     """
 
     for_rank = staticmethod(batch_for_rank)
@@ -77,9 +77,9 @@ class BucketBatchPlan:
         if self.lengths.ndim == 1:
             self.lengths = self.lengths[:, None]
         if self.lengths.ndim != 2 or not len(self.lengths):
-            raise InputError(f"lengths of shape {self.lengths.shape} are empty or not (samples,) or (samples, texts)")
+            raise InputError(f"lengths of shape {self.lengths.shape} cannot be used; give (samples,) or (samples, texts)")
         if (max_tokens is None and batch is None) or (batch is not None and batch < 1):
-            raise InputError(f"batch={batch} gives no size; write max_tokens=…, or a batch of 1 or more")
+            raise InputError(f"batch={batch} and max_tokens={max_tokens} set no size; write a batch of 1 or more, or max_tokens")
         self.seed, self.max_tokens, self.batch = seed, max_tokens, batch
         self._boundaries = self._batch_boundaries()
         self.batches = len(self._boundaries) - 1  # per epoch
@@ -91,7 +91,7 @@ class BucketBatchPlan:
         return BatchIndices(epoch, self._sorted_samples(epoch)[self._boundaries[number] : self._boundaries[number + 1]])
 
     def _sorted_samples(self, epoch: int) -> NDArray[np.int64]:
-        """Return all samples by length, ties in an order of this epoch."""
+        """Return the indices of all samples sorted by length, with ties in a random order of this epoch."""
         if epoch not in self._order_cache:
             while len(self._order_cache) >= MAX_CACHED_EPOCHS:
                 del self._order_cache[next(iter(self._order_cache))]
@@ -102,14 +102,14 @@ class BucketBatchPlan:
         return self._order_cache[epoch]
 
     def _batch_boundaries(self) -> list[int]:
-        """Return where batches begin among the sorted samples: the same in every epoch, as the sorted lengths are."""
+        """Return the offsets of batches in the sorted samples; all epochs have the same, because sorted lengths do."""
         max_samples, max_tokens = self.batch or len(self.lengths), self.max_tokens
         order = np.lexsort(tuple(self.lengths.T))
         boundaries, widths = [0], [0] * self.lengths.shape[1]
         for index, lengths in enumerate(self.lengths[order].tolist()):
             if max_tokens is not None and sum(lengths) > max_tokens:
                 excess = f"sample {order[index]} has {sum(lengths)} tokens, more than max_tokens={max_tokens}"
-                raise InputError(f"{excess}; raise it, or leave long samples out")
+                raise InputError(f"{excess}; raise max_tokens, or leave long samples out")
             widened = list(map(max, widths, lengths))
             count = index - boundaries[-1] + 1
             if count > max_samples or (max_tokens is not None and count * sum(widened) > max_tokens):

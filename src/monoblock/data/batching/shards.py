@@ -4,7 +4,7 @@
     documents.bin        the offset where each document begins, and where the last one ends (uint64)
     manifest.json        vocabulary, dtype, sizes and SHA-256 of the files; written last
 
-A folder appears complete, by one rename, or not at all.
+A folder is written under a temporary name and renamed once complete, so that no incomplete one is ever read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OFFSET_DTYPE = np.dtype("<u8")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """A file of the folder."""
+    """A file in a folder of tokens: its name, the number of items in it and its SHA-256."""
 
     file: str
     count: int
@@ -47,7 +47,7 @@ class ShardFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """The content of manifest.json; `fingerprint` is that of the tokenizer."""
+    """The content of manifest.json; `fingerprint` identifies the tokenizer."""
 
     format: Literal["monoblock-tokens"]
     dtype: Literal["uint16", "uint32"]
@@ -69,7 +69,7 @@ def write_shards(
     *,
     fingerprint: str | None = None,
 ) -> ShardManifest:
-    """Stream documents to a new folder, with one shard in memory at a time."""
+    """Write documents of ids to a new folder, in files of `shard_tokens` tokens, one in memory at a time."""
     folder = Path(folder)
     if folder.exists():
         raise FileError(f"{folder} already exists; give another folder, or delete it")
@@ -218,7 +218,7 @@ class TokenDataset:
         return ids
 
     def document(self, number: int) -> NDArray[np.int64]:
-        """Return the ids of one document."""
+        """Return the ids of document `number`, counted from 0."""
         return self.read(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
 
     # Pickling a memory map would copy its whole content; the folder is enough.
@@ -249,14 +249,16 @@ def _map_file(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool
     path = folder / shard.file
     dtype = dtype.newbyteorder("<")
     if not path.is_file() or path.is_symlink():
-        raise FileError(f"{folder} lacks {shard.file}, or it is a link; write the folder again")
+        raise FileError(f"{path} is missing or a symbolic link; write the folder again")
     if path.stat().st_size != shard.count * dtype.itemsize:
         expected = f"{shard.count * dtype.itemsize:,}"
-        raise FileError(f"{path} has {path.stat().st_size:,} bytes where the manifest states {expected}")
+        raise FileError(
+            f"{path} has {path.stat().st_size:,} bytes where the manifest states {expected}; write the folder again"
+        )
     if verify:
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise FileError(f"{path} is damaged: its SHA-256 is not the manifest's")
+                raise FileError(f"{path} is damaged: its SHA-256 is not the manifest's; write the folder again")
     if not shard.count:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")

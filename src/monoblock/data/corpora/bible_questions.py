@@ -1,8 +1,8 @@
 """Questions generated from the King James Bible: who said it, unto whom, whose son, who slew whom, where, how old.
 
-A template is the pattern of a clause and its questions, each with the group of the pattern that is the answer, so
-answers are spans of the text. A context is several whole verses, long enough to contain several names and sayings. A
-question with two different answers in one context is dropped.
+A template is a regular expression for a clause, and questions about the clause. The answer to each question is a group
+of the expression, so that answers are spans of the text. The context of a question is several whole verses, long enough
+to contain several names and sayings. A question with two different answers in one context is dropped.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def load_questions(split: str) -> Iterator[Question]:
 
 
 def _build_contexts(split: str) -> Iterator[tuple[int, str]]:
-    """Yield consecutive whole verses of one chapter as a context, with the id of the first verse."""
+    """Yield (id of the first verse, context), where a context is consecutive whole verses of one chapter."""
     verses = _all_verses()
     selected = sorted(number for number in verses if _split_of_verse(number) == split)
     for _, numbers in groupby(selected, key=lambda number: number // 1000):
@@ -135,7 +135,7 @@ def _build_contexts(split: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def _all_verses() -> dict[int, str]:
-    """Return all verses: the splits here are other books than in `bible.py`."""
+    """Return verse id -> text for all splits of `bible.py`, because the splits here consist of other books."""
     return {
         number: text for split in ("train", "valid", "test") for number, text in load_verses(PACKAGE, split).items()
     }
@@ -150,7 +150,7 @@ def _split_of_verse(verse: int) -> str:
 
 
 def _find_questions(context: str) -> dict[str, tuple[str, int]]:
-    """Return question -> (answer, start), without questions that have two answers."""
+    """Return question -> (answer, start), without questions that have two answers or contain their answer."""
     candidates: dict[str, set[tuple[str, int]]] = {}
     for template in TEMPLATES:
         for match in template.pattern.finditer(context):
@@ -163,7 +163,7 @@ def _find_questions(context: str) -> dict[str, tuple[str, int]]:
 
 
 def _fill_template(template: str, match: re.Match[str]) -> str | None:
-    """Fill a question with the words of the clause; None if the clause lacks one of them."""
+    """Return the question filled with groups of the clause; None if a group is missing or a quotation too short."""
     groups = match.groupdict()
     if "what" in groups:
         quote = groups["what"].split()

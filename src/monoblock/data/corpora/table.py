@@ -24,7 +24,7 @@ SAME_SPLIT_NAMES = {"train": "train", "valid": "valid", "test": "test"}
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """A row of the table: `load_split` loads a split from packages, `read_file` the rows of a file."""
+    """A named corpus: `load_split` yields the rows of a split from packages, `read_file` those of a file."""
 
     description: str
     kind: CorpusKind
@@ -124,7 +124,7 @@ def _read_idx(path: Path) -> Iterator[Any]:
 
 
 def _read_roman_first(path: Path) -> Iterator[Pair]:
-    """Read pairs with the Roman word first: Dakshina has the native word first, copies of it often not."""
+    """Read pairs and put the Roman word first: in Dakshina's files it is second, in copies of them often first."""
     for pair in read_pairs(path):
         yield pair if pair.source.isascii() else Pair(pair.target, pair.source, pair.frequency)
 

@@ -1,7 +1,7 @@
 """Names in Roman letters and in an Indic script, from pycountry's translations of languages, countries and places.
 
-Only single words are kept, the Roman side in a … z, the native side in its own script. A few entries are translations
-and not transliterations (India, भारत): pairs whose consonants sound too different are dropped.
+Only single words are kept, the Roman side in the letters a to z, the native side in its own script. A few entries are
+translations and not transliterations (India, भारत): pairs whose consonants sound too different are dropped.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def load_names(languages: str, split: str) -> Iterator[Pair]:
 
 @cache
 def _all_pairs(languages: str) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return all pairs, and the word that decides the split of each Roman word."""
+    """Return all (Roman, native) pairs, and Roman word -> the word whose hash decides its split."""
     pairs = sorted({pair for language in languages.split("+") for pair in _language_pairs(language)})
     return pairs, _split_keys(pairs)
 
 
 def _language_pairs(language: str) -> Iterator[tuple[str, str]]:
-    """Yield the single-word entries, normalized, with hyphenated ones split."""
+    """Yield (Roman, native) for the single-word names of a language, normalized, with hyphenated ones split."""
     script = SCRIPT_BY_LANGUAGE[language]
     for key, value in read_translations(language):
         romans, natives = key.split("-"), value.split("-")
@@ -107,7 +107,7 @@ def _consonant_classes(word: str) -> str:
 
 
 def _split_keys(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Map each Roman word to the first of all words connected to it by shared spellings: they belong in one split."""
+    """Map each Roman word to the first of all words that shared spellings connect to it, to keep them in one split."""
     parent: dict[str, str] = {}
 
     def root(word: str) -> str:

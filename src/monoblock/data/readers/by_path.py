@@ -2,7 +2,7 @@
 
 notes.txt           one file: the first nine tenths train, the last tenth validates
 folder/             train.*, valid.*, test.* in it
-mine/{split}.tsv    the same, spelled out
+mine/{split}.tsv    one file per split, with {split} for its name
 mine/{split}.de-en  two aligned files per split, mine/train.de and mine/train.en
 mine/               MNIST's own names: train-images-idx3-ubyte.gz, t10k-images-idx3-ubyte.gz and their labels
 """
@@ -55,7 +55,7 @@ class FileContent(NamedTuple):
 
 
 def find_path(name: str, folder: str | Path | None) -> str | None:
-    """Return the path of a name, relative to here or to the folder of corpora, or None if nothing is there."""
+    """Return the path of `name` in the working directory, or else in `folder`; None if neither has such a file."""
     for path in [Path(name), *([Path(folder) / name] if folder is not None else [])]:
         if (
             path.exists()
@@ -67,7 +67,7 @@ def find_path(name: str, folder: str | Path | None) -> str | None:
 
 
 def read_split(path: str, split: str, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
-    """Read one split of a path that exists."""
+    """Read one split of a path that `find_path` returned."""
     if is_single_file(path):
         content = _read_file(Path(path), kind, document_boundaries)
         return FileContent(content.kind, take_split(content.rows, split, path))
@@ -88,12 +88,12 @@ def expand_aligned_path(path: Path) -> tuple[Path, ...]:
 
 
 def is_single_file(path: str) -> bool:
-    """Whether a path is one file, without splits."""
+    """Whether a path is one file for all splits, not a folder or a pattern with {split}."""
     return "{split}" not in path and not Path(path).is_dir()
 
 
 def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
-    """Choose one of the allowed kinds by a path's suffix; plain text becomes the first of them."""
+    """Guess the kind of a path by its suffix or first JSON object; if that leaves a choice, return one of `allowed`."""
     files = (_first_existing(_candidate_paths(Path(path), split)) for split in SPLIT_FILE_NAMES)
     file = Path(path) if is_single_file(path) else next((file for file in files if file is not None), None)
     suffix = None if file is None else _known_suffix(file)
@@ -108,7 +108,7 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
 
 
 def take_split(rows: list[Any], split: str, name: str) -> list[Any]:
-    """Take a split of rows that have none: the last tenth validates. A single text is split by characters."""
+    """Return a split of the rows of one file: valid is the last tenth, train the rest. One text is cut by characters."""
     if split == "all":
         return rows
     if split == "test":
@@ -133,7 +133,7 @@ def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: Documen
         documents = read_documents(path) if path.suffix == ".jsonl" else read_text(path, document_boundaries)
         return FileContent(kind, list(documents))
     if kind not in READER_BY_KIND:
-        raise FileError(f"kind={kind!r} cannot be read{did_you_mean(kind, ['text', *READER_BY_KIND])}")
+        raise FileError(f"kind={kind!r} is unknown{did_you_mean(kind, ['text', *READER_BY_KIND])}")
     return FileContent(kind, list(READER_BY_KIND[kind](path)))
 
 
@@ -142,7 +142,7 @@ def _known_suffix(path: Path) -> str | None:
 
 
 def _has_pairs(path: Path) -> bool:
-    """Whether a .json file has one object per line, and a source in the first."""
+    """Whether a .json file has one JSON object per line, the first of which is a pair."""
     try:
         return _jsonl_kind(path) == "pairs"
     except FileError:

@@ -10,7 +10,7 @@ from monoblock.data.readers.records import TaggedSentence
 
 
 def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
-    """Yield sentences: one word per line, its label in the last column, a blank line or -DOCSTART- in between."""
+    """Yield the sentences of a file with one word per line, the label in its last column, blank lines in between."""
     words: list[str] = []
     labels: list[str] = []
     empty, columns = True, 0

@@ -1,8 +1,8 @@
 """Read images and labels in IDX files, the format of MNIST (LeCun et al. 1998), plain or compressed by gzip.
 
 A file is a magic number 00 00 08 n (bytes, n axes), the n sizes as big-endian 32-bit numbers, then the bytes. The
-header is untrusted: the size it states is checked against the file before memory is allocated, and no more is
-decompressed.
+header is untrusted: the size it states is checked against the size of the file before memory is allocated, and never
+more than this size is decompressed.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ def is_idx_images(path: Path) -> bool:
 
 
 def labels_path(path: Path) -> Path:
-    """Return the path of the labels that belong to a file of images."""
+    """Return the path of the labels for a file of images, as in train-labels-idx1-ubyte.gz."""
     stem, _, ending = path.name.rpartition(IMAGES)
     return path.with_name(f"{stem}{LABELS}{ending.replace('idx3', 'idx1')}")
 
 
 def read_idx(path: str | Path) -> Iterator[LabelledImage]:
-    """Yield the images of a file with the labels of its companion file."""
+    """Yield the images of a file, with labels from the file at `labels_path`."""
     import numpy as np
 
     path = Path(path)
     images, labels = read_idx_array(path, ndim=3), read_idx_array(labels_path(path), ndim=1)
     if len(images) != len(labels):
-        raise FileError(f"{path} holds {len(images)} images and {labels_path(path).name} {len(labels)} labels")
+        raise FileError(f"{path} holds {len(images)} images and {labels_path(path).name} {len(labels)} labels; give one each")
     pixels = images[:, None].astype(np.float32) / np.float32(255)  # (count, 1, height, width)
     for image, label in zip(pixels, labels.tolist(), strict=True):
         yield LabelledImage(image, label)
 
 
 def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
-    """Read the bytes of an IDX file, in the shape it states."""
+    """Read an IDX file of bytes with `ndim` axes into an array of the shape in its header."""
     import numpy as np
 
     try:
@@ -62,7 +62,7 @@ def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
             size = math.prod(shape)
             max_size = path.stat().st_size * (MAX_DEFLATE_RATIO if path.suffix == ".gz" else 1)
             if size > min(max_size, MAX_BYTES):
-                raise FileError(f"{path} states {'×'.join(map(str, shape))} bytes and is too short for them")
+                raise FileError(f"{path} is too short for the {'×'.join(map(str, shape))} bytes that its header states")
             raw = file.read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
         raise FileError(f"{path} is not a complete .gz file: {problem!s:.60}") from None
@@ -70,7 +70,7 @@ def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
         raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
     if len(raw) != size:
         comparison = "more" if len(raw) > size else "fewer"
-        raise FileError(f"{path} holds {comparison} bytes than the {'×'.join(map(str, shape))} it states")
+        raise FileError(f"{path} holds {comparison} bytes than the {'×'.join(map(str, shape))} that its header states")
     return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
@@ -81,5 +81,5 @@ def _read_shape(file: IO[bytes] | gzip.GzipFile, path: Path, ndim: int) -> tuple
         raise FileError(f"{path} is not an IDX file of bytes with {axes}: its header is wrong")
     shape = tuple(int.from_bytes(header[start : start + 4], "big") for start in range(4, 4 + 4 * ndim, 4))
     if not all(shape):
-        raise FileError(f"{path} states {'×'.join(map(str, shape))}; give at least one image, none empty")
+        raise FileError(f"{path} states the shape {'×'.join(map(str, shape))}; no size may be 0")
     return shape

@@ -12,7 +12,10 @@ FORMATS = {2: "label<TAB>text", 3: "label<TAB>text<TAB>text"}  # by number of co
 
 
 def read_labelled(path: str | Path) -> Iterator[LabelledText]:
-    """Yield rows of a file of `FORMATS`, or of .jsonl objects with "text", "label" and optionally "text_pair"."""
+    """Yield the rows of a tab-separated file (FORMATS), or of .jsonl objects with "text", "label" and "text_pair".
+
+    "text_pair" is optional.
+    """
     if Path(path).suffix == ".jsonl":
         yield from _read_jsonl_labelled(path)
         return

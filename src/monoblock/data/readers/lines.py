@@ -17,7 +17,7 @@ BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a UTF-8 file, counting from 1, without line ends."""
+    """Yield (line number from 1, line without its end) of a UTF-8 file."""
     number = 0
     try:
         with open(path, "rb") as file:
@@ -49,7 +49,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def string_field(path: str | Path, number: int, row: dict[str, Any], name: str) -> str:
-    """Return a string field of a JSON object; a "label" may also be an integer."""
+    """Return the string `name` of the JSON object `row`, read from line `number`; a "label" may also be an integer."""
     value = row.get(name)
     if name == "label" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

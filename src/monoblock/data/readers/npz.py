@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def read_images(path: str | Path) -> Iterator[LabelledImage]:
-    """Yield the rows of `images` (count, height, width) or (count, channels, height, width) and `labels` (count,)."""
+    """Yield the images of a file of two arrays, "images" and "labels".
+
+    "images" is (count, height, width) or (count, channels, height, width), "labels" is (count,).
+    """
     import numpy as np
 
     images, labels = _load_arrays(path)
@@ -38,13 +41,13 @@ def _load_arrays(path: str | Path) -> tuple[NDArray[Any], NDArray[Any]]:
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as problem:
         if isinstance(problem, FileError):
             raise
-        raise FileError(f"{path} is no .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
+        raise FileError(f"{path} is not a .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         shapes = f"images {images.shape} and labels {labels.shape} of {labels.dtype}"
         raise FileError(f"{path} holds {shapes}; write images (count, height, width) and integer labels (count,)")
     if images.dtype.kind not in "uf" or not len(images):
         shape = f"{images.dtype} {images.shape}"
-        raise FileError(f"{path} holds images of {shape}; write one or more, as uint8 or as floats from 0 to 1")
+        raise FileError(f"{path} holds images of {shape}; give at least one, as uint8 or as floats from 0 to 1")
     return images, labels
 
 
@@ -52,4 +55,4 @@ def check_pixel_range(images: NDArray[Any], path: str | Path) -> None:
     """Raise FileError if float pixels lie outside [0, 1] or are NaN."""
     if images.dtype.kind == "f" and not ((images >= 0) & (images <= 1)).all():  # NaN fails both comparisons
         low, high = images.min(), images.max()
-        raise FileError(f"{path}: pixels from {low:g} to {high:g}; write numbers 0…1, or bytes 0…255 as uint8")
+        raise FileError(f"{path}: pixels range from {low:g} to {high:g}; write floats from 0 to 1, or uint8 from 0 to 255")

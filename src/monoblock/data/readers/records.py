@@ -13,7 +13,7 @@ DocumentBoundaries = Literal["file", "blank-lines"]  # where a document of a tex
 
 
 class Pair(NamedTuple):
-    """A source text and its target; `frequency` is how often the pair was observed, if the file counts."""
+    """A source text and its target; `frequency` is how often the pair was observed, 1 if the file does not say."""
 
     source: str
     target: str
@@ -41,7 +41,7 @@ class LabelledImage(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a context, the accepted answers and the character where each begins (none: unanswerable)."""
+    """A question about a context, its accepted answers, and their first characters in it; unanswerable if it has none."""
 
     question: str
     context: str

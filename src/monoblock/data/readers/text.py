@@ -18,7 +18,7 @@ from monoblock.data.readers.records import DocumentBoundaries
 
 
 def read_text(path: str | Path, document_boundaries: DocumentBoundaries = "file") -> Iterator[str]:
-    """Yield the documents of a text file: the file unchanged as one, or its paragraphs separated by blank lines."""
+    """Yield the documents of a text file: the whole file as one, or with "blank-lines" each of its paragraphs."""
     empty = True
     for document in _split_at_blank_lines(path) if document_boundaries == "blank-lines" else _read_whole_file(path):
         empty = empty and not document.strip()
@@ -34,7 +34,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_wikitext_articles(path: str | Path) -> Iterator[str]:
-    """Yield the articles of a WikiText file, each beginning with ` = Title = `; joined they are the file again."""
+    """Yield the articles of a WikiText file, each beginning with ` = Title = `; concatenated, they are the file."""
     article: list[str] = []
     for _, line in numbered_lines(path):
         # Section headings have more equals signs: ` = = Early life = = `.

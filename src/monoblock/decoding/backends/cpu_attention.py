@@ -1,4 +1,4 @@
-"""Attention of one query a row on a CPU, as when the beams of a batch each take one token."""
+"""Attention with one query per row on a CPU, as in a step of a beam search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def supports_row_kernel(
     layer_cache: LayerCache | CrossAttentionCache | None,
     cache_write: CacheWrite | None,
 ) -> bool:
-    """Whether the kernel computes all that this attention does with x (B, 1, D)."""
+    """Whether `attend_one_query` supports this attention and input: x (B, 1, D) in fp32, a cache, no position bias."""
     if (
         x.shape[1] != 1
         or x.dtype != torch.float32
@@ -36,7 +36,7 @@ def supports_row_kernel(
 
 
 def attend_one_query(attention: Attention, queries: Tensor, key_values: KeyValues, context: AttentionContext) -> Tensor:
-    """softmax(q k' scale) v for one query a row, with the heads concatenated: (B, 1, H K)."""
+    """Return softmax(scale · q kᵀ) v for one query per row, with the heads concatenated: (B, 1, H K)."""
     config = attention.config
     q = attention._split_heads(queries, config.heads, attention.query_norm)
     if context.rotary_angles is not None:

@@ -19,13 +19,13 @@ class _Tables(NamedTuple):
     length: int
     rotary_cos: list[Tensor]  # (length, K/2) for each rotary scheme
     rotary_sin: list[Tensor]
-    distances: list[Tensor]  # for each bias its values (H, length) or bucket numbers (length,) by distance
+    distances: list[Tensor]  # for each bias its values (H, length) or bucket indices (length,) by distance
 
 
 class PositionTables:
-    """The tables of a stack; blocks of the same scheme share one.
+    """The position tables of a stack; blocks with the same position scheme share a table.
 
-    `rotary_index` and `bias_index` register the scheme of a block when the stack is built.
+    `rotary_index` and `bias_index` register the scheme of a block; they return its index in the lists that `get` returns.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -35,7 +35,7 @@ class PositionTables:
         self._tables = _Tables(0, [], [], [])
 
     def rotary_index(self, config: AttentionConfig) -> int:
-        """The index of the rotary tables of an attention layer, -1 if it has none."""
+        """Return the index of an attention layer's rotary tables, -1 if its positions are not rotary."""
         if not isinstance(config.positions, Rotary):
             return -1
         if config not in self.rotary_configs:
@@ -43,7 +43,7 @@ class PositionTables:
         return self.rotary_configs.index(config)
 
     def bias_index(self, attention: Attention) -> int:
-        """The index of the bias table of an attention layer, -1 if it has none."""
+        """Return the index of an attention layer's bias table, -1 if it has none."""
         config = attention.config
         if not isinstance(config.positions, (Alibi, Buckets)):
             return -1
@@ -53,9 +53,9 @@ class PositionTables:
         return self.bias_sources.index((config, table))
 
     def get(self, length: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the cosines, sines (N, K/2) and biases (H, N) by distance, N ≥ length, one tensor for each index.
+        """Return lists of cosines and sines (N, K/2) by position and of biases (H, N) by distance, with N ≥ length.
 
-        Biases are computed with the weights that the model has now.
+        Biases are computed from the current weights of the model.
         """
         tables = self._at_least(length)
         sources = zip(self.bias_sources, tables.distances, strict=True)
@@ -63,7 +63,7 @@ class PositionTables:
         return tables.rotary_cos, tables.rotary_sin, biases
 
     def _at_least(self, length: int) -> _Tables:
-        """Tables for this many positions; longer ones replace shorter ones in one assignment, safe for threads."""
+        """Return tables for `length` or more positions; longer ones replace shorter ones in one assignment (thread-safe)."""
         tables = self._tables
         if length > tables.length:
             with torch.inference_mode(False), torch.no_grad():
@@ -82,7 +82,7 @@ class PositionTables:
 
 
 def _distance_table(config: AttentionConfig, positions: Tensor, width: int) -> Tensor:
-    """ALiBi: the bias (H, length) by distance.  Buckets: the bucket (length,) of each distance."""
+    """Return, by distance, ALiBi's bias (H, length) or the index (length,) of the relative-position bucket."""
     if isinstance(config.positions, Buckets):
         return relative_position_bucket(config.positions, -positions[0], bidirectional=False)
     assert isinstance(config.positions, Alibi)

@@ -1,8 +1,8 @@
-"""Beam search on a CPU: one C++ operator takes whole steps of all searches and holds their beams meanwhile.
+"""Beam search on a CPU: one C++ operator runs whole steps of all searches and keeps their beams until the search ends.
 
 Beams change rows at every step.  The operator leaves keys and values in the row where they were written and records
-where that is.  `end_search` moves them to the rows of their beams and copies the beams back to `BeamSearch`, which
-happens before anything else reads either.
+which row that is.  `end_search` moves them to the rows of their beams and copies the beams back to `BeamSearch`; every
+other method that reads the cache or the beams calls it first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from monoblock.nn.transformer import Transformer
 
 
 class CpuSearchDecoderState(CachedDecoderState):
-    """Rows with a cache whose beam searches may run in the operator."""
+    """Rows with a key/value cache whose beam searches may run in the C++ operator."""
 
     capabilities = frozenset({"search", "rollback"})
 
@@ -51,7 +51,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         self.first_tokens: list[int] | None = None  # of searches that have not taken a step
 
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
-        """Add the rows of new prompts of one token each, which the first step runs; False if that is not supported."""
+        """Add rows for prompts of one token, which the first `step_search` runs; return False if this is not supported."""
         rows = len(prompts) * self.rows_per_prompt
         if rows <= MAX_TOKENS or self.cache is not None or any(len(prompt.ids) != 1 for prompt in prompts):
             return False
@@ -72,7 +72,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return True
 
     def _allocate_cache(self, cache: Cache, rows: int) -> None:
-        """Give every layer memory of the operator, in which the keys of one step are contiguous, as are its values."""
+        """Place each layer's cache in the operator's memory, where the keys (values) of all rows in a step are contiguous."""
         assert self.model.decoder is not None
         views: list[tuple[Any, str, tuple[int, ...]]] = []
         for block, layer in zip(self.model.decoder.blocks, cache.layers, strict=True):
@@ -85,7 +85,10 @@ class CpuSearchDecoderState(CachedDecoderState):
             setattr(layer, name, part.view(shape).permute(1, 2, 0, 3))
 
     def _encode_sources(self, prompts: Sequence[Prompt]) -> Encoded | None:
-        """Encode all sources; the operator reads them concatenated, without padding."""
+        """Encode the prompts' sources: the output (B, S, D) and the mask of valid tokens; None without an encoder.
+
+        The encoder operator, if there is one, reads the sources concatenated, without padding.
+        """
         if self.operators.encoder is None:
             return encode_sources(self.model, prompts)
         sources = [prompt.source or () for prompt in prompts]
@@ -102,7 +105,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return memory, mask
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance all searches that are not done by one token; the indices of those now done, None if not supported."""
+        """Advance the unfinished searches by one token; return the indices of those that end here, None if unsupported."""
         if self.search is None and not self._start_search(searches):
             return None
         x = None if self.embeds_tokens else self._embed_tokens(*self.search.next_inputs())
@@ -163,7 +166,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         )
 
     def _embed_tokens(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Embed the tokens (rows,) at positions `lengths` (rows,): (rows, D)."""
+        """Embed tokens (rows,) at positions `lengths` (rows,); return (rows, D)."""
         positions = TokenPositions(lengths[:, None])
         return self.model._embed(tokens[:, None], positions, None, None, side="target")[:, 0].contiguous()
 
@@ -182,7 +185,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         super().reorder(rows, sources)
 
     def end_search(self) -> None:
-        """Take the search back from the operator: keys and values into the rows of their beams, and the beams."""
+        """End the operator's search: move keys and values to the rows of their beams, copy the beams to `BeamSearch`."""
         cache, search = self.cache, self.search
         if cache is None or search is None:
             return
@@ -204,12 +207,12 @@ class CpuSearchDecoderState(CachedDecoderState):
 
 
 def _is_sequential(cache: Cache) -> bool:
-    """Whether the tokens of each row are in the order of their positions."""
+    """Whether the cache stores the tokens of each row in the order of their positions."""
     return not cache.is_static and all(index.is_sequential for index in cache.index_by_capacity.values())
 
 
 def _position_table(embedding: Embedding, count: int, width: int) -> Tensor | None:
-    """The vectors (count, D) that an embedding adds at the first `count` positions; None if it adds none."""
+    """Return the vectors (count, D) an embedding adds at the first positions, fewer if its table ends; None without."""
     positions = embedding.config.positions
     if isinstance(positions, Sinusoid):
         return sinusoid(torch.arange(count), width, positions)
@@ -219,14 +222,14 @@ def _position_table(embedding: Embedding, count: int, width: int) -> Tensor | No
 
 
 def _source_keys_values(attention: Attention, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values (B, G, S, K) of encoded sources."""
+    """Return the cross-attention keys and values (B, G, S, K) of encoded sources (B, S, D)."""
     groups = attention.config.num_kv_heads
     keys = attention._split_heads(attention.key(memory), groups, attention.key_norm)
     return keys, attention._split_heads(attention.value(memory), groups)
 
 
 def _copy_beams(batch: Any, index: int, search: BeamSearch) -> None:
-    """Copy the hypotheses of one search of the operator into a BeamSearch."""
+    """Copy the hypotheses of search `index` in the operator's `batch` into a BeamSearch."""
     group = search.groups[0]
     group.running, group.finished = (_make_hypotheses(*beams) for beams in batch.hypotheses(index))
 

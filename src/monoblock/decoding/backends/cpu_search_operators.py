@@ -1,4 +1,4 @@
-"""Build the C++ operators that take whole steps of a beam search and encode its sources."""
+"""Build the C++ operators that run whole steps of a beam search and encode its sources."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class SearchOperators(NamedTuple):
 
 
 def build_search_operators(model: Transformer) -> SearchOperators | None:
-    """Build the operators of an inference copy; None if its decoder or its head is not supported."""
+    """Build the beam-search operators of an inference copy; None if its decoder or its head is not supported."""
     embedding = _find_plain_embedding(model)
     search_model = _build_search_model(model, embedding)
     return None if search_model is None else SearchOperators(search_model, embedding, _build_encoder(model.encoder))
 
 
 def _find_plain_embedding(model: Transformer) -> Embedding | None:
-    """The embedding of target tokens if it only scales a table and adds positions."""
+    """Return the embedding of target tokens if it only scales a table and adds positions, else None."""
     embedding = model.target if model.target is not None else model.input
     if not isinstance(embedding, Embedding) or _token_table(model, embedding) is None:
         return None
@@ -55,7 +55,7 @@ def _find_plain_embedding(model: Transformer) -> Embedding | None:
 
 
 def _token_table(model: Transformer, embedding: Embedding) -> Tensor | None:
-    """The table that an embedding reads, its own or the one it shares with the source; None if it is not plain."""
+    """Return an embedding's token table (V, D), its own or the one shared with the source; None if not plain fp32."""
     shared = model.input.token if isinstance(model.input, Embedding) else None
     table = embedding.token if embedding.token is not None else shared
     return table.weight.detach() if isinstance(table, nn.Embedding) and is_plain_fp32(table.weight) else None
@@ -94,7 +94,7 @@ def _build_encoder(encoder: Stack | None) -> Any:
 
 
 def _is_plain_encoder_block(block: Block) -> bool:
-    """Whether every token attends to every other and all weights are plain fp32."""
+    """Whether the encoder operator supports a block: every token attends to every other, plain fp32 weights."""
     if unsupported_field(block.config, ENCODER_SUPPORTED) is not None:
         return False
     return has_plain_matrices(block) and all(is_plain_fp32(t) for t in (*block.parameters(), *block.buffers()))

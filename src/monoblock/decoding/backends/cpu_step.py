@@ -1,8 +1,8 @@
 """A decoding step on a CPU: run a few tokens through the whole decoder in one C++ operator.
 
-The tokens are one of each row, or several of a row, as when proposals are checked.  What the operator does not support
-(experts, prefixes, packed documents, many rows, gradients) runs in `nn/`.  Both read and write the same cache, so every
-step may take either way.
+A step has one token per row, or several when the tokens of a draft are checked.  What the operator does not support
+(experts, prefixes, packed documents, many rows, gradients) runs in `nn/`.  Both read and write the same cache, so each
+step may run in either.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SUPPORTED: AllowList = {
 
 
 class InferenceStack(Stack):
-    """A stack that runs a few tokens in the operator if it supports the pass."""
+    """A stack that runs a pass of a few tokens in the C++ operator if the operator supports it."""
 
     fused_stack: FusedStack | None = None
 
@@ -89,7 +89,7 @@ class InferenceStack(Stack):
 
 
 def fuse_stack(stack: Stack) -> FusedStack | None:
-    """Build the operator of a stack; None if it does not support one of the blocks."""
+    """Build the operator of a stack; return None if the operator does not support one of the blocks."""
     return FusedStack(stack) if all(supports_block(block) for block in stack.blocks) else None
 
 
@@ -115,12 +115,12 @@ def _has_readable_weights(module: nn.Module) -> bool:
 
 
 def is_plain_fp32(t: Tensor) -> bool:
-    """Whether the operator reads this tensor as it is."""
+    """Whether the operator can read a tensor without conversion: fp32, on the CPU, contiguous."""
     return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
 class FusedStack:
-    """The operator of a stack: its weights by name and its position tables."""
+    """The C++ operator that runs all blocks of a stack, with its position tables."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.position_tables = stack, PositionTables(stack)
@@ -132,7 +132,7 @@ class FusedStack:
         )
 
     def _block_fields(self, block: Block) -> dict[str, Any]:
-        """The options and the weights of a block, by name."""
+        """Return the options and weights of a block under the names that the operator expects."""
         config = block.config
         attention, cross, feedforward = config.attention, config.cross, config.feedforward
         fields: dict[str, Any] = {
@@ -173,7 +173,7 @@ class FusedStack:
         return fields
 
     def supports_pass(self, x: Tensor, token_positions: TokenPositions, cache: Cache) -> bool:
-        """Whether this pass appends a few tokens to a cache that is not empty."""
+        """Whether the operator supports a pass: x (B, T, D) has at most MAX_TOKENS tokens and the cache is not empty."""
         is_small = x.shape[0] * x.shape[1] <= MAX_TOKENS and x.dtype == torch.float32 and x.device.type == "cpu"
         if not is_small or self.stack.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
@@ -189,7 +189,7 @@ class FusedStack:
     def __call__(
         self, x: Tensor, token_positions: TokenPositions, memory_positions: TokenPositions | None, cache: Cache
     ) -> Tensor | None:
-        """Run tokens x (B, T, D); None if the operator finds that it does not support them after all."""
+        """Run x (B, T, D) through the stack; return (B, T, D), or None if the operator does not support this input."""
         indices, valid = cache.index_by_capacity.values(), token_positions.valid
         if valid is not None and not torch.equal(valid, valid[:, :1].expand_as(valid)):
             return None  # the operator supports rows that are not active, but no padding within a row
@@ -238,7 +238,7 @@ def _norm_fields(name: str, norm: Norm | None) -> dict[str, Any]:
 
 
 def _matrix_fields(name: str, layer: Any) -> dict[str, Any]:
-    """The weight of a projection, its scales and minima if it is quantized, and its bias."""
+    """Return a projection's weight, its scales and minima if it is quantized, and its bias, by name."""
     if layer is None:
         return {}
     tensors = layer.tensors if isinstance(layer, KernelLinear) else (layer.weight,)

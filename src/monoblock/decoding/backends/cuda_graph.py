@@ -1,6 +1,6 @@
-"""Decoding steps recorded as a CUDA graph and replayed: launching a hundred small kernels takes longer than they run.
+"""Record a decoding step as a CUDA graph and replay it: launching a hundred small kernels takes longer than they run.
 
-The cache has one shape for all steps (`Cache.make_static`), tokens and lengths lie in fixed buffers.  A burst replays
+The cache has one shape for all steps (`Cache.make_static`); tokens and lengths are in fixed buffers.  A burst replays
 several steps, including the choice of each token, before Python looks at the result.
 """
 
@@ -45,13 +45,13 @@ SUPPORTED: AllowList = {
 
 
 def supports_cuda_graph(model: Transformer) -> bool:
-    """Whether the steps of a model can be recorded."""
+    """Whether a model's steps can be recorded: it is on a GPU and the SUPPORTED table allows all its blocks."""
     blocks = () if model.decoder is None else dict.fromkeys(model.decoder.config.layers())
     return model.device.type == "cuda" and all(unsupported_field(block, SUPPORTED) is None for block in blocks)
 
 
 class CudaGraphDecoderState(CachedDecoderState):
-    """Rows whose steps are a CUDA graph; when they are finished, the recorded step can serve the next prompts."""
+    """Rows decoded by replaying a CUDA graph; when all are finished, `give_back` keeps the state for later prompts."""
 
     capabilities = frozenset({"burst"})
 
@@ -71,7 +71,7 @@ class CudaGraphDecoderState(CachedDecoderState):
         self.is_idle = False
 
     def fits(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> bool:
-        """Whether this idle state may serve a call that asks for these sizes."""
+        """Whether this idle state can be reused for a batch of these sizes."""
         sizes = (self.capacity, self.rows_per_prompt, self.prefill_chunk)
         return sizes == (_round_up(capacity), rows_per_prompt, prefill_chunk)
 
@@ -95,7 +95,7 @@ class CudaGraphDecoderState(CachedDecoderState):
             self.give_back(self)
 
     def _discard_graph(self) -> None:
-        """Go back to a cache that may change its shape."""
+        """Drop the recorded step and return to a cache whose shape may change."""
         self.graph = None
         if self.cache is not None and self.cache.is_static:
             self.cache.make_dynamic()
@@ -165,7 +165,7 @@ class CudaGraphDecoderState(CachedDecoderState):
         return graph
 
     def _run_once(self) -> None:
-        """The recorded step: a pass, the new lengths and, in a burst, the next tokens."""
+        """Run the step to be recorded: a pass of the model, the new lengths and, in a burst, the choice of tokens."""
         assert self.cache is not None
         self.logits = self.score_tokens(self.tokens[:, None])[:, -1]
         self.cache.lengths.add_(self.active)

@@ -1,4 +1,4 @@
-"""Whether a model consists of this package's own modules, so that a fast path may stand in for them."""
+"""Check that a model consists of this package's own modules, so that faster ones may replace them in decoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN_MODULES = {
 
 
 def reason_to_run_as_is(model: nn.Module) -> str | None:
-    """Name a module that has to be called itself: a subclass, a foreign class, hooks.  None if none is."""
+    """Say why a model's modules must not be replaced (a subclass, a foreign class, hooks); None if they may."""
     for name, module in model.named_modules():
         if type(module) not in OWN_MODULES:
             return f"{name or 'the model'} is a {type(module).__name__}"

@@ -1,7 +1,7 @@
-"""The plain backends: one pass of the model a step.
+"""The plain backends: one pass of the model per step.
 
 `CachedDecoderState` runs each new token once against a key/value cache.  `UncachedDecoderState` runs the whole sequence
-anew at every step, which is what every other backend must equal.
+again at every step; it is the reference for all other backends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Encoded = tuple[Tensor, Tensor | None]  # encoder output (B, S, D), mask of vali
 
 
 def encode_sources(model: Transformer, prompts: Sequence[Prompt], tap: Tap | None = None) -> Encoded | None:
-    """Encode the sources of the prompts; None if the model has no encoder."""
+    """Encode the prompts' sources: the output (B, S, D) and the mask of valid tokens; None without an encoder."""
     if model.encoder is None:
         return None
     sources, mask = pad_right([prompt.source or () for prompt in prompts], model.device)
@@ -105,7 +105,7 @@ class CachedDecoderState:
 
 
 class UncachedDecoderState:
-    """Rows without a cache."""
+    """Rows without a cache: every step runs all tokens of every row."""
 
     capabilities: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one product: query, key and value, or gate and up."""
+"""Compute several linear layers of one input as one matrix product: query, key and value, or gate and up."""
 
 from __future__ import annotations
 
@@ -9,52 +9,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.kernels import gpu as kernels
+from monoblock.nn.linear import join_weights
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.quantization.cpu_linear import ROW_MULTIPLE
 
 
 class FusedLinear:
-    """The weights (ΣN, K) and biases of several layers, one below the other.
+    """Several linear layers as one: their weights (ΣN, K) and biases (ΣN,), concatenated along the output features.
 
-    They are views of the layers' own weights where those lie side by side (`join_storage`), else a second copy, which
-    `refresh` brings up to date.
+    These are views of the layers' parameters if those are adjacent in memory (`join_storage`), else copies, which
+    `refresh` updates.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
         self.sizes = [linear.out_features for linear in linears]
-        weights, biases = self._parts()
-        weight = adjacent_view(weights)
+        weight = adjacent_view([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         bias = adjacent_view(biases) if biases else None
         self.is_copy = weight is None or (bool(biases) and bias is None)
-        self.weight = torch.cat(weights) if weight is None or self.is_copy else weight
-        self.bias = None if not biases else torch.cat(biases) if bias is None or self.is_copy else bias
-
-    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        weights = [linear.weight.detach() for linear in self.linears]
-        return weights, [linear.bias.detach() for linear in self.linears if linear.bias is not None]
+        self.weight, self.bias = join_weights(linears) if weight is None or self.is_copy else (weight, bias)
 
     def refresh(self) -> None:
-        """Copy the layers' weights anew."""
+        """Copy the layers' current weights, unless they are views."""
         if self.is_copy:
-            weights, biases = self._parts()
-            torch.cat(weights, out=self.weight)
-            if self.bias is not None:
-                torch.cat(biases, out=self.bias)
+            weight, bias = join_weights(self.linears)
+            self.weight.copy_(weight)
+            if self.bias is not None and bias is not None:
+                self.bias.copy_(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return fast_linear(x, self.weight, self.bias)
 
 
-def can_fuse(linears: Sequence[nn.Module | None]) -> bool:
-    """Whether these are ordinary layers, all with a bias or none."""
-    if not all(isinstance(linear, nn.Linear) for linear in linears):
-        return False
-    return len({linear.bias is None for linear in linears if isinstance(linear, nn.Linear)}) == 1
-
-
 def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """View tensors that lie one behind the other in one storage as one; None if they do not."""
+    """View tensors that are adjacent in one storage as one, concatenated along dimension 0; None if they are not."""
     first = tensors[0]
     storage = first.untyped_storage()
     ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in tensors]
@@ -70,7 +59,7 @@ def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def join_storage(tensors: Sequence[Tensor]) -> None:
-    """Move tensors into one storage, one behind the other; each becomes a view of it."""
+    """Move tensors into one storage, one after the other; each becomes a view of it."""
     if adjacent_view(tensors) is None:
         joined = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, joined.split([tensor.shape[0] for tensor in tensors]), strict=True):
@@ -84,7 +73,7 @@ def is_single_gpu_vector(x: Tensor, weight: Tensor) -> bool:
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_rows: range = range(0)) -> Tensor:
-    """F.linear, by a kernel of our own for one vector on a GPU and for `kernel_rows` rows on a CPU."""
+    """F.linear; this package's kernels compute one vector on a GPU, and row counts in `kernel_rows` on a CPU."""
     if is_single_gpu_vector(x, weight):
         return kernels.matvec(x, weight, bias)
     rows = x.numel() // x.shape[-1]

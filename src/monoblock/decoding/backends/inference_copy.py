@@ -1,10 +1,10 @@
-"""A copy of a model for decoding: its own modules around the model's own weights.
+"""A copy of a model for decoding: faster modules that share the model's weights.
 
     copy = build_inference_copy(model)      # a Transformer in evaluation mode; the model is left as it is
 
-Parameters are shared, not copied, so what training changes is changed in the copy too.  The exceptions are joined
-projections and a padded vocabulary on a GPU (fused_linear.py, padded_vocabulary.py), which are copied unless
-`optimize(model)` has laid the weights side by side; `refresh` copies them anew.
+Parameters are shared, not copied, so training the model also changes the copy.  The exceptions are joined projections
+and a padded vocabulary on a GPU (fused_linear.py, padded_vocabulary.py), which are copied unless `optimize(model)` has
+arranged the weights in memory; `refresh` copies them again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SUPPORTED: AllowList = {
 
 
 def reason_for_no_copy(model: Transformer) -> str | None:
-    """Why a model must be run as it is, None if a copy decodes as the model does."""
+    """Say why a model must decode without a copy; None if an inference copy computes the same."""
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
     for stack in (model.encoder, model.decoder):
@@ -87,16 +87,16 @@ def reason_for_no_copy(model: Transformer) -> str | None:
 
 
 def signature(model: Transformer) -> tuple[object, ...]:
-    """Identify the weights and configurations a copy was built around: another signature needs another copy."""
+    """Identify a model's tensors and configurations by address; if the signature changes, the copy is rebuilt."""
     tensors = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     configs = (id(module.__dict__.get("config")) for module in model.modules())
     return (*tensors, *configs)
 
 
 def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Transformer:
-    """Build the copy; on a CPU with a compiler its decoder runs a few tokens by one operator (cpu_step.py).
+    """Build the inference copy; on a CPU with a compiler its decoder runs a few tokens in one operator (cpu_step.py).
 
-    `fuse` joins projections and pads the vocabulary, which pays on a GPU only (the default).
+    `fuse` joins projections and pads the vocabulary; None does so on a GPU only, where it is faster.
     """
     with torch.inference_mode(False), torch.no_grad():
         if model.config.quantize is not None:
@@ -116,7 +116,7 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
 
 
 def refresh(copied: Transformer) -> None:
-    """Copy the weights that the copy holds a second time, so that it decodes with those the model has now."""
+    """Update the weights that an inference copy does not share: joined projections and a padded vocabulary."""
     with torch.inference_mode(False), torch.no_grad():
         for module in copied.modules():
             if isinstance(module, (InferenceAttention, InferenceFeedForward)) and module.fused is not None:
@@ -137,7 +137,7 @@ def _use_fused_stack(model: Transformer) -> Transformer:
 
 
 def _copy_module(module: M) -> M:
-    """Copy the modules, not the tensors, and give those that have one their class for decoding."""
+    """Copy a module and its children but not their tensors, and change each class to its inference class if any."""
     copied = copy.copy(module)
     copied.training = False
     copied._modules = {name: None if child is None else _copy_module(child) for name, child in module._modules.items()}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.decoding.backends.cpu_attention import attend_one_query, supports_row_kernel
-from monoblock.decoding.backends.fused_linear import FusedLinear, can_fuse, fast_linear, is_single_gpu_vector
+from monoblock.decoding.backends.fused_linear import FusedLinear, fast_linear, is_single_gpu_vector
 from monoblock.decoding.backends.padded_vocabulary import PaddedVocabulary
 from monoblock.kernels import gpu as kernels
 from monoblock.nn.attention import Attention
@@ -22,12 +22,13 @@ from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.linear import can_join
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.tap import Tap
 
 
 class _PendingResidual(threading.local):
-    """The residual that the next product of a layer is added to, in this thread."""
+    """The residual to add to the next output of `layer`, separate for each thread."""
 
     layer: nn.Module | None = None
     residual: Tensor | None = None
@@ -47,7 +48,7 @@ class InferenceLinear(nn.Linear):
 
 
 class InferenceBlock(Block):
-    """A pre-norm block adds the residual where the last product of a sublayer is written."""
+    """A block that, if it is pre-norm, lets the last projection of each sublayer add the residual in its kernel."""
 
     def _apply_sublayer(self, x: Tensor, name: str, sublayer: Callable[[Tensor], Tensor], tap: Tap | None) -> Tensor:
         layers = {"attention": self.attention.output, "feedforward": getattr(self.feedforward, "down", None)}
@@ -67,7 +68,7 @@ class InferenceHead(Head):
     padded: PaddedVocabulary | None = None
 
     def pad(self, table: object) -> None:
-        """Pad the output table where that makes its product faster."""
+        """Pad the output matrix, or `table` if the output is tied to it, where that makes the product faster."""
         weight = table if self.output is None else getattr(self.output, "weight", None)
         self.padded = PaddedVocabulary.build(weight) if isinstance(weight, Tensor) else None
 
@@ -92,7 +93,7 @@ class InferenceFeedForward(FeedForward):
     fused: FusedLinear | None = None
 
     def fuse(self) -> None:
-        if self.gate is not None and self.config.clamp is None and can_fuse([self.gate, self.up]):
+        if self.gate is not None and self.config.clamp is None and can_join([self.gate, self.up]):
             self.fused = FusedLinear([self.gate, self.up])
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
@@ -111,7 +112,7 @@ class InferenceAttention(Attention):
 
     def fuse(self) -> None:
         layers = [self.query, self.key, self.value]
-        if can_fuse(layers):
+        if can_join(layers):
             self.fused = FusedLinear(layers)
 
     def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -139,7 +140,7 @@ class InferenceAttention(Attention):
         return super().forward(x, context, memory=memory, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
 
     def _step_on_gpu(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> Tensor:
-        """One token a row: rotate, write the cache and attend in one kernel."""
+        """Run one token per row, x (B, 1, D): rotate, write the cache and attend in one kernel."""
         q, k, v = self.project_qkv(x, x, False)
         assert k is not None
         assert v is not None

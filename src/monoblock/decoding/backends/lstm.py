@@ -1,4 +1,4 @@
-"""The backend of LSTM models: one recurrent state a row and, with an encoder, the source it attends to."""
+"""The backend of LSTM models: one recurrent state per row and, with an encoder, the source it attends to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LSTMDecoderState:
         return logits
 
     def _run_prompts(self, prompts: Sequence[Prompt], memory: EncoderMemory | None) -> tuple[Tensor, LSTMState]:
-        """Run the prompts token by token; a row that has ended keeps its logits and its state."""
+        """Run the prompts token by token; return the logits (B, V) and the state after the last token of each."""
         ids, mask = pad_right([prompt.ids for prompt in prompts], self.device)
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         logits, state = self.model.step(ids[:, 0], None, memory)
@@ -69,7 +69,7 @@ def _join_states(old: LSTMState, new: LSTMState) -> LSTMState:
 
 
 def _join_memories(old: EncoderMemory, new: EncoderMemory) -> EncoderMemory:
-    """Concatenate two memories along the batch, padded to the longer source."""
+    """Concatenate two encoder memories along the batch, padded to the longer source."""
     length = max(old.values.shape[1], new.values.shape[1])
     padded = [_pad_memory(memory, length) for memory in (old, new)]
     values, keys, valid = (torch.cat(parts) for parts in zip(*padded, strict=True))

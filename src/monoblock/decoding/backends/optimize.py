@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from monoblock.decoding.backends.fused_linear import can_fuse, join_storage
+from monoblock.decoding.backends.fused_linear import join_storage
 from monoblock.decoding.backends.inference_copy import reason_for_no_copy
 from monoblock.decoding.backends.padded_vocabulary import make_room, needs_padding, output_table
 from monoblock.nn.attention import Attention
 from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.linear import can_join
 from monoblock.nn.transformer import Transformer
 
 
 def optimize(model: Transformer) -> Transformer:
-    """Move weights that decoding joins next to each other and return the model; on a CPU nothing is moved."""
+    """Place weights that decoding joins next to each other, in place, and return the model; no effect on a CPU."""
     if model.device.type != "cuda" or model.config.quantize is not None or reason_for_no_copy(model) is not None:
         return model
     join_weights(model)
@@ -32,7 +33,7 @@ def optimize(model: Transformer) -> Transformer:
 
 
 def join_weights(model: Transformer) -> None:
-    """Move query, key and value, and gate and up, of every block into one storage each."""
+    """Place query, key and value of every block in one storage, and gate and up in another."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, Attention):
@@ -41,7 +42,7 @@ def join_weights(model: Transformer) -> None:
                 layers = [module.gate, module.up]
             else:
                 continue
-            if can_fuse(layers):
+            if can_join(layers):
                 join_storage([layer.weight for layer in layers])
                 if layers[0].bias is not None:
                     join_storage([layer.bias for layer in layers])

@@ -1,4 +1,4 @@
-"""An output table whose number of rows is not a multiple of 8, with rows of zeros below it.
+"""Pad an output table (V, D) with rows of zeros if V is not a multiple of 8.
 
 Tensor cores write eight 16-bit results at a time.  With GPT-2's 50,257 rows they write one by one, and the last product
 of a step takes six times as long.
@@ -16,7 +16,7 @@ ROW_MULTIPLE = 8
 
 
 class PaddedVocabulary:
-    """A table with rows of zeros: a view where the table has room behind it (`make_room`), else a second copy."""
+    """An output table with rows of zeros added: a view if its storage has room for them (`make_room`), else a copy."""
 
     def __init__(self, weight: Tensor) -> None:
         view = padded_view(weight)
@@ -25,11 +25,11 @@ class PaddedVocabulary:
 
     @classmethod
     def build(cls, weight: Tensor) -> PaddedVocabulary | None:
-        """Pad a 16-bit table on a GPU; None where there is nothing to gain."""
+        """Pad a 16-bit table (V, D) on a GPU; return None if it needs no padding."""
         return cls(weight) if needs_padding(weight) else None
 
     def refresh(self) -> None:
-        """Copy the table anew."""
+        """Copy the current table, unless it is a view."""
         if self.is_copy:
             self.table[: len(self.weight)].copy_(self.weight.detach())
 
@@ -39,14 +39,14 @@ def needs_padding(weight: Tensor) -> bool:
 
 
 def output_table(model: Transformer) -> Tensor | None:
-    """The matrix that logits are computed with, where it is a plain tensor."""
+    """Return the matrix (V, D) that computes the logits, None if it is not a plain tensor."""
     head = model.head
     table = model.output_embedding if head is None or head.output is None else getattr(head.output, "weight", None)
     return table if isinstance(table, Tensor) else None
 
 
 def make_room(weight: Tensor) -> None:
-    """Move a table into a storage with room for the rows of zeros behind it; it stays as it was for everybody else."""
+    """Move a table into a storage that ends with the rows of zeros; its shape and its values stay the same."""
     if padded_view(weight) is None:
         weight.data = _pad(weight)[: len(weight)]
 
@@ -59,7 +59,7 @@ def _pad(weight: Tensor) -> Tensor:
 
 
 def padded_view(weight: Tensor) -> Tensor | None:
-    """View a table together with the room behind it; None if it has none."""
+    """View a table together with the rows of zeros after it; None if its storage has no room for them."""
     rows, width = weight.shape
     if rows % ROW_MULTIPLE == 0:
         return None

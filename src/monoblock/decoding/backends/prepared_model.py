@@ -1,6 +1,6 @@
-"""What decoding prepares for a model, in one object that ends with the model.
+"""Everything that decoding prepares for a model, in one object that is freed with the model.
 
-    prepared = prepare(model)       # None if the model has to run as it is
+    prepared = prepare(model)       # None if the model has to decode without a copy
     prepared.model                  # the inference copy
     release(model)                  # free everything now
 
@@ -27,7 +27,7 @@ _lock = threading.RLock()
 
 
 class PreparedModel:
-    """The inference copy of a model and what goes with it.  Several threads may decode with it at once."""
+    """The inference copy of a model, its operators, graphs and drafts.  Several threads may decode with it at once."""
 
     def __init__(self, model: Transformer) -> None:
         self.signature = signature(model)
@@ -38,7 +38,7 @@ class PreparedModel:
         self._has_search_operators = False
 
     def get_search_operators(self) -> SearchOperators | None:
-        """The operators that take whole steps of a beam search, None where there are none; built on first use."""
+        """Return the beam-search operators, built on first use; None if the model is not supported."""
         with _lock:
             if not self._has_search_operators:
                 self._search_operators = build_search_operators(self.model)
@@ -46,7 +46,7 @@ class PreparedModel:
             return self._search_operators
 
     def make_graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
-        """A state whose steps are recorded: the idle one if it fits, else a new one."""
+        """Return a state that replays a CUDA graph: the idle one if it fits, else a new one."""
         with _lock:
             state, self._idle_graph = self._idle_graph, None
         if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
@@ -59,7 +59,7 @@ class PreparedModel:
 
 
 def prepare(model: Transformer) -> PreparedModel | None:
-    """Prepare a model for decoding, or return what was prepared before, with the weights the model has now."""
+    """Prepare a model for decoding, or refresh what was prepared before; None if it has to decode without a copy."""
     if reason_for_no_copy(model) is not None:
         return None
     with _lock:
@@ -80,6 +80,6 @@ def release(model: Transformer) -> None:
 
 
 def get_inference_copy(model: Transformer) -> Transformer:
-    """The model that decodes: the inference copy, or the model itself where it has to run as it is."""
+    """Return the inference copy of a model, or the model itself if it has to decode without a copy."""
     prepared = prepare(model)
     return model if prepared is None else prepared.model

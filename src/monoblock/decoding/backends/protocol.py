@@ -1,8 +1,8 @@
-"""What the engine asks of a backend.
+"""The protocols that the engine uses a backend through.
 
 A `DecoderState` holds the rows that are decoded together: their key/value cache, or whatever the backend keeps instead.
-Every backend has `prefill`, `step`, `reorder` and `release`.  What only some can do is a protocol of its own;
-`can_burst`, `can_search` and `can_roll_back` tell which of them a state implements.
+Every backend has `prefill`, `step`, `reorder` and `release`.  BurstState, SearchState and RollbackState are optional;
+`can_burst`, `can_search` and `can_roll_back` say which of them a state implements.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class DecoderState(Protocol):
     capabilities: frozenset[str]  # of "burst", "search" and "rollback"
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Add the rows of new prompts below the present ones and return the logits (rows, V) after each."""
+        """Append rows for new prompts to the batch; return the logits (new rows, V) after each prompt."""
         ...
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Append one token to each row and return the logits (rows, V) after it; rows that are not active stay."""
+        """Append tokens (rows,) to the rows and return the logits (rows, V) after them; rows not `active` do not change."""
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep these rows in this order; `sources` are the prompts that are left, None if all are."""
+        """Keep the rows with these indices, in this order; `sources` are the indices of the prompts kept, None for all."""
         ...
 
     def release(self) -> None:
-        """End: all rows are finished.  Memory may be reused by the next state or freed."""
+        """End the batch, whose rows are all finished; its memory may be reused by the next state or freed."""
         ...
 
 
 class BurstState(DecoderState, Protocol):
-    """A state that takes several steps without returning to Python."""
+    """A state that runs several steps, the choice of tokens included, before Python reads the result."""
 
     def burst(
         self,
@@ -55,23 +55,23 @@ class BurstState(DecoderState, Protocol):
         key: object,
         active: Tensor | None = None,
     ) -> Tensor:
-        """Take `count` steps, choosing a token in each, and return the tokens (rows, count).
+        """Run `count` steps from tokens (rows,), choosing a token in each, and return the tokens (rows, count).
 
-        `uniforms` (rows, count) are the random numbers of sampling.  `key` identifies `choose`: a recorded step is
-        reused as long as it stays the same.
+        `uniforms` (rows, count) are the uniform numbers that sample the tokens, None if every row is greedy.
+        `key` identifies `choose`: a recorded step is reused while the key stays the same.
         """
         ...
 
 
 class SearchState(DecoderState, Protocol):
-    """A state that takes whole steps of a beam search."""
+    """A state that runs whole steps of a beam search, the choice of beams included."""
 
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
-        """Add the rows of new prompts for `step_search` to start from; False if this state cannot."""
+        """Append rows for new prompts, which the first `step_search` runs; return False if this is not supported."""
         ...
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance all beam searches by one token; the indices of those now done, None if this state cannot."""
+        """Advance the unfinished searches by one token; return the indices of those that end here, None if unsupported."""
         ...
 
     def end_search(self) -> None:
@@ -80,14 +80,14 @@ class SearchState(DecoderState, Protocol):
 
 
 class RollbackState(DecoderState, Protocol):
-    """A state that takes tokens back, as speculative decoding does with wrong proposals."""
+    """A state that can drop tokens again, as speculative decoding does with rejected proposals."""
 
     def score_tokens(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Return the logits (rows, T, V) after each of several tokens (rows, T) without committing to them."""
+        """Run tokens (rows, T) and return the logits (rows, T, V) after each; `commit` then says how many are kept."""
         ...
 
     def commit(self, counts: int | Tensor) -> None:
-        """Keep the first `counts` of the tokens that were scored last."""
+        """Keep the first `counts` of the tokens scored last: one count for all rows, or one per row (rows,)."""
         ...
 
 

@@ -5,7 +5,7 @@
 | lstm       | an LSTM                                                                                     |
 | uncached   | use_cache=False                                                                             |
 | cuda_graph | a GPU, plain modules, blocks in its allow-list, no draft                                    |
-| cpu_search | several rows a prompt on a CPU with a compiler, blocks in its allow-list, no draft          |
+| cpu_search | several rows per prompt on a CPU with a compiler, blocks in its allow-list, no draft        |
 | cached     | otherwise: on the inference copy, or on the model itself if it has hooks or foreign modules |
 """
 
@@ -31,7 +31,7 @@ from monoblock.nn.transformer import Transformer
 
 
 class Backend(Protocol):
-    """A model and the ways to decode with it."""
+    """A model and the kind of decoder state that decodes with it."""
 
     device: torch.device
     vocab_size: int
@@ -42,27 +42,27 @@ class Backend(Protocol):
 
     @property
     def context(self) -> int | None:
-        """The longest sequence, None if there is no limit."""
+        """The maximum number of tokens in a sequence, None if there is no limit."""
         ...
 
     def make_state(
         self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
     ) -> DecoderState:
-        """Make the state of new rows of at most `capacity` tokens."""
+        """Make a state for rows of at most `capacity` tokens; if `speculative`, one that can drop proposed tokens."""
         ...
 
     def inference(self) -> AbstractContextManager[object]:
-        """The context that every pass runs in."""
+        """Return the context manager for every pass: no gradients, evaluation mode."""
         ...
 
 
 def choose_backend(
     model: Transformer | Recurrent, *, use_cache: bool = True, optimize: bool = True, tap: Tap | None = None
 ) -> Backend:
-    """Choose how to decode with a model; `optimize=False` runs the model itself, without any fast path."""
+    """Choose the backend for a model; `optimize=False` runs the model itself instead of an inference copy."""
     if isinstance(model, Recurrent):
         if not use_cache or tap is not None:
-            raise InputError("an LSTM decodes from its state and has no tap; leave out use_cache and tap")
+            raise InputError("an LSTM always decodes from its state and has no tap; leave out use_cache=False and tap")
         return LSTMBackend(model)
     return TransformerBackend(model, use_cache=use_cache, optimize=optimize, tap=tap)
 
@@ -78,7 +78,7 @@ class LSTMBackend:
         self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
     ) -> DecoderState:
         if speculative:
-            raise InputError("an LSTM has no cache to take tokens back from; leave out the draft")
+            raise InputError("an LSTM cannot drop rejected tokens, as a draft requires; leave out the draft")
         return LSTMDecoderState(self.model, rows_per_prompt)
 
     def inference(self) -> AbstractContextManager[object]:
@@ -92,7 +92,7 @@ class TransformerBackend:
     def __init__(self, model: Transformer, *, use_cache: bool, optimize: bool, tap: Tap | None) -> None:
         if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
             kind = with_article(model.config.family)
-            raise InputError(f"{kind} model without a language-model head generates no text")
+            raise InputError(f"{kind} model without a language-model head generates no text; give one with it")
         self.device, self.family, self.context = model.device, model.config.family, model.config.context
         self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
         self.has_encoder = model.encoder is not None

@@ -1,10 +1,10 @@
-"""Allow-lists over configuration fields: what a backend supports, field by field.
+"""Allow-lists of configuration fields and values that a backend supports.
 
     SUPPORTED = {**allow("norm_place residual"), "attention.mask": one_of("causal"), …}
     unsupported_field(block, SUPPORTED)     # None, or the first field that the table does not allow
 
-A field that is missing from the table is not supported, whatever its value.  So a field that is added to a
-configuration makes every backend step aside until it is added to that backend's table.
+A field that is missing from the table is not supported, whatever its value.  So no backend runs a configuration with a
+new field until the field is added to that backend's table.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def anything(value: object) -> bool:
 
 
 def one_of(*values: object) -> Rule:
-    """Allow these values."""
+    """Allow these values only."""
     return lambda value: value in values
 
 
 def allow(names: str, prefix: str = "") -> dict[str, Rule]:
-    """Allow every value of the fields named, separated by spaces, below `prefix`."""
+    """Allow every value of the fields in `names`, separated by spaces, each with `prefix` before its name."""
     return {f"{prefix}{name}": anything for name in names.split()}
 
 
@@ -42,7 +42,7 @@ def unsupported_field(config: object, allowed: AllowList) -> str | None:
 
 
 def flatten(config: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the fields of a configuration and of the configurations in it by their dotted paths."""
+    """Yield (dotted path, value) of each field of a configuration and of the configurations inside it."""
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if is_dataclass(value):

@@ -1,14 +1,15 @@
 // What beam searches with one model share: its stack, its output table and its token table.
 //
 // Threads may share a SearchModel.  Weights are referenced, never copied, and only read.  The one thing that changes is
-// the memory kept between batches: it is handed out under a lock, to one search at a time.
+// the memory kept between batches: a search owns what it is given, and gives it back under a lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/custom_class.h>
 
-#include <atomic>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -16,6 +17,27 @@
 #include "stack_weights.h"
 
 namespace {
+
+// Keeps the memory of the last search for the next one, since fresh pages cost more than what is written to them.
+class MemoryPool {
+ public:
+  at::Tensor take(int64_t size) {
+    const std::lock_guard<std::mutex> guard(lock);
+    at::Tensor memory = std::move(kept);
+    kept = at::Tensor();
+    const bool fits = memory.defined() && memory.numel() >= size && memory.numel() / 2 <= size;  // not far too large
+    return fits ? memory : at::empty({size}, at::kFloat);
+  }
+
+  void give_back(at::Tensor memory) {
+    const std::lock_guard<std::mutex> guard(lock);
+    kept = std::move(memory);
+  }
+
+ private:
+  std::mutex lock;
+  at::Tensor kept;
+};
 
 class SearchModel : public torch::CustomClassHolder {
  public:
@@ -47,23 +69,16 @@ class SearchModel : public torch::CustomClassHolder {
 
   int64_t vocabulary() const { return output_table.size(0); }
 
-  // Uninitialised fp32 memory for keys and values: that of the last search once nobody else holds it, since fresh pages
-  // cost more than what is written to them.  What a much larger search needed is given back.
+  // Uninitialised fp32 memory for keys and values.  The tensor owns it until the last view of it is gone.
   at::Tensor cache_memory(int64_t size) {
     check_range("size", size, 0, MAX_SIZE);
-    const std::lock_guard<std::mutex> guard(lock);
-    const bool is_free = memory.defined() && memory.storage().use_count() == 1;
-    std::atomic_thread_fence(std::memory_order_acquire);  // after the last write of the thread that let go of it
-    if (!is_free || memory.numel() < size || memory.numel() / 2 > size) {
-      memory.reset();
-      memory = at::empty({size}, output_table.options());
-    }
-    return memory.alias();
+    at::Tensor memory = pool->take(size);
+    const auto give_back = [pool = pool, memory](void*) mutable { pool->give_back(std::move(memory)); };
+    return at::from_blob(memory.mutable_data_ptr(), {memory.numel()}, give_back, memory.options());
   }
 
  private:
-  std::mutex lock;
-  at::Tensor memory;
+  const std::shared_ptr<MemoryPool> pool = std::make_shared<MemoryPool>();
 };
 
 }  // namespace
