@@ -23,7 +23,7 @@ from torch import Tensor
 
 SOURCE_FOLDER = Path(__file__).parent
 MAIN_SOURCE = SOURCE_FOLDER / "operators.cpp"  # registers all operators; the headers hold them
-SOURCES = [MAIN_SOURCE, *sorted(SOURCE_FOLDER.glob("*.h"))]
+SOURCES = [MAIN_SOURCE, *sorted(SOURCE_FOLDER.rglob("*.h"))]
 COMPILERS = ("g++", "clang++", "c++")
 COMPILER_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 COMPILER_TIMEOUT = 300  # seconds
@@ -86,7 +86,7 @@ def _build_library(compiler: str) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
-    headers = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
+    headers = [f"-I{SOURCE_FOLDER}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
     with _exclusive_lock(library.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=library.parent) as folder:
         if library.is_file():  # another process has compiled it

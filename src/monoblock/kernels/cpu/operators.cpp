@@ -3,15 +3,15 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include "attend_one_query.h"
-#include "beam_search_batch.h"
-#include "causal_attention.h"
-#include "encoder.h"
-#include "gelu.h"
-#include "linear.h"
-#include "quantize.h"
-#include "stack_operator.h"
-#include "topk_continuations.h"
+#include "attention/attend_one_query.h"
+#include "search/beam_search_batch.h"
+#include "attention/causal_attention.h"
+#include "stack/encoder.h"
+#include "stack/gelu.h"
+#include "linear/linear.h"
+#include "linear/quantize.h"
+#include "stack/stack_operator.h"
+#include "search/topk_continuations.h"
 
 TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   using panels::BeamSearchBatch, torch::arg;

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "stack_step.h"
-#include "step_arguments.h"
+#include "stack/stack_step.h"
+#include "stack/step_arguments.h"
 
 namespace {
 

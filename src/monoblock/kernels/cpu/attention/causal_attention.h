@@ -13,9 +13,9 @@
 
 #include <tuple>
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "checks.h"
-#include "head_matrices.h"
+#include "attention/head_matrices.h"
 
 namespace {
 namespace causal {

@@ -10,7 +10,7 @@
 #include <numeric>
 #include <vector>
 
-#include "batched_step.h"
+#include "stack/batched_step.h"
 
 namespace {
 namespace panels {

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "checks.h"
-#include "stack_weights.h"
+#include "stack/stack_weights.h"
 
 namespace {
 

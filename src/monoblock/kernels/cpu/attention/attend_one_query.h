@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "checks.h"
 
 namespace {

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "matvec.h"
-#include "stack_weights.h"
+#include "linear/matvec.h"
+#include "stack/stack_weights.h"
 
 namespace {
 

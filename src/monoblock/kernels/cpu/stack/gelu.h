@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 
-#include "activations.h"
+#include "stack/activations.h"
 #include "checks.h"
 
 namespace {

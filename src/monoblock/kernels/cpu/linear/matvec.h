@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "integer_dot.h"
+#include "linear/integer_dot.h"
 
 namespace {
 

@@ -9,8 +9,8 @@
 #include <mutex>
 #include <vector>
 
-#include "batched_step.h"
-#include "topk.h"
+#include "stack/batched_step.h"
+#include "search/topk.h"
 
 namespace {
 namespace panels {

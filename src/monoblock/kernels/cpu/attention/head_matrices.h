@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "matvec.h"
+#include "linear/matvec.h"
 
 namespace {
 namespace causal {

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "batched_step.h"
+#include "stack/batched_step.h"
 #include "checks.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // Attention of one query over keys that may lie in different rows of a cache.
 #pragma once
 
-#include "panel.h"
+#include "linear/panel.h"
 
 namespace {
 namespace panels {

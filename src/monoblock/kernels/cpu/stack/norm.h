@@ -1,7 +1,7 @@
 // Norms and rotary positions of one vector.
 #pragma once
 
-#include "activations.h"
+#include "stack/activations.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <utility>
 
-#include "attention.h"
+#include "attention/attention.h"
 
 namespace {
 namespace panels {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "matvec.h"
+#include "linear/matvec.h"
 
 namespace {
 

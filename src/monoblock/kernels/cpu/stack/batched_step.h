@@ -6,8 +6,8 @@
 #include <mutex>
 #include <vector>
 
-#include "batched_attention.h"
-#include "thread_products.h"
+#include "attention/batched_attention.h"
+#include "linear/thread_products.h"
 
 namespace {
 namespace panels {

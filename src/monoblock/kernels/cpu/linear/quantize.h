@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "checks.h"
-#include "integer_dot.h"
+#include "linear/integer_dot.h"
 
 namespace {
 

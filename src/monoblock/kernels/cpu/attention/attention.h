@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "norm.h"
+#include "stack/norm.h"
 
 namespace {
 

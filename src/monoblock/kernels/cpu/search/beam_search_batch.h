@@ -17,10 +17,10 @@
 #include <tuple>
 #include <vector>
 
-#include "beam_hypotheses.h"
-#include "search_caches.h"
-#include "search_model.h"
-#include "search_threads.h"
+#include "search/beam_hypotheses.h"
+#include "search/search_caches.h"
+#include "search/search_model.h"
+#include "search/search_threads.h"
 
 namespace {
 namespace panels {

@@ -5,7 +5,7 @@
 // thread needs what the others computed.
 #pragma once
 
-#include "thread_products.h"
+#include "linear/thread_products.h"
 
 namespace {
 

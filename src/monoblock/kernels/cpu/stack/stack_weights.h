@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention.h"
+#include "attention/attention.h"
 #include "fields.h"
 
 namespace {

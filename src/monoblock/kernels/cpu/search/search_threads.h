@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "logits_topk.h"
+#include "search/logits_topk.h"
 
 namespace {
 namespace panels {

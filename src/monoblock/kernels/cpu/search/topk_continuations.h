@@ -12,9 +12,9 @@
 #include <tuple>
 #include <vector>
 
-#include "activations.h"
+#include "stack/activations.h"
 #include "checks.h"
-#include "topk.h"
+#include "search/topk.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "checks.h"
-#include "thread_products.h"
+#include "linear/thread_products.h"
 
 namespace {
 
