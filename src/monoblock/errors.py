@@ -1,7 +1,7 @@
 """The exceptions of the package.
 
     Exception
-    └── MonoblockError          catch this to catch all of ours
+    └── MonoblockError          the base class of all the others
         ├── ConfigError         an invalid configuration                (also a ValueError)
         ├── InputError          invalid ids, masks or shapes            (also a ValueError)
         └── FileError           an unusable file or folder              (also a ValueError)
@@ -16,7 +16,7 @@ from difflib import get_close_matches
 
 
 class MonoblockError(Exception):
-    """Base class; raised directly only if no subclass fits."""
+    """The base class of all exceptions of the package; raised directly only if no subclass fits."""
 
 
 class ConfigError(MonoblockError, ValueError):

@@ -24,7 +24,7 @@ MAX_REPR_LENGTH = 80  # characters of an untrusted value in a message
 
 
 def short_repr(value: object) -> str:
-    """Return an untrusted value for a message: one short line without terminal control characters."""
+    """Format an untrusted value for an error message: one short line without terminal control characters."""
     text = repr(value)
     return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}…"
 
@@ -37,7 +37,7 @@ def safe_join(folder: str | Path, name: object) -> Path:
     root = Path(os.path.realpath(folder))
     is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in "/\\:\0\n" for c in name)
     if not is_plain:
-        raise FileError(f"{folder} names the file {short_repr(name)}; write a file name without a path")
+        raise FileError(f"{folder} refers to the file {short_repr(name)}; write a file name without a path")
     path = root / str(name)
     try:
         real = Path(os.path.realpath(path, strict=True))
@@ -55,7 +55,7 @@ def safe_join(folder: str | Path, name: object) -> Path:
 
 
 def has_file(folder: str | Path, name: str) -> bool:
-    """Whether a folder has an entry of this name; a broken link counts, `safe_join` then names the problem."""
+    """Whether a folder has an entry of this name; a broken link counts, so that `safe_join` reports it."""
     return os.path.lexists(Path(folder) / name)
 
 
@@ -114,7 +114,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         duplicate = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"the key {short_repr(duplicate)} is there twice")
+        raise ValueError(f"the key {short_repr(duplicate)} occurs twice")
     return result
 
 

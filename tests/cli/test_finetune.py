@@ -147,7 +147,7 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
     assert run_command(*arguments, "--out", tmp_path / "whole") == 0
     assert "fresh: head" in capsys.readouterr().err
     assert run_command(*arguments, "train.steps=12", "--out", tmp_path / "whole") == 2  # it exists already
-    assert "exists already; continue it with --resume" in capsys.readouterr().err
+    assert "is not empty; continue its run with --resume" in capsys.readouterr().err
     assert run_command(*arguments, "--out", tmp_path / "whole", "--resume") == 0
     assert mb.Transformer.from_pretrained(tmp_path / "whole").config.head.classes == 2
     arguments = ["finetune", tmp_path / "whole", folder / "labelled.tsv", "--lora", "train.steps=1", "train.device=cpu"]
@@ -172,7 +172,7 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
         (("encoder", "tagged.conll", "--objective", "classify"), "the objective classify needs labelled or images"),
         (("decoder", "text.txt", "--objective", "casual"), "did you mean 'causal'"),
         (("decoder", "text.txt", "--lora", "--targets", "qeury"), "did you mean 'query'"),
-        (("decoder", "text.txt", "--rank", "4"), "--rank is for adapters; write --lora as well"),
+        (("decoder", "text.txt", "--rank", "4"), "--rank has no effect without --lora; write --lora as well"),
         (("decoder", "text.txt", "--freeze", "9", "model.width=7"), "is not what the weights"),
         (("encoder", "labelled.tsv", "train.lerning=1"), "train has no field 'lerning'"),
     ],

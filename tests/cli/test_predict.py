@@ -105,7 +105,7 @@ def test_invalid_input_is_a_one_line_error(classifier, tagger, vision_model, run
     assert run_verb(["predict", classifier, "x", "--file", "y"])[0] == 2
     np.savez(tmp_path / "small.npz", images=np.zeros((1, 5, 5), np.uint8))
     assert (
-        "holds an image of 1 × 5 × 5, and this model looks at 1 × 8 × 8"
+        "holds an image of 1 × 5 × 5, but this model reads 1 × 8 × 8"
         in run_verb(["predict", vision_model, tmp_path / "small.npz"])[2]
     )
     assert "is not an image" in run_verb(["predict", vision_model, "cat.txt"])[2]
@@ -115,9 +115,12 @@ def test_invalid_input_is_a_one_line_error(classifier, tagger, vision_model, run
         (["predict", tagger, "x", "--top", 2], "--top has no effect on tagging"),
         (["predict", vision_model, "x.png", "--long", "cut"], "--long has no effect here: images have one size"),
         (["evaluate", classifier, folder, "--stride", 3], "--stride is for language models"),
-        (["evaluate", classifier, folder, "--calibrate"], "--calibrate is for prompting; write --shots 0,4 as well"),
-        (["evaluate", classifier, folder, "--label", "a=b"], "--label is for prompting"),
-        (["evaluate", classifier, folder, "--picture", "x.doc"], "x.doc has no ending of a picture"),
+        (
+            ["evaluate", classifier, folder, "--calibrate"],
+            "--calibrate has no effect without --shots; write --shots 0,4",
+        ),
+        (["evaluate", classifier, folder, "--label", "a=b"], "--label has no effect without --shots"),
+        (["evaluate", classifier, folder, "--picture", "x.doc"], "x.doc does not end in an image format"),
         (["evaluate", classifier, folder, "--picture", tmp_path / "no" / "x.png"], "there is no folder"),
     ):
         code, _, err = run_verb(arguments)

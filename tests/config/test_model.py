@@ -83,10 +83,10 @@ INVALID = {
     ),
     "no cross-attention": lambda: replace(CROSS, residual="parallel_shared"),
     "attention_norm=False needs norm_place='pre'": lambda: replace(BLOCK, attention_norm=False, norm_place="post"),
-    "yarn scaling needs original_context": lambda: Scaling(kind="yarn"),
+    "yarn scaling needs the length .* write original_context=": lambda: Scaling(kind="yarn"),
     "learned positions need context": lambda: EmbeddingConfig(vocab=11, positions=Learned()),
     "form='grid' is for images": lambda: EmbeddingConfig(vocab=11, positions=Sinusoid(form="grid")),
-    "classes go with classifier and tagger": lambda: HeadConfig(kind="classifier"),
+    "classifier and tagger need classes": lambda: HeadConfig(kind="classifier"),
     "head kind='language_model' with classes=3": lambda: HeadConfig(kind="language_model", classes=3),
     "pools nothing; drop pooling": lambda: HeadConfig(kind="tagger", classes=3, pooling="mean"),
     "a pooled head has no logits": lambda: HeadConfig(kind="pooled", softcap=3.0),
@@ -95,23 +95,23 @@ INVALID = {
     "each once": lambda: AttentionConfig(heads=3, bias="qq"),
     # inconsistent models
     "needs an encoder, a decoder or both": lambda: ModelConfig(input=EMBEDDING),
-    "encoder block sees everything": lambda: ModelConfig(input=EMBEDDING, encoder=build_stack(1, BLOCK)),
+    "encoder block sees all tokens": lambda: ModelConfig(input=EMBEDDING, encoder=build_stack(1, BLOCK)),
     "must not see the future": lambda: ModelConfig(input=EMBEDDING, decoder=build_stack(1, FULL)),
     "exactly when there is an encoder": lambda: ModelConfig(input=EMBEDDING, decoder=build_stack(1, CROSS)),
-    "and decoder width 24 must be equal": lambda: replace(T5, decoder=build_stack(1, replace(CROSS, width=24))),
-    "patches feed an encoder only": lambda: ModelConfig(
+    "and decoder width 24 differ": lambda: replace(T5, decoder=build_stack(1, replace(CROSS, width=24))),
+    "patches are read by an encoder only": lambda: ModelConfig(
         input=PatchConfig(image=6, patch=2), decoder=build_stack(1, BLOCK)
     ),
-    "with one stack write input alone": lambda: replace(GPT, target=EMBEDDING),
+    "with one stack leave target=None": lambda: replace(GPT, target=EMBEDDING),
     "there is one input; write tie='output'": lambda: replace(GPT, tie="three_way"),
-    "one input is shared; give target=": lambda: replace(T5, tie="output"),
+    "shares one input, which tie='output' does not; write tie='three_way'": lambda: replace(T5, tie="output"),
     "need the same vocab and dim": lambda: replace(T5, target=EmbeddingConfig(vocab=17)),
     "needs a language_model or masked_lm head": lambda: replace(GPT, head=None),
     "a language_model head needs a decoder": lambda: ModelConfig(
         input=EMBEDDING, encoder=build_stack(1, FULL), head=LM_HEAD
     ),
-    "needs an encoder alone": lambda: replace(GPT, head=HeadConfig(kind="masked_lm")),
-    "goes on one stack": lambda: replace(T5, tie="source_target", head=HeadConfig(kind="pooled")),
+    "a masked_lm head needs an encoder-only model": lambda: replace(GPT, head=HeadConfig(kind="masked_lm")),
+    "is for a model of one stack": lambda: replace(T5, tie="source_target", head=HeadConfig(kind="pooled")),
     # wrong types
     r"AttentionConfig.heads='3' is not a whole number": lambda: AttentionConfig(heads="3"),
     r"AttentionConfig.heads=True is not a whole number": lambda: AttentionConfig(heads=True),

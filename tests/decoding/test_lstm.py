@@ -101,7 +101,7 @@ def test_a_language_model_decodes_prompts_of_different_lengths(language_model):
 
 
 def test_what_an_lstm_does_not_support_is_an_error(translator, language_model):
-    with pytest.raises(InputError, match="decodes from its state"):
+    with pytest.raises(InputError, match="always decodes from its state"):
         Engine(translator, capacity=9, use_cache=False)
     with pytest.raises(InputError, match="needs a source"):
         Engine(translator, capacity=9).add((1,))

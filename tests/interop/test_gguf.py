@@ -231,5 +231,7 @@ def test_reading_a_missing_tokenizer_is_an_error(tmp_path):
 
 
 def test_a_model_that_is_no_decoder_is_refused_with_another_format(tmp_path):
-    with pytest.raises(ConfigError, match=r"GGUF is written for decoders; this is vision: write --format hf"):
+    with pytest.raises(
+        ConfigError, match=r"GGUF is written for decoders, and this model is vision; write the format hf"
+    ):
         save_gguf(mb.Transformer(mb.tiny("vit-b16")), tmp_path / "vit.gguf")

@@ -95,13 +95,13 @@ def test_a_field_that_is_ignored_only_at_its_neutral_value_is_refused_at_another
     [
         ({"model_type": "lama"}, "'lama' is none of the .* did you mean 'llama'"),
         ({"model_type": ["llama"]}, "is none of the"),
-        ({"architectures": ["LlamaForWeather"]}, "'LlamaForWeather' is not known; .* LlamaForCausalLM"),
-        ({"architectures": []}, "must name one class"),
-        ({"architectures": "LlamaForCausalLM"}, "must name one class"),
+        ({"architectures": ["LlamaForWeather"]}, "'LlamaForWeather' is not supported; .* LlamaForCausalLM"),
+        ({"architectures": []}, "is not a list of one class name"),
+        ({"architectures": "LlamaForCausalLM"}, "is not a list of one class name"),
         ({"hidden_act": "mish"}, "the activation 'mish' is none of"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, "the rotary scaling 'spiral' is not known"),
-        ({"rope_parameters": {"rope_type": "default", "twist": 3}}, "the rotary parameter 'twist' is not known"),
-        ({"rope_parameters": [1]}, "the rotary parameter 1 is not known"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "the rotary scaling 'spiral' is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "twist": 3}}, "the rotary parameter 'twist' is not supported"),
+        ({"rope_parameters": [1]}, "the rotary parameter 1 is not supported"),
         ({"rope_parameters": 3}, "cannot be"),
         ({"num_hidden_layers": "many"}, "is not a number of layers"),
         ({"num_hidden_layers": 10**9}, "is not a number of layers"),
@@ -177,10 +177,11 @@ def test_an_encoder_without_segments_is_not_written_as_bert():
 
 
 def test_a_model_that_no_family_can_express_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(ConfigError, match="no published family can express this encoder-decoder model"):
+    with pytest.raises(ConfigError, match="no Hugging Face family can express this encoder-decoder model"):
         export_hf(tiny_model("vaswani-base"), tmp_path)
     with pytest.raises(
-        ConfigError, match=r"this decoder-only model cannot be llama: llama cannot express input.scale='sqrt_width'"
+        ConfigError,
+        match=r"this decoder-only model cannot be written as llama: llama cannot express input.scale='sqrt_width'",
     ):
         export_hf(tiny_model("gemma2-2b"), tmp_path, family="llama")
     with pytest.raises(ConfigError, match="there is no family 'lama'; did you mean 'llama'"):

@@ -94,7 +94,7 @@ def test_json_is_read_as_the_standard_library_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' is there twice"),
+        (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' occurs twice"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
         (b'{"a": 1e999}', "too large a number"),

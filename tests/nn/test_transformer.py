@@ -229,8 +229,8 @@ def test_a_source_needs_a_target_and_the_other_way_round():
 
 def test_a_mask_of_another_shape_is_refused():
     ids = random_tokens()
-    assert_refused("does not fit tokens of shape", lambda: tiny_model("gpt2")(ids, torch.ones(B, T + 1)))
-    assert_refused("does not fit tokens of shape", lambda: tiny_model("gpt2")(ids, torch.ones(T)))
+    assert_refused("does not fit; give the shape of ids", lambda: tiny_model("gpt2")(ids, torch.ones(B, T + 1)))
+    assert_refused("does not fit; give the shape of ids", lambda: tiny_model("gpt2")(ids, torch.ones(T)))
     assert_refused("does not fit", lambda: tiny_model("t5-small")(random_source(), ids, source_mask=torch.ones(B, T)))
     assert_refused("does not fit", lambda: tiny_model("t5-small")(random_source(), ids, target_mask=torch.ones(B, S)))
 
@@ -273,7 +273,7 @@ def test_only_decoders_have_something_to_cache():
 
 def test_calls_of_another_family_are_refused():
     assert_refused("has no encoder", lambda: tiny_model("gpt2").encode(random_tokens()))
-    assert_refused("decodes no memory", lambda: tiny_model("gpt2").decode(random_tokens(), torch.zeros(B, S, 36)))
+    assert_refused("has no decode method", lambda: tiny_model("gpt2").decode(random_tokens(), torch.zeros(B, S, 36)))
 
 
 def test_an_image_of_the_wrong_size_is_refused():

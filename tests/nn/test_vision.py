@@ -178,7 +178,7 @@ def test_rows_can_be_held_back_for_validation(corpus):
     task_data = build_task_data(recipe(corpus, "data.held=4"), None)
     assert "19 images" in task_data.summary
     assert sum(part.batch_size for part in task_data.evaluation_batches()) == 4
-    with pytest.raises(ConfigError, match=r"data\.held=23 leaves nothing of 23 rows"):
+    with pytest.raises(ConfigError, match=r"data\.held=23 leaves none of the 23 rows"):
         build_task_data(recipe(corpus, "data.held=23"), None)
 
 
@@ -189,12 +189,12 @@ def test_bad_images_are_one_line(corpus):
         build_task_data(recipe(corpus), None)
     np.savez(corpus / "train.npz", images=np.zeros((4, 8, 8)), labels=np.arange(4))
     np.savez(corpus / "valid.npz", images=np.zeros((1, 8, 8)), labels=np.array([9]))
-    with pytest.raises(InputError, match="split valid: the label 9 was not seen in training, which has 0, 1, 2, 3"):
+    with pytest.raises(InputError, match="split valid: the label 9 was not seen in training; known are 0, 1, 2, 3"):
         list(build_task_data(recipe(corpus), None).evaluation_batches())
     with pytest.raises(ConfigError, match="shift"):
         recipe(corpus, "data.augment={shift=-1}")
     np.savez(corpus / "valid.npz", images=np.zeros((1, 12, 12)), labels=np.array([1]))
-    with pytest.raises(FileError, match="validates on images of 1 × 12 × 12 and trains on 1 × 8 × 8"):
+    with pytest.raises(FileError, match="training images of 1 × 8 × 8 and validation images of 1 × 12 × 12"):
         build_task_data(recipe(corpus), None)
     for wrong in (255.0, -0.5, np.nan):
         np.savez(corpus / "train.npz", images=np.full((4, 8, 8), wrong), labels=np.arange(4))
@@ -245,7 +245,7 @@ def test_images_of_another_size_are_refused_unless_positions_are_interpolated(tr
     for options in (["evaluate", model, str(trained)], ["predict", model, batch_a]):
         assert run(options) in (1, 2)
         message = capsys.readouterr().err.strip().splitlines()[-1]
-        assert "1 × 16 × 16, and this model looks at 1 × 8 × 8; resize it, or give --interpolate 16" in message
+        assert "1 × 16 × 16, but this model reads 1 × 8 × 8; resize it, or give --interpolate 16" in message
     assert run(["predict", model, batch_a, "--interpolate", "16", "--json"]) == 0
     prediction = json.loads(capsys.readouterr().out)
     larger = mb.interpolate(mb.Transformer.from_pretrained(model).eval(), 16).requires_grad_(False)

@@ -144,7 +144,7 @@ def test_a_fine_tuned_model_folder_is_complete(classifier, tmp_path):
 
 def test_a_head_with_other_classes_is_refused_unless_a_fresh_one_is_requested(folder, classifier, tmp_path):
     recipe = warm_recipe(folder, tmp_path / "warm.toml", "classify", "three.tsv", "classifier")
-    with pytest.raises(ConfigError, match=r"a label 'a' that the head .* does not know: it has bad, good; .*fresh"):
+    with pytest.raises(ConfigError, match=r"the label 'a' of the data is not one of the head .*: bad, good; .*fresh"):
         prepare_run(read_recipe(str(recipe)), tmp_path / "out")
     with pytest.raises(ConfigError, match="has 2 classes, and 3 are needed"):
         build_model_config(read_recipe(str(recipe)), 60, classes=3)

@@ -1,12 +1,13 @@
 """The activations that a forward pass saves for the backward pass.
 
-For each token, in elements of the computing dtype (statistics of norms and of the fused softmax are fp32):
+For each token, in elements of the computing dtype (statistics of norms and of the fused softmax are fp32), with the
+sizes named as in parameters.py and S keys:
 
     norm                     its input, D, and its statistics: 2 (layer) or 1 (rms)
     self-attention           its input, D, queries H·K, keys G·K, values G·Kv, and the input of the output matrix, H·Kv
       plain                  the attention weights, H·S for each token, counted separately as `attention_elements`
-      fused                  instead the log-sum-exp, one element a head; H·Kv once more for rotary positions or if rows
-                             that see nothing are zeroed
+      fused                  instead the log-sum-exp, one element a head; H·Kv once more with rotary positions, or if
+                             queries that see no key are zeroed
       softcap, sinks         no fused kernel: the plain path always runs, with keys and values repeated to H heads, the
                              masked weights, the capped scores, and two masks of one byte an element
     cross-attention          the same; keys and values are per source token, and the encoder output is saved once
@@ -16,12 +17,12 @@ For each token, in elements of the computing dtype (statistics of norms and of t
       experts                the same for each expert of the token, its output twice, and the router scores
     dropout                  one byte for every element; on attention weights also the weights after dropout
     QK norm, clip, layer scale     their input
-    head                     the input of each matrix, the logits, and their log-softmax in fp32 for the loss; to take
+    head                     the input of each matrix, the logits, and their log-softmax in fp32 for the loss; pooling
                              the first or last vector saves the vectors of all positions
 
 For each pair of positions, independent of the batch: a bias on the scores once for each kind of block (with 8 bytes a
 pair for its buckets if it is learned), and a mask other than full or causal once for each block, because the kernel
-converts it to numbers; from 128 tokens on FlexAttention saves none.
+converts it to floats; with 128 tokens or more FlexAttention is used, which saves no mask.
 
 Parallel attention and feed-forward read the same tensor, which is counted once. With checkpointing only the input of
 each block is saved, plus the activations of the largest block while it is recomputed. Workspaces, fragmentation and
@@ -29,8 +30,9 @@ token ids are not counted.
 
 This is exact in fp32 for kernels that save no more than they need. CPU kernels save more: rms_norm its normalized
 elements, dropout four bytes an element, and attention all weights if they have dropout or a learned bias; FlexAttention
-is for GPUs only. GPU kernels in fp32 do not support grouped heads and save all weights then. In 16 bits the scores of
-the plain path, the elements inside rms_norm and the residual stream under autocast are still fp32.
+is for GPUs only. GPU kernels in fp32 do not support grouped heads (G < H), for which torch saves all attention
+weights. In 16 bits the scores of the plain path, the elements inside rms_norm and the residual stream under autocast
+are still fp32.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: in
 
 
 def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
-    """Count the saved tensors of the hidden size."""
+    """Count the tensors of size F (`feedforward.hidden`) that are saved for each token."""
     tensors, saves_output = ACTIVATION_TENSORS[feedforward.activation]
     if feedforward.gated:
         return tensors + 3 + (2 if feedforward.clamp is not None else 0)
@@ -106,7 +108,7 @@ def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
 
 
 def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fused: bool = False) -> SavedActivations:
-    """Activations of one block on `length` tokens of each sequence; cross-attention reads `shape.source` tokens."""
+    """Count what one block saves for `length` tokens of each sequence; cross-attention reads `shape.source` tokens."""
     rows, width = shape.batch * length, block.width
     saved = [
         scale_activations(count_norms(block), norm_activations(block.norm, rows, width)),
@@ -135,7 +137,7 @@ def _stack_activations(stack: StackConfig, shape: BatchShape, length: int, fused
 def _checkpointed_activations(
     stack: StackConfig, shape: BatchShape, length: int, fused: bool
 ) -> tuple[SavedActivations, SavedActivations]:
-    """Return the inputs of all blocks, and what recomputing the largest block adds to its input."""
+    """Return the saved inputs of all blocks, and the further activations while the largest block is recomputed."""
     block_input = SavedActivations(shape.batch * length * stack.width)
     largest = _largest(block_activations(block, shape, length, fused=fused) for block in count_blocks(stack))
     return scale_activations(stack.depth, block_input), add_activations(largest, scale_activations(-1, block_input))
@@ -189,7 +191,7 @@ def _head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivation
 
 
 def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShape) -> SavedActivations:
-    """All positions if one of them is selected, the tensors of the pooler activation, and the norms of the vectors."""
+    """Count what pooling saves: all positions if one is selected, the pooler activation, and vector lengths."""
     saves_input = head.kind == "classifier" or head.pooler != "none" or head.normalize or head.project is not None
     if head.kind not in ("classifier", "pooled") or not saves_input:
         return SavedActivations()
@@ -205,7 +207,10 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
 def model_activations(
     config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: bool = False
 ) -> SavedActivations:
-    """All activations at the end of the forward pass (with checkpointing: at the peak of the backward pass)."""
+    """Count all activations saved at the end of the forward pass, or with checkpointing at the backward pass's peak.
+
+    `fused` attention kernels save no attention weights.
+    """
     saved, recomputed = [_input_activations(config, shape), _head_activations(config, shape)], [SavedActivations()]
     for name, stack in config.stacks.items():
         length = shape.source if name == "encoder" else shape.target
@@ -224,7 +229,11 @@ def model_activations(
 
 
 def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivations:
-    """A layer saves its input, four gates, the cell and its tanh; additive attention a vector a pair of positions."""
+    """Count the activations that an LSTM model saves.
+
+    Every layer saves for each token its input, four gates, the cell and the tanh of the cell; additive attention saves
+    a vector for each pair of positions.
+    """
     width, rows, source_rows = config.width, shape.batch * shape.target, shape.batch * shape.source
     saved = SavedActivations(rows * config.depth * 7 * width + rows * width)
     if config.kind == "encoder_decoder":

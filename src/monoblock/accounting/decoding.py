@@ -32,7 +32,7 @@ from monoblock.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingCost:
-    """The cost of one generation; bytes are those of weights, keys and values."""
+    """The cost of generating text; `bytes_moved` counts weights, keys and values."""
 
     steps: int
     positions: int  # computed in the decoder, over all sequences and hypotheses
@@ -42,7 +42,7 @@ class DecodingCost:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSetup:
-    """Lengths and options of a generation; counts are for one sequence with all its hypotheses."""
+    """Lengths and options of a generation; all counts are for one sequence with all its beams."""
 
     prompt_length: int
     new_tokens: int
@@ -62,11 +62,14 @@ class DecodingSetup:
 
     @property
     def recomputed_positions(self) -> int:
-        """The summed lengths of the text in all steps after the first."""
+        """The positions computed without a cache after the first step, for one beam: the text so far in each step."""
         return _sum_to(self.prompt_length + self.new_tokens - 1) - _sum_to(self.prompt_length)
 
     def attention_pairs(self, window: int | None) -> int:
-        """Count (query, key) pairs: a full square for prompt and recomputed text, one row for a cached step."""
+        """Count the (query, key) pairs that are computed.
+
+        A prompt or recomputed text of T tokens has T² pairs; a cached step has one query and at most `window` keys.
+        """
         end = self.prompt_length + self.new_tokens - 1
         if self.use_cache:
             window = window or end
@@ -76,7 +79,7 @@ class DecodingSetup:
         return self.prompt_length**2 + self.num_beams * generated
 
     def keys_read(self, window: int | None) -> int:
-        """Count the keys and values read, once for each step and hypothesis."""
+        """Count the positions whose keys and values are read, once for each step and beam."""
         end = self.prompt_length + self.new_tokens - 1
         window = window or end if self.use_cache else end
         generated = count_visible_keys(end, window) - count_visible_keys(self.prompt_length, window)
@@ -104,7 +107,7 @@ def _block_flops(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
 
 
 def _block_weights_read(block: BlockConfig, rows: int) -> int:
-    """Count the weights one step reads for `rows` tokens."""
+    """Count the weights in matrices that a step over `rows` tokens reads; few tokens use only some of the experts."""
     return block_matrix_weights(block, _experts_read(block, rows))
 
 
@@ -124,7 +127,7 @@ def _block_cache_traffic(block: BlockConfig, setup: DecodingSetup, source: int) 
 
 
 def _elements_moved(config: ModelConfig, setup: DecodingSetup, shape: BatchShape) -> int:
-    """Count the elements moved by decoder and head."""
+    """Count the weights, keys and values that decoder and head read or write in all steps."""
     assert config.decoder is not None
     elements = setup.new_tokens * sum(linear.num_weights for linear in head_linears(config))
     for block, times in count_blocks(config.decoder).items():
@@ -135,12 +138,12 @@ def _elements_moved(config: ModelConfig, setup: DecodingSetup, shape: BatchShape
 
 
 def _rows_per_step(setup: DecodingSetup, shape: BatchShape) -> int:
-    """The least number of rows in a step after the first."""
+    """The number of tokens computed in the second step; without a cache, later steps compute more."""
     return shape.batch * setup.num_beams * (1 if setup.use_cache else setup.prompt_length + 1)
 
 
 def _quantization_savings(config: ModelConfig, setup: DecodingSetup, shape: BatchShape, dtype: str) -> int:
-    """Count the bytes of weights that quantization saves."""
+    """Count how many fewer bytes of weights are read because the model is quantized."""
     head_weights = sum(linear.num_weights for linear in head_linears(config))
     savings = setup.new_tokens * (stored_bytes(head_weights, dtype) - head_bytes(config, dtype))
     passes = {  # stack -> (steps, rows in each)
@@ -167,14 +170,14 @@ def decoding_cost(
     source: int | None = None,
     dtype: str = "bf16",
 ) -> DecodingCost:
-    """Compute the cost of `new` tokens after a prompt; an encoder-decoder also reads `source` tokens."""
+    """Compute the cost of generating `new` tokens after `prompt` tokens; encoder-decoders also read `source` tokens."""
     if isinstance(config, RecurrentConfig) or config.decoder is None:
-        raise InputError("decoding cost is defined for a Transformer with a decoder only; give one")
+        raise InputError("an encoder or LSTM has no decoding cost; give a decoder-only or encoder-decoder Transformer")
     for name, value in (("prompt", prompt), ("new", new), ("beams", beams)):
         if value < 1:
             raise InputError(f"{name}={value} is too small; write 1 or more")
     if source is not None and config.encoder is None:
-        raise InputError(f"source={source} is for an encoder-decoder; a decoder alone has only a prompt")
+        raise InputError(f"source={source} is for an encoder-decoder, but this model is decoder-only; leave it out")
     length = prompt + new - 1
     shape = resolve_batch_shape(config, batch, *((source, length) if config.encoder else (length, None)))
     setup = DecodingSetup(prompt_length=prompt, new_tokens=new, num_beams=beams, use_cache=cached)

@@ -8,8 +8,9 @@ counts only the pairs that the mask allows: half of them for a causal mask, fewe
 batch, through global tokens or a prefix, and random blocks are not in `forward_needed`.) Of the experts only those a
 token is routed to are counted. Norms, activations, softmax and biases are left out: they are bound by memory.
 
-The backward pass computes two products for each one, for the gradients of both factors; the input of the first
-convolution on patches or frames needs no gradient. Checkpointing runs the forward pass of the blocks again.
+The backward pass computes two products for each product of the forward pass, for the gradients of both factors; the
+input of the first convolution on patches or frames needs no gradient. Checkpointing runs the forward pass of the blocks
+again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is da
 
 
 class BatchShape(NamedTuple):
-    """Batch size, source length and target length; these are equal except for an encoder-decoder."""
+    """Batch size, source length and target length; the two lengths are equal except in an encoder-decoder."""
 
     batch: int
     source: int
@@ -59,7 +60,10 @@ class BatchShape(NamedTuple):
 def resolve_batch_shape(
     config: ModelConfig | RecurrentConfig, batch: int = 1, length: int | None = None, target_length: int | None = None
 ) -> BatchShape:
-    """Fill in missing lengths: the context or DEFAULT_LENGTH, and for the target the length of the source."""
+    """Fill in missing lengths with the model's context, or DEFAULT_LENGTH if it has none.
+
+    If only `length` is given, it is the length of source and target.
+    """
     for name, value in (("batch", batch), ("length", length), ("target_length", target_length)):
         if value is not None and value < 1:
             raise InputError(f"{name}={value} is too small; write 1 or more")
@@ -67,7 +71,7 @@ def resolve_batch_shape(
         source = length or DEFAULT_LENGTH
         return BatchShape(batch, source, target_length or source if config.kind == "encoder_decoder" else source)
     if target_length is not None and config.family != "encoder-decoder":
-        raise InputError(f"target_length={target_length} is for an encoder-decoder; this model has one length")
+        raise InputError(f"target_length={target_length} is for an encoder-decoder; for this model write length=…")
     source = _resolve_length(config.input, length, "length")
     if config.family != "encoder-decoder":
         return BatchShape(batch, source, source)
@@ -80,7 +84,7 @@ def _resolve_length(input_config: EmbeddingConfig | PatchConfig | FramesConfig, 
     if length is None:
         return context or DEFAULT_LENGTH
     if isinstance(input_config, PatchConfig) and length != context:
-        raise InputError(f"{name}={length} contradicts the {context} tokens of an image; leave the length out")
+        raise InputError(f"{name}={length} contradicts the {context} tokens of an image in this model; leave it out")
     if isinstance(input_config.positions, Learned) and context is not None and length > context:
         raise InputError(f"{name}={length} is more than the {context} learned positions; write {context} or less")
     return length
@@ -90,7 +94,7 @@ def _resolve_length(input_config: EmbeddingConfig | PatchConfig | FramesConfig, 
 
 
 def count_visible_keys(length: int, window: int) -> int:
-    """Sum over `length` tokens the keys each sees up to and including itself: min(t + 1, window)."""
+    """Count the (query, key) pairs of a causal mask with a window: Σ min(t + 1, window) over t = 0 … length - 1."""
     ramp = min(length, window)
     return ramp * (ramp + 1) // 2 + (length - ramp) * window
 
@@ -109,7 +113,7 @@ def matrix_flops(linears: Iterable[LinearShape], rows: int) -> int:
 
 
 def pair_flops(attention: AttentionConfig, width: int) -> int:
-    """The cost of one query and one key: their product, and the value in the weighted sum."""
+    """FLOPs of one (query, key) pair in all heads: the score, and the value in the weighted sum."""
     return 2 * attention.heads * (attention.key_size(width) + attention.value_size(width))
 
 
@@ -123,7 +127,10 @@ def feedforward_flops(block: BlockConfig, rows: int) -> int:
 def block_flops(
     block: BlockConfig, batch: int, length: int, source_length: int, *, visible_only: bool = False
 ) -> dict[str, int]:
-    """FLOPs of one block by component, on `length` tokens; cross-attention reads `source_length` tokens."""
+    """FLOPs of one block by component, on `length` tokens; cross-attention reads `source_length` tokens.
+
+    `visible_only` counts only the (query, key) pairs that the mask allows.
+    """
     width = block.width
     rows = batch * length
     pairs = count_attention_pairs(block.attention, length) if visible_only else length * length
@@ -151,7 +158,7 @@ def stack_flops(
 
 
 def head_flops(config: ModelConfig, batch: int, tokens: int) -> dict[str, int]:
-    """FLOPs of the head on `tokens` tokens of each sequence; pooled vectors are computed once a sequence."""
+    """FLOPs of the head by layer, on `tokens` tokens of each sequence, or on one pooled vector per sequence."""
     return {
         linear.name: matrix_flops((linear,), batch * tokens if linear.applied_to == "tokens" else batch)
         for linear in head_linears(config)
@@ -196,7 +203,7 @@ def _forward_flops(config: ModelConfig, shape: BatchShape, visible_only: bool) -
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """The FLOPs of one pass; `components` are those of the forward pass, counted as described above."""
+    """The FLOPs of one pass; `components` and `forward_needed` count the forward pass as explained in flops.py."""
 
     shape: BatchShape
     components: Mapping[str, int]
@@ -216,17 +223,17 @@ class Flops:
 
     @property
     def forward_blocks(self) -> int:
-        """The forward pass of the blocks alone."""
+        """FLOPs of the forward pass through the blocks, without input and head."""
         return sum(n for name, n in self.components.items() if name.startswith(("encoder.", "decoder.")))
 
     @property
     def training_checkpointed(self) -> int:
-        """Training with the blocks recomputed in the backward pass."""
+        """FLOPs of training if the blocks are recomputed in the backward pass."""
         return self.training + self.forward_blocks
 
     @property
     def tokens(self) -> int:
-        """The number of target tokens."""
+        """The number of target tokens in the batch."""
         return self.shape.batch * self.shape.target
 
     def to_dict(self) -> dict[str, object]:
@@ -248,7 +255,7 @@ def flops(
     length: int | None = None,
     target_length: int | None = None,
 ) -> Flops:
-    """Compute the FLOPs of a pass over `batch` sequences, by default of the length of the context."""
+    """Compute the FLOPs of a pass over `batch` sequences of `length` tokens, by default the model's context."""
     shape = resolve_batch_shape(config, batch, length, target_length)
     if isinstance(config, RecurrentConfig):
         components = needed = recurrent_flops(config, *shape)
@@ -264,7 +271,7 @@ def rule_of_six(parameters: int, tokens: int) -> int:
 
 
 def gpu_hours(total_flops: float, *, peak: float, mfu: float) -> float:
-    """Hours on one GPU of `peak` FLOP/s at a model FLOPs utilization of `mfu`."""
+    """Compute the hours on one GPU of `peak` FLOP/s at a model FLOPs utilization of `mfu`."""
     if peak <= 0 or not 0 < mfu <= 1:
         raise InputError(
             f"peak={peak:g} FLOP/s at mfu={mfu:g} is out of range; write peak above 0 and mfu up to 1, as in 0.4"

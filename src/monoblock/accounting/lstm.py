@@ -2,7 +2,8 @@
 
 An LSTM layer of width D on an input of size I has four gates, each with a matrix on the input, one on the state and, as
 in torch, two biases: 4·(I·D + D·D + 2·D). The encoder-decoder (Bahdanau et al. 2015) reads the source in both
-directions, attends to it by v·tanh(W s + U h), and predicts from state, context and last token with a maxout layer.
+directions, attends to it by v·tanh(W s + U h), and predicts from state, attention
+context and last token with a maxout layer.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ def lstm_parameters(inputs: int, width: int) -> int:
 
 
 def _encoder_inputs(config: RecurrentConfig) -> list[int]:
-    """Input sizes of the layers of both directions: the embedding, then both directions of the layer below."""
+    """Input sizes of the encoder layers, for both directions: D for the first layer, 2·D for the layers above it."""
     return 2 * ([config.width] + (config.depth - 1) * [2 * config.width])
 
 
 def _decoder_inputs(config: RecurrentConfig) -> list[int]:
-    """Input sizes of the layers; the first also reads the context, of the size of both directions."""
+    """Input sizes of the decoder layers; with an encoder, the first also reads the attention context of size 2·D."""
     first = config.width if config.kind == "language_model" else 3 * config.width
     return [first] + (config.depth - 1) * [config.width]
 
 
 def recurrent_parameters(config: RecurrentConfig) -> dict[str, int]:
-    """Parameters by component; their sum is the model's."""
+    """Count the parameters of an LSTM model by component."""
     width, target = config.width, config.target_vocab or config.vocab
     counts = {"input.token": config.vocab * width}
     if config.kind == "encoder_decoder":
@@ -46,7 +47,10 @@ def recurrent_parameters(config: RecurrentConfig) -> dict[str, int]:
 
 
 def recurrent_flops(config: RecurrentConfig, batch: int, source: int, target: int) -> dict[str, int]:
-    """Forward FLOPs by component: 2 for every weight and token, and 6·D in attention for every pair of positions."""
+    """Forward FLOPs by component, on `source` and `target` tokens a sequence.
+
+    Every weight costs 2 for each token, and attention 6·D for each pair of positions.
+    """
     width, rows, source_rows = config.width, batch * target, batch * source
     flops = {}
     if config.kind == "encoder_decoder":

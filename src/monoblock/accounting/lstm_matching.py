@@ -21,12 +21,15 @@ def parameter_count(config: RecurrentConfig) -> int:
 
 
 def matching_config(config: ModelConfig, kind: LSTMKind | None = None, *, depth: int = 2) -> RecurrentConfig:
-    """Configure the LSTM with a Transformer's vocabulary and tying whose number of parameters is nearest to it."""
+    """Return the LSTM configuration with a Transformer's vocabulary and tying and the nearest number of parameters.
+
+    `kind` follows from the family of the Transformer unless it is given.
+    """
     kind, target_input = kind or KIND_BY_FAMILY.get(config.family), config.target_input
     if not isinstance(config.input, EmbeddingConfig) or not isinstance(target_input, EmbeddingConfig):
-        raise ConfigError("a model of image patches has no recurrent counterpart; give one that reads tokens")
+        raise ConfigError("a model of images or audio has no LSTM counterpart; give a model that reads tokens")
     if kind is None:
-        raise ConfigError("an encoder alone has no counterpart here; write kind='language_model' to match its size")
+        raise ConfigError("an encoder alone has no LSTM counterpart; to match its size write kind='language_model'")
     is_shared = kind == "language_model" or config.target is None or config.tie in ("source_target", "three_way")
     vocab, target_vocab = (target_input.vocab, None) if is_shared else (config.input.vocab, target_input.vocab)
     base = RecurrentConfig(

@@ -1,8 +1,8 @@
 """The memory of a model: weights, gradients, optimizer, activations, and the key/value cache.
 
 A parameter trained in 16 bits with AdamW takes 16 bytes: weight 2, gradient 2, a master copy in fp32 4, and two moments
-in fp32 8; the master copy is counted with the optimizer. In fp32 there is no copy, and it takes 4 + 4 + 8. The saved
-activations are described in activations.py.
+in fp32 8; the master copy is counted with the optimizer. In fp32 there is no master copy, and a parameter takes
+4 + 4 + 8 bytes. The saved activations are described in activations.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ OPTIMIZER_STATES = {"adamw": (2, 2), "adam": (2, 2), "muon": (1, 2), "momentum":
 
 
 def stored_bytes(count: int, dtype: str) -> int:
-    """The bytes of `count` elements, rounded up."""
+    """The bytes of `count` elements of `dtype`, rounded up."""
     if dtype not in DTYPE_BITS:
         raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPE_BITS)}{did_you_mean(dtype, DTYPE_BITS)}")
     return -(-count * DTYPE_BITS[dtype] // 8)
 
 
 def activation_bytes(saved: SavedActivations, dtype: str) -> tuple[int, int]:
-    """The bytes of saved activations without attention matrices, and of the attention matrices."""
+    """Return the bytes of all saved activations except attention weights, and the bytes of the attention weights."""
     activations = stored_bytes(saved.elements, dtype) + 4 * saved.fp32_elements + saved.raw_bytes
     return activations, stored_bytes(saved.attention_elements, dtype)
 
@@ -51,7 +51,7 @@ def kv_elements_per_position(attention: AttentionConfig, width: int) -> int:
 
 
 def kv_cache_elements(config: ModelConfig | RecurrentConfig, shape: BatchShape) -> int:
-    """Cached elements after `shape.target` tokens; a block with a window caches a ring of its size."""
+    """Count the cached elements after `shape.target` tokens; a block with a window caches at most that many tokens."""
     if isinstance(config, RecurrentConfig) or config.decoder is None:
         return 0
     elements = 0
@@ -98,9 +98,12 @@ def training_bytes(
     checkpointing: bool = False,
     gpus: int = 1,
 ) -> TrainingBytes:
-    """Compute the memory of a step of `shape.batch` sequences a GPU; weights, gradients and optimizer are sharded."""
+    """Compute the memory of a training step on each of `gpus` GPUs, with `shape.batch` sequences on each.
+
+    Weights, gradients and optimizer states are sharded over the GPUs.  `fused` attention saves no attention weights.
+    """
     if dtype not in TRAINING_DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not for training; write {', '.join(TRAINING_DTYPES)}")
+        raise ConfigError(f"dtype={dtype!r} is not for training; write one of {', '.join(TRAINING_DTYPES)}")
     if optimizer not in OPTIMIZER_STATES:
         raise ConfigError(
             f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"

@@ -1,6 +1,6 @@
 """The number of parameters of a configuration, by component, in closed form.
 
-D width, H heads, G key/value heads, K key size, F hidden, V vocabulary, E experts:
+D width, H heads, G key/value heads, K key size, Kv value size, F hidden, V vocabulary, E experts, N normalized size:
 
     attention     D·H·K + D·G·K + D·G·Kv + H·Kv·D    query, key, value, output, and the biases that `bias` names
     feedforward   2·D·F, gated 3·D·F                 with experts E times as many, and D·E for the router
@@ -69,7 +69,7 @@ def norm_parameters(norm: NormConfig | None, size: int) -> int:
 def attention_linears(
     attention: AttentionConfig, width: int
 ) -> tuple[LinearShape, LinearShape, LinearShape, LinearShape]:
-    """Query, key, value and output."""
+    """Return the linear layers of attention: query, key, value and output."""
     heads, kv_heads = attention.heads, attention.num_kv_heads
     size, value_size = attention.key_size(width), attention.value_size(width)
     return (
@@ -93,7 +93,7 @@ def router_linear(feedforward: FeedForwardConfig, width: int) -> LinearShape | N
 
 
 def projection_linear(input_config: EmbeddingConfig | PatchConfig | FramesConfig, width: int) -> LinearShape | None:
-    """The projection of a factorized embedding to the width."""
+    """Return the projection of a factorized embedding to the width, or None for other inputs."""
     if not isinstance(input_config, EmbeddingConfig) or input_config.dim in (None, width):
         return None
     assert input_config.dim is not None
@@ -124,7 +124,10 @@ def head_linears(config: ModelConfig) -> tuple[LinearShape, ...]:
 
 
 def _output_matrix_inputs(config: ModelConfig, head: HeadConfig) -> int:
-    """The input size of the output matrix: that of a factorized embedding if tied to it or transformed for it."""
+    """Return the input size of the output matrix.
+
+    It is the width, or the size of a factorized embedding if the output is tied to it or the head is a masked LM.
+    """
     embedding = config.target_input
     has_embedding_size = head.kind == "masked_lm" or config.tie in ("output", "three_way")
     if isinstance(embedding, EmbeddingConfig) and embedding.dim is not None and has_embedding_size:
@@ -165,12 +168,12 @@ def _patch_parameters(patches: PatchConfig, width: int) -> Iterator[tuple[str, i
 
 
 def patch_linear(patches: PatchConfig, width: int) -> LinearShape:
-    """The convolution on patches, which do not overlap: a linear layer on flattened patches."""
+    """The convolution on patches as a linear layer on flattened patches, which do not overlap."""
     return LinearShape("patch", patches.channels * patches.patch**2, width, patches.bias)
 
 
 def frame_linears(frames: FramesConfig, width: int) -> tuple[LinearShape, LinearShape]:
-    """The two convolutions as linear layers on three consecutive frames; the first is applied at every frame."""
+    """Two convolutions as linear layers on three frames; the first runs at every frame, the second at every other."""
     first = LinearShape("first", 3 * frames.channels, width, bias=True)
     return first, LinearShape("second", 3 * width, width, bias=True)
 
@@ -203,7 +206,7 @@ def _feedforward_parameters(feedforward: FeedForwardConfig, width: int, active: 
 
 
 def count_blocks(stack: StackConfig, *, owned_only: bool = False) -> Counter[BlockConfig]:
-    """Count how often each distinct block runs; `owned_only`: how often it has its own weights."""
+    """Count how often each distinct block runs, or with `owned_only` how often it is stored: once if tied."""
     counts: Counter[BlockConfig] = Counter()
     for run in stack.pattern:
         for block in run.blocks:
@@ -222,7 +225,7 @@ def count_norms(block: BlockConfig) -> int:
 
 
 def block_parameters(block: BlockConfig, *, active: bool = False) -> ParameterCounts:
-    """Count the parameters of one block by component; `active`: only the experts of one token."""
+    """Count the parameters of one block by component; `active` counts only the experts that one token uses."""
     width = block.width
     counts: Counter[str] = Counter(dict(_attention_parameters("attention", block.attention, width)))
     if block.cross:
@@ -249,13 +252,13 @@ def _stack_parameters(stack: StackConfig, active: bool) -> ParameterCounts:
 
 
 def block_matrix_weights(block: BlockConfig, experts: int | None = None) -> int:
-    """Count the weights in the matrices of a block, with `experts` of its experts (None: all)."""
+    """Count the weights in the matrices of a block, with only `experts` of its experts (None: all)."""
     router = router_linear(block.feedforward, block.width)
     return sum(linear.num_weights for linear in block_linears(block, experts)) + (router.num_weights if router else 0)
 
 
 def block_linears(block: BlockConfig, experts: int | None = None) -> Iterator[LinearShape]:
-    """The linear layers of a block without the router, with `experts` of its experts (None: all)."""
+    """Yield the linear layers of a block except the router, with only `experts` of its experts (None: all)."""
     yield from attention_linears(block.attention, block.width)
     yield from attention_linears(block.cross, block.width) if block.cross else ()
     mixture = block.feedforward.experts
@@ -282,7 +285,7 @@ def _head_parameters(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def count_parameters(config: ModelConfig, *, active: bool = False) -> ParameterCounts:
-    """Count the parameters of a model by component, without empty ones; for `active` see `block_parameters`."""
+    """Count the parameters of every component that has some; `active` counts only the experts that one token uses."""
     counts: ParameterCounts = {}
     for prefix, input_config in config.inputs.items():
         if isinstance(input_config, PatchConfig):

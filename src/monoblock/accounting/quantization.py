@@ -18,7 +18,7 @@ from monoblock.config.model import BlockConfig, EmbeddingConfig, ModelConfig
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """The bytes of all weights: quantized matrices as packed, the rest in `dtype`."""
+    """The bytes of all weights: matrices packed if the model is quantized, all other weights in `dtype`."""
     count = sum(count_parameters(config).values())
     if config.quantize is None:
         return stored_bytes(count, dtype)
@@ -28,14 +28,14 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def block_bytes(config: ModelConfig, block: BlockConfig, dtype: str, experts: int | None = None) -> int:
-    """The bytes of the matrices of a block with `experts` of its experts (None: all); the router is not quantized."""
+    """The bytes of a block's matrices, with only `experts` of its experts (None: all); the router is not quantized."""
     router = router_linear(block.feedforward, block.width)
     router_bytes = stored_bytes(router.num_weights, dtype) if router else 0
     return _bytes_read(config, block_linears(block, experts), dtype) + router_bytes
 
 
 def head_bytes(config: ModelConfig, dtype: str) -> int:
-    """The bytes read for the matrices after the last stack, tied ones included."""
+    """The bytes of the matrices that the head reads, including an output matrix tied to the embedding."""
     return _bytes_read(config, [_rename_head_output(linear) for linear in head_linears(config)], dtype)
 
 
@@ -56,7 +56,7 @@ def _packed_bytes(config: ModelConfig, linears: Iterable[LinearShape]) -> int:
 
 
 def _quantized_linears(config: ModelConfig) -> Iterator[LinearShape]:
-    """Every quantized matrix, once."""
+    """Yield every matrix that is quantized; tied matrices come once."""
     for name, input_config in config.inputs.items():
         if isinstance(input_config, EmbeddingConfig):
             if name == "input" or config.tie not in ("source_target", "three_way"):
@@ -70,5 +70,5 @@ def _quantized_linears(config: ModelConfig) -> Iterator[LinearShape]:
 
 
 def _rename_head_output(linear: LinearShape) -> LinearShape:
-    """Distinguish the output matrix of the head from those of attention."""
+    """Rename the "output" of the head to "head.output", because attention has an "output" matrix too."""
     return linear._replace(name="head.output") if linear.name == "output" else linear

@@ -19,7 +19,7 @@ from monoblock.config.presets import preset
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBudget:
-    """Training on a number of tokens: exact FLOPs, the 6N estimate, and the time."""
+    """The cost of training on `tokens` tokens: counted FLOPs, FLOPs estimated as 6 · parameters · tokens, and time."""
 
     tokens: int
     flops: int
@@ -50,7 +50,7 @@ class Account:
         return sum(self.active_components.values())
 
     def flops(self, batch: int = 1, length: int | None = None, target_length: int | None = None) -> Flops:
-        """The FLOPs of a pass, by default over the context of the model."""
+        """The FLOPs of a pass over `batch` sequences of `length` tokens, by default the model's context."""
         return flops(self.config, batch=batch, length=length, target_length=target_length)
 
     def decoding(
@@ -64,13 +64,13 @@ class Account:
         source: int | None = None,
         dtype: str = "bf16",
     ) -> DecodingCost:
-        """The cost of generating `new` tokens, greedily or with beams, with or without a cache."""
+        """The cost of generating `new` tokens after `prompt` tokens; an encoder-decoder also reads `source` tokens."""
         return decoding_cost(
             self.config, prompt=prompt, new=new, batch=batch, beams=beams, cached=cached, source=source, dtype=dtype
         )
 
     def weight_bytes(self, dtype: str = "bf16") -> int:
-        """The bytes of all weights; quantized matrices as packed, the rest in `dtype`."""
+        """The bytes of all weights: matrices packed if the model is quantized, all other weights in `dtype`."""
         if isinstance(self.config, RecurrentConfig):
             return stored_bytes(self.parameters, dtype)
         return weight_bytes(self.config, dtype)
@@ -78,7 +78,10 @@ class Account:
     def kv_cache_bytes(
         self, batch: int = 1, length: int | None = None, dtype: str = "bf16", target_length: int | None = None
     ) -> int:
-        """The bytes of the cache after `length` tokens; that of an encoder-decoder includes the source."""
+        """The bytes of the key/value cache after `length` tokens.
+
+        In an encoder-decoder `length` is that of the source, and the cache also holds `target_length` target tokens.
+        """
         shape = resolve_batch_shape(self.config, batch, length, target_length)
         return stored_bytes(kv_cache_elements(self.config, shape), dtype)
 
@@ -131,7 +134,7 @@ class Account:
         optimizer: str = "adamw",
         gpus: int = 1,
     ) -> dict[str, Any]:
-        """All costs as numbers; if `dtype` is for storage only, training and cache are counted in bf16."""
+        """Convert all costs to JSON values; with a `dtype` not for training (int8), training and cache count bf16."""
         training_dtype = dtype if dtype in TRAINING_DTYPES else "bf16"
         training = {
             ("fused" if fused else "plain") + ("_checkpointed" if checkpointing else ""): self.training_bytes(

@@ -1,4 +1,4 @@
-"""Counts of saved activations, and those of norms and attention; activations.py explains what is saved."""
+"""Count the activations that norms and attention save; activations.py explains what is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLEX_FROM = 128  # queries, as in nn/attention.py
 
 
 class SavedActivations(NamedTuple):
-    """Counts of elements in the computing dtype, of attention weights in that dtype, of fp32 elements, and of bytes."""
+    """Counts of saved elements in the computing dtype, attention weights in that dtype, fp32 elements, and bytes."""
 
     elements: int = 0
     attention_elements: int = 0
@@ -54,7 +54,7 @@ def _has_score_bias(attention: AttentionConfig) -> bool:
 
 
 def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
-    """Whether the kernel gets a mask, so that rows that see nothing are zeroed after it."""
+    """Whether the fused kernel is passed a mask; queries that see no key are then zeroed after the kernel."""
     if _has_score_bias(attention):
         return attention.mask != "full" or _has_mask_pattern(attention, queries)
     supports_flex = attention.dropout == 0.0 and attention.key_size(width) == attention.value_size(width)
@@ -64,7 +64,7 @@ def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bo
 def attention_activations(
     attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool = False
 ) -> SavedActivations:
-    """Activations of attention, from its normalized input to the input of its output matrix."""
+    """Count what attention saves, from its normalized input to the input of its output matrix."""
     query, key, value, output = attention_linears(attention, width)
     copies = attention.heads // attention.num_kv_heads if needs_plain_attention(attention) else 1
     keys_and_values = keys * (key.outputs + value.outputs)
@@ -115,7 +115,7 @@ def _plain_attention_activations(attention: AttentionConfig, batch: int, queries
 
 
 def _fused_attention_activations(attention: AttentionConfig, width: int, queries: int, keys: int) -> SavedActivations:
-    """The mask or bias that a block passes to the kernel and shares with no other block."""
+    """Count what a block saves for the fused kernel and shares with no other block: its own mask or bias."""
     if isinstance(attention.positions, Buckets) and not attention.positions.shared:
         return _bias_activations(attention, queries, keys, fused=True)
     has_own_mask = not _has_score_bias(attention) and _has_kernel_mask(attention, width, queries)
@@ -123,7 +123,7 @@ def _fused_attention_activations(attention: AttentionConfig, width: int, queries
 
 
 def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fused: bool) -> SavedActivations:
-    """A bias joined with the mask for the kernel; a learned bias also saves its bucket indices and the mask."""
+    """Count a bias, joined with the mask for a fused kernel; a learned bias also saves bucket indices and the mask."""
     matrix = attention.heads * queries * keys if fused else 0
     if isinstance(attention.positions, Alibi):
         return SavedActivations(attention_elements=matrix)
@@ -134,7 +134,7 @@ def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fu
 def shared_attention_activations(
     attention: AttentionConfig, width: int, length: int, *, fused: bool
 ) -> SavedActivations:
-    """Activations that blocks with equal attention share: angles, a bias, and which rows see nothing."""
+    """Count what blocks with equal attention share: rotary angles, a bias, and which queries see no key."""
     saved, positions = [], attention.positions
     fused = fused and not needs_plain_attention(attention)
     if isinstance(positions, Rotary):

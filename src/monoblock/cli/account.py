@@ -132,7 +132,9 @@ def _measure_components(model_account: Account, options: dict[str, Any]) -> dict
             inputs = [torch.zeros(batch, config.input.channels, config.input.image, config.input.image)]
         else:
             if not isinstance(config.input, EmbeddingConfig):
-                raise ConfigError("--measure profiles models that read tokens or images, and this one reads neither; leave it out")
+                raise ConfigError(
+                    "--measure profiles models that read tokens or images, and this one reads neither; leave it out"
+                )
             lengths = (shape.source, shape.target) if model_account.family == "encoder-decoder" else (shape.source,)
             inputs = [torch.randint(config.input.vocab, (batch, length)) for length in lengths]
     return {"device": str(device), "parts": {name: asdict(cost) for name, cost in profile(model, *inputs).items()}}

@@ -47,7 +47,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list[int]]:
-    """Encode `text` (a text file, or a corpus of which the validation split is read) as one list of ids per document."""
+    """Encode `text` (a file, or a corpus of which the validation split is read) as one list of ids per document."""
     from monoblock.data.corpora.load import load_corpus
 
     split = "all" if Path(text).is_file() else "valid"

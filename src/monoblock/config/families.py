@@ -33,7 +33,7 @@ RMS_NORM = NormConfig(kind="rms", affine="scale", eps=1e-6)
 
 
 def build_stack(depth: int, *blocks: BlockConfig, norm: NormConfig | None = None) -> StackConfig:
-    """Build a stack of `depth` blocks, cycling through the given ones."""
+    """Build a stack of `depth` blocks, repeating the given blocks in order."""
     return StackConfig(pattern=resize_pattern((Repeat(blocks=blocks),), depth), norm=norm)
 
 
@@ -118,7 +118,7 @@ def build_encoder_decoder(
     tie: Literal["none", "output", "source_target", "three_way"],
     init: InitConfig = InitConfig(),
 ) -> ModelConfig:
-    """Build two stacks from an encoder block; the decoder block is causal and has cross-attention."""
+    """Build an encoder and a decoder of `depth` blocks; in the decoder they are causal and have cross-attention."""
     causal, cross = replace(block.attention, mask="causal"), replace(block.attention, positions=None)
     return ModelConfig(
         input=source,
@@ -144,7 +144,7 @@ def vaswani(
 ) -> ModelConfig:
     """The Transformer (Vaswani et al. 2017): post-norm, ReLU, sinusoids, one matrix for source, target and output.
 
-    With `target_vocab` source and target have separate embeddings, and the output is tied to that of the target.
+    With `target_vocab` source and target have separate embeddings, and the output is tied to the target embedding.
     """
     block = BlockConfig(
         width=width,

@@ -13,7 +13,7 @@ from monoblock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-    """Tokens as input."""
+    """A token input: embedding, positions, segments and norm."""
 
     kind: Literal["tokens"] = "tokens"
     vocab: int  # V
@@ -41,7 +41,7 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchConfig:
-    """Image patches as input."""
+    """An image input, cut into patches of patch × patch pixels that become tokens."""
 
     kind: Literal["patches"] = "patches"
     image: int  # height and width of the image
@@ -71,17 +71,17 @@ class PatchConfig:
 
     @property
     def num_prefix_tokens(self) -> int:
-        """The number of tokens before the patches."""
+        """The number of tokens before the patches: class token, distillation token and registers."""
         return self.num_class_tokens + self.registers
 
     @property
     def num_positions(self) -> int:
-        """The number of tokens with a position: class and distillation token and the patches, not the registers."""
+        """The number of tokens with a position: class token, distillation token and patches, but not registers."""
         return (self.image // self.patch) ** 2 + self.num_class_tokens
 
     @property
     def num_class_tokens(self) -> int:
-        """The number of tokens before the patches that have a position."""
+        """The number of class and distillation tokens, which have positions."""
         return int(self.class_token) + int(self.distillation_token)
 
     @property
@@ -91,7 +91,7 @@ class PatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FramesConfig:
-    """Audio frames as input: two convolutions over three frames each, the second with stride two (Whisper)."""
+    """An audio input: two convolutions over three frames each, the second with stride two (Whisper)."""
 
     kind: Literal["frames"] = "frames"
     channels: int  # features of a frame

@@ -48,7 +48,10 @@ POSITION_SCHEMES: dict[str, tuple[Learned | Sinusoid | None, Rotary | Alibi | Bu
 
 
 def rebuild(config: ConfigT, edit: Callable[[Any, FieldValues], None]) -> ConfigT:
-    """Copy a configuration; `edit(part, values)` may change the new values of every part, leaves first."""
+    """Copy a configuration, calling `edit(part, values)` for each of its dataclasses, the innermost first.
+
+    `values` are the fields of the copy, which `edit` may change; `part` is the original.
+    """
 
     def walk(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -61,7 +64,7 @@ def rebuild(config: ConfigT, edit: Callable[[Any, FieldValues], None]) -> Config
 
 
 def check_positive_int(name: str, value: Any) -> int:
-    """Return the value if it is a positive whole number; sizes are checked before others are derived from them."""
+    """Return `value` if it is a positive whole number, else raise a ConfigError that calls it `name`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a positive whole number; write 1 or more")
     return value
@@ -75,7 +78,7 @@ def _set_field(name: str) -> Callable[[Any, FieldValues, Any], None]:
 
 
 def _set_self_attention(name: str) -> Callable[[Any, FieldValues, Any], None]:
-    """Set a field of self-attention only, not of cross-attention."""
+    """Return a setter of the field `name` of self-attention that leaves cross-attention as it is."""
 
     def write(part: BlockConfig, values: FieldValues, value: Any) -> None:
         values["attention"] = dataclasses.replace(values["attention"], **{name: value})
@@ -84,14 +87,14 @@ def _set_self_attention(name: str) -> Callable[[Any, FieldValues, Any], None]:
 
 
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
-    """Keep the ratio of hidden to width when the width changes."""
+    """Scale the hidden size of the feed-forward network by as much as the width."""
     width = check_positive_int("width", values["width"])
     hidden = max(1, round(Fraction(block.feedforward.hidden * width, block.width)))
     values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
 
 
 def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
-    """Cut a pattern to `depth` blocks, or repeat its last run until it has as many."""
+    """Cut a pattern to `depth` blocks, or repeat its last entry until it has `depth` blocks."""
     check_positive_int("depth", depth)
     if depth > MAX_LAYERS:
         raise ConfigError(f"depth={depth} is too large; write {MAX_LAYERS} or less")
@@ -108,7 +111,8 @@ def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...
             runs.append(dataclasses.replace(run, times=times))
         if rest and run.tied:
             size = len(run.blocks)
-            raise ConfigError(f"depth={depth} does not fit tied runs of {size} blocks; write {depth - rest or size}")
+            fix = depth - rest or size
+            raise ConfigError(f"depth={depth} would cut a group of {size} blocks with tied weights; write depth={fix}")
         if rest:
             runs.append(Repeat(blocks=run.blocks[:rest]))
         break
@@ -125,7 +129,7 @@ def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
 
 
 def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
-    """Post-norm blocks end with a norm; all others need one after the last block."""
+    """Remove the norm after the last block if the blocks are post-norm and end with one; else add it if missing."""
     values["norm"] = None if norm_place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
 
 
@@ -139,7 +143,7 @@ def _look_up_positions(positions: str) -> tuple[Learned | Sinusoid | None, Rotar
 
 
 def _set_input_positions(part: EmbeddingConfig | PatchConfig, values: FieldValues, positions: str) -> None:
-    """Set the positions added to the input; sinusoids of patches encode row and column."""
+    """Set the positions that are added to the input; for image patches, sinusoids encode row and column."""
     scheme = _look_up_positions(positions)[0]
     is_grid = isinstance(part, PatchConfig) and isinstance(scheme, Sinusoid)
     values["positions"] = Sinusoid(form="grid") if is_grid else scheme
@@ -172,7 +176,7 @@ def _set_qk_norm(part: BlockConfig, values: FieldValues, enabled: bool) -> None:
 
 
 def _set_embedding_norm(part: ModelConfig, values: FieldValues, enabled: bool) -> None:
-    """Add a norm like that of the blocks, unless there is one."""
+    """Add a norm like that of the blocks to every token embedding without one, or remove the norms if not `enabled`."""
     _check_bool("embedding_norm", enabled)
     norm = (values["encoder"] or values["decoder"]).pattern[0].blocks[0].norm
     for side in ("input", "target"):
@@ -181,7 +185,7 @@ def _set_embedding_norm(part: ModelConfig, values: FieldValues, enabled: bool) -
 
 
 def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
-    """Build the usual head of this kind; classifier and tagger have two classes by default."""
+    """Build the usual head of kind `head`, or None for "none"; a classifier or tagger has two classes by default."""
     num_classes = 2 if classes is None else classes
     heads: dict[str, Callable[[], HeadConfig | None]] = {
         "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
@@ -199,7 +203,7 @@ def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> Head
 
 
 def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
-    """Set the head of an encoder by kind; a head of that kind is kept as it is."""
+    """Give an encoder the usual head of kind `head`, unless its head has this kind already."""
     if part.family not in ("encoder-only", "vision"):
         raise ConfigError(f"head={head!r} is for an encoder, not for a {part.family} model; leave it out")
     if head != (part.head.kind if part.head else "none"):
@@ -270,7 +274,7 @@ APPLIED_LAST = (
 
 
 def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
-    """Copy a configuration with some choices changed, by the names in KNOBS."""
+    """Return a copy of a configuration with some choices changed, by the names in KNOBS."""
     for name in knobs:
         if name not in KNOBS:
             raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
@@ -291,5 +295,7 @@ def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
     varied = rebuild(config, edit)
     for name in knobs:
         if name not in applied:
-            raise ConfigError(f"{name}={knobs[name]!r} changes nothing: this {config.family} model has no such part")
+            raise ConfigError(
+                f"{name}={knobs[name]!r} changes nothing: no part of this {config.family} model has it; leave it out"
+            )
     return varied

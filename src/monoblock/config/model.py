@@ -70,7 +70,7 @@ class QuantizeConfig:
         check_types(self)
         if self.group < 32 or self.group % 32:
             raise ConfigError(
-                f"group={self.group} is not a multiple of 32, in which weights are packed; write 32, 64 or 128"
+                f"group={self.group} is not a multiple of 32, the weights packed together; write 32, 64 or 128"
             )
 
     def padded_columns(self, inputs: int) -> int:
@@ -78,14 +78,17 @@ class QuantizeConfig:
         return -(-inputs // self.group) * self.group
 
     def packed_bytes(self, inputs: int, outputs: int, *, is_vocab_matrix: bool = False) -> int:
-        """Return the bytes of a matrix: integers, for each group a 2-byte scale, and at 4 bits a 2-byte minimum."""
+        """Return the bytes of a quantized matrix (outputs, inputs).
+
+        These are the integers and, for each group of weights, a 2-byte scale and at 4 bits also a 2-byte minimum.
+        """
         bits, columns = self.table_bits if is_vocab_matrix else self.bits, self.padded_columns(inputs)
         return outputs * (columns * bits // 8 + columns // self.group * (2 if bits == 8 else 4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A complete model; see the top of this file."""
+    """A complete model: an input, an encoder or a decoder or both, and a head."""
 
     input: EmbeddingConfig | PatchConfig | FramesConfig
     encoder: StackConfig | None = None
@@ -102,7 +105,7 @@ class ModelConfig:
             raise ConfigError("a model needs an encoder, a decoder or both; give encoder=… or decoder=…")
         if self.encoder and self.decoder and self.encoder.width != self.decoder.width:
             raise ConfigError(
-                f"encoder width {self.encoder.width} and decoder width {self.decoder.width} must be equal"
+                f"encoder width {self.encoder.width} and decoder width {self.decoder.width} differ; write equal widths"
             )
         self._check_stacks()
         self._check_tie()
@@ -111,25 +114,31 @@ class ModelConfig:
     def _check_stacks(self) -> None:
         if self.encoder and any(b.cross or b.attention.mask != "full" for b in self.encoder.layers()):
             raise ConfigError(
-                "an encoder block sees everything and has no cross-attention; write mask='full' and cross=None"
+                "an encoder block sees all tokens and has no cross-attention; write mask='full' and cross=None"
             )
         if self.decoder and any(b.attention.mask == "full" for b in self.decoder.layers()):
             raise ConfigError("a decoder block must not see the future; write mask='causal' (or 'prefix')")
         if self.decoder and any((b.cross is not None) != (self.encoder is not None) for b in self.decoder.layers()):
-            raise ConfigError("decoder blocks need cross-attention exactly when there is an encoder; set or drop cross")
+            fix = "add cross=…" if self.encoder else "write cross=None"
+            raise ConfigError(f"decoder blocks have cross-attention exactly when there is an encoder; {fix}")
         if isinstance(self.input, PatchConfig) and self.decoder:
-            raise ConfigError("image patches feed an encoder only; leave decoder=None")
+            raise ConfigError("image patches are read by an encoder only; leave decoder=None")
         if isinstance(self.input, FramesConfig) and (self.encoder is None or (self.decoder and self.target is None)):
-            raise ConfigError("frames feed an encoder, and a decoder needs token input; give encoder=… and target=…")
+            raise ConfigError(
+                "an encoder reads the frames, and a decoder reads tokens; give encoder=…, and target=… for a decoder"
+            )
         if self.target is not None and not (self.encoder and self.decoder):
-            raise ConfigError("target is the decoder input of an encoder-decoder; with one stack write input alone")
+            raise ConfigError("target is the decoder input of an encoder-decoder; with one stack leave target=None")
 
     def _check_tie(self) -> None:
         ties_inputs = self.tie in ("source_target", "three_way")
         if ties_inputs and self.family != "encoder-decoder":
             raise ConfigError(f"tie={self.tie!r} ties source and target, but there is one input; write tie='output'")
         if self.family == "encoder-decoder" and self.target is None and not ties_inputs:
-            raise ConfigError(f"tie={self.tie!r} contradicts target=None, where one input is shared; give target=…")
+            fix = "three_way" if self.tie == "output" else "source_target"
+            raise ConfigError(
+                f"target=None shares one input, which tie={self.tie!r} does not; write tie={fix!r}, or give target=…"
+            )
         if (
             ties_inputs
             and self.target is not None
@@ -144,11 +153,15 @@ class ModelConfig:
     def _check_head(self) -> None:
         kind = self.head.kind if self.head else None
         if kind == "language_model" and self.decoder is None:
-            raise ConfigError("a language_model head needs a decoder, or it would see its target; write 'masked_lm'")
+            raise ConfigError(
+                "a language_model head needs a decoder, since an encoder sees the next token; write 'masked_lm'"
+            )
         if kind == "masked_lm" and (self.family != "encoder-only" or not isinstance(self.input, EmbeddingConfig)):
-            raise ConfigError("a masked_lm head sees both sides of a token: it needs an encoder alone")
+            raise ConfigError(
+                "a masked_lm head needs an encoder-only model of tokens; for a decoder write 'language_model'"
+            )
         if kind in ("tagger", "spans", "pooled", "classifier") and self.family == "encoder-decoder":
-            raise ConfigError(f"a {kind} head goes on one stack; drop the decoder, or write 'language_model'")
+            raise ConfigError(f"a {kind} head is for a model of one stack; drop the decoder, or write 'language_model'")
         if self.head and self.head.teacher and not getattr(self.input, "distillation_token", False):
             raise ConfigError("teacher=True needs a distillation token; write distillation_token=True in the input")
 
@@ -177,7 +190,7 @@ class ModelConfig:
 
     @property
     def inputs(self) -> dict[str, EmbeddingConfig | PatchConfig | FramesConfig]:
-        """The inputs that own weights, by the name of their weights."""
+        """The input configurations, by the prefix of their weights: "input", and "target" if it is separate."""
         return {"input": self.input} if self.target is None else {"input": self.input, "target": self.target}
 
     @property

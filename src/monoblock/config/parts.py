@@ -71,17 +71,20 @@ class AttentionConfig:
             fix = nearest_divisor(self.heads, self.num_kv_heads)
             raise ConfigError(f"kv_heads={self.num_kv_heads} does not divide heads={self.heads}; try kv_heads={fix}")
         if set(self.bias) - set("qkvo") or len(set(self.bias)) != len(self.bias):
-            raise ConfigError(f"bias={self.bias!r} names projections by letters of 'qkvo', each once; '' is none")
+            raise ConfigError(
+                f"bias={self.bias!r} lists projections with a bias: write letters of 'qkvo', each once, or ''"
+            )
         kept = set(self.kept_heads)
         if kept and (len(kept) != self.heads or not kept <= set(range(self.num_unpruned_heads))):
             raise ConfigError(
-                f"kept_heads={self.kept_heads} must name {self.heads} of {self.num_unpruned_heads} unpruned heads"
+                f"kept_heads={self.kept_heads} must be {self.heads} different indices below {self.num_unpruned_heads}, "
+                "the number of heads before pruning"
             )
         if self.window is None and (self.global_tokens or self.random_blocks):
-            raise ConfigError("global tokens and random blocks reach beyond a window; write window=… too")
+            raise ConfigError("global_tokens and random_blocks reach beyond a window; write window=… too, or drop them")
         if self.window is not None and self.mask == "prefix":
             raise ConfigError(
-                "a window cannot go with mask='prefix', which always sees its prefix; write mask='causal'"
+                "a window cannot go with mask='prefix', which sees the whole prefix; write window=None or mask='causal'"
             )
 
     @property
@@ -118,10 +121,11 @@ class AttentionConfig:
     def _check_longrope_factors(self, rotary: Rotary, rotary_dim: int) -> None:
         scaling = rotary.scaling
         if scaling is not None and scaling.kind == "longrope":
-            counts = {len(scaling.short_factors), len(scaling.long_factors)}
-            if counts != {rotary_dim // 2}:
+            short, long, pairs = len(scaling.short_factors), len(scaling.long_factors), rotary_dim // 2
+            if (short, long) != (pairs, pairs):
                 raise ConfigError(
-                    f"longrope has {sorted(counts)} short and long factors and needs {rotary_dim // 2}, one a pair"
+                    f"longrope scaling has {short} short_factors and {long} long_factors; write {pairs} of each, "
+                    "one for each rotated pair"
                 )
 
 
@@ -161,7 +165,7 @@ class FeedForwardConfig:
         check_fraction(self, "dropout")
         check_positive(self, "clamp")
         if self.clamp is not None and not self.gated:
-            raise ConfigError("clamp is for gated feed-forward networks; write gated=True, or drop it")
+            raise ConfigError("clamp is for gated feed-forward networks; write gated=True, or drop clamp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,20 +197,25 @@ class HeadConfig:
         if self.kind == "pooled" and (self.scale != 1.0 or self.softcap is not None or self.bias != "none"):
             raise ConfigError("a pooled head has no logits; drop scale, softcap and bias")
         if self.project is not None and (self.kind != "pooled" or self.normalize):
-            raise ConfigError(f"project={self.project} is for a pooled head without normalize=True; drop one of them")
+            raise ConfigError(
+                f"project={self.project} needs kind='pooled' and normalize=False; write these, or drop project"
+            )
         if self.teacher and (self.kind != "classifier" or self.pooling != "first" or self.pooler != "none"):
-            raise ConfigError("teacher=True goes with a classifier that reads the first token; drop it")
+            raise ConfigError(
+                "teacher=True needs kind='classifier', pooling='first' and pooler='none'; write these, or drop teacher"
+            )
         if self.kind != "pooled" and self.normalize:
             raise ConfigError(f"normalize=True is for pooled vectors, not for a {self.kind} head; drop it")
         if (self.kind in ("classifier", "tagger")) != (self.classes is not None):
             raise ConfigError(
-                f"head kind={self.kind!r} with classes={self.classes} is invalid: classes go with classifier and tagger"
+                f"head kind={self.kind!r} with classes={self.classes} is invalid: classifier and tagger need classes, "
+                "other heads have none"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """The initial weights."""
+    """The scheme of the initial weights (nn/initialize.py) and its standard deviation."""
 
     kind: Literal["normal", "xavier", "t5", "small"] = "normal"
     std: float = 0.02

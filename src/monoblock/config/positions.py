@@ -31,12 +31,14 @@ class Scaling:
     def __post_init__(self) -> None:
         check_types(self)
         if self.kind in ("dynamic", "yarn", "longrope", "llama3") and self.original_context is None:
-            raise ConfigError(f"{self.kind} scaling needs original_context, the length the model was trained on")
+            raise ConfigError(
+                f"{self.kind} scaling needs the length the model was trained on; write original_context=…"
+            )
         if self.kind == "longrope" and not (self.short_factors and self.long_factors):
             raise ConfigError("longrope scaling needs short_factors and long_factors, one number for each frequency")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            raise ConfigError(f"llama3 scaling needs high_freq_factor={high} above low_freq_factor={low}")
+            raise ConfigError(f"high_freq_factor={high} of llama3 scaling must be above low_freq_factor={low}")
         check_at_least(self, 1, "original_context")
         if self.factor <= 0:
             raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
@@ -86,8 +88,11 @@ class Buckets:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 4, "count")
-        if self.max_distance <= self.count // 2:
-            raise ConfigError(f"max_distance={self.max_distance} must exceed count/2={self.count // 2}")
+        half = self.count // 2
+        if self.max_distance <= half:
+            raise ConfigError(
+                f"max_distance={self.max_distance} must exceed half of count={self.count}; write {half + 1} or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

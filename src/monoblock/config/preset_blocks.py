@@ -1,4 +1,4 @@
-"""The blocks and builders of published models that are more than a family with other sizes; presets.py lists them."""
+"""Blocks and builders of published models that differ from their family in more than sizes, for presets.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_decoder_only(
     tied: bool = True,
     head: HeadConfig = LM_HEAD,
 ) -> ModelConfig:
-    """Build a decoder of equal blocks without positions in the embedding."""
+    """Build a decoder-only model of equal blocks, with no positions added to the embedding."""
     return ModelConfig(
         input=EmbeddingConfig(vocab=vocab, context=context),
         decoder=build_stack(depth, block, norm=norm),
@@ -50,12 +50,12 @@ def build_decoder_only(
 
 
 def replace_input(config: ModelConfig, **fields: Any) -> ModelConfig:
-    """Change fields of the input."""
+    """Return a copy of a configuration with some fields of its input changed."""
     return replace(config, input=replace(config.input, **fields))
 
 
 def replace_attention(config: ModelConfig, **fields: object) -> ModelConfig:
-    """Change fields of self-attention in every block."""
+    """Return a copy of a configuration with some fields of self-attention changed in every block."""
 
     def edit(part: object, values: FieldValues) -> None:
         if isinstance(part, BlockConfig):
@@ -65,7 +65,7 @@ def replace_attention(config: ModelConfig, **fields: object) -> ModelConfig:
 
 
 def factorize_embedding(config: ModelConfig, *, dim: int, tied: bool = False) -> ModelConfig:
-    """Give an encoder an embedding smaller than its width; `tied`: all blocks share their weights (ALBERT)."""
+    """Return a copy of an encoder with an embedding of size `dim`; `tied`: all blocks share their weights (ALBERT)."""
     encoder = config.encoder
     assert encoder is not None
     pattern = tuple(replace(run, tied=tied) for run in encoder.pattern)
@@ -73,7 +73,7 @@ def factorize_embedding(config: ModelConfig, *, dim: int, tied: bool = False) ->
 
 
 def roberta(vocab: int) -> ModelConfig:
-    """RoBERTa: BERT with positions from 2 on and a single segment."""
+    """RoBERTa: BERT with positions counted from 2 and a single segment."""
     config = bert(vocab=vocab, width=768, depth=12, heads=12, context=512, segments=1, eps=1e-5)
     return replace_input(config, positions=Learned(offset=2))
 
@@ -120,7 +120,7 @@ def gemma2() -> ModelConfig:
 def parallel_block(
     width: int, attention: AttentionConfig, feedforward: FeedForwardConfig, *, shared: bool
 ) -> BlockConfig:
-    """A block whose attention and feed-forward read the same input; `shared`: after the same norm."""
+    """Build a block whose attention and feed-forward read the same input; `shared`: through one norm instead of two."""
     return BlockConfig(
         width=width,
         attention=attention,
@@ -227,7 +227,7 @@ def m2m100() -> ModelConfig:
 
 
 def deit() -> ModelConfig:
-    """DeiT: ViT with a distillation token, and a classifier on each of its two tokens."""
+    """DeiT: ViT with a distillation token, and one classifier on the class token and one on the distillation token."""
     config = vit(image=224, patch=16, width=768, depth=12, heads=12, classes=1000)
     assert config.head is not None
     return replace(replace_input(config, distillation_token=True), head=replace(config.head, teacher=True))
@@ -247,6 +247,6 @@ STARCODER2_BLOCK = BlockConfig(
 
 
 def opt() -> ModelConfig:
-    """OPT: GPT-2 with ReLU and positions from 2 on."""
+    """OPT: GPT-2 with ReLU and positions counted from 2."""
     config = gpt(vocab=50_272, width=768, depth=12, heads=12, context=2048, activation="relu")
     return replace_input(config, positions=Learned(offset=2))

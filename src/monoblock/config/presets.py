@@ -1,7 +1,7 @@
 """Published models: the configuration, source and exact parameter count of each.
 
-The count is that of the model with the head of its configuration. `unverified` names values not checked against a
-source; the count then follows from the configuration and is not a published one.
+`parameters` counts the model together with the head in its configuration. `unverified` names values not checked against
+a source; `parameters` then follows from the configuration and is not a published number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from monoblock.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A row of PRESETS."""
+    """A published model: its configuration, parameter count, source and weights."""
 
     config: ModelConfig
     parameters: int
@@ -471,7 +471,7 @@ TINY_VOCAB, TINY_HIDDEN, TINY_CONTEXT, TINY_WINDOW, TINY_WIDTH, TINY_HEAD_DIM = 
 
 
 def tiny(name: str) -> ModelConfig:
-    """Return a preset in tiny sizes, with all its choices and kinds of blocks, and MHA, GQA or MQA."""
+    """Return a preset reduced to tiny sizes, with the same choices, kinds of blocks and attention (MHA, GQA or MQA)."""
     return rebuild(preset(name), _shrink)
 
 

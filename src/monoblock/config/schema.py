@@ -160,7 +160,7 @@ def from_dict(cls: type[T], data: Any, path: str = "") -> T:
 
 
 def _parse_value(hint: Any, data: Any, path: str) -> Any:
-    """Convert JSON to the type of the annotation; plain values are left to `check_types`."""
+    """Convert JSON to the annotated dataclass or tuple; numbers, strings and booleans are left to `check_types`."""
     alternatives = _union_members(hint)
     for member in alternatives:
         if get_origin(member) is tuple and isinstance(data, Sequence) and not isinstance(data, str):
@@ -174,7 +174,7 @@ def _parse_value(hint: Any, data: Any, path: str) -> Any:
 
 
 def _class_by_kind(classes: Sequence[Any], data: Any, path: str) -> type:
-    """Choose one of several dataclasses by the field "kind" of an object."""
+    """Return the dataclass whose `kind` is data["kind"]."""
     kinds = {get_args(_type_hints(cls)["kind"])[0]: cls for cls in classes}
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if kind not in kinds:

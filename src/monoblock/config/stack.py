@@ -37,14 +37,16 @@ class BlockConfig:
         if self.residual != "sequential" and (self.norm_place != "pre" or self.cross is not None):
             raise ConfigError("parallel attention and feed-forward need norm_place='pre' and no cross-attention")
         if not self.attention_norm and (self.norm_place != "pre" or self.residual == "parallel_shared"):
-            raise ConfigError("attention_norm=False needs norm_place='pre' and residual other than 'parallel_shared'")
+            raise ConfigError("attention_norm=False needs norm_place='pre', and residual='sequential' or 'parallel'")
         if self.cross is not None:
             self._check_cross(self.cross)
 
     def _check_cross(self, cross: AttentionConfig) -> None:
         cross.check_width(self.width)
         if cross.window is not None:
-            raise ConfigError("cross-attention has no window: source and target positions are not comparable; drop it")
+            raise ConfigError(
+                "cross-attention has no window: source and target positions are not comparable; write window=None"
+            )
         if cross.mask != "full" or cross.positions is not None:
             raise ConfigError("cross-attention sees the whole source: write mask='full' and positions=None")
 
@@ -93,7 +95,7 @@ class StackConfig:
         return (block for run in self.pattern for _ in range(run.times) for block in run.blocks)
 
     def layers_with_ownership(self) -> Iterator[tuple[BlockConfig, bool]]:
-        """Iterate over the blocks and whether each owns its weights; a tied repetition shares those of the first."""
+        """Iterate over (block, owns its weights); later repetitions of tied blocks share the weights of the first."""
         return (
             (block, not run.tied or repetition == 0)
             for run in self.pattern

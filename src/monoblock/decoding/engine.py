@@ -60,7 +60,7 @@ class Engine:
             raise InputError(DRAFT_NEEDS_CACHE)
         limit = capacity if capacity is not None else self.backend.context
         if limit is None:
-            raise InputError("this model has no maximum length; give capacity, the number of tokens that a sequence may have")
+            raise InputError("this model has no maximum length; give one in tokens, such as capacity=1024")
         self.max_rows, self.max_burst, self.capacity, self.prefill_chunk = max_rows, max_burst, limit, prefill_chunk
         self.proposer = proposer
         self.has_request_draft = False  # whether the proposer was made for a request; it then ends with the batch
@@ -148,7 +148,7 @@ class Engine:
         return outputs
 
     def _admit_waiting(self) -> list[Request]:
-        """Take waiting requests, in order, that match the running ones (`batch_key`) and fit in `max_rows`; return them."""
+        """Admit waiting requests, in order, that match the running ones (`batch_key`) and fit in `max_rows`."""
         admitted: list[Request] = []
         rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
         while self.waiting:

@@ -34,7 +34,7 @@ def stream(model: Transformer, ids: Tensor, **options: Any) -> Iterator[Tensor]:
     """Yield new tokens (B · num_return_sequences,) step by step; a finished row yields the padding token."""
     call = GenerateCall(model, ids, options)
     if call.settings.num_beams > 1:
-        raise InputError("a beam search knows its best text only at the end; write num_beams=1, or call generate instead of stream")
+        raise InputError("beam search has no text before its end; write num_beams=1, or call generate")
     return _stream_tokens(call)
 
 
@@ -112,7 +112,9 @@ def _make_proposer(
         return PromptLookup(lookup) if lookup else None
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
-        raise InputError(f"the draft's vocabulary has {draft_size} tokens and the model's {vocab_size}; give a draft with the same one")
+        raise InputError(
+            f"the draft has {draft_size} tokens and the model {vocab_size}; give one with the same vocabulary"
+        )
     return DraftModel(draft)
 
 

@@ -86,7 +86,7 @@ class Settings:
                 f"num_beam_groups={groups} does not divide num_beams={beams}; try num_beam_groups={gcd(beams, groups)}"
             )
         if self.diversity_penalty and groups == 1:
-            raise InputError(f"diversity_penalty={self.diversity_penalty} needs several groups; write num_beam_groups=2")
+            raise InputError(f"diversity_penalty={self.diversity_penalty} needs beam groups; write num_beam_groups=2")
         if beams > 1 and returned > beams:
             raise InputError(
                 f"num_return_sequences={returned} is more than num_beams={beams} can return; write num_beams={returned}"

@@ -48,7 +48,7 @@ class Proposer(Protocol):
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep the rows with these indices, in this order; `sources` are the indices of the prompts kept, None for all."""
+        """Keep the rows with these indices, in order; `sources` are the indices of the prompts kept, None for all."""
         ...
 
 
@@ -148,7 +148,7 @@ class DraftModel:
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
         if model.decoder is None:
-            raise InputError(f"{with_article(model.config.family)} model cannot propose tokens; give a decoder as the draft")
+            raise InputError(f"{with_article(model.config.family)} model proposes no text; give a decoder as draft")
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
         self.num_proposals = max_proposals  # of the next call
         self.proposed = self.accepted = 0  # tokens, of all rows
@@ -174,7 +174,9 @@ class DraftModel:
         longest = max(len(prompt.ids) for prompt in prompts)
         if not self.fits_prompt(longest):
             limit = self.model.config.context
-            raise InputError(f"a prompt of {longest} tokens is too long for the draft's context of {limit}; leave out the draft")
+            raise InputError(
+                f"a prompt of {longest} tokens is too long for the draft's context of {limit}; leave out the draft"
+            )
         self.state.prefill(prompts)
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
@@ -221,7 +223,7 @@ class DraftModel:
         return logits
 
     def commit(self, counts: Tensor) -> None:
-        """Drop rejected proposals from the draft's cache; all but the last of a row's `counts` new tokens were proposed."""
+        """Drop rejected proposals from the draft's cache; all but the last of `counts` new tokens were proposed."""
         assert self.state is not None
         assert self.state.cache is not None
         gained = counts.tolist()

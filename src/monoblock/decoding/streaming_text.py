@@ -24,7 +24,7 @@ MIN_CONTEXT, MAX_CONTEXT = 8, 64  # tokens decoded again with each new one: kept
 
 
 class StreamingText:
-    """The growing text of one sequence; `context_ids` are the tokens before it, which decide whether it starts with a space."""
+    """The growing text of one sequence; `context_ids`, the tokens before it, decide whether it starts with a space."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), context_ids: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, _check_stops(stop)

@@ -108,7 +108,7 @@ def _pretraining_recipe(base: Recipe, task: Recipe, options: Options) -> Recipe:
 
 
 def _arm_changes(arm: str, task: Recipe, pretrained: Path) -> dict[str, Any]:
-    """Return the changes to the recipe of an arm: "spans" starts from the pretrained model, "none" has its tokenizer."""
+    """Return an arm's changes to the recipe: "spans" starts from the pretrained model, "none" has its tokenizer."""
     if arm == "none":
         return {"tokenizer": {"folder": str(pretrained)}}
     dropout = {name: value for name, value in task.model.items() if "dropout" in name}

@@ -18,7 +18,7 @@ from monoblock.nn.transformer import Transformer
 
 @dataclass
 class ComponentCost:
-    """Seconds of a component's forward pass, and bytes it saves for backward."""
+    """The seconds of a component's forward pass, and the bytes it saves for the backward pass."""
 
     seconds: float = 0.0
     kept_bytes: int = 0
@@ -26,7 +26,7 @@ class ComponentCost:
 
 @dataclass
 class ComponentTimer:
-    """Attribute time and saved tensors to the outermost component that is running."""
+    """Forward hooks that attribute time and saved tensors to the outermost component that is running."""
 
     costs: dict[str, ComponentCost] = field(default_factory=dict)
     active: list[str] = field(default_factory=list)
@@ -81,9 +81,9 @@ def _component_name(name: str) -> str:
 
 
 def profile(model: Transformer, *inputs: Tensor, rounds: int = 3) -> dict[str, ComponentCost]:
-    """Measure the cost of every component, of the "rest" between components, and the "total" of a forward pass.
+    """Measure a forward pass: return the cost of every component, of the "rest" between them, and the "total".
 
-    The fastest of `rounds` passes counts, after one to warm up.
+    After one pass to warm up, `rounds` passes are measured, and the costs of the fastest are returned.
     """
     best: dict[str, ComponentCost] | None = None
     for pass_index in range(rounds + 1):

@@ -19,7 +19,7 @@ from monoblock.nn.transformer import Transformer
 
 
 def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Transformer:
-    """Return a new model without these heads, given by attention: "decoder.3.attention", "decoder.3.cross"."""
+    """Return a copy of a model without the given heads, as in {"decoder.3.attention": [0, 2]}."""
     keep = {name: _heads_to_keep(model.config, name, sorted(set(pruned))) for name, pruned in heads.items()}
     with torch.device("meta"):
         smaller = Transformer(_prune_config(model.config, keep))
@@ -34,7 +34,7 @@ def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Trans
 
 
 def _find_attention(config: ModelConfig, name: str) -> AttentionConfig:
-    """Return the configuration of an attention by its name."""
+    """Return the configuration of an attention layer by its name, such as "decoder.3.cross"."""
     known = {
         f"{stack_name}.{layer}.{kind}": attention
         for stack_name, stack in config.stacks.items()
@@ -43,26 +43,35 @@ def _find_attention(config: ModelConfig, name: str) -> AttentionConfig:
         if attention is not None
     }
     if name not in known:
-        raise InputError(f"there is no attention {name!r}{did_you_mean(name, known)}")
+        raise InputError(f"there is no attention layer {name!r}{did_you_mean(name, known)}")
     return known[name]
 
 
 def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[int]:
-    """Return the query heads that remain; refuse to prune all heads, part of a group, or heads normed together."""
+    """Return the indices of the query heads that remain after pruning.
+
+    Refuse to prune all heads, a part of the heads that share keys, or heads whose queries are normalized together.
+    """
     attention = _find_attention(config, name)
     stack, layer, _ = name.split(".")
     tied = any(repeat.tied and repeat.times > 1 for repeat in config.stacks[stack].pattern)
     if tied:
-        raise InputError(f"the {stack}'s layers share their weights; heads cannot be pruned from layer {layer} alone")
+        raise InputError(
+            f"the {stack}'s layers share their weights; heads cannot be pruned from layer {layer} alone; leave them out"
+        )
     if any(not 0 <= head < attention.heads for head in pruned):
-        raise InputError(f"{name} has heads 0 to {attention.heads - 1}; {pruned} cannot all be pruned")
+        raise InputError(
+            f"{name} has heads 0 to {attention.heads - 1}; heads {pruned} were given; give indices in this range"
+        )
     if attention.num_kv_heads == 1 and attention.heads > 1:
-        raise InputError(f"all heads of {name} share one set of keys and values; none can be pruned alone")
+        raise InputError(
+            f"all heads of {name} share one set of keys and values, so none can be pruned; leave {name} out"
+        )
     kept = [head for head in range(attention.heads) if head not in pruned]
     if not kept:
         raise InputError(f"{name} would lose all its {attention.heads} heads; leave at least one")
     if attention.qk_norm is not None and attention.qk_norm_over == "width":
-        raise InputError(f"{name} normalizes its queries across all heads, so none can be pruned alone")
+        raise InputError(f"{name} normalizes its queries across all heads, so none can be pruned; leave it out")
     size = attention.heads // attention.num_kv_heads
     groups = {head // size for head in kept}
     if len(kept) != size * len(groups):

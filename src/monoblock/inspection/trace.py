@@ -43,7 +43,7 @@ def trace(model: nn.Module, *inputs: Tensor, names: str | Iterable[str] = "*", *
     logits = model(*inputs, tap=recorder, **options)
     if not recorder.activations:
         names = ", ".join(dict.fromkeys(recorder.names[:6]))
-        raise InputError(f"no activation is named {' or '.join(recorder.patterns)}; there are {names}, …")
+        raise InputError(f"no activation matches {' or '.join(recorder.patterns)}; the names are {names} and so on")
     result = Trace(recorder.activations)
     result.logits = logits
     return result

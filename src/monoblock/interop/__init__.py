@@ -1,1 +1,1 @@
-"""Other formats of models: Hugging Face folders, GGUF files, PEFT adapters, pickled checkpoints."""
+"""Read and write models: monoblock and Hugging Face folders, GGUF files, PEFT adapters; read pickled checkpoints."""

@@ -1,4 +1,4 @@
-"""Weight names of a model in the adapter files of peft: those of its published family, if there is one."""
+"""The names of a model's weights in a PEFT adapter file: those of its Hugging Face family, else our own."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from monoblock.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """The weight names of a model in an adapter file."""
+    """Pairs of our weight names and the names in an adapter file."""
 
     mappings: list[TensorMapping]
-    prefix: str = ""  # of the family's names, without its head
+    prefix: str = ""  # of the family's names except those of the head, such as "model."
     omitted_prefix: str = ""  # the same prefix, if the class of this model omits it
 
     def module_name(self, mapping: TensorMapping) -> str:
         return mapping.theirs[0].removesuffix(".weight").removeprefix(self.omitted_prefix)
 
     def find(self, name: str) -> TensorMapping | None:
-        """Return the mapping of a module of theirs, named with or without the prefix of the family."""
+        """Return the mapping of a module by its name in the file, with or without the family's prefix; else None."""
         table = {mapping.theirs[0].removesuffix(".weight"): mapping for mapping in self.mappings}
         return table.get(name) or table.get(self.prefix + name)
 
@@ -41,5 +41,5 @@ def build_adapter_names(model: Transformer) -> AdapterNames:
 
 
 def module_names(mapping: TensorMapping) -> list[str]:
-    """Return the modules of ours whose weights a mapping joins."""
+    """Return our names of the modules whose weights a mapping joins."""
     return [key.removesuffix(".weight") for key in mapping.ours if key.endswith(".weight")]

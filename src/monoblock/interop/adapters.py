@@ -1,8 +1,8 @@
 """Save and load LoRA adapters in the format of peft: adapter_config.json beside adapter_model.safetensors.
 
-Projections have the names of the model's published family.  Where that family keeps query, key and value in one matrix
-and we keep three, our three adapters become one of a larger rank: the A's stacked, the B's block-diagonal.  A model
-that no published family can express keeps our own names.
+Projections have the names of the model's Hugging Face family.  If that family stores query, key and value in one matrix
+and our model has three, the three adapters become one of a larger rank: the A's stacked, the B's block-diagonal.  A
+model that no Hugging Face family can express keeps our own names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LORA_WEIGHT = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = None, digest: str | None = None) -> None:
     """Write the adapters of a model, and the weights of its head that were trained, as peft does.
 
-    `base` is the name of the model they were trained for, `digest` identifies its weights (interop/digest.py).
+    `base` is the name of the model that the adapters were trained for, `digest` identifies its weights (digest.py).
     """
     layers = dict(lora_layers(model))
     if not layers:
@@ -91,7 +91,7 @@ def _write_adapter(
 def _join_adapters(
     mapping: TensorMapping, adapters: Sequence[LoraLinear | None], shapes: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, float]:
-    """Return A, B and the scale for the one matrix of theirs that joins matrices of ours."""
+    """Return A, B and the scale of one stored adapter, for a matrix of the family that joins several of ours."""
     present = [adapter for adapter in adapters if adapter is not None]
     first = present[0]
     if len(adapters) == 1:
@@ -114,7 +114,7 @@ def _join_adapters(
 
 
 def _collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:
-    """Return the trained weights other than adapters, by their names; peft always expects a classifier's head."""
+    """Return the trained weights that are not adapters, by name in the file; always with a classifier's head."""
     state = model.state_dict()
     has_classifier = model.config.head is not None and model.config.head.kind in PEFT_TASK_TYPES
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -160,7 +160,7 @@ def _build_config(
 
 
 def _target_modules(names: AdapterNames, chosen: Sequence[str]) -> list[str]:
-    """Return the last parts of the names if they select exactly these modules, else the full names."""
+    """Return the last parts of the `chosen` module names if they select exactly these modules, else the full names."""
     modules = {names.module_name(mapping) for mapping in names.mappings}
     suffixes = {name.rsplit(".", 1)[-1] for name in chosen}
     selected = {name for name in modules if name.rsplit(".", 1)[-1] in suffixes}
@@ -180,7 +180,7 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
         if not has_file(folder, file):
             raise FileError(f"{folder} is not an adapter: it has no {file}")
     if any(True for _ in lora_layers(model)):
-        raise InputError("this model has adapters already; merge or fold them first")
+        raise InputError("this model has adapters already; merge them into its weights first (fold_lora)")
     config = _check_config(read_json(safe_join(folder, ADAPTER_CONFIG_FILE)), folder)
     stored, names = SafetensorsWeights([safe_join(folder, ADAPTER_WEIGHTS_FILE)]), build_adapter_names(model)
     adapters = dict(_build_adapters(model, names, stored, config, folder))
@@ -201,24 +201,24 @@ def read_base_digest(folder: str | Path) -> str | None:
 
 def _check_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
-        raise FileError(f"{folder}: peft_type={short_repr(config.get('peft_type'))} is not read; LORA is")
+        raise FileError(f"{folder}: peft_type={short_repr(config.get('peft_type'))} is not supported; only LORA is")
     unsupported = next((key for key, value in SUPPORTED_VALUES.items() if (config.get(key) or value) != value), None)
     if unsupported is not None:
         value = short_repr(config[unsupported])
-        raise FileError(f"{folder}: {unsupported}={value} is a kind of LoRA that is not read")
+        raise FileError(f"{folder}: {unsupported}={value} is a kind of LoRA that is not supported")
     for key in ("r", "lora_alpha"):
         if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
             raise FileError(f"{folder}: {key}={short_repr(config.get(key))} is not a number")
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
-            raise FileError(f"{folder}: {key} is not a table")
+            raise FileError(f"{folder}: {key} is not a JSON object")
     return config
 
 
 def _build_adapters(
     model: Transformer, names: AdapterNames, stored: SafetensorsWeights, config: Mapping[str, Any], folder: Path
 ) -> Iterator[tuple[str, LoraLinear]]:
-    """Yield an adapter for each projection of ours; those of a fused matrix share one A."""
+    """Yield (our module name, adapter); modules that the family stores as one matrix share one A."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for key in stored:
         match = LORA_WEIGHT.fullmatch(key.removeprefix(PEFT_PREFIX))
@@ -230,7 +230,7 @@ def _build_adapters(
     for name, pair in pairs.items():
         mapping = names.find(name)
         if mapping is None or set(pair) != {"A", "B"} or mapping.ours[0].startswith(("input.", "target.", "head.")):
-            raise FileError(f"{folder} is an adapter for another model: {short_repr(name)} is nothing here")
+            raise FileError(f"{folder} is an adapter for another model: this one has no {short_repr(name)}")
         a, b = pair["A"], pair["B"]
         alpha = _lora_scale(name, a.shape[0], config) * a.shape[0]
         modules = module_names(mapping)
@@ -239,7 +239,7 @@ def _build_adapters(
         if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != expected or a.shape[0] != b.shape[1]:
             product = f"{tuple(b.shape)} times {tuple(a.shape)}"
             raise FileError(
-                f"{folder} is an adapter for another model: {short_repr(name)} is {product}, and {expected} here"
+                f"{folder} is an adapter for another model: {short_repr(name)} is {product}, but {expected} in this one"
             )
         if len(modules) == 1:
             yield modules[0], _create_adapter(model, modules[0], a, b, alpha, dropout)
@@ -269,7 +269,7 @@ def _lora_scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
 def _load_head_weights(
     model: Transformer, names: AdapterNames, stored: SafetensorsWeights, folder: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that were trained without an adapter, those of a new head, by our names."""
+    """Yield (our name, tensor) of the stored weights that are not adapters, such as those of a new head."""
     unprefixed = {key.removeprefix(PEFT_PREFIX): key for key in stored}
     keys = {name: key for name, key in unprefixed.items() if not LORA_WEIGHT.fullmatch(name)}
     state = model.state_dict()
@@ -280,8 +280,8 @@ def _load_head_weights(
             for key, tensor in zip(mapping.ours, tensors, strict=True):
                 if state[key].shape != tensor.shape:
                     name = short_repr(mapping.theirs[0])
-                    shapes = f"{tuple(tensor.shape)}, and {tuple(state[key].shape)} here"
+                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this one"
                     raise FileError(f"{folder} is an adapter for another model: {name} is {shapes}")
                 yield key, tensor
     if keys:
-        raise FileError(f"{folder} is an adapter for another model: {short_repr(min(keys))} is nothing here")
+        raise FileError(f"{folder} is an adapter for another model: this one has no {short_repr(min(keys))}")

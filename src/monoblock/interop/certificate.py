@@ -1,7 +1,7 @@
 """Compare a converted model with transformers: the largest difference between the logits of the two.
 
-Both models read the same ids: without padding, with padding and, for decoders, ours also token by token with its cache;
-in fp32 and in fp64.  If transformers is not installed, no difference is reported.
+Both models read the same ids, without padding and with padding, in fp32 and in fp64; our decoders also read them token
+by token with a cache.  If transformers is not installed, no difference is reported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Certificate(NamedTuple):
 
 
 def certify(source: SourceModel, output_path: str | Path, model_format: str, log: Callable[[str], None]) -> Certificate:
-    """Compare our model with what transformers loads from the source and from the output, where it can read them.
+    """Compare our model with the models that transformers loads from the source and from the output, if it can.
 
     A comparison that fails is logged, and no difference reported: the conversion itself is done.
     """
@@ -73,7 +73,7 @@ def _max_over_folders(differences: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _family_name(source: SourceModel, output_path: Path | None) -> str:
-    """Return the published family of the source or, if the source is a monoblock folder, of the output."""
+    """Return the model_type or GGUF architecture of the source, else the model_type of the output, else our family."""
     if source.format == "gguf":
         from monoblock.tokenizers.formats.gguf_header import read_gguf_header
 
@@ -91,7 +91,10 @@ def _is_reader_installed(*, gguf: bool) -> bool:
 
 
 def logit_differences(source: Path, folder: Path) -> dict[str, float]:
-    """Return the largest differences between our model of `source` and theirs of `folder`, such as "fp32_padded"."""
+    """Return the largest logit difference between our model of `source` and the transformers model of `folder`.
+
+    The keys join dtype and mode: "fp32_padded".
+    """
     from monoblock.nn.transformer import Transformer
 
     differences: dict[str, float] = {}
@@ -111,7 +114,7 @@ def logit_differences(source: Path, folder: Path) -> dict[str, float]:
 
 
 def load_reference(folder: Path) -> Any:
-    """Load a folder or GGUF file, whose fields our reader has checked, with transformers; run no code of the folder."""
+    """Load a folder or GGUF file with transformers, after our reader has checked it; run no code of the folder."""
     import transformers
 
     with silence_transformers(), tempfile.TemporaryDirectory(prefix="monoblock-") as copy:
@@ -133,7 +136,7 @@ def load_reference(folder: Path) -> Any:
 
 
 def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:
-    """Link the weights into another folder, with the fields of the configuration that name no code to run."""
+    """Link the weights into the folder `copy` and write config.json there, without fields that name code to run."""
     safe = {key: value for key, value in fields.items() if not key.startswith("_") and key not in EXCLUDED_FIELDS}
     (Path(copy) / CONFIG_FILE).write_text(json.dumps(safe))
     for path in [*dict.fromkeys(open_weights(folder).file_of.values()), *Path(folder).glob(INDEX_FILE)]:
@@ -143,7 +146,7 @@ def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:
 
 @contextmanager
 def force_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """In fp64, also compute in fp64 what both models compute in fp32 by name: norms, softmax, rotary angles."""
+    """Set the default dtype; fp64 also replaces torch.float32, so that norms and rotary angles are computed in fp64."""
     before = torch.get_default_dtype(), torch.float32, torch.float, torch.Tensor.float, torch.FloatTensor
     try:
         torch.set_default_dtype(dtype)
@@ -180,7 +183,7 @@ def silence_transformers() -> Iterator[None]:
 
 
 def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
-    """Return the largest difference over valid tokens for each mode: plain, padded, cached."""
+    """Return the largest logit difference over valid tokens for each mode: plain, padded, cached."""
     config = ours.config.input
     if isinstance(config, PatchConfig):
         pixels = _random_inputs(ours, config.channels, config.image, config.image)
@@ -216,7 +219,7 @@ def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
 
 
 def _end_with_eos(ids: Tensor, eos_id: int) -> Tensor:
-    """Put the end-of-sequence id at the end and nowhere else: some classes pool where they find it."""
+    """Put the end-of-sequence id at the end and nowhere else: some classifiers of transformers pool at this id."""
     ids = ids.masked_fill(ids == eos_id, 0 if eos_id else 1)
     ids[:, -1] = eos_id
     return ids
@@ -234,7 +237,7 @@ def _compare_encoder_decoder(ours: Transformer, theirs: Any, ids: Tensor, mask: 
 
 
 def _compare_audio(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
-    """Compare without padding: audio features fill the whole context."""
+    """Compare without padding: the audio frames (B, C, S) fill the whole context."""
     config = ours.config.target_input
     assert isinstance(config, EmbeddingConfig)
     target = torch.randint(config.vocab, (BATCH_SIZE, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
@@ -246,7 +249,7 @@ def _compare_audio(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, 
 
 
 def _decode_with_cache(ours: Transformer, source: Tensor, target: Tensor) -> Tensor:
-    """Return the logits of the target, decoded one token at a time."""
+    """Return the logits (B, T, V) of the target (B, T), decoded one token at a time."""
     memory, cache = ours.encode(source), ours.make_cache(BATCH_SIZE, target.shape[1])
     logits = []
     for step, token in enumerate(target.split(1, 1)):
@@ -262,13 +265,13 @@ def _random_inputs(ours: Transformer, *shape: int) -> Tensor:
 
 
 def _position_ids(theirs: Any, mask: Tensor) -> dict[str, Tensor]:
-    """Count valid tokens from 0, as our models do, for a model of theirs that takes position_ids."""
+    """Return position_ids that count valid tokens from 0, as our models do; {} if the model does not take them."""
     accepts = "position_ids" in inspect.signature(theirs.forward).parameters
     return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if accepts else {}
 
 
 def _max_difference(ours: Tensor, theirs: Any, mask: Tensor | None = None) -> float:
-    """Compare with the first output of theirs that has as many elements; a binary classifier drops the last axis."""
+    """Compare with the first transformers output of the same size; a binary classifier drops the last axis."""
     names = ("logits", "text_embeds", "image_embeds", "pooler_output", "last_hidden_state")
     outputs = [output for name in names if (output := getattr(theirs, name, None)) is not None]
     reference = next(output for output in outputs if output.numel() == ours.numel())

@@ -117,7 +117,7 @@ def _find_pickle(folder: Path) -> str:
     if PICKLE_FILE in names:
         return PICKLE_FILE
     if len(names) != 1:
-        raise FileError(f"{folder} has no {WEIGHTS_FILE}, and {len(names)} other files that could be weights; keep one")
+        raise FileError(f"{folder} has no {WEIGHTS_FILE} and {len(names)} pickled files; one file of weights is needed")
     return names[0]
 
 
@@ -160,7 +160,7 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
     digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)
     if (read_base_digest(adapter) or digest) != digest:
-        raise FileError(f"{adapter} was trained for other weights than those of {source.path}; give that model")
+        raise FileError(f"{adapter} was trained for other weights than those of {source.path}; give its model")
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         folder = Path(temporary) / source.path.stem
         write_model(source._replace(model=fold_lora(source.model)), folder, "monoblock")
@@ -203,7 +203,7 @@ def write_model(
         )
     target = Path(target)
     if target.resolve() == source.path.resolve():
-        raise ConfigError(f"{target} is the model that is converted; write to another path")
+        raise ConfigError(f"{target} is the model to be converted; write to another path")
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
 
@@ -226,7 +226,7 @@ def write_model(
 
 
 def _source_family(source: SourceModel) -> str | None:
-    """Return the model_type of a Hugging Face source, which the output keeps."""
+    """Return the model_type of a Hugging Face source, which the output keeps; None for other sources."""
     return str(read_json(safe_join(source.path, CONFIG_FILE))["model_type"]) if source.format == "hf" else None
 
 

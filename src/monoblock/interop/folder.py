@@ -55,14 +55,14 @@ def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
 
 
 def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
-    """Load a monoblock folder, a Hugging Face folder, a GGUF file or a model of the hub.
+    """Load a monoblock folder, a Hugging Face folder, a GGUF file or a model on the Hugging Face hub.
 
     The model is built on the meta device and the stored tensors assigned, so no weight is initialized in vain.
     """
     folder = resolve_model_path(folder)
     dtype = _parse_dtype(dtype)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={device!r} is not here: torch sees no GPU; write device='cpu'")
+        raise InputError(f"device={device!r} is not available: torch finds no GPU; write device='cpu'")
     if folder.suffix == ".gguf" and folder.is_file():
         from monoblock.interop.gguf.reader import load_gguf
 
@@ -105,7 +105,7 @@ def _parse_config(folder: str | Path, data: dict[str, Any]) -> ModelConfig | Rec
 
 
 def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Accept a torch dtype or its name: "float16", "bf16"."""
+    """Return a torch dtype, given itself or by name: "float16", "bf16"."""
     parsed = getattr(torch, DTYPE_NAMES.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise InputError(f"dtype={dtype!r} is not a dtype for weights; write {', '.join(DTYPE_NAMES)} or a torch dtype")

@@ -1,4 +1,4 @@
-"""Download a model of the Hugging Face hub: weights, configuration and tokenizer, never code or pickles."""
+"""Download a model from the Hugging Face hub: weights, configuration and tokenizer, never code or pickles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPO_ID = re.compile(r"(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95}")  # owner/name; r
 
 
 def resolve_model_path(name_or_path: str | Path) -> Path:
-    """Return a local path; download owner/name from the hub unless a file, a folder or a folder `owner` exists."""
+    """Return a local path; `owner/name` is downloaded from the hub unless this path or a folder `owner` exists."""
     path = Path(name_or_path)
     if path.exists() or not REPO_ID.fullmatch(str(name_or_path)) or path.parent.exists():
         return path
@@ -26,4 +26,4 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
         return Path(snapshot_download(str(name_or_path), allow_patterns=list(ALLOW_PATTERNS)))
     except Exception as error:  # of the library, the network or the server: in each case there is no model
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise FileError(f"there is no folder {name_or_path} here, and the hub did not give it ({reason})") from None
+        raise FileError(f"there is no folder {name_or_path} here, and the download failed ({reason})") from None

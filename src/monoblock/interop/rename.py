@@ -1,11 +1,11 @@
-"""Reversible rules between our weight names and those of a published family: one table for reading and writing.
+"""Reversible rules between our weight names (`ours`) and those of a Hugging Face or GGUF family (`theirs`).
 
     Rule("decoder.*.attention_norm", "transformer.h.*.ln_1")                           a module: its weight and its bias
-    Rule(qkv_names("decoder.*.attention"), "transformer.h.*.attn.c_attn", CONV1D_QKV)  three of ours, one of theirs
-    Rule("decoder.*.feedforward.up", "model.layers.*.experts.#.w3.weight", STACK)      one of ours, many of theirs
+    Rule(qkv_names("decoder.*.attention"), "transformer.h.*.attn.c_attn", CONV1D_QKV)  three of ours, one of the family
+    Rule("decoder.*.feedforward.up", "model.layers.*.experts.#.w3.weight", STACK)      one of ours, many of the family
 
-`*` is the index of a layer, `#` counts experts or heads.  `map_weights` pairs the weights of a model with the names of
-the family by the first rule that matches; the same pairs serve `TensorMapping.load` and `TensorMapping.save`.
+`*` is the index of a layer, `#` that of an expert or a head.  `map_weights` pairs the weights of a model with the names
+of the family by the first rule that matches; the same pairs are used to load and to save.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class AttentionShape(NamedTuple):
 
 
 class TensorTransform(NamedTuple):
-    """A function from the tensors of a published family to ours, and its inverse."""
+    """A function from the tensors of a family to ours, and its inverse."""
 
     to_ours: Callable[[Tensors, AttentionShape], Tensors]
     to_theirs: Callable[[Tensors, AttentionShape], Tensors]
 
 
 class Rule(NamedTuple):
-    """One row of a table: which of our weights correspond to which of theirs."""
+    """One row of a table: which of our weights correspond to which weights of the family (`theirs`)."""
 
     ours: str  # one name, or several separated by spaces
     theirs: str
@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 
 
 class TensorMapping(NamedTuple):
-    """A rule applied to the weights of one layer of one model."""
+    """A rule applied to one layer of one model: our names, the family's names and the transform between them."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -146,7 +146,7 @@ def _compile_pattern(name: str) -> re.Pattern[str]:
 
 
 def _match_rule(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | None:
-    """Match a rule against one of our names; return all our names it joins, their name, and the layer's index."""
+    """Match a rule with one of our names; return all our names it joins, the family's name and the layer index."""
     is_parameter = rule.theirs.endswith((".weight", ".bias"))
     for pattern in rule.ours.split():
         for suffix in SUFFIXES[:1] if is_parameter else SUFFIXES:
@@ -161,7 +161,7 @@ def _match_rule(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | Non
 def map_weights(
     rules: Iterable[Rule], shapes: Mapping[str, Sequence[int]], config: ModelConfig
 ) -> Iterator[TensorMapping]:
-    """Map every weight of a model, given its names and shapes, to weights of a family, each exactly once."""
+    """Yield mappings of a model's weights, given by name and shape, to a family's; every weight is in exactly one."""
     rules, mapped = tuple(rules), set[str]()
     for name, shape in shapes.items():
         if name in mapped:
@@ -173,7 +173,7 @@ def map_weights(
         group, theirs, layer = match
         missing = next((ours for ours in group if ours not in shapes or ours in mapped), None)
         if missing is not None:
-            raise FileError(f"{name} belongs with {missing}, which this model has no place for")
+            raise FileError(f"{name} is stored together with {missing}, which this model does not have")
         mapped.update(group)
         names = [theirs.replace("#", str(n)) for n in range(shape[0])] if "#" in theirs else [theirs]
         yield TensorMapping(group, tuple(names), transform, _attention_shape(name, layer, config))

@@ -53,7 +53,7 @@ DTYPES = {
 
 
 class SafetensorsEntry(NamedTuple):
-    """One tensor of a header; `start` and `end` are bytes after the end of the header."""
+    """One tensor of a header; `start` and `end` are byte offsets from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,17 +62,17 @@ class SafetensorsEntry(NamedTuple):
 
 
 def build_on_meta(factory: Callable[[Any], Any], config: Any, tensor_count: int) -> Any:
-    """Build a model without weights; refuse more layers than tensors, which would take long to build even so."""
+    """Build a model on the meta device, without weights; raise if it has more layers than `tensor_count`."""
     stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
     untied = [stack for stack in stacks if not any(repeat.tied for repeat in stack.pattern)]
     depth = sum(repeat.times * len(repeat.blocks) for stack in untied for repeat in stack.pattern)
     if depth > tensor_count:
-        raise FileError(f"its configuration says {depth:,} layers, and there are {tensor_count:,} tensors")
+        raise FileError(f"its configuration says {depth:,} layers, but there are only {tensor_count:,} tensors")
     try:
         with torch.device("meta"), _skip_random_init():
             return factory(config)
     except (RuntimeError, TypeError, OverflowError):
-        raise FileError("its configuration says sizes that no model has") from None
+        raise FileError("its configuration has sizes that no model can have") from None
 
 
 @contextmanager

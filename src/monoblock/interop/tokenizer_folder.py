@@ -1,6 +1,6 @@
 """The tokenizer of a model folder, checked against the model.
 
-config.json of our folders records the fingerprint of the tokenizer that the model was trained with.
+config.json in a monoblock folder records the fingerprint of the tokenizer that the model was trained with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINGERPRINT_KEY = "tokenizer"  # in config.json
 def load_tokenizer(folder: Path, config: ModelConfig | RecurrentConfig | None = None) -> Tokenizer:
     """Load the tokenizer of a run folder, a Hugging Face folder or a GGUF file; raise if it is not the model's.
 
-    config: the configuration of the model; None reads it from a folder of ours.
+    config: the configuration of the model; None reads it from `folder`, which must be a monoblock folder.
     """
     tokenizer = Tokenizer.from_pretrained(folder)
     config = read_config(folder) if config is None else config
@@ -35,7 +35,7 @@ def load_tokenizer(folder: Path, config: ModelConfig | RecurrentConfig | None = 
 
 
 def _stored_fingerprint(folder: Path) -> str | None:
-    """The fingerprint in config.json; published folders have none."""
+    """Return the tokenizer's fingerprint in config.json; None if the folder is not a monoblock folder."""
     if not (folder.is_dir() and has_file(folder, CONFIG_FILE)):
         return None
     data = read_json(safe_join(folder, CONFIG_FILE))
@@ -44,14 +44,14 @@ def _stored_fingerprint(folder: Path) -> str | None:
 
 
 def vocab_size(config: ModelConfig | RecurrentConfig) -> int:
-    """The number of tokens that both sides of a model know."""
+    """Return the size of a model's vocabulary; of a source and a target vocabulary, the smaller size."""
     if isinstance(config, RecurrentConfig):
         return min(config.vocab, config.target_vocab or config.vocab)
     return min((part.vocab for part in config.inputs.values() if isinstance(part, EmbeddingConfig)), default=0)
 
 
 def format_config(config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer | None) -> str:
-    """The text of config.json: the model configuration and the fingerprint of its tokenizer."""
+    """Return the text of config.json: the model configuration and the fingerprint of its tokenizer."""
     kind = "recurrent" if isinstance(config, RecurrentConfig) else "model"
     data: dict[str, Any] = {"format": FORMAT_NAME, kind: to_dict(config)}
     if tokenizer is not None:

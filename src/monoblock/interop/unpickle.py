@@ -29,7 +29,7 @@ ALLOWED_AUDIT_EVENTS = {
 
 
 class UnsafeFileError(Exception):
-    """The reason why a file is not read."""
+    """A file is refused; the message says why."""
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def convert_file(source: str, target: str) -> int:
-    """Load, check and write a file; return the number of tensors."""
+    """Load the pickle `source`, check it and write its tensors to `target`; return the number of tensors."""
     size = os.path.getsize(source)
     zipped = check_zip(source, size)
     import torch
@@ -75,13 +75,13 @@ def convert_file(source: str, target: str) -> int:
 
 
 def check_zip(source: str, size: int) -> bool:
-    """Return whether the file is a zip archive; refuse one that would unpack to more than itself."""
+    """Return whether the file is a zip archive; refuse one that would unpack to more bytes than it has."""
     if not zipfile.is_zipfile(source):
         return False
     with zipfile.ZipFile(source) as archive:
         members = archive.infolist()
     if len(members) > MAX_TENSORS or sum(member.file_size for member in members) > size:
-        raise UnsafeFileError("it would unpack to more than itself")
+        raise UnsafeFileError("it would unpack to more bytes than it has")
     if any(member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 for member in members):
         raise UnsafeFileError("its parts are compressed or encrypted, which torch never writes")
     return True
@@ -131,7 +131,7 @@ def isolate_network() -> None:
 
 
 def extract_tensors(loaded: Any, torch: Any) -> dict[str, Any]:
-    """Return the state_dict in what was loaded, checked to hold plain tensors only."""
+    """Return the state_dict in a loaded object; raise unless it holds plain tensors only."""
     for key in STATE_DICT_KEYS:
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]

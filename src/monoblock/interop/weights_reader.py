@@ -26,7 +26,7 @@ def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _reopen(weights: SafetensorsWeights) -> SafetensorsWeights:
-    """Return the same files with the same headers, to be mapped anew."""
+    """Return the same weights with no file mapped yet; the headers are not read again."""
     reopened = copy.copy(weights)
     reopened._open_files = {}
     return reopened
@@ -41,7 +41,7 @@ class WeightReader:
         self.remap_bytes = max(REMAP_BYTES, weights.nbytes // REMAPS_PER_MODEL)
 
     def load(self, keys: Sequence[str], transform: TensorFunction = identity) -> Sequence[Tensor]:
-        """Return what `transform` makes of the tensors stored under `keys`."""
+        """Apply `transform` to the tensors stored under `keys`; return its results in the reader's dtype and device."""
         for key in keys:
             dtype = self.weights.entries[key].dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -58,7 +58,7 @@ class WeightReader:
         return [self._load_by_rows(keys, transform, index, shape) for index, shape in enumerate(shapes)]
 
     def _load_by_rows(self, keys: Sequence[str], transform: TensorFunction, index: int, shape: torch.Size) -> Tensor:
-        """Convert output number `index` of the transform, a block of rows at a time."""
+        """Return the transform's result at `index`, of this shape, converted a block of rows at a time."""
         result = torch.empty(shape, dtype=self.dtype, device=self.device)
         size = self.weights.entries[keys[0]].dtype.itemsize * shape.numel()
         rows = max(1, self.remap_bytes * shape[0] // size) if shape.numel() else 1

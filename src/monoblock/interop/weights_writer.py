@@ -24,7 +24,7 @@ def save_weights(
 ) -> None:
     """Write tensors by name, in files of at most `max_shard_size` bytes.
 
-    The tensors of one mapping come from one computation and stay in one file; `sizes` gives bytes by tensor name.
+    The tensors of one mapping in `factories` stay in one file; `sizes` are the bytes of each tensor by name.
     """
     shards: list[list[Mapping[str, TensorFactory]]] = [[]]
     shard_size = 0
@@ -53,7 +53,7 @@ def save_weights(
 
 
 def commit_file(path: Path) -> None:
-    """Flush PATH.tmp to disk, then rename it to PATH: after a crash there is the old file or the new one."""
+    """Flush PATH.tmp to disk, then rename it to PATH: after a crash either the old or the new file is there."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())

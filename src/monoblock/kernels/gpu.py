@@ -21,7 +21,7 @@ TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave som
 
 @functools.cache
 def is_available() -> bool:
-    """Whether Triton is installed and supports the GPU."""
+    """Whether Triton is installed and there is a GPU of compute capability 8.0 or more."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -37,7 +37,7 @@ def _triton_kernels() -> Any:
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """weight (N, K) times the single vector in x (…, K), plus bias, plus residual: (…, N)."""
+    """Multiply weight (N, K) by the one vector in x (…, K), and add bias (N,) and residual (…, N): (…, N)."""
     N, K = weight.shape
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     rows, columns, warps = _tile_sizes(N, K)
@@ -59,7 +59,7 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
 
 
 def _tile_sizes(N: int, K: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: the fastest of those measured on an H200."""
+    """Return the rows and columns of a tile and the number of warps, the fastest measured on an H200."""
     if K <= 1024:
         return (8, 256, 2) if N > 16384 else (2, 1024, 4)
     if K > 8192:
@@ -70,7 +70,7 @@ def _tile_sizes(N: int, K: int) -> tuple[int, int, int]:
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, cast_after_scale: bool
 ) -> Tensor:
-    """`nn.norm.layer_norm` (centered) or `nn.norm.rms_norm` in one kernel."""
+    """Compute `nn.norm.layer_norm` if centered, else `nn.norm.rms_norm`, over the last axis of x in one kernel."""
     out, K = torch.empty_like(x), x.shape[-1]
     block = 1 << (K - 1).bit_length()
     parameters = (x if weight is None else weight, x if bias is None else bias)
@@ -83,7 +83,7 @@ def norm(
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up of the concatenated projections [gate | up] (…, 2F): (…, F)."""
+    """Compute act(gate) * up (…, F) from the concatenated projections [gate | up] (…, 2F)."""
     F = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     blocks = -(-F // 512)
@@ -106,9 +106,10 @@ def attend_step(
     sin: Tensor | None = None,
     layout: str | None = None,
 ) -> Tensor:
-    """Rotate one new token a row, append it to the cache and attend to all cached tokens.
+    """Rotate one new token per row, append it to the cache and attend to all cached tokens: (B, H, 1, K).
 
-    q (B, H, 1, K), k and v (B, G, 1, K), keys and values (B, G, capacity, K), lengths (B,) before the new token.
+    q (B, H, 1, K), k and v (B, G, 1, K) are of the new token; keys and values (B, G, capacity, K) are the cache, and
+    lengths (B,) counts the tokens in it before the new one.
     """
     B, H, _, K = q.shape
     G, capacity = keys.shape[1], keys.shape[2]

@@ -112,7 +112,7 @@ def attend_kernel(
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Attend from the query heads of one group of one row to one split of the cache; split 0 adds the new token."""
+    """Each program attends from one group of query heads to one split of a row's cache; split 0 adds the new token."""
     row, group, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
     index = tl.arange(0, K)
     head = tl.arange(0, PADDED_HEADS)
@@ -169,7 +169,7 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(partials, out, splits, SPLITS: tl.constexpr, K: tl.constexpr) -> Any:
-    """Combine the splits of one head; an empty split has weight 0."""
+    """Each program combines the partial results of all splits for one head; an empty split has weight 0."""
     head = tl.program_id(0)
     index, split = tl.arange(0, K), tl.arange(0, SPLITS)
     mask = split < splits

@@ -21,24 +21,24 @@ class ClassScore(NamedTuple):
     support: int
 
     def to_dict(self) -> dict[str, float | int]:
-        """Convert to a row of --json, where the support is called "there"."""
+        """Convert to a JSON object, in which the key of the support is "there"."""
         return {"precision": self.precision, "recall": self.recall, "f1": self.f1, "there": self.support}
 
 
 def confusion_matrix(predictions: Sequence[int], labels: Sequence[int], num_classes: int) -> IntArray:
-    """Count (classes, classes): how often a true class (row) was predicted as each class (column)."""
+    """Return a matrix (classes, classes): how often each true class (row) was predicted as each class (column)."""
     counts = np.zeros((num_classes, num_classes), np.int64)
     np.add.at(counts, (np.asarray(labels, np.int64), np.asarray(predictions, np.int64)), 1)
     return counts
 
 
 def accuracy(counts: IntArray) -> float:
-    """Compute the share of correct predictions from a confusion matrix."""
+    """Compute the percentage of correct predictions from a confusion matrix."""
     return 100 * float(np.trace(counts)) / max(1, int(counts.sum()))
 
 
 def class_scores(counts: IntArray) -> list[ClassScore]:
-    """Compute precision, recall and F1 of every class; a ratio with denominator 0 is 0."""
+    """Compute precision, recall and F1 of every class from a confusion matrix; a ratio with denominator 0 is 0."""
     correct, predicted, support = np.diag(counts), counts.sum(0), counts.sum(1)
     precision, recall = (100 * correct / np.maximum(1, total) for total in (predicted, support))
     f1 = 200 * correct / np.maximum(1, predicted + support)
@@ -47,14 +47,18 @@ def class_scores(counts: IntArray) -> list[ClassScore]:
 
 
 def macro_f1(counts: IntArray) -> float:
-    """Average the F1 of the classes that occur among the labels or the predictions."""
+    """Average the F1 of the classes that occur among the labels or predictions of a confusion matrix."""
     occurs = (counts.sum(0) + counts.sum(1)) > 0
     values = [score.f1 for score, included in zip(class_scores(counts), occurs, strict=True) if included]
     return float(np.mean(values)) if values else 0.0
 
 
 def calibration_error(probabilities: NDArray[np.float64], labels: Sequence[int], bins: int = CALIBRATION_BINS) -> float:
-    """Expected calibration error (Guo et al. 2017): |confidence - accuracy| in bins of equal width, by their size."""
+    """Compute the expected calibration error in percent (Guo et al. 2017).
+
+    It is the mean of |confidence - accuracy| over bins of equal width, weighted by the examples in each.
+    `probabilities` has the shape (examples, classes).
+    """
     confidence, correct = probabilities.max(-1), probabilities.argmax(-1) == np.asarray(labels)
     # Bins are open on the left, so that a confidence of one belongs to the last.
     bin_of = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)

@@ -24,13 +24,13 @@ def split_words(text: str) -> list[str]:
 
 
 def rouge_n(hypothesis: WordSequence, reference: WordSequence, n: int) -> float:
-    """Compute F1 of the n-grams, each counted as often as it occurs in both texts."""
+    """Compute the F1 of common n-grams; a repeated n-gram counts as often as it occurs in both texts."""
     predicted, expected = _ngrams(hypothesis, n), _ngrams(reference, n)
     return _f1((predicted & expected).total(), predicted.total(), expected.total())
 
 
 def rouge_l(hypothesis: WordSequence, reference: WordSequence) -> float:
-    """Compute F1 of the longest common subsequence."""
+    """Compute the F1 of the longest common subsequence of words."""
     return _f1(_lcs_length(hypothesis, reference), len(hypothesis), len(reference))
 
 
@@ -45,7 +45,8 @@ def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     """Compute ROUGE-1, ROUGE-2 and ROUGE-L of texts, each against the best of its references."""
     if len(hypotheses) != len(references) or not hypotheses or not all(references):
         raise InputError(
-            f"{len(hypotheses)} texts and {len(references)} rows of references; give one or more for each text"
+            f"{len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
+            "and a list for each, none empty"
         )
     pairs = [
         (split_words(text), [split_words(reference) for reference in accepted])

@@ -27,7 +27,7 @@ def exact_match(answer: str, golds: Sequence[str]) -> float:
 
 
 def f1_score(answer: str, golds: Sequence[str]) -> float:
-    """Compute F1 of the words against the best gold answer."""
+    """Compute the F1 of the words of an answer, from 0 to 1, against the gold answer that gives the highest."""
     return max(
         _word_f1(normalize_answer(answer).split(), normalize_answer(gold).split()) for gold in _nonempty_golds(golds)
     )
@@ -46,9 +46,12 @@ def _word_f1(answer: list[str], gold: list[str]) -> float:
 
 
 def score_answers(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float | int]:
-    """Compute percentages over all questions and, if some have no gold answer, over the two kinds separately."""
+    """Compute exact match and F1 in percent over all questions.
+
+    If only some questions have a gold answer, the answerable and the unanswerable ones are also scored separately.
+    """
     if len(answers) != len(golds) or not answers:
-        raise InputError(f"{len(answers)} answers to {len(golds)} questions; give as many, one or more")
+        raise InputError(f"{len(answers)} answers to {len(golds)} questions; give one for each, and at least one")
     pairs = list(zip(answers, golds, strict=True))
     scores = _mean_scores(pairs) | {"questions": len(pairs)}
     answerable = [(answer, gold) for answer, gold in pairs if gold]

@@ -35,11 +35,14 @@ def _import_package(name: str) -> Any:
 
 
 def _reference_streams(hypotheses: Sequence[str], references: References) -> list[list[str | None]]:
-    """Transpose references as sacreBLEU takes them: the first of every text, then the second; None fills the gaps."""
+    """Transpose references for sacreBLEU: a list of the first reference of every text, a list of the second, and so on.
+
+    None stands for a missing reference.
+    """
     if len(hypotheses) != len(references) or not hypotheses or not all(references):
         raise InputError(
-            f"{len(hypotheses)} texts and {len(references)} rows of references; give one or more for each text, "
-            "and at least one text"
+            f"{len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
+            "and a list for each, none empty"
         )
     return [list(stream) for stream in itertools.zip_longest(*references)]
 
@@ -98,9 +101,12 @@ def cer(hypotheses: Sequence[str], references: References) -> float:
 
 
 def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int = 1) -> float:
-    """Compute the percentage of texts with an accepted reference among their first k hypotheses."""
+    """Compute the percentage of texts for which one of the first k hypotheses equals a reference."""
     if len(hypotheses) != len(references) or not hypotheses:
-        raise InputError(f"{len(hypotheses)} texts and {len(references)} rows of references; give as many, one or more")
+        raise InputError(
+            f"{len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
+            "and a list for each"
+        )
     pairs = zip(hypotheses, references, strict=True)
     correct = sum(not set(candidates[:k]).isdisjoint(accepted) for candidates, accepted in pairs)
     return 100 * correct / len(hypotheses)
@@ -115,7 +121,7 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float:
-    """Convert the mean loss of tokens to bits per byte of their text, which do not depend on the tokenizer."""
+    """Convert the mean loss per token, in nats, to bits per byte of text, which are comparable between tokenizers."""
     if num_bytes < 1:
-        raise InputError("a text of no bytes has no bits per byte; give one character or more")
+        raise InputError("an empty text has no bits per byte; give a text of one character or more")
     return loss * num_tokens / math.log(2) / num_bytes

@@ -61,7 +61,7 @@ def attend(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys; a sink (H,) adds to the denominator only."""
+    """Softmax of scores (B, H, T, S) over the keys; sinks (H,) are scores that add to the denominator only."""
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -69,7 +69,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, *, scale: float | None) -> Tensor:
-    """`attend` by FlexAttention (Dong et al. 2024), which skips masked blocks and stores no matrix of scores."""
+    """Compute `attend` with FlexAttention (Dong et al. 2024), which skips masked blocks and stores no scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
@@ -86,7 +86,10 @@ def attend_fused(
     dropout: float,
     bias: Tensor | None,
 ) -> Tensor:
-    """`attend` by one kernel.  Queries without keys see every key and are then zeroed: kernels are undefined there."""
+    """Compute `attend` with one fused kernel.
+
+    Kernels are undefined for a query that sees no key: it is shown every key, and its output is set to zero.
+    """
     if bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and context.uses_flex(q):
         return attend_flex(q, k, v, context, scale=scale)
     mask, blind = context.fused_mask(bias, q.dtype)
@@ -101,21 +104,21 @@ def attend_fused(
 
 
 def fold_beams(q: Tensor, num_sources: int) -> Tensor:
-    """Put the queries (n·B, H, T, K) of n beams that share one source side by side: (B, H, n·T, K)."""
+    """Join the queries of the n beams of each of B = `num_sources` sources: (B·n, H, T, K) -> (B, H, n·T, K)."""
     if q.shape[0] == num_sources:
         return q
     return q.unflatten(0, (num_sources, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def unfold_beams(heads: Tensor, num_rows: int) -> Tensor:
-    """Undo `fold_beams` on the output of attention."""
+    """Undo `fold_beams` on the output of attention: (B, H, n·T, K) -> (B·n, H, T, K), with B·n = `num_rows`."""
     if heads.shape[0] == num_rows:
         return heads
     return heads.unflatten(2, (num_rows // heads.shape[0], -1)).transpose(1, 2).flatten(0, 1)
 
 
 def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
-    """Select the heads left after pruning from a bias (B, H, T, S) of all heads."""
+    """Select the heads left after pruning from a bias (B, unpruned heads, T, S): (B, H, T, S)."""
     return bias[:, list(config.kept_heads)] if config.kept_heads else bias
 
 
@@ -152,7 +155,7 @@ class Attention(nn.Module):
         cache_write: CacheWrite | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Attend from x (B, T, D) to itself, or to memory (B, S, D)."""
+        """Attend from x (B, T, D) to itself and the cached tokens, or to memory (B, S, D): (B, T, D)."""
         is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
         queries, new_keys, new_values = self.project_qkv(x, x if memory is None else memory, is_cached)
         q = self._split_heads(queries, self.config.heads, self.query_norm)
@@ -192,7 +195,7 @@ class Attention(nn.Module):
         layer_cache: LayerCache | CrossAttentionCache | None,
         cache_write: CacheWrite | None,
     ) -> KeyValues:
-        """Split and rotate new keys and values, write them to the cache; return all that queries may see."""
+        """Split new keys and values into heads, rotate the keys, and cache both; return all that queries may see."""
         if new_keys is None or new_values is None:
             assert isinstance(layer_cache, CrossAttentionCache)
             assert layer_cache.keys is not None
@@ -220,7 +223,7 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=self.sinks, dropout=dropout, tap=tap)
 
     def _layer_position_bias(self, context: AttentionContext) -> Tensor:
-        """The bias from this block's own table of relative positions."""
+        """Return the bias (B, H, T, S) from this block's own table of relative positions."""
         assert isinstance(self.config.positions, Buckets)
         assert self.position_bias is not None
         mask = context.resolved_mask

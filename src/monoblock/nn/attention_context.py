@@ -1,4 +1,4 @@
-"""What all blocks with one attention configuration share in a forward pass: mask, bias and rotary angles."""
+"""Mask, bias and rotary angles of a forward pass, shared by all blocks with the same attention configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AttentionContext:
         self._block_mask: Any = None
 
     def prepare(self, x: Tensor) -> AttentionContext:
-        """Compute what the fused path needs, so that a checkpointed block finds the same tensors when it is rerun."""
+        """Compute the mask or bias of the fused path now, so that a checkpointed block finds it again; return self."""
         if self.bias is not None:
             self._prepared_bias = self._masked_bias(self.bias, x.dtype)
         elif self.uses_flex(x):
@@ -47,7 +47,7 @@ class AttentionContext:
         return self
 
     def uses_flex(self, x: Tensor) -> bool:
-        """Whether FlexAttention pays: on a GPU, with a dense mask and many queries."""
+        """Whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries."""
         return (
             x.is_cuda
             and self.resolved_mask.kind == "dense"
@@ -62,7 +62,11 @@ class AttentionContext:
         return self._dense_mask
 
     def safe_mask(self) -> tuple[Tensor, Tensor] | None:
-        """The mask in which rows without a visible key see every key, and which rows those are (B, 1, T, 1)."""
+        """Return a mask for fused kernels, or None if every key is visible.
+
+        It is a pair: the mask (B, 1, T, S), in which queries without a visible key see every key, and a mask
+        (B, 1, T, 1) of these queries, whose output must be set to zero.
+        """
         dense = self.dense_mask()
         if self._safe_mask is None and dense is not None:
             blind = ~dense.any(-1, keepdim=True)
@@ -85,7 +89,10 @@ class AttentionContext:
         return build(mask, batch if batch > 1 else None, None, q.length, k.length, device=q.positions.device)
 
     def fused_mask(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """The mask argument of a fused kernel (boolean, or the bias with -inf) and the rows without a visible key."""
+        """Return the mask argument of a fused kernel and a mask (B, 1, T, 1) of the queries without a visible key.
+
+        The argument is boolean or, with a bias, the bias with -inf where the mask is False; None: no mask is needed.
+        """
         if bias is None:
             return (self.safe_mask() or (None, None)) if self.resolved_mask.kind == "dense" else (None, None)
         if bias is self.bias and self._prepared_bias is not None:

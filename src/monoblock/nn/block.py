@@ -1,5 +1,7 @@
 """The Transformer block: attention, optional cross-attention and feed-forward, each with norm and residual.
 
+By `norm_place`, with f one of the three sublayers, and by `residual`:
+
 pre        x + f(norm(x))             post     norm(x + f(x))
 output     x + norm(f(x))             sandwich x + norm'(f(norm(x)))
 parallel   x + attention(norm(x)) + feedforward(norm'(x)), with norm' = norm when shared
@@ -106,7 +108,7 @@ class Block(nn.Module):
         return x + update
 
     def _scale_residual(self, name: str, update: Tensor, tap: Tap | None) -> Tensor:
-        """Apply dropout, gain and scale to what is added to the residual stream."""
+        """Apply dropout, gain and scale to the output of a sublayer before it is added to the residual stream."""
         update = F.dropout(apply_tap(tap, f"{name}.output", update), self.config.dropout, self.training)
         gain = getattr(self, f"{name}_gain")
         if gain is not None:

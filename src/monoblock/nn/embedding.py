@@ -19,18 +19,18 @@ from monoblock.nn.token_positions import TokenPositions
 
 
 def tied_table(token: nn.Module) -> Tensor | nn.Module:
-    """What a tied output multiplies with: the weight of an embedding, or a quantized module with a `linear` method."""
+    """Return the matrix of a tied output: the weight of a token embedding, or the module if it is quantized."""
     return token if hasattr(token, "linear") else cast(Tensor, token.weight)
 
 
 def _table_rows(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
-    """The first rows of an embedding (count, D); an embedding that is not plain is called."""
+    """Return the first rows (count, D) of an embedding; if it is not plain (see `is_plain`), call it to get them."""
     weight = weight_if_plain(embedding, nn.Embedding)
     return weight[:count] if isinstance(weight, Tensor) else weight(torch.arange(count, device=device))
 
 
 class Embedding(nn.Module):
-    """Token embedding with positions, segments and norm.  A target tied to the source is passed its token embedding."""
+    """Token embedding with positions, segments and norm; a target tied to the source is passed `tied_token`."""
 
     def __init__(self, width: int, config: EmbeddingConfig, *, owns_tokens: bool = True) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Embedding(nn.Module):
         return apply_tap(tap, "output", x)
 
     def _drop_words(self, x: Tensor, token_positions: TokenPositions) -> Tensor:
-        """Zero the embeddings of random words and scale the rest, except the first of each text.
+        """Zero the embeddings of random tokens and scale up the rest; the first token of each text is left alone.
 
         The first token sees only itself: were it zero, the norm of zeros in every block would blow up its gradient.
         """
@@ -100,7 +100,7 @@ class Embedding(nn.Module):
         return x
 
     def check_inputs(self, ids: Tensor, token_positions: TokenPositions, segments: Tensor | None = None) -> None:
-        """Check ids, positions and segments against the tables; values are read on a CPU only."""
+        """Check that ids, positions and segments are in range; values on a GPU are not read, which would be slow."""
         limit = self.config.context if self.position is not None else None
         if segments is not None and self.segment is None:
             raise InputError("this model has no segments; drop them, or build it with segments=2")
@@ -116,7 +116,8 @@ class Embedding(nn.Module):
                 f"is this the model's own tokenizer?"
             )
         if segments is not None and not 0 <= int(segments.min()) <= int(segments.max()) < self.config.segments:
-            raise InputError(f"segments must lie in 0 to {self.config.segments - 1}; {int(segments.max())} was given")
+            wrong = int(segments.min()) if int(segments.min()) < 0 else int(segments.max())
+            raise InputError(f"segment {wrong} is out of range; write segments from 0 to {self.config.segments - 1}")
         if token_positions.start is None and int(token_positions.positions.min()) < 0:
             raise InputError(f"position {int(token_positions.positions.min())} is negative; count positions from 0")
         if limit is not None and token_positions.start is None and int(token_positions.positions.max()) >= limit:
@@ -145,9 +146,10 @@ class PatchEmbedding(nn.Module):
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
     def forward(self, pixels: Tensor, masked_patches: Tensor | None = None, tap: Tap | None = None) -> Tensor:
-        """pixels (B, channels, height, width) -> (B, T, D): class token, registers, then the patches row by row.
+        """pixels (B, channels, height, width) -> (B, T, D), the patches row by row.
 
-        `masked_patches` (B, patches) marks patches to replace by the mask token.
+        Class token, distillation token and registers come first, if the model has them.  `masked_patches` (B, patches)
+        is True for patches to replace by the mask token.
         """
         dtype = next(self.patch.parameters()).dtype
         x = self.patch(pixels).flatten(2).mT.to(dtype)  # (B, N, D); in full precision under autocast
@@ -223,7 +225,7 @@ class FrameEmbedding(nn.Module):
     def check_inputs(self, features: Tensor) -> None:
         channels, max_frames = self.config.channels, 2 * self.config.context
         if not isinstance(features, Tensor) or not features.is_floating_point():
-            raise InputError("features must be a tensor of floating-point numbers, one column per frame")
+            raise InputError("features must be floating-point numbers; give a tensor (batch, channels, frames)")
         if features.dim() != 3 or features.shape[1] != channels or not 0 < features.shape[2] <= max_frames:
             raise InputError(
                 f"features of shape {tuple(features.shape)} do not fit: this model takes (batch, {channels}, "

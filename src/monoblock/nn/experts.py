@@ -17,7 +17,7 @@ from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 
 def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Select the experts of each token and their weights, each (N, top_k), from router logits (N, E)."""
+    """Select the experts of each token by router logits (N, E); return their indices and weights, each (N, top_k)."""
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if config.router == "top_k_softmax":
         top_logits, expert_ids = wide.topk(config.top_k, dim=-1)
@@ -82,14 +82,14 @@ class Experts(nn.Module):
         return F.linear(hidden, self.down[expert], bias(self.down_bias))
 
     def _run_all(self, x: Tensor, expert_ids: Tensor, weights: Tensor, tap: Tap | None) -> Tensor:
-        """Run every expert on every token (N, D)."""
+        """Run every expert on every token of x (N, D), and add the outputs of the selected experts by `weights`."""
         outputs = torch.stack([self.run_expert(e, x) for e in range(self.experts_config.count)], dim=1)  # (N, E, D)
         outputs = apply_tap(tap, "outputs", outputs)
         all_weights = torch.zeros(x.shape[0], self.experts_config.count, dtype=x.dtype, device=x.device)
         return (outputs * all_weights.scatter(1, expert_ids, weights)[..., None]).sum(1)
 
     def _run_selected(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Run each expert on the tokens (N, D) routed to it."""
+        """Run each expert on those tokens of x (N, D) that are routed to it, and add the outputs by `weights`."""
         out = torch.zeros_like(x)
         for expert in range(self.experts_config.count):
             token, rank = (expert_ids == expert).nonzero(as_tuple=True)

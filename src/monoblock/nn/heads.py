@@ -65,7 +65,10 @@ class Head(nn.Module):
             self.fixed_bias: Tensor | None = None
 
     def _output_dim(self, model: ModelConfig) -> int:
-        """The input size of the output matrix: a factorized embedding's size if tied to it or transformed for it."""
+        """Return the input size of the output matrix.
+
+        It is the width, or the size of a factorized embedding if the output is tied to it or the head is a masked LM.
+        """
         embedding = model.target_input
         uses_embedding_size = self.config.kind == "masked_lm" or self.is_tied
         if isinstance(embedding, EmbeddingConfig) and embedding.dim is not None and uses_embedding_size:
@@ -80,7 +83,7 @@ class Head(nn.Module):
         table: Tensor | nn.Module | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """hidden (B, T, D) -> (B, T, V), (B, T, classes), (B, T, 2), (B, classes) or (B, D) by kind."""
+        """hidden (B, T, D) -> (B, T, V), (B, T, classes), (B, T, 2), (B, classes) or (B, D), depending on the kind."""
         config = self.config
         x = hidden
         if config.kind in ("classifier", "pooled"):
@@ -114,12 +117,12 @@ class Head(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _tied_product(self, x: Tensor, table: Tensor | nn.Module | None, bias: Tensor | None) -> Tensor:
-        """The product with the token embedding, a matrix or a quantized module."""
+        """Multiply x by the token embedding, which is a matrix (V, dim) or a quantized module."""
         assert table is not None
         return self.linear(x, table, bias) if isinstance(table, Tensor) else table.linear(x, bias)  # type: ignore[operator]
 
     def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product with `output`, which is called if it is not plain."""
+        """Multiply x by the output matrix of the head; if the module is not plain (see `is_plain`), call it instead."""
         output: nn.Module | None = self.output
         assert output is not None
         if any(is_plain(output, kind) for kind in self.plain_outputs):
@@ -130,7 +133,7 @@ class Head(nn.Module):
         return logits if bias is None else logits + bias
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x times the rows of the table; inference copies override it with a faster product."""
+        """Multiply x (…, dim) by weight (outputs, dim) and add the bias; heads for inference override it."""
         return F.linear(x, weight, bias)
 
 

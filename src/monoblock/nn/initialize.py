@@ -18,7 +18,7 @@ Initializer = Callable[[Tensor, ModelConfig, str], None]
 
 
 def keep_as_built(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Leave the weight as it is."""
+    """Leave the weight as its module initialized it."""
 
 
 def zeros(weight: Tensor, config: ModelConfig, name: str) -> None:
@@ -30,7 +30,7 @@ def normal(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def residual_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Normal, divided by the square root of the number of residual additions (Radford et al. 2019)."""
+    """Normal with std / sqrt(N) for a stack of N residual additions, two per block (Radford et al. 2019)."""
     nn.init.normal_(weight, std=config.init.std / math.sqrt(2 * config.stacks[name.split(".")[0]].depth))
 
 
@@ -41,7 +41,7 @@ def xavier(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def normal_by_width(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Variance 1/D, which gives unit variance after scaling by sqrt(D), and unit logits if tied."""
+    """Normal with variance 1/D: embeddings scaled by sqrt(D), and logits of a tied output, then have unit variance."""
     nn.init.normal_(weight, std=config.width**-0.5)
 
 
@@ -54,7 +54,7 @@ def unit_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def t5_query(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Scale queries by 1/sqrt(K), which T5's attention scores leave out (Raffel et al. 2020)."""
+    """Normal with std 1/sqrt(D·K): includes the factor 1/sqrt(K) that T5 omits from attention (Raffel et al. 2020)."""
     stack, layer, kind = name.split(".")[:3]
     attention = getattr(list(config.stacks[stack].layers())[int(layer)], kind)
     size = attention.key_size(config.width)
@@ -62,12 +62,12 @@ def t5_query(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def small_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Standard deviation sqrt(2 / 5D) (Nguyen and Salazar 2019)."""
+    """Normal with std sqrt(2 / 5D) (Nguyen and Salazar 2019)."""
     nn.init.normal_(weight, std=math.sqrt(2 / (5 * config.width)))
 
 
 def wang_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Standard deviation 2 / (L sqrt(D)), for projections into the residual stream (Black et al. 2022)."""
+    """Normal with std 2 / (L sqrt(D)), for projections into the residual stream (Black et al. 2022)."""
     nn.init.normal_(weight, std=2 / (config.depth * math.sqrt(config.width)))
 
 
@@ -111,7 +111,7 @@ SCHEMES: dict[str, tuple[tuple[str, Initializer], ...]] = {
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig) -> None:
-    """Draw every weight from torch's global generator."""
+    """Initialize every weight by the scheme `config.init.kind`, with torch's global random number generator."""
     table = COMMON_RULES + SCHEMES[config.init.kind]
     for name, weight in model.named_parameters():
         if weight.is_meta:

@@ -18,12 +18,13 @@ POSITION_WEIGHT = "input.position.weight"
 def interpolate(model: Transformer, image: int) -> Transformer:
     """Return a copy of a model for images of image × image pixels.
 
-    Positions, learned or sinusoidal, are interpolated (bicubic) and become a learned table; those of class tokens stay.
+    Positions of patches, learned or sinusoidal, are interpolated (bicubic) and become a learned table; positions of
+    class tokens stay the same.
     """
     embedding, config = model.input, model.config.input
     if not (isinstance(embedding, PatchEmbedding) and isinstance(config, PatchConfig)):
         raise InputError(
-            f"{with_article(model.config.family)} model reads no images, so it has no patch positions to interpolate"
+            f"{with_article(model.config.family)} model has no patch positions to interpolate; give a vision model"
         )
     if image < 1 or image % config.patch:
         nearest = max(1, round(image / config.patch)) * config.patch

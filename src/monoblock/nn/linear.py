@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one product: the weights are stored apart and joined where that is faster."""
+"""Compute several linear layers of the same input as one product, joining their weights where that is faster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUSE_MIN_TOKENS = 512  # from here one wide product is faster, although the weig
 
 
 def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Whether x (B, T, D) has many tokens and the layers are plain and all or none have a bias."""
+    """Whether one product is possible and faster: x (B, T, D) has many tokens; layers are plain and can be joined."""
     return (
         x.shape[0] * x.shape[1] >= FUSE_MIN_TOKENS
         and all(is_plain(layer, nn.Linear) for layer in layers)
@@ -24,7 +24,7 @@ def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 
 def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """The outputs of each layer for x (B, T, D)."""
+    """Apply every layer to x (B, T, D) with one product; return the output of each."""
     return split_columns(F.linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
 
 

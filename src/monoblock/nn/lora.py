@@ -30,7 +30,7 @@ ALL_TARGETS = "all"
 
 
 class LoraLinear(nn.Module):
-    """A projection with a low-rank adapter."""
+    """A projection with a low-rank adapter: base(x) + (alpha / r) B A x."""
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapter to the weight; keep the original weight."""
+        """Add the adapter to the weight in place; keep a copy of the original weight."""
         if self.original is None:
             weight = self._base_weight()
             self.original = weight.detach().clone()
@@ -85,12 +85,12 @@ class LoraLinear(nn.Module):
     def _base_weight(self) -> nn.Parameter:
         weight = self.base._parameters.get("weight")
         if weight is None:
-            raise InputError("weights of 8 or 4 bits have no room for an adapter; use fold_lora, which makes a copy")
+            raise InputError("an adapter cannot be merged into a quantized weight; use fold_lora, which makes a copy")
         return weight
 
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
-        """Return a linear layer with the adapter merged."""
+        """Return a new nn.Linear with the adapter merged into its weight."""
         outputs, inputs = linear_shape(self.base)
         weight = self.base.weight
         assert isinstance(weight, Tensor)
@@ -130,7 +130,7 @@ def add_lora(
     and o abbreviate the projections of attention, and "all" means all projections.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"rank={rank!r} is no whole number above 0; an adapter has a rank of 1 or more")
+        raise ConfigError(f"rank={rank!r} is not a whole number above 0; write 1 or more")
     if any(True for _ in lora_layers(model)):
         raise InputError("this model has adapters already; remove them first with fold_lora(model)")
     names = match_targets(projection_names(model), targets)
@@ -160,9 +160,9 @@ def match_targets(names: Sequence[str], targets: Sequence[str]) -> list[str]:
         matching = [name for name in names if ending == ALL_TARGETS or f".{name}".endswith(f".{ending}")]
         if not matching:
             known = sorted({name.rsplit(".", 1)[-1] for name in names})
-            suggestion = did_you_mean(target, known)
+            choices = ", ".join([*known, ALL_TARGETS])
             raise ConfigError(
-                f"LoRA target {target!r} is no projection of this model{suggestion}: {', '.join(known)}, {ALL_TARGETS}"
+                f"LoRA target {target!r} is no projection of this model ({choices}){did_you_mean(target, known)}"
             )
         matches.update(matching)
     return [name for name in names if name in matches]
@@ -199,7 +199,7 @@ def _require_lora_layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
 
 
 def fold_lora(model: M) -> M:
-    """Return a copy with all adapters merged and removed, all of it trainable."""
+    """Return a copy with every adapter merged into its weight and removed; all weights of the copy are trainable."""
     folded = copy.deepcopy(model)
     for name, module in list(lora_layers(folded)):
         replace_module(folded, name, module.to_linear())

@@ -167,14 +167,14 @@ class Recurrent(nn.Module):
         *,
         tap: Tap | None = None,
     ) -> StepOutput:
-        """Read one token (B,); return the logits of the next (B, V) and the new state.  state=None is the start.
+        """Read one token (B,); return the logits of the next token (B, V) and the new state; None: the first state.
 
-        `tap("attention.weights", w)` gets w (B, S); what it returns is used.
+        `tap("attention.weights", w)` gets the attention weights w (B, S), which its result replaces.
         """
         _check_ids("token", token, self._output_embedding.num_embeddings, "B")
         if (memory is None) != (self.config.kind == "language_model"):
             raise InputError(
-                "an encoder-decoder steps with memory=model.encode(source); a language model has no memory"
+                "an encoder-decoder needs memory=model.encode(source) in step, and a language model takes none"
             )
         if memory is None:
             logits, state = self.forward_with_state(token.unsqueeze(1), None, state)
@@ -234,7 +234,7 @@ class Recurrent(nn.Module):
 
     def _require_kind(self, kind: LSTMKind, method: str) -> None:
         if self.config.kind != kind:
-            raise InputError(f"{method} belongs to kind={kind!r}, but this model is kind={self.config.kind!r}")
+            raise InputError(f"{method} is for kind={kind!r}, but this model has kind={self.config.kind!r}")
 
     def _check_batch(self, rows: int, state: LSTMState | None, memory: EncoderMemory | None = None) -> None:
         if memory is not None and len(memory.values) != rows:
@@ -245,7 +245,7 @@ class Recurrent(nn.Module):
 
 
 def _run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
-    """Run an LSTM over rows of given lengths: outputs (0 on padding) and the state after each row's last token."""
+    """Run an LSTM over rows of given lengths; return outputs (0 on padding) and the state after each last token."""
     if lengths is None:
         out, last = lstm(x, state)
     else:
@@ -268,9 +268,9 @@ def _valid_lengths(name: str, mask: Tensor | None, ids: Tensor) -> Tensor | None
     if mask is None:
         return None
     if mask.shape != ids.shape:
-        raise InputError(f"{name} has shape {tuple(mask.shape)}, its ids {tuple(ids.shape)}; give a 1 or 0 for each")
+        raise InputError(f"{name} has shape {tuple(mask.shape)}, its ids {tuple(ids.shape)}; give a 1 or 0 for each id")
     if ((mask != 0) & (mask != 1)).any():
-        raise InputError(f"{name} holds more than 0 and 1; write 1 for a real token and 0 for padding")
+        raise InputError(f"{name} has values other than 0 and 1; write 1 for a real token and 0 for padding")
     valid = mask.bool()
     if (valid[:, 1:] & ~valid[:, :-1]).any():
         raise InputError(f"{name} has padding before a real token, and an LSTM reads in order; pad on the right")
@@ -281,7 +281,10 @@ def _valid_lengths(name: str, mask: Tensor | None, ids: Tensor) -> Tensor | None
 
 @torch.no_grad()
 def _initialize(model: nn.Module) -> None:
-    """Embeddings uniform in ±0.1, recurrent matrices orthogonal per gate, others Xavier; biases 0, forget gates 1."""
+    """Initialize embeddings uniformly in ±0.1, recurrent matrices orthogonally for each gate, other matrices by Xavier.
+
+    Biases are 0, except those of the forget gates, which are 1.
+    """
     for name, weight in model.named_parameters():
         if name in ("input.weight", "target.weight", "output.weight"):
             nn.init.uniform_(weight, -0.1, 0.1)

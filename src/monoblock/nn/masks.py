@@ -43,7 +43,7 @@ class Mask:
         return " & ".join(term.name for term in self.terms) or "everything"
 
     def allows(self, q: TokenPositions, k: TokenPositions) -> Tensor | bool:
-        """Whether queries may see keys, padding aside; fields of q and k broadcast against each other."""
+        """Return whether queries may see keys, ignoring padding; fields of q and k broadcast against each other."""
         allowed: Tensor | bool = True
         for term in self.terms:
             allowed = allowed & term.predicate(q, k)
@@ -77,7 +77,7 @@ class Mask:
         return mask_mod
 
     def resolve(self, q: TokenPositions, k: TokenPositions) -> ResolvedMask:
-        """The cheapest way to apply the mask to these tokens, decided without reading a tensor."""
+        """Find the cheapest way to apply the mask to these tokens, without reading a tensor."""
         terms = tuple(term for term in self.terms if not _is_vacuous(term, q, k))
         if k.valid is not None or (terms and (q.start is None or k.start != 0)):
             return ResolvedMask("dense", Mask(terms), q, k)
@@ -128,12 +128,12 @@ prefix = Mask((MaskTerm("prefix", lambda q, k: False if k.prefix_or_global is No
 
 
 def window(size: int) -> Mask:
-    """Positions closer than `size`: with `causal` the last `size` tokens, without it `size - 1` to each side."""
+    """Allow positions closer than `size`: with `causal` the last `size` tokens, without it `size - 1` to each side."""
     return Mask((MaskTerm(f"window({size})", lambda q, k: (q.positions - k.positions).abs() < size, reach=size),))
 
 
 def _is_global(tokens: TokenPositions) -> Any:
-    """Which tokens are global: those flagged, or by default the first of each document."""
+    """Return which tokens are global: those flagged or, if there are no flags, the first of each document."""
     return tokens.positions == 0 if tokens.prefix_or_global is None else tokens.prefix_or_global
 
 
@@ -144,7 +144,8 @@ global_tokens = Mask((MaskTerm("global_tokens", lambda q, k: _is_global(q) | _is
 def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
     """BigBird (Zaheer et al. 2020): link each block of `size` positions to up to `count` random earlier blocks.
 
-    Links are a hash of the two block numbers and the seed, so they depend on neither length nor chunking.
+    Positions in linked blocks see each other.  The links of a block are a hash of its index and the seed, so they do
+    not depend on the length of the text.
     """
 
     def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
@@ -161,7 +162,7 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
 
 
 def mask_from_config(config: AttentionConfig) -> Mask:
-    """The mask of an attention configuration."""
+    """Build the mask of an attention configuration."""
     nearby = everything
     if config.window is not None:
         nearby = window(config.window)

@@ -62,7 +62,7 @@ class Norm(nn.Module):
         return rms_norm(x, weight, config.eps, cast_after_scale=config.cast == "after_scale")
 
     def _norm_per_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (B, T, H, K), weight (H, K)."""
+        """Normalize each head of x (B, T, H, K) and scale it by its row of weight (H, K)."""
         normed = layer_norm(x, eps=self.config.eps) if self.config.kind == "layer" else rms_norm(x, eps=self.config.eps)
         normed = normed * weight.to(x.dtype)
         return normed if self.bias is None else normed + self.bias

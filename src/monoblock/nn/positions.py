@@ -43,7 +43,7 @@ def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device)
 def interpolate_grid(table: Tensor, side: int) -> Tensor:
     """Resize position embeddings of a square grid (N, D), row by row, to side × side by bicubic interpolation.
 
-    The corners of the images coincide, not those of their patches (Dosovitskiy et al. 2021, 3.2).
+    Both grids cover the whole image: its edges coincide, not the centres of outer patches (Dosovitskiy et al. 2021).
     """
     old_side = math.isqrt(table.shape[0])
     grid = table.detach().float().mT.unflatten(-1, (old_side, old_side))[None]  # (1, D, old side, old side)
@@ -63,9 +63,10 @@ class RotaryAngles(NamedTuple):
 
 
 def rotary_frequencies(config: Rotary, head_dim: int, positions: Tensor | None = None) -> tuple[Tensor, float]:
-    """The angle of each pair per position (pairs,), and the factor on cosine and sine.
+    """Return the angle by which each pair turns per position (pairs,), and a factor for cosine and sine.
 
-    Dynamic and longrope scaling depend on the length of each text, by `positions` (B, T): (B, pairs).
+    With dynamic or longrope scaling the angles depend on the length of each text, which is read from `positions`
+    (B, T), and have the shape (B, pairs).
     """
     dim = config.dim if config.dim is not None else head_dim
     device = positions.device if positions is not None else None
@@ -89,7 +90,10 @@ def rotary_frequencies(config: Rotary, head_dim: int, positions: Tensor | None =
 
 
 def _scaled_base(base: float, scaling: Scaling, dim: int, positions: Tensor | None) -> float | Tensor:
-    """NTK-aware: a larger base, which stretches slow pairs most; dynamic: as large as the longest position needs."""
+    """Return the larger base of NTK-aware scaling, which stretches slow pairs most.
+
+    Dynamic scaling enlarges it only as far as the longest position of each text needs: (B, 1).
+    """
     power = dim / (dim - 2) if dim > 2 else 1.0
     if scaling.kind == "ntk":
         return base * scaling.factor**power
@@ -101,7 +105,7 @@ def _scaled_base(base: float, scaling: Scaling, dim: int, positions: Tensor | No
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
-    """Keep fast pairs, divide slow ones by the factor, interpolate between (Grattafiori et al. 2024)."""
+    """Keep high frequencies, divide low ones by the factor, interpolate in between (Grattafiori et al. 2024)."""
     assert scaling.original_context is not None
     turns = scaling.original_context * frequencies / (2 * math.pi)  # whole turns within the original context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -110,7 +114,7 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, scaling: Scaling, base: float, dim: int) -> Tensor:
-    """As llama3, but interpolate linearly in the index of the pair (Peng et al. 2023)."""
+    """Scale as llama3 does, but interpolate linearly in the index of the pair (Peng et al. 2023)."""
     assert scaling.original_context is not None
 
     def pair_with(turns: float) -> float:
@@ -132,7 +136,10 @@ def _yarn_attention_factor(scaling: Scaling) -> float:
 
 
 def _longrope_frequencies(frequencies: Tensor, scaling: Scaling, positions: Tensor | None) -> tuple[Tensor, float]:
-    """Divide each pair by its factor: one set within the original context, another beyond (Ding et al. 2024)."""
+    """Divide each frequency by its short factor, or by its long factor if the text exceeds the original context.
+
+    Return frequencies (B, pairs) and the factor for cosine and sine (Ding et al. 2024).
+    """
     assert scaling.original_context is not None
     short, long = (
         device_constant(factors, frequencies.device) for factors in (scaling.short_factors, scaling.long_factors)
@@ -159,7 +166,7 @@ def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch
 
 
 def apply_rotary(x: Tensor, angles: RotaryAngles) -> Tensor:
-    """Rotate the first pairs of x (B, H, T, K); the rest of each head stays as it is."""
+    """Rotate the first 2·pairs features of every head of x (B, H, T, K); the other features stay as they are."""
     dim = 2 * angles.cos.shape[-1]
     x, rest = (x, None) if dim == x.shape[-1] else (x[..., :dim], x[..., dim:])
     first, second = (x[..., 0::2], x[..., 1::2]) if angles.interleaved else x.chunk(2, dim=-1)
@@ -172,7 +179,10 @@ _DEVICE_CONSTANTS: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
 def device_constant(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to a device; for a GPU the copy is kept, because copying synchronizes and no graph can record it."""
+    """Return numbers as a tensor on a device; on a GPU it is kept for later calls.
+
+    A copy to a GPU synchronizes and cannot be recorded in a CUDA graph.
+    """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(numbers, device=device)
     key = tuple(numbers), device
@@ -186,7 +196,10 @@ def device_constant(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
-    """2^(-8k/H), k = 1…H, if H is a power of two, else with every second slope of 2H added (Press et al. 2022)."""
+    """Return the slopes 2^(-8k/H), k = 1…H, if the number of heads H is a power of two (Press et al. 2022).
+
+    Else they are those of the next smaller power of two P, and every second slope of 2P.  8 is `config.max_bias`.
+    """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** -(config.max_bias * k / power) for k in range(1, power + 1)]
     between = [2.0 ** -(config.max_bias * k / (2 * power)) for k in range(1, 2 * power, 2)]
@@ -194,7 +207,7 @@ def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
 
 
 def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """-slope * |distance|: (B, H, T, S).  Falcon rounds to bf16 and scales the bias like the scores."""
+    """Return -slope * |distance| (B, H, T, S).  Falcon's form is rounded to bf16 and scaled like the scores."""
     slopes = device_constant(alibi_slopes(heads, config), q_positions.device).view(1, heads, 1, 1)
     distance = (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs()
     if config.form == "falcon":
@@ -204,7 +217,7 @@ def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_
 
 
 def relative_position_bucket(config: Buckets, relative_position: Tensor, *, bidirectional: bool) -> Tensor:
-    """T5's bucket of key position - query position: exact if near, logarithmic if far (Raffel et al. 2020)."""
+    """Return T5's bucket index of key - query position: exact if near, logarithmic if far (Raffel et al. 2020)."""
     count = config.count
     buckets = torch.zeros_like(relative_position)
     if bidirectional:
@@ -227,7 +240,7 @@ def bucket_bias(
     *,
     bidirectional: bool,
 ) -> Tensor:
-    """The learned bias (B, H, T, S) of each query and key, from a table (count, H) or a module that looks it up."""
+    """Return the learned bias (B, H, T, S) of queries and keys, from a table (count, H) or a lookup module."""
     relative_position = k_positions[:, None, :] - q_positions[:, :, None]
     buckets = relative_position_bucket(config, relative_position, bidirectional=bidirectional)
     bias = table[buckets] if isinstance(table, Tensor) else table(buckets)

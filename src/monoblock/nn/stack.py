@@ -26,7 +26,7 @@ from monoblock.nn.token_positions import TokenPositions
 
 
 class Stack(nn.Module):
-    """Blocks named 0, 1, …; layers that share tied weights run one block, named after the first of them."""
+    """Blocks named by the index of their layer; layers with tied weights run one block, named after the first layer."""
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class Stack(nn.Module):
 
     @property
     def uses_flags(self) -> bool:
-        """Whether any block has a prefix or global tokens."""
+        """Whether any block reads `flags`, which mark a prefix or global tokens."""
         return any(attention.mask == "prefix" or attention.global_tokens for attention in self.attention_configs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the masks, whose functions cannot be pickled; they follow from the configuration."""
+        """Leave out the masks, whose functions cannot be pickled; __setstate__ builds them from the configuration."""
         return {key: value for key, value in self.__dict__.items() if key != "masks"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Stack(nn.Module):
         cache: Cache | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """x (B, T, D) at the given positions, with cross-attention to memory (B, S, D) if given -> (B, T, D)."""
+        """Run the blocks on x (B, T, D), with cross-attention to memory (B, S, D) if given: (B, T, D)."""
         writes: list[CacheWrite | None] = (
             [None] * len(self.block_order) if cache is None else list(cache.prepare_write(token_positions))
         )
@@ -107,7 +107,11 @@ class Stack(nn.Module):
     def _memory_context(
         q: TokenPositions, memory_positions: TokenPositions | None, cache: Cache | None, x: Tensor
     ) -> AttentionContext | None:
-        """Mask of cross-attention.  Beams that share a source are folded into one row, of any number of queries."""
+        """Return the context of cross-attention, which has a mask only.
+
+        Beams that share a source are folded into one row of queries (see `fold_beams`), so the mask has a single query,
+        which broadcasts.
+        """
         if memory_positions is None:
             return None
         if cache is not None and cache.rows_per_source > 1:
@@ -117,7 +121,7 @@ class Stack(nn.Module):
     def _attention_context(
         self, config_index: int, q: TokenPositions, cache_write: CacheWrite | None, x: Tensor
     ) -> AttentionContext:
-        """Mask, rotary angles and bias of self-attention."""
+        """Return the context of self-attention for blocks with one configuration: mask, rotary angles and bias."""
         config: AttentionConfig = self.attention_configs[config_index]
         k = q if cache_write is None else cache_write.key_positions
         size, positions = config.key_size(x.shape[-1]), config.positions
@@ -139,7 +143,7 @@ class Stack(nn.Module):
 
 
 def _block_order(config: StackConfig) -> list[int]:
-    """For each layer, the number of the block whose weights it uses."""
+    """Return for each layer the index of the block whose weights it uses."""
     order: list[int] = []
     for repeat in config.pattern:
         first, size = len(order), len(repeat.blocks)

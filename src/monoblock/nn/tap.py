@@ -14,7 +14,7 @@ Tap = Callable[[str, Tensor], Tensor]
 
 
 class PrefixedTap:
-    """A tap for a sub-module, whose name it puts in front of the names of activations."""
+    """A tap for a sub-module: it calls another tap with the sub-module's name before the activation's."""
 
     def __init__(self, tap: Tap, prefix: str) -> None:
         self.tap, self.prefix = tap, prefix
@@ -31,7 +31,7 @@ def prefix_tap(tap: Tap | None, prefix: str) -> Tap | None:
 
 
 def tap_wants(tap: Tap | None, name: str) -> bool:
-    """Whether to compute an activation that costs extra."""
+    """Whether a tap wants the activation `name`, so that it is worth computing although it costs extra."""
     if tap is None:
         return False
     wants = getattr(tap, "wants", None)

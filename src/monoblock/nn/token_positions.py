@@ -1,4 +1,4 @@
-"""Positions, documents, padding and flags of a batch of tokens, on which masks and position encodings are defined."""
+"""Positions, documents, padding and flags of a batch of tokens, from which masks and encodings are computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenPositions:
         return self.positions.shape[-1]
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> TokenPositions:
-        """Apply a function to every tensor."""
+        """Return a copy with a function applied to every tensor."""
         fields = {name: getattr(self, name) for name in ("positions", "document", "valid", "prefix_or_global")}
         changed: dict[str, Any] = {name: fn(field) for name, field in fields.items() if field is not None}
         return replace(self, **changed)

@@ -41,7 +41,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):
-            raise ConfigError(f"a Transformer is built from a ModelConfig, not from {config!r:.60}; write mb.preset(…)")
+            raise ConfigError(f"a Transformer is built from a ModelConfig, not from {config!r:.60}; see mb.preset")
         if config.quantize is not None:
             raise ConfigError(
                 "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
@@ -125,9 +125,9 @@ class Transformer(nn.Module):
         logits_at: Tensor | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Return the logits of a target given an encoded source; memory may be left out once it is in the cache."""
+        """Return the logits of a target (B, T), given the encoded source, memory (B, S, D), or a cache with it."""
         if self.encoder is None or self.decoder is None:
-            raise InputError(f"{with_article(self.config.family)} model decodes no memory; call model(ids)")
+            raise InputError(f"{with_article(self.config.family)} model has no decode method; call model(ids)")
         check_cache(cache, self.decoder.config)
         target_positions = token_positions(target, target_mask, positions, None, None, cache)
         source_positions = memory_positions(memory, source_mask, cache, self.config.width)
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def recompute(self, mode: bool = True) -> Self:
-        """Turn activation checkpointing on or off: recompute the inside of blocks in the backward pass of training."""
+        """Turn activation checkpointing on or off: recompute blocks in the backward pass of training."""
         for stack in self._stacks:
             stack.recompute = mode
         return self
@@ -183,10 +183,10 @@ class Transformer(nn.Module):
         cache: Cache | None,
         tap: Tap | None,
     ) -> tuple[Tensor, TokenPositions]:
-        """Run the input embedding and the first stack."""
+        """Run the input embedding and the first stack; return the hidden states (B, T, D) and token positions."""
         stack, name = self._stacks[0], "encoder" if self.encoder is not None else "decoder"
         if cache is not None and name == "encoder":
-            raise InputError("an encoder sees both sides at once and has nothing to cache; leave cache=None")
+            raise InputError("an encoder reads all tokens at once and has nothing to cache; leave cache=None")
         check_cache(cache, stack.config)
         if not isinstance(self.input, Embedding):
             unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
@@ -232,7 +232,7 @@ class Transformer(nn.Module):
 
     @property
     def output_embedding(self) -> Tensor | nn.Module | None:
-        """The token embedding that a tied output multiplies with."""
+        """The token embedding that a tied output uses as its matrix; None without tokens."""
         owner = self.target if self.target is not None and self.target.token is not None else self.input
         return tied_table(owner.token) if isinstance(owner, Embedding) and owner.token is not None else None
 

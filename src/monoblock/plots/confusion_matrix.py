@@ -1,4 +1,4 @@
-"""Draw a confusion matrix and the mistakes of a classifier with the highest confidence."""
+"""Draw the confusion matrix of a classifier and its worst mistakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGES_PER_ROW = 4
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong prediction and its probability."""
+    """A wrong prediction of a classifier, and the probability that it gave to this prediction."""
 
     text: str
     label: str  # the true class
@@ -28,7 +28,7 @@ class Mistake:
     pixels: Any = None  # (channels, height, width) of an image
 
     def to_sample(self) -> dict[str, Any]:
-        """Convert to a sample of an evaluation."""
+        """Convert to a JSON object with the keys of the samples of an evaluation."""
         return {
             "source": self.text,
             "reference": self.label,

@@ -13,7 +13,7 @@ def create_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise FileError("pictures need matplotlib; install monoblock[plot]") from None
+        raise FileError("figures need matplotlib; write pip install 'monoblock[plot]'") from None
     return Figure(figsize=size, layout="constrained")
 
 
@@ -21,17 +21,17 @@ def save_figure(figure: Any, path: Path) -> Path:
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be drawn: {getattr(error, 'strerror', None) or error}") from None
+        raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     return path
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise if a figure could not be saved, before anything is computed for it."""
+    """Raise FileError if a figure could not be saved at this path; call it before computing anything for the figure."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise FileError("pictures need matplotlib; install monoblock[plot]") from None
+        raise FileError("figures need matplotlib; write pip install 'monoblock[plot]'") from None
     if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-        raise FileError(f"{path} has no ending of a picture; write .png, .svg or .pdf")
+        raise FileError(f"{path} does not end in an image format; write .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
-        raise FileError(f"there is no folder {path.parent} to draw {path.name} in; make it first")
+        raise FileError(f"there is no folder {path.parent} for {path.name}; create it first")

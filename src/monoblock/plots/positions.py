@@ -12,7 +12,7 @@ from monoblock.plots.figure import create_figure, save_figure
 
 
 def save_positions(length: int, width: int, path: Path) -> Path:
-    """Draw the encoding of Vaswani et al. 2017, and the cosine similarity of two positions by their distance."""
+    """Draw sinusoidal positions (Vaswani et al. 2017), and the cosine similarity of two positions by their distance."""
     encoding = sinusoid(torch.arange(length), width, Sinusoid())
     similarity = torch.nn.functional.cosine_similarity(encoding[:1], encoding, dim=-1)
     figure = create_figure((9.0, 3.6))

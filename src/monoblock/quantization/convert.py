@@ -28,14 +28,14 @@ def quantize(
     table_bits: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Return a copy with every matrix except routers in `bits` bits; the model itself is not changed.
+    """Return a copy of a model with every matrix except routers in `bits` bits.
 
     The token embedding and the output matrix take `table_bits`; `group` weights share a scale.  `progress(done, total)`
     is called after each matrix.
     """
     if bits not in DEFAULT_GROUP_SIZES or table_bits not in DEFAULT_GROUP_SIZES:
         option = f"bits={bits}" if bits not in DEFAULT_GROUP_SIZES else f"table_bits={table_bits}"
-        raise ConfigError(f"{option} cannot be: weights are stored in 8 or 4 bits; write 8 or 4")
+        raise ConfigError(f"{option} is not possible: weights are stored in 8 or 4 bits; write 8 or 4")
     if not isinstance(model, Transformer):
         raise InputError(f"a {type(model).__name__} cannot be quantized; give a Transformer")
     if model.config.quantize is not None:
@@ -50,13 +50,13 @@ def quantize(
 
 
 def build_quantized(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Build a quantized model from its configuration; on the meta device, to load stored weights into it."""
+    """Build a model with quantized modules, to load stored weights into; on the meta device nothing is computed."""
     assert config.quantize is not None
     return quantize_modules(Transformer(replace(config, quantize=None)).to(dtype), config.quantize)
 
 
 def dequantize(model: Transformer) -> Transformer:
-    """Return the same model with floating-point matrices; a model that is not quantized is returned itself."""
+    """Return a copy of a quantized model with floating-point matrices; any other model is returned itself."""
     if model.config.quantize is None:
         return model
     with torch.device("meta"):
@@ -72,14 +72,14 @@ def dequantize(model: Transformer) -> Transformer:
 
 
 def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors of quantized matrices, by state_dict name."""
+    """Return the dtype of every tensor that belongs to a quantized matrix, by its name in the state_dict."""
     matrices = [(path, module) for path, module in model.named_modules() if isinstance(module, QuantizedMatrix)]
     buffers = [(f"{path}.{name}", getattr(module, name)) for path, module in matrices for name in BUFFER_NAMES]
     return {name: tensor.dtype for name, tensor in buffers if tensor is not None}
 
 
 def copy_sharing_weights(model: Transformer) -> Transformer:
-    """Copy the modules but not the storage of the weights; moving or casting one copy does not affect the other."""
+    """Copy the modules of a model, sharing the storage of the weights; moving or casting one leaves the other alone."""
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
@@ -100,7 +100,7 @@ def quantize_modules(
 
 
 def quantizable_matrices(model: Transformer) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield (parent module, attribute name, full name) of every matrix that is quantized."""
+    """Yield (parent module, attribute name, full name) of every matrix that `quantize` replaces."""
     for path, module in model.named_modules():
         for name, child in module.named_children():
             full_name = f"{path}.{name}" if path else name

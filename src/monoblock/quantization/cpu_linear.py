@@ -1,6 +1,6 @@
 """Linear layers for decoding on the CPU: C++ kernels multiply a few rows by a stored matrix without dequantizing it.
 
-`use_cpu_kernels(model)` chooses them.  It copies the modules but not the weights; where no kernel applies (another
+`use_cpu_kernels(model)` returns a model with these layers, which shares the weights.  Where no kernel applies (another
 device or dtype, many rows, gradients), the layers compute the plain product.
 """
 
@@ -23,7 +23,7 @@ KERNEL_ROWS = {"dense": range(1, 9), "half": range(1, 9), "int8": range(1, 33), 
 
 
 class KernelLinear(nn.Module):
-    """Multiply x (…, in_features) by a stored matrix with the kernel for its format."""
+    """Multiply x (…, in_features) by a matrix, with the kernel for its storage: dense, int8 or int4."""
 
     bias: Tensor | None
 
@@ -65,7 +65,7 @@ class KernelLinear(nn.Module):
 
 
 class KernelEmbedding(KernelLinear):
-    """A token embedding: rows are looked up by id, and the whole matrix is multiplied for logits."""
+    """A token embedding: `forward` looks up rows by id, and `linear` multiplies by the whole matrix for logits."""
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.storage == "dense":
@@ -74,7 +74,7 @@ class KernelEmbedding(KernelLinear):
 
 
 def use_cpu_kernels(model: Transformer) -> Transformer:
-    """Return a copy for decoding that shares the weights, or the model itself if the kernels do not apply."""
+    """Return a copy of a model that uses the kernels and shares the weights, or the model itself without kernels."""
     if next(iter(model.state_dict().values())).device.type != "cpu" or not load_kernels().is_ready:
         return model
     fast_model = copy_sharing_weights(model).eval()
@@ -87,7 +87,7 @@ def use_cpu_kernels(model: Transformer) -> Transformer:
 
 
 def _kernel_module(module: nn.Module) -> KernelLinear | None:
-    """Return the layer that runs a module with a kernel, or None if no kernel applies."""
+    """Return the layer that computes the same as a module with a kernel, or None if no kernel applies."""
     if isinstance(module, QuantizedEmbedding):
         return KernelEmbedding(module.packed_matrix, module.in_features) if module.dtype == torch.float32 else None
     if isinstance(module, QuantizedLinear):

@@ -21,7 +21,7 @@ MAX_WINDOW = 1024  # tokens of a window, even if the context is longer
 
 
 class TokenLoss(NamedTuple):
-    """The mean cross-entropy over a number of tokens."""
+    """The mean cross-entropy, and the number of tokens it is averaged over."""
 
     nats_per_token: float
     tokens: int
@@ -32,7 +32,7 @@ class TokenLoss(NamedTuple):
 
 
 def state_dict_bytes(model: nn.Module) -> int:
-    """Return the bytes of all stored tensors."""
+    """Return the bytes of all tensors in the state_dict."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 

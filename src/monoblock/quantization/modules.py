@@ -15,7 +15,7 @@ BUFFER_NAMES = ("packed", "scale", "least")
 
 
 class QuantizedMatrix(nn.Module):
-    """A matrix (…, out_features, in_features) stored as buffers; `weight` is the matrix in the model's dtype.
+    """A quantized matrix (…, out_features, in_features) in buffers; `weight` dequantizes it to the model's dtype.
 
     Indexing works as for the tensor it replaces: `matrix[expert]` of stacked experts, `matrix[ids]` of an embedding.
     """
@@ -54,7 +54,7 @@ class QuantizedMatrix(nn.Module):
         return F.linear(x, unpack(self.packed_matrix, self.in_features, x.dtype), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, but keep the dtype of the scales, for which the integers were chosen."""
+        """Move the buffers with the model, but do not cast the scales: the integers were chosen for their values."""
         originals = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
@@ -80,7 +80,7 @@ class QuantizedLinear(QuantizedMatrix):
 
 
 class QuantizedEmbedding(QuantizedMatrix):
-    """A quantized token embedding: rows are looked up by id, and `linear` gives logits if the output is tied."""
+    """A quantized token embedding: `forward` looks up rows by id, and `linear` computes the logits of a tied output."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return self[ids]

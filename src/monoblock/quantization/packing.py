@@ -59,7 +59,7 @@ def unpack(matrix: PackedMatrix, in_features: int, dtype: torch.dtype = torch.fl
 
 
 def empty_packed(shape: tuple[int, ...], bits: int, group: int, device: torch.device) -> PackedMatrix:
-    """Allocate the tensors for a matrix of this shape."""
+    """Allocate the tensors of a quantized matrix of this shape, without setting their values."""
     *rows, in_features = shape
     groups = math.ceil(in_features / group)
     dtype, columns = (torch.int8, groups * group) if bits == 8 else (torch.uint8, groups * group // 2)
@@ -75,7 +75,10 @@ def empty_packed(shape: tuple[int, ...], bits: int, group: int, device: torch.de
 
 
 def _quantize_int8(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Map the largest magnitude of a group to ±127; the scale is rounded up, so that nothing is clipped."""
+    """Map the largest magnitude of a group to ±127; return integers and scales.
+
+    The scale is rounded up to bfloat16, so that nothing is clipped.
+    """
     if (
         group.device.type == "cpu"
         and group.shape[-1] % NIBBLE_BLOCK == 0
@@ -88,7 +91,7 @@ def _quantize_int8(group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int8_reference(group: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the same with torch operations."""
+    """Compute `_quantize_int8` with torch operations."""
     scale = _round_up_to_bfloat16(group.abs().amax(-1) / 127)
     integers = (group / _replace_zeros(scale.float())[:, None]).round().clamp(-127, 127)
     return integers.to(torch.int8), scale
@@ -104,7 +107,10 @@ def _round_up_to_bfloat16(tensor: Tensor) -> Tensor:
 
 
 def _quantize_int4(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Try several step sizes; keep the one with the least squared error after s and m are fitted to its integers."""
+    """Quantize to 4 bits; return integers, scales and minima.
+
+    Of several step sizes, each group takes that with the least squared error after s and m are fitted to its integers.
+    """
     low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
     spread = _replace_zeros(high - low)
     best = torch.full_like(low, math.inf)

@@ -45,7 +45,7 @@ def _build_new_config(recipe: Recipe, vocab: int | None, data_sizes: dict[str, A
 
 
 def _apply_knobs(recipe: Recipe, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
-    """Build a preset or a family with knobs; an encoder without an explicit head gets the one of the objective."""
+    """Build a preset or a family with knobs; an encoder without an explicit head gets the head of the objective."""
     families, head = OBJECTIVE_REQUIREMENTS[recipe.train.objective]
     if "preset" in knobs:
         published = preset(str(knobs.pop("preset")))

@@ -23,13 +23,13 @@ REGULARIZATION_KEYS = ("dropout", "attention_dropout", "embedding_dropout", "wor
 
 
 def list_recipes() -> list[str]:
-    """The names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     files = resources.files("monoblock.recipes").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def read_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe of the package or a TOML file, and apply overrides of the form `section.key=value`."""
+    """Read a recipe by its name in the package or from a TOML file, and apply overrides `section.key=value`."""
     data = _read_toml(name_or_path)
     data.setdefault("name", Path(name_or_path).stem)
     return parse_recipe(data, overrides)
@@ -84,7 +84,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a TOML value; a text that is none is taken as it is, so that `model.family=gpt` needs no quotes."""
+    """Parse a TOML value; text that is not TOML becomes a string, so that `model.family=gpt` needs no quotes."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

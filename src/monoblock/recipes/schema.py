@@ -31,7 +31,7 @@ MODEL_SOURCES = ("preset", "family", "folder")  # [model] has exactly one of the
 
 
 class ObjectiveRequirements(NamedTuple):
-    """What an objective requires of the model it trains."""
+    """The model families that an objective can train, and the kind of head it needs."""
 
     families: tuple[str, ...]
     head: str
@@ -67,7 +67,7 @@ class AugmentSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """A further task of a text-to-text model."""
+    """A task that a text-to-text model learns besides that of data.corpus."""
 
     corpus: str  # of pairs, labelled texts or questions: a named corpus or a path
     prefix: str  # put before each source: "classify:"
@@ -201,7 +201,7 @@ class LoraSection:
         check_positive(self, "alpha")
         check_fraction(self, "dropout")
         if self.bits and not self.rank:
-            raise ConfigError(f"lora.bits={self.bits} stores the weights beside adapters; write lora.rank=8 as well")
+            raise ConfigError(f"lora.bits={self.bits} quantizes the weights beside adapters; write lora.rank=8 as well")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ def _check_model_source(model: Mapping[str, Any]) -> None:
     A folder is looked up only when it is read: the recipe of a finished run may outlive the folder it started from.
     """
     if sum(name in model for name in MODEL_SOURCES) != 1:
-        raise ConfigError("[model] names a preset, a family or a folder with weights; write one of the three")
+        raise ConfigError("[model] must have exactly one of the keys preset, family and folder")
     if "preset" in model:
         preset(str(model["preset"]))
     elif "family" in model:

@@ -1,4 +1,4 @@
-"""The configuration of a model that has weights, and what a recipe may change in it.
+"""Read the configuration of a model that has weights, and apply the changes that a recipe may make to it.
 
 Dropout and the context may be changed, since the weights keep their meaning; the shape of a weight may not. The head
 may be replaced by a new one.
@@ -24,7 +24,7 @@ FRESH_HEAD = "fresh"  # model.head="fresh": a new head even if the stored one ha
 
 
 def resolve_model_folder(folder: Any) -> Path:
-    """The path of model.folder, which is a local path or the name of a cached Hugging Face model."""
+    """Return the local path of model.folder; a name on the Hugging Face hub is downloaded."""
     path = resolve_model_path(str(folder))
     if not path.exists():
         raise FileError(
@@ -56,7 +56,10 @@ def read_stored_config(folder: Any) -> ModelConfig | RecurrentConfig:
 def adapt_config(
     config: ModelConfig | RecurrentConfig, head: str, model: Mapping[str, Any], **data_sizes: Any
 ) -> ModelConfig | RecurrentConfig:
-    """Apply the [model] section of a recipe to a stored configuration, with the kind of head an objective needs."""
+    """Apply `model`, the [model] section of a recipe, to a stored configuration.
+
+    `head` is the kind of head that the objective needs; `data_sizes` are sizes of the data, such as `classes`.
+    """
     knobs = {name: value for name, value in model.items() if name != "folder"}
     if isinstance(config, RecurrentConfig):
         return _adapt_lstm_config(config, knobs)
@@ -70,7 +73,7 @@ def adapt_config(
             )
     for name, value in data_sizes.items():
         if name != "classes" and vary(config, **{name: value}) != config:
-            raise ConfigError(f"the data have {name}={value}, but the model in model.folder was built for another")
+            raise ConfigError(f"the data have {name}={value}, but the model in model.folder has another {name}")
     changes = {name: value for name, value in knobs.items() if name in CHANGEABLE_KNOBS and name != "head_dropout"}
     return _configure_head(vary(config, **changes), head, knobs, data_sizes.get("classes"))
 
@@ -93,7 +96,7 @@ def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], cl
 
 
 def _replace_head(config: ModelConfig, kind: str, classes: int | None) -> ModelConfig:
-    """The same model with a new head that has the defaults of its kind."""
+    """Return the configuration with a new head, which has the defaults of its kind."""
     headless = replace(config, head=None, tie="none")
     if config.family == "vision" and kind == "classifier":
         return replace(headless, head=HeadConfig(kind="classifier", classes=classes or 2, bias="learned"))

@@ -118,7 +118,9 @@ def _load_splits(recipe: Recipe, data_folder: Path | None) -> tuple[Corpus, Corp
     train = load_corpus(name, "train", folder=data_folder, kind=kind)
     if held:
         if held >= len(train):
-            raise ConfigError(f"data.held={held} leaves none of the {len(train)} rows to train on; write a smaller number")
+            raise ConfigError(
+                f"data.held={held} leaves none of the {len(train)} rows to train on; write a smaller number"
+            )
         return replace(train, rows=train.rows[:-held]), replace(train, split="valid", rows=train.rows[-held:])
     return train, load_corpus_if_present(name, "valid", folder=data_folder, kind=kind)
 
@@ -154,7 +156,9 @@ def find_tokenizer(
     if section.folder:
         folder = Path(section.folder)
         if not (folder / TOKENIZER_FILE).is_file():
-            raise FileError(f"tokenizer.folder={folder} has no {TOKENIZER_FILE}; name another folder, or none to train one")
+            raise FileError(
+                f"tokenizer.folder={folder} has no {TOKENIZER_FILE}; name another folder, or none to train one"
+            )
         return check_required_tokens(Tokenizer.from_pretrained(folder), objective, folder)
     return Tokenizer.train(
         section.kind,

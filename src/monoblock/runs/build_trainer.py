@@ -105,7 +105,7 @@ def build_trainer(
 def _build_loss(
     section: TrainSection, config: ModelConfig | RecurrentConfig, task_data: TaskData
 ) -> CrossEntropyLoss | AdversarialLoss:
-    """Return cross-entropy, with load balancing for a mixture of experts and adversarial training if the recipe asks."""
+    """Return cross-entropy, with load balancing for experts and adversarial training if the recipe asks for it."""
     stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
     experts = next(
         (block.feedforward.experts for stack in stacks for block in stack.layers() if block.feedforward.experts), None

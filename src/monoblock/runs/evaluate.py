@@ -26,7 +26,9 @@ def evaluate(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evalu
     loaded = model.loaded if isinstance(model, Pipeline) else model
     objective = objective_of(loaded)
     if objective not in EVALUATORS:
-        raise InputError(f"evaluate has no metrics for {objective or loaded.model.config.family} models; give a model of another task")
+        raise InputError(
+            f"evaluate has no metrics for {objective or loaded.model.config.family} models; give another model"
+        )
     return EVALUATORS[objective](loaded, resolve_split(request, loaded.data_section))
 
 

@@ -123,7 +123,7 @@ def _train_section(objective: str, width: int, overrides: list[str]) -> dict[str
 
 
 def _load_training_corpus(data: str, config: ModelConfig, objective: str | None, folder: Path | None) -> Corpus:
-    """Load the training rows; a file of two columns is read as labelled texts for an encoder-only model, else as pairs."""
+    """Load the training rows; two columns are labelled texts for an encoder-only model, pairs for others."""
     if objective is not None and data not in CORPORA:
         kind = infer_corpus_kind(data, CORPUS_KINDS[objective], folder=folder)
         return load_corpus(data, "train", folder=folder, kind=kind)

@@ -74,7 +74,9 @@ def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
     classes = 0 if head is None else head.classes or 0
     labels = read_labels(folder) if classes else []
     if labels and len(labels) != classes:
-        raise FileError(f"{folder} names {len(labels)} labels, but the head of its model has {classes} classes; make them agree")
+        raise FileError(
+            f"{folder} names {len(labels)} labels, but the head of its model has {classes} classes; make them agree"
+        )
     return labels or [f"LABEL_{index}" for index in range(classes)]
 
 

@@ -91,7 +91,7 @@ class Pipeline:
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
-        """Yield the text that continues a prompt in pieces, as it is generated; joined, they are the text of `generate`."""
+        """Yield the continuation of a prompt in pieces as it is generated; joined, they are the text of `generate`."""
         settings = self.resolve_settings(options, streaming=True)
         return chunk_texts(self.loaded.stream_chunks([self.encode_prompt(prompt)], [settings], stop))
 
@@ -195,7 +195,7 @@ class Pipeline:
     def embed(self, text: Any, *, pooling: str | None = None, normalize: bool = True, **options: Any) -> torch.Tensor:
         """Return the embedding (D,) of a text or image, or (N, D) of a list of N.
 
-        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as the model was trained.
+        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
         normalize: scale embeddings to length one.
         """
         single = isinstance(text, str) or hasattr(text, "ndim")

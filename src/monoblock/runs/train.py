@@ -92,7 +92,7 @@ class Run:
         write_atomically(self.folder / CARD_FILE, card)
 
     def _load_final_weights(self) -> None:
-        """Load the final weights: the mean of the last checkpoints, the best one, or the moving average, by the recipe."""
+        """Load the final weights by the recipe: the mean of the last checkpoints, the best one, or a moving average."""
         trainer, section = self.trainer, self.recipe.train
         steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
         if section.average:

@@ -55,7 +55,7 @@ class WarmStart:
         return head is not None and head.kind == model.get("head", kind) == kind
 
     def match_labels(self, labels: Sequence[str]) -> list[str]:
-        """Return the labels of the stored head, which must include `labels`; return `labels` if it has no label names."""
+        """Return the labels of the stored head, which must include `labels`; `labels` if it has no label names."""
         unknown = next((label for label in labels if label not in self.labels), None)
         if not self.labels or unknown is None:
             return list(self.labels or labels)
@@ -105,5 +105,8 @@ def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list
     fresh = [name for name in own if name not in copied]
     missing = next((name for name in fresh if not name.startswith("head.")), None)
     if missing is not None:
-        raise ConfigError(f"model.folder={start.folder} has no weight {missing}, which this recipe needs; leave out the keys of [model] that add it")
+        raise ConfigError(
+            f"model.folder={start.folder} has no weight {missing}, which this recipe needs; "
+            f"leave out the keys of [model] that add it"
+        )
     return fresh

@@ -56,7 +56,10 @@ def _channel_values(
         return default
     numbers = isinstance(value, list) and all(isinstance(one, int | float) for one in value)
     if not numbers or len(value) not in (1, 3) or (nonzero and 0 in value):
-        raise FileError(f"{folder / PREPROCESSOR_FILE}: image_mean and image_std must be lists of 1 or 3 numbers, not 0 in image_std")
+        raise FileError(
+            f"{folder / PREPROCESSOR_FILE}: "
+            "image_mean and image_std must be lists of 1 or 3 numbers, without 0 in image_std"
+        )
     return tuple(map(float, value))
 
 
@@ -95,7 +98,9 @@ def _read_npz(path: Path) -> list[Pixels]:
             raise
         raise FileError(f"{path} is no .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
     if images.ndim not in (3, 4) or images.dtype.kind not in "uf" or not len(images):
-        raise FileError(f"{path}: images are {images.dtype} {images.shape}; write (count, height, width) in uint8, or float 0 to 1")
+        raise FileError(
+            f"{path}: images are {images.dtype} {images.shape}; write (count, height, width) in uint8, or float 0 to 1"
+        )
     check_pixel_range(images, path)
     scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
     return [(image / scale).astype(np.float32).reshape(-1, *images.shape[-2:]) for image in images]

@@ -40,7 +40,7 @@ class GenerationDefaults:
     from_recipe: bool = False  # a run folder: texts are encoded as in its training
 
     def merge(self, overrides: Mapping[str, Any]) -> Settings:
-        """Return the settings of a call: its options override the defaults, also a default that contradicts an option."""
+        """Return the settings of a call: options override defaults, also defaults that contradict an option."""
         options = {**self.options, **overrides}
         explicit = {name for name, value in overrides.items() if value is not None}
         if exceeds(options.get("num_beams"), 1) and exceeds(options.get("temperature"), 0):
@@ -102,7 +102,7 @@ class LoadedModel:
         return self.objective == "masked" and self.data_section is not None and self.data_section.packing == "documents"
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
-        """Return the template of special tokens around a text; it has none if training was on blocks of running text."""
+        """Return the template of special tokens around a text; empty if the model was trained on running text."""
         blocks = self.defaults.from_recipe and self.objective == "masked" and not self.trained_on_documents
         return InputTemplate(self.tokenizer, max_length, no_special_tokens=blocks)
 
@@ -114,7 +114,9 @@ class LoadedModel:
         if streaming and settings.num_beams > 1 and "num_beams" not in options:
             settings = replace(settings, num_beams=1)
         if streaming and settings.rows_per_prompt > 1:
-            raise InputError("a stream is a single text without beam search, which returns its text only at the end; call generate")
+            raise InputError(
+                "a stream is a single text without beam search, which returns its text only at the end; call generate"
+            )
         if "max_new_tokens" not in {**self.defaults.options, **options}:
             settings = replace(settings, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
         return settings

@@ -27,7 +27,7 @@ def too_long_error(line: int, length: int, limit: int | None, modes: Sequence[st
 
 
 def enumerate_lines(rows: Sequence[Any], lines: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, row) for error messages; line numbers count from 0, and are row indices if `lines` is None."""
+    """Yield (line number, row) for error messages, counted from 0; row indices if `lines` is None."""
     return zip(range(len(rows)) if lines is None else lines, rows, strict=True)
 
 

@@ -1,7 +1,7 @@
 """Tags in texts: <2tamil> asks for a target in a script, <bt> marks a synthetic source.
 
 A tag is a special token of the tokenizer. No other special token is recognized in a text: <s> or <mask> in a text is
-encoded as ordinary characters. White space beside a tag is dropped.
+encoded as ordinary characters. White space before a tag is dropped, and after a leading tag.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class TagAwareEncoder:
         tags = [tag for tag in self.tags if tag.startswith(SCRIPT_TAG_PREFIX)]
         if to is None:
             if len(tags) > 1:
-                raise InputError(f"this model writes several scripts; give one with to=: {', '.join(_script_names(tags))}")
+                raise InputError(
+                    f"this model writes several scripts; give `to` one of them: {', '.join(_script_names(tags))}"
+                )
             return tags[0] if tags else ""
         tag = f"{SCRIPT_TAG_PREFIX}{to.lower()}>"
         if tag not in tags:

@@ -62,7 +62,10 @@ def render_chat(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
-    """Render a conversation; `special_tokens` has bos_token, eos_token …, `variables` may have tools and documents."""
+    """Return the text of a conversation, as the template renders it.
+
+    `special_tokens` maps names such as "bos_token" to tokens; `variables` may set `tools` and `documents`.
+    """
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_LENGTH:
         raise FileError(f"the chat template is not a string of at most {MAX_TEMPLATE_LENGTH:,} characters")
     for index, message in enumerate(messages):
@@ -78,13 +81,13 @@ def render_chat(
     except (_SandboxViolation, TemplateError) as problem:
         raise FileError(f"the chat template cannot be used: {_one_line(problem)}") from None
     except (RecursionError, MemoryError, OverflowError):
-        raise FileError("the chat template cannot be used: it does not end") from None
+        raise FileError("the chat template cannot be used: it recurses too deep or needs too much memory") from None
     except Exception as problem:  # an untrusted program may raise anything
         raise FileError(f"the chat template cannot be used: {type(problem).__name__}: {_one_line(problem)}") from None
 
 
 def find_chat_template(config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a tokenizer_config.json; of a list of named templates, the default one."""
+    """Return the chat template in a tokenizer_config.json, or None; of several, the one named "default"."""
     template = config.get("chat_template")
     if isinstance(template, list):
         rows = [row for row in template if isinstance(row, Mapping) and row.get("name") == "default"]
@@ -98,7 +101,7 @@ def _one_line(problem: BaseException) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Stop Python code of this thread after `seconds` of processor time, checked on every line by a trace function."""
+    """Raise if the body takes more than `seconds` of processor time; a trace function checks this at every line."""
     deadline = time.thread_time() + seconds
     previous = sys.gettrace()
 
@@ -140,14 +143,14 @@ def _measure_size(value: Any) -> int:
 
 
 def _limit_sizes(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a filter so that neither its arguments nor its result are too large."""
+    """Wrap a filter so that it raises if its arguments or its result are too large."""
 
     def call(*args: Any, **options: Any) -> Any:
         internal = (Environment, Context, nodes.EvalContext)
         values = [value for value in [*args, *options.values()] if not isinstance(value, internal)]
         sizes = [_measure_size(value) for value in values]
         if any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in values[1:]):
-            raise _SandboxViolation(f"{name} is given a number larger than {MAX_WIDTH}")
+            raise _SandboxViolation(f"it gives {name} a number larger than {MAX_WIDTH}")
         if name in ("replace", "join") and _largest_product(sizes) > MAX_SIZE:
             raise _SandboxViolation(f"{name} could create more than {MAX_SIZE // 2**20} MB")
         result = function(*args, **options)
@@ -177,7 +180,7 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(date_format: str) -> str:
     if len(date_format) > MAX_WIDTH or re.search(r"\d", date_format):
-        raise _SandboxViolation("strftime_now is given a format that is too long or has a width")
+        raise _SandboxViolation("it gives strftime_now a format that is too long or has a width")
     return datetime.now().strftime(date_format)
 
 
@@ -214,7 +217,7 @@ class _MeasuringCodeGenerator(CodeGenerator):
 
 
 class _SandboxEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of one rendering; it counts what is written."""
+    """A Jinja sandbox for one rendering, which limits the size of values and of the text written."""
 
     code_generator_class = _MeasuringCodeGenerator
     intercepted_binops = frozenset(["+", "*", "**", "%"])

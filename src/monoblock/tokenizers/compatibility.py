@@ -6,13 +6,13 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 
 
 def check_tokenizer_fits(tokenizer: Tokenizer, vocab: int, fingerprint: str | None = None) -> None:
-    """Raise InputError unless the tokenizer has this fingerprint, if given, and at most `vocab` tokens."""
-    ours = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:FINGERPRINT_DIGITS]}"
+    """Raise InputError if the tokenizer has more than `vocab` tokens, or not the given fingerprint (None: any)."""
+    given = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:FINGERPRINT_DIGITS]}"
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
-        theirs = f"{vocab:,} tokens, {fingerprint[:FINGERPRINT_DIGITS]}"
-        problem = f"this tokenizer ({ours}) is not the one the model was trained with ({theirs})"
+        expected = f"{vocab:,} tokens, {fingerprint[:FINGERPRINT_DIGITS]}"
+        problem = f"this tokenizer ({given}) is not the one the model was trained with ({expected})"
     elif tokenizer.vocab_size > vocab:
-        problem = f"this tokenizer ({ours}) is not the model's, which knows {vocab:,} tokens"
+        problem = f"this tokenizer ({given}) is not the model's, which has {vocab:,} tokens"
     else:
         return
     raise InputError(f"{problem}; give the tokenizer from the model's own folder")

@@ -9,7 +9,7 @@ JsonObject = dict[str, Any]
 
 
 def component_sequence(key: str, *components: JsonObject | None) -> JsonObject | None:
-    """Join components into a "Sequence"; None is skipped, and a single component stays as it is."""
+    """Join components into a "Sequence" with the list `key`; skip None, and return a single component unchanged."""
     present = [component for component in components if component is not None]
     return {"type": "Sequence", key: present} if len(present) > 1 else (present[0] if present else None)
 
@@ -27,7 +27,7 @@ def replace_regex(pattern: str, new: str) -> JsonObject:
 
 
 def byte_level(*, add_prefix_space: bool = False, use_regex: bool = False) -> JsonObject:
-    """Map bytes to the symbols of `byte_symbols`; `use_regex` splits by GPT-2's pattern first."""
+    """Return the component that maps bytes to `byte_symbols`; with `use_regex` it first splits by GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
@@ -80,7 +80,7 @@ def byte_symbols() -> list[str]:
 
 
 def build_backend(sections: JsonObject) -> Any:
-    """Build the library's tokenizer from any sections of a tokenizer.json; missing ones are empty."""
+    """Build a `tokenizers.Tokenizer` from some sections of a tokenizer.json; the others are empty."""
     from tokenizers import Tokenizer
 
     empty = {"version": "1.0", "added_tokens": [], "model": bpe_model({}, [])}

@@ -18,7 +18,7 @@ def compute_fingerprint(data: Mapping[str, Any]) -> str:
 
 
 def _drop_unset(value: Any) -> Any:
-    """Drop settings that are None or False, so that one added to the library later changes no fingerprint."""
+    """Drop settings that are None or False, so that new settings of the library, unset, change no fingerprint."""
     if isinstance(value, dict):
         return {key: _drop_unset(item) for key, item in value.items() if item is not None and item is not False}
     return [_drop_unset(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Check what callers pass in: texts the library accepts, ids that are integers."""
+"""Check arguments: texts that the `tokenizers` library accepts, ids that are integers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from monoblock.errors import InputError
 
 
 def check_text(text: Any, name: str = "the text") -> None:
-    """Raise InputError unless this is a str without lone surrogates, which the library rejects."""
+    """Raise InputError, naming `name`, unless `text` is a str without lone surrogates, which the library rejects."""
     if not isinstance(text, str):
         raise InputError(f"{name} is a {type(text).__name__}; give a str")
     if text.isascii():  # a flag of the str: most texts need no scan
@@ -17,12 +17,12 @@ def check_text(text: Any, name: str = "the text") -> None:
     except UnicodeEncodeError as problem:
         code = ord(text[problem.start])
         raise InputError(
-            f"{name} holds half a surrogate pair (U+{code:04X} at {problem.start}), which is no character"
+            f"{name} holds half a surrogate pair (U+{code:04X} at {problem.start}), which is no character; remove it"
         ) from None
 
 
 def check_texts(texts: Iterable[str]) -> list[str]:
-    """Return the texts as a list, each checked."""
+    """Return the texts as a list, after `check_text` on each."""
     if isinstance(texts, str):
         raise InputError("texts is one string, which would be read letter by letter; write [text]")
     texts = list(texts)

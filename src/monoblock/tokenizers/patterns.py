@@ -1,4 +1,4 @@
-"""DATA: the regular expressions a tokenizer.json may contain: ours, and those of published models."""
+"""DATA: the regular expressions a tokenizer.json may contain: those of tokenizers we train, and of published ones."""
 
 from monoblock.tokenizers.pipelines import MARKED_WORD_PATTERN, WORD_PATTERN
 

@@ -20,7 +20,7 @@ MARKED_WORD_PATTERN = (
 
 
 def build_sections(kind: str, marker: str | None, lowercase: bool) -> JsonObject:
-    """Return the normalizer, pre_tokenizer and decoder of a kind."""
+    """Return the normalizer, pre_tokenizer and decoder of a kind of KINDS; `marker` is one of MARKERS, for bpe only."""
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r} is none of {', '.join(KINDS)}{did_you_mean(str(kind), KINDS)}")
     if marker is not None and (kind != "bpe" or marker not in MARKERS):
@@ -47,12 +47,12 @@ def _byte_level_sections(normalizer: JsonObject | None, split_words: bool) -> Js
     return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": byte_level()}
 
 
-def _word_marker_sections(lowercase: JsonObject | None) -> JsonObject:
-    """Put ▁ before the text and for every space: the first word is cut like any other, and no space is lost."""
+def _word_marker_sections(normalizer: JsonObject | None) -> JsonObject:
+    """Put ▁ before the text and in place of spaces: the first word is cut like any other, and no space is lost."""
     prepend = {"type": "Prepend", "prepend": WORD_MARKER}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {
-        "normalizer": component_sequence("normalizers", lowercase, prepend, replace_string(" ", WORD_MARKER)),
+        "normalizer": component_sequence("normalizers", normalizer, prepend, replace_string(" ", WORD_MARKER)),
         "pre_tokenizer": split_regex(MARKED_WORD_PATTERN),
         "decoder": component_sequence("decoders", replace_string(WORD_MARKER, " "), {"type": "Fuse"}, strip),
     }

@@ -1,7 +1,7 @@
 """Sample segmentations of words with a seed: BPE-dropout (Provilkov et al. 2020), Unigram (Kudo 2018).
 
-The library's own dropout takes no seed. These segmenters use its vocabulary, merges and scores; without dropout they
-give exactly its segmentation.
+The dropout of the `tokenizers` library takes no seed. These segmenters use the vocabulary, merges and scores of its
+models; without dropout they give exactly the library's segmentation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DEFAULT_STRENGTH = 0.1  # of dropout and alpha
 
 
 def sampling_strength(kind: str, dropout: float | None, alpha: float | None) -> float:
-    """Return the dropout of BPE or the alpha of Unigram, checked."""
+    """Return the checked `dropout` of a bpe tokenizer or `alpha` of a unigram tokenizer (default: 0.1)."""
     if kind not in ("bpe", "unigram"):
         raise InputError(f"a {kind} tokenizer has only one segmentation; sampling needs bpe or unigram")
     name, unused_name = ("dropout", "alpha") if kind == "bpe" else ("alpha", "dropout")
     value, unused = (dropout, alpha) if kind == "bpe" else (alpha, dropout)
     if unused is not None:
-        raise InputError(f"{unused_name}={unused} does not apply to {kind}; write {name}=")
+        raise InputError(f"{unused_name}={unused} does not apply to {kind}; set {name} instead")
     value = DEFAULT_STRENGTH if value is None else value
     if not 0 <= value <= (1 if name == "dropout" else 1e6):
         limits = "from 0 to 1" if name == "dropout" else "from 0"
@@ -39,7 +39,7 @@ def sampling_strength(kind: str, dropout: float | None, alpha: float | None) -> 
 
 
 def seeded_random(seed: int, epoch: int, index: int, text: str) -> Random:
-    """Return a generator that depends on these four values only."""
+    """Return a random generator that depends only on the four arguments."""
     key = f"{seed},{epoch},{index},".encode() + text.encode()
     return Random(int.from_bytes(blake2b(key, digest_size=16).digest()))
 
@@ -80,7 +80,7 @@ class BpeSegmenter:
         return list(plain)
 
     def _segment_without_dropout(self, word: str) -> tuple[list[int], int]:
-        """Return the ids with every merge made, and how many numbers that draws; the most likely case, so cached."""
+        """Return the ids if no merge is skipped, and how many random numbers that draws; cached as the usual case."""
         result = self.cache.get(word)
         if result is None:
             draws = count()
@@ -112,7 +112,7 @@ class BpeSegmenter:
         return ids
 
     def _apply_merges(self, ids: list[int], dropout: float, draw: RandomFunction) -> list[int]:
-        """Merge by rank; a skipped merge waits until another was made (the library's order)."""
+        """Merge ids by rank; a skipped merge is tried again after the next merge that is made, as in the library."""
         size = len(ids)
         next_index, previous_index = list(range(1, size + 1)), list(range(-1, size - 1))
         find_merge = self.merges.get
@@ -145,7 +145,7 @@ class BpeSegmenter:
 
 
 def _byte_fallback_ids(symbol: str, vocab: dict[str, int]) -> list[int] | None:
-    """Return the ids of <0x..> for every byte of an unknown symbol, or None if one is missing."""
+    """Return the ids of the byte tokens, such as <0x0A>, that spell a symbol; None if `vocab` lacks one."""
     ids = [vocab.get(f"<0x{byte:02X}>") for byte in symbol.encode()]
     return None if None in ids else [number for number in ids if number is not None]
 
@@ -188,7 +188,7 @@ class UnigramSegmenter:
         return self._to_ids(word, spans[::-1])
 
     def _forward_filter(self, word: str, alpha: float) -> list[LatticeColumn]:
-        """Return, for each end position, the pieces that end there, weighted by all ways to reach their start."""
+        """Return for each position the pieces that end there, each weighted by the segmentations that end with it."""
         log_total = [0.0] + [-inf] * len(word)  # log of the sum over all segmentations of a prefix
         arriving: list[list[tuple[float, int, int]]] = [[] for _ in range(len(word) + 1)]
         columns: list[LatticeColumn] = [([], [], [])]
@@ -208,7 +208,7 @@ class UnigramSegmenter:
         return columns
 
     def _to_ids(self, word: str, spans: list[tuple[int, int, int]]) -> list[int]:
-        """Fuse neighbouring unknown characters into one unknown token, or into their bytes, as the library does."""
+        """Return the ids of spans, with neighbouring unknown characters fused into one token or bytes."""
         ids: list[int] = []
         index = 0
         while index < len(spans):

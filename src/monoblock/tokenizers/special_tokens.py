@@ -1,7 +1,7 @@
 """Special tokens: the roles an objective needs, their spellings, and the roles of a published file's tokens.
 
-They take the last ids, outside the vocabulary of pieces, so that no text is ever segmented into one. Only the unknown
-token is inside it, at 0, where the library looks it up.
+In a tokenizer we train, special tokens have the last ids, outside the vocabulary of pieces, so that no text is ever
+segmented into one. Only the unknown token is in that vocabulary, with id 0, because the library looks it up there.
 """
 
 import re
@@ -42,7 +42,7 @@ _SENTINEL_PATTERN = re.compile(r"<extra_id_(\d{1,5})>")
 
 
 def resolve_special_tokens(specials: str | Sequence[str]) -> list[str]:
-    """Return the spellings of an objective's tokens, or of a list of roles, "sentinels=20" and tags such as <2hi>."""
+    """Return the special tokens of an objective, or of a list of roles, "sentinels=20" and tags such as <2hi>."""
     if isinstance(specials, str):
         if specials not in ROLES_BY_OBJECTIVE:
             listed = ", ".join(ROLES_BY_OBJECTIVE)
@@ -68,7 +68,7 @@ def _spellings(word: str) -> list[str]:
 
 
 def assign_roles(tokens: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return role -> token, as named in a tokenizer_config.json, or else by the spelling of the special tokens."""
+    """Return role -> token: the one tokenizer_config.json names, or else the first usual spelling among `tokens`."""
     roles = {}
     for role, spellings in ROLE_SPELLINGS.items():
         value = config.get(f"{role}_token")
@@ -88,7 +88,7 @@ def find_sentinels(tokens: Iterable[str]) -> list[str]:
 
 
 def build_template(tokens: Mapping[str, int]) -> dict[str, Any] | None:
-    """Return the post_processor of `add_specials`: <cls> … <sep> if <cls> is there, else <s> … </s>, if they are."""
+    """Return the post_processor that adds <cls> … <sep> if `tokens` has <cls>, else <s> … </s>; None without any."""
     roles = ("cls", "sep") if ROLE_SPELLINGS["cls"][0] in tokens else ("bos", "eos")
     first, last = ([ROLE_SPELLINGS[role][0]] if ROLE_SPELLINGS[role][0] in tokens else [] for role in roles)
     if not first and not last:

@@ -12,7 +12,7 @@ BYTE_BY_SYMBOL = {symbol: value for value, symbol in enumerate(byte_symbols())}
 
 
 def byte_decoder(data: dict[str, Any]) -> Callable[[str], bytes | None]:
-    """Return the function from a token to its bytes, or None for a token that is text, for a tokenizer.json."""
+    """Return a function that maps a token of this tokenizer.json to its bytes, or to None if it stands for text."""
     if is_byte_level(data["decoder"]):
         return _byte_level_token
     return _fallback_token if data["model"].get("byte_fallback") else lambda token: None

@@ -80,16 +80,18 @@ class Tokenizer:
     ) -> Tokenizer:
         """Train a tokenizer of kind char, byte, word, bpe, wordpiece or unigram.
 
-        BPE is byte-level by default; with marker "@@", which follows every piece but a word's last, or "▁", which
-        begins a word, it splits at white space. `specials` is a key of `ROLES_BY_OBJECTIVE` ("causal", "seq2seq",
-        "masked", "spans", "none") or a list of roles, "sentinels=20" and tags such as "<2hi>". `vocab_size` includes
-        them.
+        BPE is byte-level, unless `marker` says how to mark words: "@@" follows every piece but a word's last, "▁"
+        begins a word. `specials` are the special tokens: a key of `ROLES_BY_OBJECTIVE` ("causal", "seq2seq", "masked",
+        "spans", "none") or a list of roles, "sentinels=20" and tags such as "<2hi>". `vocab_size` includes them.
         """
         return cls(train_tokenizer(kind, texts, vocab_size, marker, specials, lowercase, min_frequency))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
-        """Load the tokenizer.json of a folder, or the vocabulary files that older published folders have instead."""
+        """Load the tokenizer of a Hugging Face folder, from its tokenizer.json or older vocabulary files.
+
+        `folder` may also be the path of a tokenizer.json or of a GGUF file.
+        """
         return cls.from_content(*read_tokenizer(folder), folder)
 
     @classmethod
@@ -125,7 +127,7 @@ class Tokenizer:
         return {f"{role}_token": token for role, token in self.special_tokens_map.items()} | template
 
     def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the content of its tokenizer.json and of its tokenizer_config.json."""
+        """Return the content of a tokenizer.json and of a tokenizer_config.json for this tokenizer."""
         return self._tokenizer_json, self._config
 
     @property
@@ -149,14 +151,18 @@ class Tokenizer:
 
     @cached_property
     def _special_tokens_backend(self) -> Any:
-        """A second backend that recognizes special tokens in text: the library's switch is not per call."""
+        """A second backend, which recognizes special tokens in text; the library cannot choose this for each call."""
         return build_backend(self._tokenizer_json)
 
     def _select_backend(self, allow_specials: bool) -> Any:
         return self._special_tokens_backend if allow_specials else self._backend
 
     def encode(self, text: str, *, add_specials: bool = False, allow_specials: bool = False) -> list[int]:
-        """Encode a text; `add_specials` adds the tokenizer's own <s> … </s> or <cls> … <sep> around it."""
+        """Encode a text to ids.
+
+        `add_specials` adds the tokenizer's <s> … </s> or <cls> … <sep> around it. `allow_specials` encodes special
+        tokens that are spelled out in the text as such, and not as plain text.
+        """
         check_text(text)
         ids: list[int] = self._select_backend(allow_specials).encode(text, add_special_tokens=add_specials).ids
         return ids
@@ -164,13 +170,13 @@ class Tokenizer:
     def encode_batch(
         self, texts: Iterable[str], *, add_specials: bool = False, allow_specials: bool = False
     ) -> list[list[int]]:
-        """Encode many texts, on all cores."""
+        """Encode many texts on all cores; the options are those of `encode`."""
         backend = self._select_backend(allow_specials)
         encodings = backend.encode_batch_fast(check_texts(texts), add_special_tokens=add_specials)
         return [encoding.ids for encoding in encodings]
 
     def special_tokens_template(self, num_texts: int = 1) -> list[tuple[int | None, int]]:
-        """Return what `add_specials` makes of one or two texts: (id, segment), with None as the id of a text itself."""
+        """Return (id, segment) of each special token that `add_specials` adds, and (None, segment) for each text."""
         encoding = self._backend.encode(*["a"] * num_texts, add_special_tokens=True)
         rows: list[tuple[int | None, int]] = []
         previous = None
@@ -181,7 +187,7 @@ class Tokenizer:
         return rows if sum(number is None for number, _ in rows) == num_texts else [(None, n) for n in range(num_texts)]
 
     def pieces(self, text: str, *, add_specials: bool = False, allow_specials: bool = False) -> list[Piece]:
-        """Return the tokens of a text with their spans; the byte tokens of one character all cover it."""
+        """Return the tokens of a text with their spans of characters; all byte tokens of a character cover it."""
         check_text(text)
         encoding = self._select_backend(allow_specials).encode(text, add_special_tokens=add_specials)
         return [
@@ -199,15 +205,15 @@ class Tokenizer:
         dropout: float | None = None,
         alpha: float | None = None,
     ) -> list[int]:
-        """Sample a segmentation, for training: a pure function of (seed, epoch, index, text).
+        """Return the ids of a random segmentation, for training: a pure function of (seed, epoch, index, text).
 
-        `dropout` is the probability of skipping a BPE merge (0 is `encode`); `alpha` is the exponent of Unigram's
-        probabilities. Both default to 0.1.
+        `dropout` is the probability of skipping a BPE merge (0 gives the ids of `encode`); `alpha` is the exponent on
+        the probability of a Unigram segmentation. Both default to 0.1.
         """
         check_text(text)
         strength = sampling.sampling_strength(self.kind, dropout, alpha)
         if self._plain_added_tokens:
-            raise InputError(f"sampling cannot cut around added tokens such as {self._plain_added_tokens[0]!r}")
+            raise InputError(f"sampling cannot handle added tokens such as {self._plain_added_tokens[0]!r}; use encode")
         draw = sampling.seeded_random(seed, epoch, index, text).random
         segment = self._segmenter.segment
         return [number for word in self._pre_tokenize(text) for number in segment(word, strength, draw)]
@@ -228,7 +234,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render a conversation with the model's own template; encode the text with `allow_specials=True`."""
+        """Return the text of a conversation in the tokenizer's chat template; encode it with `allow_specials=True`."""
         if self.chat_template is None:
             raise InputError("this tokenizer has no chat template; give the messages as one text")
         specials = {f"{role}_token": token for role, token in self.special_tokens_map.items()}
@@ -239,7 +245,7 @@ class Tokenizer:
     # -- ids to text
 
     def decode(self, ids: Iterable[int], *, skip_specials: bool = True) -> str:
-        """Decode ids; the unknown token becomes ⁇, or is spelled out with `skip_specials=False`."""
+        """Decode ids to text; drop special tokens and write ⁇ for unknown, unless `skip_specials=False` spells them."""
         numbers = to_id_list(ids)
         outside = next((number for number in numbers if not 0 <= number < self.vocab_size), None)
         if outside is not None:
@@ -257,7 +263,7 @@ class Tokenizer:
         return " ".join(tokens) if decoder is None else decoder.decode(tokens)
 
     def token_bytes(self, number: int) -> bytes | None:
-        """Return the bytes of a token that stands for bytes (byte-level, or <0x0A> of byte fallback), else None."""
+        """Return the bytes of the token with this id, if it stands for bytes (byte-level, or <0x0A>), else None."""
         token = self._backend.id_to_token(number)
         if token is None or number in self.special_ids:
             return None
@@ -270,14 +276,14 @@ class Tokenizer:
     # -- tokens
 
     def id(self, token: str) -> int:
-        """Return the id of a token, in the spelling of `token`."""
+        """Return the id of a token, given in the spelling that the method `token` returns."""
         number = self._backend.token_to_id(self._stored_spelling(token))
         if number is None:
             raise InputError(f"{token!r} is not a token of this tokenizer{did_you_mean(token, self._special_tokens)}")
         return int(number)
 
     def token(self, number: int) -> str:
-        """Return the spelling of a token: "Ġthe", "▁the", "##ing", "transla@@"."""
+        """Return the spelling of the token with this id: "Ġthe", "▁the", "##ing", "transla@@"."""
         token = self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
         if token is None:
             raise InputError(f"id {number} is not in this tokenizer; its ids are 0 to {self.vocab_size - 1}")
@@ -293,7 +299,7 @@ class Tokenizer:
 
     @cached_property
     def _end_of_word_suffix(self) -> str:
-        """The suffix that marks a word's last piece in the file, or ""; shown is "@@" on the others."""
+        """The suffix of a word's last piece in tokenizer.json, or ""; `token` shows "@@" on the others instead."""
         return self._tokenizer_json["model"].get("end_of_word_suffix") or ""
 
     @cached_property
@@ -302,7 +308,7 @@ class Tokenizer:
 
     @cached_property
     def sentinel_ids(self) -> list[int]:
-        """The ids of <extra_id_0>, <extra_id_1> …"""
+        """The ids of the sentinels <extra_id_0>, <extra_id_1> …, in this order."""
         return [self._special_tokens[token] for token in find_sentinels(self._special_tokens)]
 
     def _role_id(self, role: str) -> int | None:

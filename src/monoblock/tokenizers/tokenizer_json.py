@@ -51,7 +51,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return validate_tokenizer_json(data, folder / TOKENIZER_FILE), config
     vocabulary = find_vocabulary(folder)
     if vocabulary is None:
-        raise FileError(f"{folder} holds no tokenizer: it has no {TOKENIZER_FILE}")
+        raise FileError(f"{folder} holds no tokenizer: it has no {TOKENIZER_FILE} or vocabulary file")
     data, special_tokens = read_vocabulary(folder, vocabulary, config)
     return validate_tokenizer_json(data, folder / vocabulary), special_tokens | config
 
@@ -61,7 +61,7 @@ def _read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, completed by special_tokens_map.json and the other small files of older folders."""
+    """Return the content of tokenizer_config.json, completed from special_tokens_map.json and other small files."""
     config: dict[str, Any] = {}
     for name in (CONFIG_FILE, "special_tokens_map.json"):
         if has_file(folder, name):
@@ -76,7 +76,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def build_or_file_error(path: str | Path, build: Any) -> Any:
-    """Return build(); turn whatever the library raises on a damaged file, even a panic, into a FileError."""
+    """Return build(); raise a FileError for any exception of the library, even a Rust panic on a damaged file."""
     try:
         return build()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -89,7 +89,7 @@ def build_or_file_error(path: str | Path, build: Any) -> Any:
 
 
 def tokenizer_kind(data: Mapping[str, Any]) -> str:
-    """Return the kind of a tokenizer.json: BPE without merges is "char", or "byte" if byte-level."""
+    """Return the kind of a tokenizer.json, as `Tokenizer.train` names it; BPE without merges is "char" or "byte"."""
     model = data["model"]
     if model["type"] == "BPE" and not model["merges"]:
         return "byte" if is_byte_level(data["pre_tokenizer"]) else "char"

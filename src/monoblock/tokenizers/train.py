@@ -63,12 +63,12 @@ def train_tokenizer(
 
 
 def _add_special_tokens(sections: JsonObject, special_tokens: list[str]) -> JsonObject:
-    """Number the special tokens after the pieces."""
+    """Return the content of a tokenizer.json in which the ids of the special tokens follow those of the pieces."""
     vocab = sections["model"]["vocab"]
     pieces = [piece for piece, _ in vocab] if sections["model"]["type"] == "Unigram" else list(vocab)
     clash = set(pieces) & set(special_tokens)
     if clash:
-        raise ConfigError(f"the special token {min(clash)!r} is also a piece of this text; spell it otherwise")
+        raise ConfigError(f"the special token {min(clash)!r} is also a piece of this text; choose another spelling")
     ids = {token: len(pieces) + index for index, token in enumerate(special_tokens)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = ({UNK_TOKEN: 0} if pieces[0] == UNK_TOKEN else {}) | ids
@@ -82,7 +82,7 @@ def _add_special_tokens(sections: JsonObject, special_tokens: list[str]) -> Json
 def _prepare_texts(
     texts: Iterable[str], normalizer: JsonObject | None, reserved: list[str], replacement: str
 ) -> list[str]:
-    """Normalize the texts and replace whatever spells a reserved token, so that no piece can become one."""
+    """Normalize texts and replace every reserved token in them by `replacement`, so that none becomes a piece."""
     normalize = build_backend({"normalizer": normalizer}).normalizer.normalize_str if normalizer else None
     pattern = re.compile("|".join(re.escape(word) for word in sorted(set(reserved), key=len, reverse=True)))
     prepared = [pattern.sub(replacement, normalize(text) if normalize else text) for text in check_texts(texts)]
@@ -92,7 +92,7 @@ def _prepare_texts(
 
 
 def _select_alphabet(texts: list[str], max_size: int, replacement: str) -> tuple[list[str], list[str]]:
-    """Return the `max_size` most frequent characters of words, sorted, and the texts with the others replaced."""
+    """Return the `max_size` most frequent characters, sorted, and the texts with all others replaced."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
@@ -103,7 +103,7 @@ def _select_alphabet(texts: list[str], max_size: int, replacement: str) -> tuple
 
 
 def _most_frequent(counts: Mapping[str, int], max_count: int, min_frequency: int = 1) -> list[str]:
-    """Return at most `max_count` keys by falling frequency, ties in code point order."""
+    """Return the `max_count` most frequent keys, most frequent first, ties in code point order."""
     frequent = [word for word, count in counts.items() if count >= min_frequency]
     return sorted(frequent, key=lambda word: (-counts[word], word))[:max_count]
 
@@ -114,7 +114,7 @@ def _most_frequent(counts: Mapping[str, int], max_count: int, min_frequency: int
 def _train_merges(
     texts: list[str], sections: JsonObject, symbols: list[str], size: int, min_frequency: int, **affixes: Any
 ) -> tuple[dict[str, int], list[Any]]:
-    """Return vocabulary and merges of the library's trainer, given every symbol in advance to fix its id."""
+    """Return the vocabulary and merges of the library's BPE trainer; `symbols` lists all initial symbols by id."""
     from tokenizers.trainers import BpeTrainer
 
     backend = build_backend({"pre_tokenizer": sections["pre_tokenizer"]})

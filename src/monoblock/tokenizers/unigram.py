@@ -26,7 +26,7 @@ Array = Any  # numpy arrays of float64, int64 or bool
 
 
 def fit(words: Mapping[str, int], letters: list[str], size: int, min_frequency: int = 1) -> list[tuple[str, float]]:
-    """Return at most `size` pieces with their log probabilities, the likely first; every letter is among them."""
+    """Return at most `size` pieces, or all `letters` if more, with their log probabilities, most likely first."""
     counts = _split_long_words(words)
     pieces = _seed_pieces(counts, letters, size, min_frequency)
     expected = np.array(list(pieces.values()), dtype=np.float64)
@@ -100,7 +100,7 @@ def _removal_loss(expected: Array, probability: Array, piece_lattice: Lattice) -
 
 
 def _top_mask(values: Array, count: int) -> Array:
-    """Return a mask of the `count` largest values; of equal ones the first."""
+    """Return a mask of the `count` largest values; ties go to the first."""
     mask = np.zeros(len(values), dtype=bool)
     mask[np.argsort(-values, kind="stable")[:count]] = True
     return mask
@@ -118,7 +118,7 @@ def _select_pieces(names: list[str], probability: Array, is_letter: Array, size:
 
 @dataclass(frozen=True)
 class Lattice:
-    """All occurrences of pieces in words: edges of `word` from `start` to `end`, sorted by `end`."""
+    """All occurrences of pieces in words, as edges sorted by `end`: `piece` covers `word` from `start` to `end`."""
 
     lengths: Array  # of the words
     word: Array
@@ -128,7 +128,7 @@ class Lattice:
 
     @classmethod
     def build(cls, words: list[str], pieces: list[str], include_whole_word: bool) -> Lattice:
-        """Find all edges; without `include_whole_word`, except the one that is the word itself."""
+        """Find all occurrences of pieces in words; without `include_whole_word`, only those shorter than the word."""
         numbers = {piece: number for number, piece in enumerate(pieces)}
         edges = [
             (index, start, end, number)
@@ -142,7 +142,7 @@ class Lattice:
         return cls(np.array([len(word) for word in words], dtype=np.int64), *columns.T.copy())
 
     def select(self, pieces: Array, words: Array | None = None) -> Lattice:
-        """Keep the edges of the pieces (and words) where the mask is True, and renumber them."""
+        """Keep the edges whose piece (and word) is True in these masks, and renumber pieces and words."""
         words = np.ones(len(self.lengths), dtype=bool) if words is None else words
         kept = pieces[self.piece] & words[self.word]
         new_word, new_piece = np.cumsum(words) - 1, np.cumsum(pieces) - 1
@@ -155,7 +155,7 @@ class Lattice:
         )
 
     def forward(self, probability: Array) -> Array:
-        """Return (position, word): the total probability of all segmentations of the word up to the position."""
+        """Return (positions, words): the total probability of all segmentations of a word up to a position."""
         total = np.zeros((int(self.lengths.max(initial=0)) + 1, len(self.lengths)))
         total[0] = 1
         bounds = np.searchsorted(self.end, np.arange(len(total) + 1))
@@ -167,7 +167,7 @@ class Lattice:
         return total
 
     def backward(self, probability: Array) -> Array:
-        """Return (position, word): the total probability of all segmentations of the word from the position on."""
+        """Return (positions, words): the total probability of all segmentations of a word from a position on."""
         total = np.zeros((int(self.lengths.max(initial=0)) + 1, len(self.lengths)))
         total[self.lengths, np.arange(len(self.lengths))] = 1
         order = np.argsort(self.start, kind="stable")
@@ -183,7 +183,7 @@ class Lattice:
         return forward[self.lengths, np.arange(len(self.lengths))]
 
     def expected_counts(self, probability: Array, weights: Array) -> Array:
-        """Return how often each piece is expected over all words and all their segmentations."""
+        """Return the expected count of each piece over all segmentations of all words, which occur `weights` times."""
         forward, backward = self.forward(probability), self.backward(probability)
         rate = weights / self.word_probabilities(forward)
         mass = forward[self.start, self.word] * probability[self.piece] * backward[self.end, self.word]

@@ -34,11 +34,11 @@ SEQUENCE_KEYS = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 class _InvalidTokenizer(Exception):
-    """What is wrong with a file; the message follows its name."""
+    """An invalid tokenizer.json; the error shown is its path, followed by this message."""
 
 
 def validate_tokenizer_json(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return the content with the type of its model filled in; raise FileError if the library must not run it."""
+    """Return the content with the type of its model filled in; raise FileError if it is not safe for the library."""
     try:
         data["model"] = _with_model_type(data.get("model"))
         check_tokenizer_json(data)

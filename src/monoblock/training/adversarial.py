@@ -1,8 +1,8 @@
 """Adversarial training on word embeddings (Miyato, Dai and Goodfellow 2017).
 
-The embeddings x of a text are moved along the gradient g of its loss, r = ε |x| g / ‖g‖, and the loss of x + r is
-added. |x| is the root mean square norm of the embeddings of the text, so that ε does not depend on their scale. r is
-treated as a constant: no gradient flows through it.
+The embeddings x of a text are moved along the gradient g of its loss, by r = ε |x| g / ‖g‖. The losses of x and x + r
+are averaged. |x| is the root mean square norm of the embeddings of the text, so that ε does not depend on their scale.
+r is treated as a constant: no gradient flows through it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EMBEDDING_NAME = "input.token"
 
 
 class EmbeddingTap:
-    """Record the token embeddings of a forward pass, or replace them."""
+    """Record the token embeddings (B, T, D) of a forward pass, or substitute `replacement` for them."""
 
     def __init__(self, replacement: Tensor | None = None) -> None:
         self.replacement = replacement
@@ -51,7 +51,7 @@ class AdversarialLoss:
         tap = EmbeddingTap()
         loss = self.loss(model, inputs, labels, tap)
         if tap.embeddings is None:
-            raise InputError("train.adversarial perturbs word embeddings, and this model reads none; leave it out")
+            raise InputError("train.adversarial perturbs token embeddings, which this model lacks; leave it out")
         attention_mask = inputs.get("attention_mask")
         perturbation = adversarial_perturbation(loss, tap.embeddings, attention_mask, self.epsilon)
         perturbed = EmbeddingTap(tap.embeddings + perturbation)
@@ -59,7 +59,7 @@ class AdversarialLoss:
 
 
 def adversarial_perturbation(loss: Tensor, embeddings: Tensor, attention_mask: Tensor | None, epsilon: float) -> Tensor:
-    """Compute the perturbation (B, T, D) that increases the loss most, of norm `epsilon` times the embedding norm."""
+    """Return the perturbation r (B, T, D) of `embeddings` (B, T, D) for ε = `epsilon`, as at the top of this file."""
     (gradient,) = torch.autograd.grad(loss, embeddings, retain_graph=True)
     vectors, gradient = embeddings.detach().float(), gradient.float()
     if attention_mask is None:

@@ -1,4 +1,4 @@
-"""The lengths and intervals of a training run."""
+"""The length of a training run, and how often it evaluates, samples and saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainingArguments:
-    """Counted in steps; an interval of 0 is never."""
+    """Settings of a training run; intervals (`…_every`) are in steps, and 0 means never."""
 
     steps: int
     accumulate: int = 1  # micro-batches of a step

@@ -3,7 +3,7 @@
     checkpoints/step-400/   the files of one checkpoint, and manifest.json with their sizes and SHA-256
     checkpoints/latest      the text "step-400", replaced atomically once step-400 is on disk
 
-A checkpoint is named tensors and one JSON object; all states are stored as safetensors and JSON, never pickled.
+A checkpoint consists of named tensors and one JSON object, stored as safetensors and JSON, never pickled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_JSON_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Groups of tensors by file name ("model", "optimizer", …), and JSON metadata."""
+    """The tensors of a checkpoint, grouped by file ("model", "optimizer", …), and its JSON metadata."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def fault_injection_point(point: str) -> None:
-    """Called before every write, sync and rename of a save; tests replace it to inject faults."""
+    """Do nothing. Called before every write, sync and rename of a save; tests replace it to inject faults."""
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -53,8 +53,9 @@ def save(
     last_good: int | None = None,
     save_every: int = 0,
 ) -> Path:
-    """Write a checkpoint, make it `latest`, and delete all but the last `keep`, the best and the last good one.
+    """Write a checkpoint, make it `latest`, and return its path; delete all but the last `keep` (0: all) and two.
 
+    `best` and `last_good` are the steps of these two: that with the best evaluation and the one to roll back to.
     Earlier checkpoints at steps that are not multiples of `save_every` were left by an interruption and are deleted
     too: the folder then looks like that of an uninterrupted run.
     """
@@ -88,7 +89,7 @@ def save(
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write all files but the manifest; yield the name and description of each."""
+    """Write all files but the manifest; yield the name of each, and its size and SHA-256."""
     for name, tensors in checkpoint.tensors.items():
         path = folder / f"{name}.safetensors"
         fault_injection_point(f"tensors {name}")
@@ -135,7 +136,7 @@ def _rename_into_place(temporary: Path, path: Path) -> None:
 
 
 def _restore_stale(folder: Path) -> None:
-    """Move checkpoints back that a save interrupted between its two renames had moved aside."""
+    """Move back the checkpoints that were moved aside by a save that was interrupted between its two renames."""
     for stale in folder.glob("step-*.stale"):
         if not stale.with_suffix("").exists():
             with suppress(OSError):
@@ -150,7 +151,7 @@ def _describe_file(path: Path) -> dict[str, Any]:
 def _prune(folder: Path, last: int, keep: int, protected: tuple[int | None, ...], save_every: int) -> None:
     """Delete checkpoints up to step `last` that are neither among the last `keep` nor protected.
 
-    Checkpoints of later steps are damaged, or training would have resumed from them, and do not count.
+    Later checkpoints are ignored: they must be damaged, or training would have resumed from them.
     """
     steps = [step for step in list_steps(folder) if step <= last]
     regular = [step for step in steps if step == last or not save_every or step % save_every == 0]
@@ -194,7 +195,7 @@ def find_problem(path: Path) -> str | None:
 
 
 def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, or None, and the problems of those skipped."""
+    """Return the newest intact checkpoint, or None, and a description of each problem found on the way."""
     _restore_stale(folder)
     names = [f"step-{step}" for step in reversed(list_steps(folder))]
     problems = _check_latest_file(folder / LATEST_FILE, names)
@@ -207,7 +208,7 @@ def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
-    """Return the problems of the file `latest`; only there does a deleted checkpoint show."""
+    """Return the problems of the file `latest`: it cannot be read, or the checkpoint it names was deleted."""
     try:
         name = latest.read_text(encoding="utf-8").strip()
     except FileNotFoundError:  # the first save was interrupted

@@ -1,7 +1,7 @@
 """Collate samples into model inputs and labels, one function for each objective.
 
-Each function returns the keyword inputs of the model and the labels, which are IGNORE_INDEX where the loss does not
-count a position.
+Each function returns the keyword arguments of the model and the labels. A label is IGNORE_INDEX at positions that the
+loss does not count.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def pad_rows(rows: Sequence[Ids], value: int, length: int | None = None) -> Tens
 
 
 def valid_mask(rows: Sequence[Ids], length: int) -> Tensor:
-    """The mask of valid tokens after padding to `length`: (B, T), True for tokens and False for padding."""
+    """Return the mask (B, T) of rows padded to `length`: True for tokens and False for padding."""
     return torch.arange(length) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 @dataclass(frozen=True)
 class SpecialTokenIds:
-    """The special tokens an objective needs; None if the tokenizer has no such token."""
+    """The ids of the special tokens that objectives need; None if the tokenizer has no such token."""
 
     pad_id: int = 0
     bos_id: int | None = None
@@ -82,7 +82,7 @@ class SpecialTokenIds:
 
 
 def collate_causal_lm(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) -> tuple[dict[str, Tensor], Tensor]:
-    """Predict the next token at every position of fixed-length blocks.
+    """Collate blocks of T + 1 ids to predict the next token: inputs (B, T), labels (B, T).
 
     In packed blocks attention stays inside a document, and the first token of a document is not predicted.
     """
@@ -99,7 +99,7 @@ def collate_causal_lm(samples: Sequence[dict[str, Any]], special: SpecialTokenId
 def collate_masked_lm(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds, *, seed: int, epoch: int, rate: float = 0.15
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Mask tokens, differently in every epoch, and predict the originals (Devlin et al. 2019)."""
+    """Mask tokens, differently in every epoch; the labels (B, N) are the originals (Devlin et al. 2019)."""
     assert special.mask_id is not None
     masked = [
         mask_tokens(
@@ -122,10 +122,10 @@ def collate_masked_lm(
 
 
 def select_target_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce labels (B, T) to the positions that count: return positions and labels, both (B, N).
+    """Return the positions (B, N) of the labels (B, T) that are not IGNORE_INDEX, and the labels (B, N) there.
 
-    Logits are then computed for few tokens only. N is the largest count of a row, rounded up to a multiple of eight to
-    keep the number of shapes small; rows with fewer targets are filled with ignored positions.
+    Logits are then computed at these positions only. N is the largest number of targets in a row, rounded up to a
+    multiple of eight to keep the number of shapes small; rows with fewer targets are filled with ignored positions.
     """
     is_target = labels != IGNORE_INDEX
     count = min(labels.shape[1], -(-int(is_target.sum(1).max()) // 8) * 8)
@@ -136,9 +136,9 @@ def select_target_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
 def collate_seq2seq(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds, *, start: int, pad_to: int | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Predict the target of each source: the decoder reads `start` + target, the labels are target + eos.
+    """Collate pairs: the encoder reads source + eos, the decoder `start` + target, the labels are target + eos.
 
-    With `pad_to` every batch has the same shape, as CUDA graphs require.
+    With `pad_to` all rows are padded to this length, because CUDA graphs require batches of one shape.
     """
     sources = [sample["source"] for sample in samples]
     targets = [sample["target"] for sample in samples]
@@ -163,7 +163,7 @@ def collate_span_corruption(
     start: int,
     rate: float = 0.15,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Replace spans by sentinels in the source and predict them in the target (Raffel et al. 2020)."""
+    """Replace random spans by sentinels in the source; the target is the spans (Raffel et al. 2020)."""
     pairs = []
     for sample in samples:
         rng = sample_generator(seed, epoch, sample["sample"])
@@ -175,7 +175,7 @@ def collate_span_corruption(
 def collate_classification(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Predict one label (B,) for each text or image."""
+    """Collate texts or images to predict one label for each: (B,)."""
     labels = torch.tensor([int(sample["label"]) for sample in samples])
     if "pixels" in samples[0]:
         return {"source": torch.from_numpy(np.stack([sample["pixels"] for sample in samples]))}, labels
@@ -185,7 +185,7 @@ def collate_classification(
 def collate_token_classification(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Predict one label for each token (B, T); samples mark the later pieces of a word with IGNORE_INDEX."""
+    """Collate texts to predict one label for each word: (B, T), IGNORE_INDEX on all but its first token."""
     inputs = _collate_ids(samples, special)
     return inputs, pad_rows([sample["labels"] for sample in samples], IGNORE_INDEX)
 
@@ -193,13 +193,13 @@ def collate_token_classification(
 def collate_question_answering(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Predict the first and last position of the answer (B, 2); both are 0 if the row does not contain it."""
+    """Collate texts to predict the first and last position of an answer: (B, 2), both 0 if it is not in the text."""
     labels = torch.from_numpy(np.stack([sample["answer"] for sample in samples]))
     return _collate_ids(samples, special), labels
 
 
 def _collate_ids(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) -> dict[str, Tensor]:
-    """Pad ids and segments; the attention mask is left out if no row is padded."""
+    """Return the padded ids and segments (B, T), with an attention mask if any row is padded."""
     ids = pad_rows([sample["ids"] for sample in samples], special.pad_id)
     inputs = {"source": ids}
     valid = valid_mask([sample["ids"] for sample in samples], ids.shape[1])

@@ -26,8 +26,8 @@ def mask_tokens(
 ) -> tuple[Ids, Ids]:
     """Select `rate` of the tokens: 80 % become the mask, 10 % a random token, 10 % stay (Devlin et al. 2019).
 
-    Return the masked ids and the labels, which are IGNORE_INDEX for all other tokens. At least one token is selected,
-    tokens in `special` never.
+    Return the masked ids and the labels: the original ids of the selected tokens, IGNORE_INDEX elsewhere. At least one
+    token is selected, but never one in `special`.
     """
     eligible = np.flatnonzero(~np.isin(ids, list(special)))
     count = min(len(eligible), max(1, round(rate * len(eligible))))
@@ -51,9 +51,10 @@ def corrupt_spans(
     rate: float = 0.15,
     mean: float = 3.0,
 ) -> tuple[Ids, Ids]:
-    """Replace random spans by sentinels; the target is each sentinel followed by its span (Raffel et al. 2020).
+    """Return a source with random spans replaced by sentinels, and a target of these spans (Raffel et al. 2020).
 
-    `rate` of the tokens are removed in spans of `mean` tokens on average; a final sentinel ends the target.
+    The target is each sentinel followed by its span, and one more sentinel. The spans are `rate` of the tokens and have
+    `mean` tokens on average.
     """
     length = len(ids)
     num_noise = min(max(1, round(rate * length)), max(1, length - 1))
@@ -77,7 +78,7 @@ def corrupt_spans(
 
 
 def _random_partition(total: int, parts: int, rng: np.random.Generator) -> list[int]:
-    """Split `total` into random parts of at least one each; if there are too few, the last parts are 0."""
+    """Return random positive integers, `parts` of them, with the sum `total`; if it is too small, the last are 0."""
     if total < parts:
         return [1] * total + [0] * (parts - total)
     bounds = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1

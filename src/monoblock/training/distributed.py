@@ -2,7 +2,8 @@
 
 The loss of a step is the sum over all targets divided by their number over *all* processes, so that a run on two
 processes equals the run on one, up to rounding. Every process has the same weights and takes the same decisions,
-because every quantity that decides is reduced first. Only the main process, rank 0, evaluates, samples and writes.
+because every quantity that decides is summed over all processes first. Only the main process, rank 0, evaluates,
+samples and writes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class World:
         return sums.tolist()
 
     def broadcast(self, number: int) -> int:
-        """Return the number of the main process."""
+        """Return, in every process, the value of `number` in the main process."""
         if self.size == 1:
             return number
         buffer = torch.tensor(number)
@@ -54,7 +55,7 @@ class World:
         return int(buffer)
 
     def all_gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Gather the CPU tensors of all processes, by rank; names and shapes must agree."""
+        """Return the CPU tensors of all processes, in the order of ranks; names and shapes must agree."""
         if self.size == 1:
             return [dict(tensors)]
         gathered: list[dict[str, Tensor]] = [{} for _ in range(self.size)]
@@ -66,7 +67,7 @@ class World:
         return gathered
 
     def all_reduce_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over all processes; a weight unused in every process keeps None."""
+        """Sum gradients over all processes; a gradient that is None in every process stays None."""
         if self.size == 1:
             return
         trainable = [weight for weight in weights if weight.requires_grad]
@@ -122,16 +123,17 @@ def init_distributed(environment: Mapping[str, str], device: str = "auto") -> Wo
 
 def uses_cuda(device: str) -> bool:
     if ":" in device:
-        raise ConfigError(f"train.device={device} is one device for all processes; leave the number out, as in 'cuda'")
+        raise ConfigError(f"train.device={device} is one device for all processes; leave the index out, as in 'cuda'")
     return torch.cuda.is_available() and device in ("auto", "cuda")
 
 
 @contextmanager
 def defer_worker_errors(world: World) -> Iterator[None]:
-    """Delay the errors of worker processes, so that a failure is reported once.
+    """Delay the errors of all processes but the main one, so that a failure is reported once.
 
-    When a process fails, the others fail with it, with the same error or on a broken connection. Only the main process
-    reports its own errors at once; torchrun ends a waiting process unless its error is the cause.
+    When a process fails, the others fail with it, with the same error or on a broken connection. A MonoblockError of
+    the main process is raised at once. Other errors wait a few seconds, in which torchrun ends the process if another
+    one has failed.
     """
     try:
         yield
@@ -148,7 +150,9 @@ def launch(argv: Sequence[str], processes: int, device: str = "auto") -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if uses_cuda(device) and processes > torch.cuda.device_count():
-        raise ConfigError(f"--nproc {processes} is more than the {torch.cuda.device_count()} GPUs of this machine")
+        raise ConfigError(
+            f"--nproc {processes} is more than the {torch.cuda.device_count()} GPUs of this machine; write fewer"
+        )
     # Without these torchrun gives each process one thread, with a long warning, and kills it in the middle of a save.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")

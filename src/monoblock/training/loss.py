@@ -21,7 +21,7 @@ from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 
 class RouterTap:
-    """Record the router logits of expert layers, and pass every tensor on to another tap."""
+    """Record the router logits of expert layers, and pass every tensor on to `tap`, if given."""
 
     def __init__(self, tap: Tap | None = None) -> None:
         self.router_logits: list[Tensor] = []
@@ -38,7 +38,7 @@ class RouterTap:
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """Cross-entropy summed over the targets; with experts also their load-balancing loss, once for each target."""
+    """Cross-entropy summed over the targets, plus `balance` × load-balancing loss of experts × number of targets."""
 
     label_smoothing: float = 0.0
     balance: float = 0.0  # weight of the load-balancing loss
@@ -46,7 +46,7 @@ class CrossEntropyLoss:
     over_positions: bool = False  # the classes are the valid positions of a row (question answering)
 
     def evaluation_loss(self) -> CrossEntropyLoss:
-        """The loss that evaluation reports: without label smoothing and load balancing."""
+        """Return the loss that evaluation reports, without label smoothing and load balancing."""
         return replace(self, label_smoothing=0.0, balance=0.0)
 
     def __call__(
@@ -70,7 +70,7 @@ class CrossEntropyLoss:
     def compute_logits(
         self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **options: Any
     ) -> Tensor:
-        """The logits to compare with the labels: (…, classes), or (B, 2, T) over the start and end positions."""
+        """Return logits (…, classes), or with `over_positions` (B, 2, T): those of start and end over the positions."""
         logits: Tensor = model(**inputs, **options)
         if not self.over_positions:
             return logits
@@ -78,7 +78,7 @@ class CrossEntropyLoss:
         return logits.mT if valid is None else logits.mT.masked_fill(~valid[:, None], -torch.inf)
 
     def from_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of logits (…, classes), summed over the labels (…) that are not IGNORE_INDEX."""
+        """Return the cross-entropy of logits (…, classes), summed over the labels (…) that are not IGNORE_INDEX."""
         flat = logits.reshape(-1, logits.shape[-1])
         return F.cross_entropy(
             flat.float() if flat.dtype in HALF_DTYPES else flat,

@@ -15,7 +15,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Append events to the metrics of a run folder; with `disabled` do nothing."""
+    """Append events to metrics.jsonl in a run folder, and optionally to TensorBoard; if `disabled`, write nothing."""
 
     def __init__(self, folder: Path, *, tensorboard: bool = False, disabled: bool = False) -> None:
         self.path, self.disabled = folder / METRICS_FILE, disabled
@@ -29,7 +29,7 @@ class MetricsWriter:
             self.summary_writer = SummaryWriter(folder / "tensorboard")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines after `step`, from which the run resumes."""
+        """Remove the lines of later steps than `step`, because the run resumes from there."""
         if self.disabled or not self.path.exists():
             return
         kept = [line for line in _read_lines(self.path) if _parse_step(line) <= step]
@@ -80,8 +80,8 @@ def _parse_step(line: str) -> float:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Read all lines of the metrics of a run folder."""
+    """Return all lines of metrics.jsonl in a run folder, without damaged ones."""
     path = folder / METRICS_FILE
     if not path.is_file():
-        raise FileError(f"{folder} has no {METRICS_FILE}; has it been trained?")
+        raise FileError(f"{folder} has no {METRICS_FILE}; give the folder of a training run")
     return [json.loads(line) for line in _read_lines(path) if _parse_step(line) < float("inf")]

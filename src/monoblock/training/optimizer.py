@@ -42,7 +42,7 @@ BLOCK_PREFIX = re.compile(r"(encoder|decoder)\.(\d+)\.")
 
 
 def count_layers_above(names: Iterable[str]) -> dict[str, int]:
-    """Count the layers from each weight to the output: 0 for the head, 1 for the last block, most for embeddings."""
+    """Return weight -> number of layers up to the output: 0 for the head, 1 for the last block, most for embeddings."""
     matches = {name: BLOCK_PREFIX.match(name) for name in names}
     depth: dict[str, int] = {}
     for match in matches.values():
@@ -95,8 +95,9 @@ def build_optimizers(
 ) -> Optimizers:
     """Build the optimizers of a model; the learning rate is set before each step with `set_lr`.
 
-    `adam_factor` scales the learning rate of the weights that AdamW updates next to Muon. `layer_decay` multiplies the
-    learning rate once for each layer above a weight (Howard and Ruder 2018).
+    `table_decay` is the weight decay of embedding tables. With Muon, `adam_factor` scales the learning rate of the
+    weights that AdamW updates. `layer_decay` multiplies the learning rate of a weight once for each layer counted by
+    `count_layers_above` (Howard and Ruder 2018).
     """
     if kind not in OPTIMIZERS:
         raise ConfigError(f"optimizer={kind!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(kind, OPTIMIZERS)}")
@@ -134,7 +135,7 @@ def _parameter_groups(
 def _group_by_lr(
     named: NamedParameters, decay: float, lr_scales: dict[str, float], factor: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Build one parameter group for each distinct factor on the learning rate."""
+    """Build parameter groups, one for each distinct factor × `lr_scales[name]` on the learning rate."""
     by_factor: dict[float, list[nn.Parameter]] = {}
     for name, weight in named:
         by_factor.setdefault(factor * lr_scales.get(name, 1.0), []).append(weight)

@@ -28,7 +28,7 @@ def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
-    """Collect optimizer states by "<weight>/<state>", numbers as tensors."""
+    """Return the optimizer states as tensors named "<weight>/<state>"."""
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     tensors = {}
     for optimizer in optimizers.optimizers:
@@ -78,7 +78,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def rng_name(rank: int) -> str:
-    """Return the name of the random states of a process in a checkpoint."""
+    """Return the name, in a checkpoint, of the random states of the process with this rank."""
     return f"random-{rank}" if rank else "random"
 
 
@@ -96,7 +96,7 @@ def restore_rng(tensors: Mapping[str, Tensor]) -> None:
 
 
 def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], rank: int, step: int) -> None:
-    """Restore the random states of a process; seed it anew if the checkpoint is of fewer processes."""
+    """Restore the random states of a process, or seed torch anew if the checkpoint has none for this rank."""
     if rng_name(rank) in groups:
         restore_rng(groups[rng_name(rank)])
     else:
@@ -104,7 +104,7 @@ def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], rank: int, s
 
 
 def last_good_step(folder: Path) -> int | None:
-    """Find the newest intact checkpoint not saved between rejected updates, which its weights may have caused."""
+    """Return the step of the newest intact checkpoint whose last update was not rejected; None if there is none."""
     for step in reversed(checkpoint.list_steps(folder)):
         path = folder / f"step-{step}"
         if checkpoint.find_problem(path) is None and not checkpoint.load_metadata(path)["guard"]["bad_in_a_row"]:

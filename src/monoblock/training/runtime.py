@@ -22,7 +22,7 @@ AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Where and how a run computes; `decisions` are the events that explain it."""
+    """The device, precision and compilation of a run; `decisions` are events that explain the choices."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None
@@ -33,7 +33,7 @@ class RuntimeConfig:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run the body in the chosen precision."""
+        """Run the body under torch.autocast in the chosen precision; fp32 needs none."""
         if self.autocast_dtype is None:
             yield
             return
@@ -57,7 +57,7 @@ def choose_runtime(
     steps: int = 0,
     no_compile_reason: str | None = None,
 ) -> RuntimeConfig:
-    """Resolve "auto" for this machine and a run of `steps`; with `no_compile_reason` nothing is compiled."""
+    """Resolve "auto" for this machine and a run of `steps` steps; a `no_compile_reason` turns compilation off."""
     chosen_device, device_decision = _choose_device(device)
     chosen_precision, precision_decision = _choose_precision(precision, chosen_device.type)
     compiled, compile_mode, compile_decision = _choose_compilation(
@@ -104,7 +104,7 @@ def _choose_precision(precision: str, device_type: str) -> tuple[str, DecisionEv
 def _choose_compilation(
     compile: str, device_type: str, steps: int, no_compile_reason: str | None
 ) -> tuple[bool, str | None, DecisionEvent]:
-    """Return whether to compile, the mode of torch.compile, and the decision; "graphs" is "auto" on a CPU."""
+    """Return whether to compile, the mode of torch.compile, and the decision; on a CPU "graphs" means "auto"."""
     if compile not in COMPILE_CHOICES:
         raise ConfigError(f"compile={compile!r} is not one of {', '.join(COMPILE_CHOICES)}")
     if no_compile_reason is not None:

@@ -11,7 +11,7 @@ DecayCurve = Callable[[float], float]  # progress after warm-up, from 0 to 1 -> 
 
 
 def _wsd(decay: float) -> DecayCurve:
-    """Warmup-stable-decay (Hu et al. 2024): the peak until the last `decay` of the run, then linear decay."""
+    """Return the warmup-stable-decay curve (Hu et al. 2024): the peak, then linear in the last fraction `decay`."""
     return lambda progress: min(1.0, (1 - progress) / decay)
 
 
@@ -24,7 +24,7 @@ DECAY_CURVES: dict[str, DecayCurve] = {
 
 
 def noam(step: int, width: int, warmup: int) -> float:
-    """width^-0.5 * min(step^-0.5, step * warmup^-1.5), steps counted from 1 (Vaswani et al. 2017, eq. 3)."""
+    """Return width^-0.5 * min(step^-0.5, step * warmup^-1.5), steps counted from 1 (Vaswani et al. 2017, eq. 3)."""
     return width**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5)
 
 
@@ -33,7 +33,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    `floor` is the fraction of the peak reached at the end. For "noam" the peak is a factor on the paper's formula.
+    `name` is "noam" or a key of DECAY_CURVES. `floor` is the fraction of the peak reached at the end. For "noam",
+    `peak` is a factor on the formula of the paper and `width` its d_model.
     """
     if name == "noam":
         return peak * noam(step + 1, width, warmup)

@@ -81,7 +81,7 @@ class Trainer:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
-        """Train to the last step, starting from the newest checkpoint if `resume`."""
+        """Train to the last step and yield events; with `resume`, continue from the newest intact checkpoint."""
         self.runtime.apply_torch_settings()
         if resume:  # before the first event, which tells a listener that the checkpoint was accepted
             yield from self._resume()
@@ -141,14 +141,14 @@ class Trainer:
             yield from self._roll_back(skipped)
 
     def _is_fp16_overflow(self, loss: float, grad_norm: float) -> bool:
-        """Whether the scaled gradient overflowed fp16, for which the scale and not the weights is the cause."""
+        """Whether the gradient overflowed only because the loss scale is too large for fp16; the weights are fine."""
         is_scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         return is_scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def _compute_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> tuple[float, list[WarningEvent]]:
         """Return the loss of a batch and leave its gradients in the weights; halve the micro-batch if out of memory.
 
-        `rows` is the largest number of rows in any process, so that all processes decide alike.
+        `target_count` is that of all processes, `rows` the largest batch of any process: all processes decide alike.
         """
         self.model.train()
         warnings: list[WarningEvent] = []
@@ -218,7 +218,7 @@ class Trainer:
         return nullcontext() if self.average is None else self.average.average_parameters(self.model)
 
     def checkpoint_state(self) -> checkpoint.Checkpoint:
-        """Collect everything the next step depends on, to be saved."""
+        """Return a checkpoint of everything that the next step depends on."""
         tensors = {
             "model": resume_state.model_tensors(self.model, trainable_only=self.save_trainable_only),
             "optimizer": resume_state.optimizer_tensors(self.model, self.optimizers),
@@ -287,7 +287,7 @@ class Trainer:
         resume_state.restore_process_rng(state.tensors, self.world.rank, state.step)
 
     def _roll_back(self, last: SkippedUpdateEvent) -> Iterator[TrainingEvent]:
-        """Restore the last good checkpoint, but continue with new data: the bad batches do not return."""
+        """Restore the last good checkpoint, but continue with the next batches, so that the bad ones do not return."""
         patience, rollbacks = self.guard.patience, self.guard.gone_back
         step = resume_state.last_good_step(self.folder) if self.world.is_main else None
         target = self.world.broadcast(NO_CHECKPOINT if step is None else step)

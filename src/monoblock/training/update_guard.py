@@ -48,7 +48,7 @@ class UpdateGuard:
         self.mean += max(0.02, 1 / self.good) * (grad_norm - self.mean)  # a plain mean at first, then exponential
 
     def record_bad_update(self) -> bool:
-        """Count a rejected update; return True after `patience` in a row."""
+        """Count a rejected update; return True if it is time to roll back, after `patience` in a row."""
         self.bad_in_a_row += 1
         self.good_in_a_row = 0
         if self.bad_in_a_row < self.patience:
@@ -57,7 +57,7 @@ class UpdateGuard:
         return True
 
     def record_rollback(self, previous_rollbacks: int) -> None:
-        """Count a rollback on top of `previous_rollbacks`, which the restored checkpoint does not know."""
+        """Set the count to previous_rollbacks + 1, because restoring the checkpoint has reset it."""
         self.gone_back, self.good_in_a_row = previous_rollbacks + 1, 0
 
     @property

@@ -52,12 +52,12 @@ class ExponentialMovingAverage:
 
 
 def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The averaged parameters; frozen ones never change."""
+    """Yield (name, parameter) of the parameters to average; frozen ones never change."""
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
 
 
 def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Average the models of several checkpoints, summing in fp64."""
+    """Return the mean of the model weights of several checkpoints, summed in fp64."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in checkpoints:

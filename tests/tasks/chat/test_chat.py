@@ -141,7 +141,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(tokenizer):
         def apply_chat_template(self, messages, *, add_generation_prompt=True, **variables):
             return f"{len(messages)} messages: {messages[-1]['content']}"
 
-    with pytest.raises(InputError, match="rewrites earlier messages"):
+    with pytest.raises(InputError, match="changes earlier messages"):
         encode_chat(chats()[0], LastMessageTokenizer(*tokenizer.content()))
 
 

@@ -131,7 +131,7 @@ def test_a_method_for_another_head_is_refused_with_the_right_one(classifier):
 def test_the_number_of_labels_must_be_that_of_the_classes(tmp_path, transformers):
     folder, _, _ = save_random_bert(tmp_path, transformers, "classifier")
     (folder / "labels.json").write_text(json.dumps(["a", "b"]))
-    with pytest.raises(mb.FileError, match="names 2 labels, and the head of its model has 3"):
+    with pytest.raises(mb.FileError, match="names 2 labels, but the head of its model has 3"):
         mb.load(folder)
 
 
@@ -160,7 +160,7 @@ def test_a_text_is_split_into_words_and_punctuation_and_a_list_is_not(tmp_path, 
     (tagged,) = pipe.tag([["king,", "up"]])
     assert [word.word for word in tagged.words] == ["king,", "up"]
     assert pipe.tag("").words == []
-    with pytest.raises(mb.InputError, match="is no word"):
+    with pytest.raises(mb.InputError, match="is not a word"):
         pipe.tag([["king", " "]])
 
 

@@ -188,7 +188,7 @@ def test_the_command_line_evaluates_few_shot_prompts(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("template", "words", "message"),
     [
-        ("{text}", WORDS, "needs {text} once and {label} once"),
+        ("{text}", WORDS, "must have {text} once and {label} once"),
         ("{label} {text}", WORDS, "has {label} before {text}; swap them"),
         ("{text} {label}", {"a": "same", "b": "same"}, "2 labels have 1 distinct words"),
     ],
@@ -232,5 +232,5 @@ def test_a_prompt_beyond_the_context_and_an_encoder_are_refused(models):
     with pytest.raises(InputError, match=r"have \d{3} tokens, and the model reads 331; show fewer examples"):
         score_labels(loaded, TEMPLATE, ROWS, ["good film " * 200])
     encoder = LoadedModel(mb.Transformer(mb.tiny("bert-base")), loaded.tokenizer)
-    with pytest.raises(InputError, match="need a decoder-only language model, and this is an encoder-only model"):
+    with pytest.raises(InputError, match="need a decoder-only language model, not an encoder-only model"):
         score_labels(encoder, TEMPLATE, [], ["x"])

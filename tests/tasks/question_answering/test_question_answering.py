@@ -321,7 +321,7 @@ def test_a_model_learns_the_answer_and_when_there_is_none(folder):
     contexts = ["then said Saul unto Ruth go up"] * 2
     assert pipe.answer(["who spake 2", "who died 3"], contexts) == ["Saul", ""]
     assert pipe.answer([("who spake 2", "then said Saul unto Ruth go up")]) == ["Saul"]
-    with pytest.raises(InputError, match="line 2: the text is empty"):
+    with pytest.raises(InputError, match="line 2: the context of the question is empty"):
         pipe.answer(["who?", "who?"], ["he", " "])
 
 

@@ -134,7 +134,7 @@ def test_a_recipe_with_tasks_reads_back_the_same(files, tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"corpus": "digits", "prefix": "describe:"}, "data.prefix is for pairs, but the corpus digits is images"),
+        ({"corpus": "digits", "prefix": "describe:"}, "data.prefix needs pairs, but the corpus digits is images"),
         ({"tasks": [{"corpus": "digits", "prefix": "describe:"}]}, "the corpus digits is images"),
         ({"tasks": [{"corpus": "nothing.tsv", "prefix": "x:"}]}, "no corpus, file or folder 'nothing.tsv'"),
         ({"tasks": [{"corpus": "x", "prefx": "x:"}]}, "did you mean 'prefix'"),

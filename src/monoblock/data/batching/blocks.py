@@ -40,7 +40,9 @@ class BlockDataset:
         if packing == "documents":
             self._packed_rows = pack_best_fit(split_documents(tokens, context), context + 1)
             if not self._packed_rows:
-                raise InputError("no document has two or more tokens, so there is nothing to predict; try packing='stream'")
+                raise InputError(
+                    "no document has two or more tokens, so there is nothing to predict; try packing='stream'"
+                )
         elif len(tokens) < context + 1:
             raise InputError(
                 f"{len(tokens)} tokens are too few for context={context}; give more text, or a smaller context"

@@ -116,7 +116,9 @@ def align_labels(
 
 def _label_id(label_ids: Mapping[str, int], label: str) -> int:
     if label not in label_ids:
-        raise InputError(f"label {label!r} is not one of the {len(label_ids)} known labels{did_you_mean(label, label_ids)}")
+        raise InputError(
+            f"label {label!r} is not one of the {len(label_ids)} known labels{did_you_mean(label, label_ids)}"
+        )
     return label_ids[label]
 
 

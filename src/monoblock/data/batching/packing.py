@@ -17,7 +17,7 @@ class TokenRange(NamedTuple):
 
 
 def split_documents(tokens: TokenDataset, context: int) -> Iterator[TokenRange]:
-    """Split documents into ranges of at most context + 1 tokens; a part begins with the last token of the one before."""
+    """Split documents into parts of at most context + 1 tokens; each begins with the last token of the one before."""
     for start, stop in zip(tokens.document_offsets[:-1].tolist(), tokens.document_offsets[1:].tolist(), strict=True):
         for first in range(start, stop - 1, context):  # a single token has nothing to predict
             yield TokenRange(first, min(first + context + 1, stop))

@@ -37,7 +37,10 @@ def batch_for_rank(batch: BatchIndices, rank: int, world_size: int) -> BatchIndi
 
 
 class FixedBatchPlan:
-    """Batches of `batch` of the `count` samples, shuffled in each epoch; the last is shorter, or with last="drop" left out."""
+    """Batches of `batch` of the `count` samples, shuffled in each epoch.
+
+    The last batch of an epoch is shorter, or with last="drop" left out.
+    """
 
     for_rank = staticmethod(batch_for_rank)
 
@@ -77,9 +80,11 @@ class BucketBatchPlan:
         if self.lengths.ndim == 1:
             self.lengths = self.lengths[:, None]
         if self.lengths.ndim != 2 or not len(self.lengths):
-            raise InputError(f"lengths of shape {self.lengths.shape} cannot be used; give (samples,) or (samples, texts)")
+            raise InputError(
+                f"lengths of shape {self.lengths.shape} cannot be used; give (samples,) or (samples, texts)"
+            )
         if (max_tokens is None and batch is None) or (batch is not None and batch < 1):
-            raise InputError(f"batch={batch} and max_tokens={max_tokens} set no size; write a batch of 1 or more, or max_tokens")
+            raise InputError(f"batch={batch} and max_tokens={max_tokens} set no size; write 1 or more for one of them")
         self.seed, self.max_tokens, self.batch = seed, max_tokens, batch
         self._boundaries = self._batch_boundaries()
         self.batches = len(self._boundaries) - 1  # per epoch

@@ -21,7 +21,7 @@ CACHE_FOLDER = Path("~/.cache/monoblock")
 
 @dataclass(frozen=True)
 class Corpus:
-    """The rows of a split, of one kind: `str` for text, else a class of `readers.records`; their order never changes."""
+    """The rows of a split, of one kind: `str` for text, else a class of `readers.records`; in a fixed order."""
 
     name: str
     kind: CorpusKind

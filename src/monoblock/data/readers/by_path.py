@@ -108,7 +108,7 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
 
 
 def take_split(rows: list[Any], split: str, name: str) -> list[Any]:
-    """Return a split of the rows of one file: valid is the last tenth, train the rest. One text is cut by characters."""
+    """Return a split of the rows of a file: valid is the last tenth, train the rest. A text is cut by characters."""
     if split == "all":
         return rows
     if split == "test":

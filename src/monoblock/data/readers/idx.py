@@ -46,7 +46,9 @@ def read_idx(path: str | Path) -> Iterator[LabelledImage]:
     path = Path(path)
     images, labels = read_idx_array(path, ndim=3), read_idx_array(labels_path(path), ndim=1)
     if len(images) != len(labels):
-        raise FileError(f"{path} holds {len(images)} images and {labels_path(path).name} {len(labels)} labels; give one each")
+        raise FileError(
+            f"{path} holds {len(images)} images and {labels_path(path).name} {len(labels)} labels; give one each"
+        )
     pixels = images[:, None].astype(np.float32) / np.float32(255)  # (count, 1, height, width)
     for image, label in zip(pixels, labels.tolist(), strict=True):
         yield LabelledImage(image, label)

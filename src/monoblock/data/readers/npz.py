@@ -55,4 +55,6 @@ def check_pixel_range(images: NDArray[Any], path: str | Path) -> None:
     """Raise FileError if float pixels lie outside [0, 1] or are NaN."""
     if images.dtype.kind == "f" and not ((images >= 0) & (images <= 1)).all():  # NaN fails both comparisons
         low, high = images.min(), images.max()
-        raise FileError(f"{path}: pixels range from {low:g} to {high:g}; write floats from 0 to 1, or uint8 from 0 to 255")
+        raise FileError(
+            f"{path}: pixels range from {low:g} to {high:g}; write floats from 0 to 1, or uint8 from 0 to 255"
+        )

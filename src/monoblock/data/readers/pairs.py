@@ -15,7 +15,7 @@ PAIR_KEYS = (("source", "target"), ("english word", "native word"))
 
 
 def read_pairs(path: str | Path) -> Iterator[Pair]:
-    """Yield the pairs of a file: `source<TAB>target` lines, optionally with a third column of counts, or .jsonl objects."""
+    """Yield the pairs of a file: `source<TAB>target` lines, with counts as an optional third column, or .jsonl."""
     if Path(path).suffix in (".jsonl", ".json"):
         yield from _read_jsonl_pairs(path)
         return
@@ -55,7 +55,7 @@ def read_aligned_pairs(source: str | Path, target: str | Path) -> Iterator[Pair]
         left, right = source_line[1].strip(), target_line[1].strip()
         if bool(left) != bool(right):
             file = source if not left else target
-            raise FileError(f"{file}, line {source_line[0]}: empty where the other file has text; fill or delete the line")
+            raise FileError(f"{file}, line {source_line[0]}: empty where the other file has text; fill both or neither")
         if left:
             empty = False
             yield Pair(left, right)

@@ -41,7 +41,7 @@ class LabelledImage(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a context, its accepted answers, and their first characters in it; unanswerable if it has none."""
+    """A question about a context, its accepted answers, and the offset of each in it; without answers, unanswerable."""
 
     question: str
     context: str

@@ -25,7 +25,7 @@ class _Tables(NamedTuple):
 class PositionTables:
     """The position tables of a stack; blocks with the same position scheme share a table.
 
-    `rotary_index` and `bias_index` register the scheme of a block; they return its index in the lists that `get` returns.
+    `rotary_index` and `bias_index` register the scheme of a block and return its index in the lists of `get`.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -63,7 +63,7 @@ class PositionTables:
         return tables.rotary_cos, tables.rotary_sin, biases
 
     def _at_least(self, length: int) -> _Tables:
-        """Return tables for `length` or more positions; longer ones replace shorter ones in one assignment (thread-safe)."""
+        """Return tables for at least `length` positions; shorter ones are replaced in one assignment (thread-safe)."""
         tables = self._tables
         if length > tables.length:
             with torch.inference_mode(False), torch.no_grad():

@@ -51,7 +51,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         self.first_tokens: list[int] | None = None  # of searches that have not taken a step
 
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
-        """Add rows for prompts of one token, which the first `step_search` runs; return False if this is not supported."""
+        """Add rows for prompts of one token, which the first `step_search` runs; return False if not supported."""
         rows = len(prompts) * self.rows_per_prompt
         if rows <= MAX_TOKENS or self.cache is not None or any(len(prompt.ids) != 1 for prompt in prompts):
             return False
@@ -72,7 +72,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return True
 
     def _allocate_cache(self, cache: Cache, rows: int) -> None:
-        """Place each layer's cache in the operator's memory, where the keys (values) of all rows in a step are contiguous."""
+        """Place each layer's cache in the operator's memory, where the keys of all rows in one step are contiguous."""
         assert self.model.decoder is not None
         views: list[tuple[Any, str, tuple[int, ...]]] = []
         for block, layer in zip(self.model.decoder.blocks, cache.layers, strict=True):
@@ -105,7 +105,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return memory, mask
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance the unfinished searches by one token; return the indices of those that end here, None if unsupported."""
+        """Advance unfinished searches by one token; return the indices of those that end here, None if unsupported."""
         if self.search is None and not self._start_search(searches):
             return None
         x = None if self.embeds_tokens else self._embed_tokens(*self.search.next_inputs())
@@ -185,7 +185,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         super().reorder(rows, sources)
 
     def end_search(self) -> None:
-        """End the operator's search: move keys and values to the rows of their beams, copy the beams to `BeamSearch`."""
+        """End the operator's search: move keys and values to their beams' rows, copy the beams to `BeamSearch`."""
         cache, search = self.cache, self.search
         if cache is None or search is None:
             return

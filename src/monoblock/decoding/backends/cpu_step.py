@@ -173,7 +173,7 @@ class FusedStack:
         return fields
 
     def supports_pass(self, x: Tensor, token_positions: TokenPositions, cache: Cache) -> bool:
-        """Whether the operator supports a pass: x (B, T, D) has at most MAX_TOKENS tokens and the cache is not empty."""
+        """Whether the operator supports a pass: at most MAX_TOKENS tokens in x (B, T, D), a cache that is not empty."""
         is_small = x.shape[0] * x.shape[1] <= MAX_TOKENS and x.dtype == torch.float32 and x.device.type == "cpu"
         if not is_small or self.stack.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False

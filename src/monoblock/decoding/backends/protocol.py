@@ -31,11 +31,11 @@ class DecoderState(Protocol):
         ...
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Append tokens (rows,) to the rows and return the logits (rows, V) after them; rows not `active` do not change."""
+        """Append tokens (rows,) and return the logits (rows, V) after them; rows not `active` stay the same."""
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep the rows with these indices, in this order; `sources` are the indices of the prompts kept, None for all."""
+        """Keep the rows with these indices, in order; `sources` are the indices of the prompts kept, None for all."""
         ...
 
     def release(self) -> None:
@@ -71,7 +71,7 @@ class SearchState(DecoderState, Protocol):
         ...
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance the unfinished searches by one token; return the indices of those that end here, None if unsupported."""
+        """Advance unfinished searches by one token; return the indices of those that end here, None if unsupported."""
         ...
 
     def end_search(self) -> None:

@@ -30,7 +30,7 @@ def make_self_draft(model: Transformer | Recurrent, kind: str) -> DraftModel | N
         raise InputError(f"an LSTM cannot drop rejected tokens, as a draft requires; leave out draft={kind!r}")
     if model.config.quantize is not None:
         bits = model.config.quantize.bits
-        raise InputError(f"the model has {bits} bits already, so a quantized copy is no faster; leave out draft={kind!r}")
+        raise InputError(f"this model has {bits} bits already, so a copy would be no faster; leave out draft={kind!r}")
     if model.device.type != "cpu":
         raise InputError(f"draft={kind!r} is faster on a CPU only, and the model is on {model.device}; leave it out")
     prepared = prepare(model) if load_kernels().is_ready else None

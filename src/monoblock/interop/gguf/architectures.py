@@ -1,7 +1,7 @@
 """DATA: the architectures of llama.cpp that are supported, as tables of its fields and tensor names.
 
-"llama" interleaves the rows of queries and keys (rotary pairs are neighbours), where ours rotate the two halves of a
-head; INTERLEAVED_QUERY and INTERLEAVED_KEY reorder them.  "gemma" stores 1 + w where ours stores w.
+"llama" interleaves the rows of queries and keys (rotary pairs are neighbours), while our models rotate the two halves
+of a head; INTERLEAVED_QUERY and INTERLEAVED_KEY reorder the rows.  "gemma" stores 1 + w, our models store w.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PLUS_ONE = TensorTransform(lambda t, _: [t[0] - 1], lambda t, _: [t[0] + 1])
 
 
 def _rotary_fields() -> FieldGroup:
-    """Rotary positions of whole heads; rope_freqs.weight divides the frequencies one by one (Llama 3)."""
+    """Rule for rotary positions of whole heads; rope_freqs.weight divides each frequency by its factor (Llama 3)."""
     defaults = {
         "rope.freq_base": 10_000.0,
         "rope.dimension_count": None,
@@ -97,7 +97,7 @@ def _rotary_fields() -> FieldGroup:
             return fields | {"rope.scaling.type": "linear", "rope.scaling.factor": scaling["factor"]}
         if scaling["kind"] == "longrope" and scaling["short_factors"] == scaling["long_factors"]:
             return fields | {ROPE_FACTORS: _rope_factors(from_dict(Rotary, positions, "positions"), head_dim)}
-        raise ConfigError(f"the rotary scaling {scaling['kind']!r} has no form in GGUF")
+        raise ConfigError(f"the rotary scaling {scaling['kind']!r} cannot be written in GGUF")
 
     return FieldGroup(defaults, read, write)
 
@@ -115,16 +115,16 @@ def _read_scaling(fields: Mapping[str, Any], context: int) -> dict[str, Any] | N
 
 
 def _rope_factors(rotary: Rotary, head_dim: int) -> list[float]:
-    """Compute by how much scaling divides the frequency of each rotary pair."""
+    """Compute the factor by which scaling divides the frequency of each rotary pair."""
     unscaled, _ = rotary_frequencies(replace(rotary, scaling=None), head_dim)
     scaled, attention_factor = rotary_frequencies(rotary, head_dim)
     if attention_factor != 1.0:
-        raise ConfigError("its rotary scaling also scales attention, which has no form in GGUF")
+        raise ConfigError("its rotary scaling also scales attention, which GGUF cannot express")
     return [float(factor) for factor in (unscaled.double() / scaled.double()).flatten().tolist()]
 
 
 def with_rope_factors(config: ModelConfig) -> ModelConfig:
-    """Replace the scaling of Llama 3 by its factors for each frequency, the only form GGUF has for it."""
+    """Replace Llama 3's rotary scaling by one factor per frequency, the only form that GGUF has for it."""
     context = config.context
 
     def edit(part: Any, values: FieldValues) -> None:

@@ -114,7 +114,7 @@ def load_gguf(
     for mapping in map_weights(family.weights, shapes, config):
         missing = next((name for name in mapping.theirs if name not in stored), None)
         if missing is not None:
-            raise FileError(f"{path} lacks {missing}")
+            raise FileError(f"{path} lacks the tensor {missing}")
         sources = {name: stored[name] for name in mapping.theirs}
         try:
             tensors = mapping.load(list(sources.values()))
@@ -133,7 +133,7 @@ def load_gguf(
 
 
 def _open_model(path: str | Path) -> tuple[Family, GgufWeights, ModelConfig]:
-    """Read everything but the weights."""
+    """Return the architecture, the tensors (read on access) and the configuration of a GGUF file."""
     header = read_gguf_header(path)
     family = _find_architecture(header.fields.get("general.architecture"), path)
     stored = GgufWeights(path, header)
@@ -152,11 +152,11 @@ def _find_architecture(name: Any, path: str | Path) -> Family:
 
 
 def _config_fields(architecture: str, header: GgufHeader, stored: GgufWeights) -> dict[str, Any]:
-    """Collect the fields of an architecture, without its prefix, and the two values that only tensors give."""
+    """Collect the fields of an architecture, without its prefix, and add VOCAB_SIZE and ROPE_FACTORS from tensors."""
     prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): value for name, value in header.fields.items() if name.startswith(prefix)}
     if "token_embd.weight" not in stored:
-        raise FileError("it lacks token_embd.weight")
+        raise FileError("it lacks the tensor token_embd.weight")
     fields[VOCAB_SIZE] = header.tensors["token_embd.weight"].shape[0]
     if "rope_freqs.weight" in stored:
         fields[ROPE_FACTORS] = stored["rope_freqs.weight"].tolist()

@@ -62,7 +62,7 @@ def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
     """Return the first architecture of llama.cpp that can express this model, and its fields."""
     if model.config.family != "decoder-only":
         raise ConfigError(
-            f"GGUF is written for decoders; this is {model.config.family}: write --format hf or monoblock"
+            f"GGUF is written for decoders, and this model is {model.config.family}; write the format hf or monoblock"
         )
     reasons = []
     for family in ARCHITECTURES.values():
@@ -118,13 +118,16 @@ def _write_tensors(
         (tensor,) = mapping.save([state[name].float().cpu() for name in mapping.ours])
         storage = _storage_type(tuple(tensor.shape), mapping.theirs[0], kind)
         if storage == "f16" and tensor.abs().max() > MAX_F16:
-            raise InputError(f"{mapping.theirs[0]} holds numbers above the largest of f16; write kind='f32'")
+            raise InputError(f"{mapping.theirs[0]} holds numbers too large for f16; write kind='f32'")
         writer.write_tensor_data(quants.quantize(tensor.contiguous().numpy(), types[storage.upper()]))
     writer.close()
 
 
 def _storage_type(shape: tuple[int, ...], name: str, kind: str) -> str:
-    """Keep vectors and positions in f32, as llama.cpp expects, and rows that do not divide into blocks in f16."""
+    """Return the storage type of a tensor: f32 for vectors and positions, as llama.cpp expects, else `kind`.
+
+    Where q8_0 is chosen and the rows do not divide into its blocks, the type is f16.
+    """
     if len(shape) < 2 or name.startswith("position_embd"):
         return "f32"
     return "f16" if kind == "q8_0" and shape[-1] % Q8_BLOCK else kind

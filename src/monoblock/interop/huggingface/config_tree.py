@@ -39,7 +39,7 @@ def config_to_tree(config: ModelConfig) -> ConfigTree:
 
 
 def tree_to_config(tree: ConfigTree) -> ModelConfig:
-    """Convert a tree back to a configuration, with the layers of a stack as the shortest pattern."""
+    """Convert a tree back to a configuration; the layers of a stack become the shortest repeated pattern."""
     tree = {name: copy.deepcopy(value) for name, value in tree.items() if name != "share"}
     for name in STACKS:
         stack = tree.get(name)
@@ -52,7 +52,7 @@ def tree_to_config(tree: ConfigTree) -> ModelConfig:
 
 
 def _compress_layers(blocks: Sequence[ConfigTree]) -> list[tuple[Sequence[ConfigTree], int]]:
-    """Write a list of blocks as a few first blocks, a repeated period and a rest, as short as possible."""
+    """Compress blocks to (blocks, times) pairs, as short as possible: first blocks, a repeated period, a rest."""
     texts = [json.dumps(block, sort_keys=True, default=list) for block in blocks]
     ids = {text: index for index, text in enumerate(dict.fromkeys(texts))}
     sequence = [ids[text] for text in texts]
@@ -69,7 +69,7 @@ def _compress_layers(blocks: Sequence[ConfigTree]) -> list[tuple[Sequence[Config
 
 
 def _resolve_path(node: Any, path: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Yield every (container, key) a path leads to; nothing if a part of the path is absent."""
+    """Yield every (dict, key) that a path leads to; nothing if a part of the path is absent."""
     key, rest = path[0], path[1:]
     if node is None:
         return
@@ -111,7 +111,7 @@ def set_value(tree: ConfigTree, paths: str, value: Any) -> None:
 
 
 def get_value(tree: ConfigTree, paths: str) -> Any:
-    """Return the value at the first of these paths that exists, else MISSING."""
+    """Return the value at the first of these paths, separated by spaces, that exists; else MISSING."""
     for path in paths.split():
         stack, _, rest = path.partition(".")
         if rest == "depth":
@@ -125,7 +125,7 @@ def get_value(tree: ConfigTree, paths: str) -> Any:
 
 
 def _drop_training_fields(part: Any, values: FieldValues) -> None:
-    """Reset what matters only in training."""
+    """Reset the values of a part that do not change its output in inference, such as dropout."""
     for name in ("dropout", "word_dropout"):
         if name in values:
             values[name] = 0.0
@@ -158,7 +158,7 @@ def _resolve_attention_sizes(attention: AttentionConfig | None, width: int) -> A
 
 
 def resolve_sizes(config: ModelConfig) -> ModelConfig:
-    """Write out every size that follows from other values."""
+    """Fill in the values that are None because they follow from others: head sizes, key/value heads, scales."""
 
     def edit(part: Any, values: FieldValues) -> None:
         if isinstance(part, BlockConfig):
@@ -168,7 +168,7 @@ def resolve_sizes(config: ModelConfig) -> ModelConfig:
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> str | None:
-    """Return the first value of `a` that makes it compute something else than `b`, or None."""
+    """Return the first field of `a`, as "path=value", that makes it compute something else than `b`, or None."""
     first, second = (config_to_tree(rebuild(resolve_sizes(config), _drop_training_fields)) for config in (a, b))
     return _tree_difference(first, second, "")
 

@@ -1,7 +1,7 @@
-"""DATA: published decoders: template, fields, weights and classes of each family.
+"""DATA: Hugging Face decoders: template, fields, weights and classes of each family.
 
-A family that differs from another in a few fields has that family's rules with its own after them (`override`).
-Defaults are those of the published classes.
+A family that differs from another in a few fields has the rules of the other, followed by its own (`override`).
+Defaults are those of the classes in transformers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def decoder_family(
     lm_suffix: str = "ForCausalLM",
     **options: Any,
 ) -> Family:
-    """Describe a decoder with two classes: one with a language model head and one without a head."""
+    """Describe a decoder family with two classes: one with a language-model head and one without a head."""
     classes = {f"{class_prefix}{lm_suffix}": head, f"{class_prefix}Model": None}
     return Family(
         model_type=model_type,

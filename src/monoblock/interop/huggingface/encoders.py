@@ -1,4 +1,4 @@
-"""DATA: published text encoders: template, fields, weights and classes of each family (see decoders.py)."""
+"""DATA: Hugging Face text encoders: template, fields, weights and classes of each family (see decoders.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def classifier_head(pooler: str, pooling: str = "first") -> ConfigTree:
 
 
 def shared_activation(theirs: str, default: str) -> FieldGroup:
-    """One activation for the feed-forward and for the transform of the head."""
+    """Rule for one Hugging Face field that sets the activation of the feed-forward and of the head's transform."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, f"{FFN}.activation", read_activation(fields[theirs]))
@@ -55,7 +55,7 @@ def shared_activation(theirs: str, default: str) -> FieldGroup:
 
 
 def _check_segments(segments: int) -> int:
-    """Require a segment: the published classes look one up for every token."""
+    """Return the number of segments; raise if it is 0, since the classes in transformers add one to every token."""
     if segments == 0:
         raise ConfigError("type_vocab_size=0 leaves no segment embedding, which this family requires; write 1 or more")
     return segments
@@ -92,7 +92,10 @@ def encoder_family(
     template: Any = BERT_TEMPLATE,
     **options: Any,
 ) -> Family:
-    """Describe an encoder by {class suffix: (head, weights of the head)}; the class without a head is `…Model`."""
+    """Describe an encoder family; `classes` maps a suffix such as "ForMaskedLM" to the head and its weight rules.
+
+    The class with the suffix "Model" stores its weights without `prefix`.
+    """
     return Family(
         model_type=model_type,
         template=template,
@@ -107,7 +110,7 @@ def encoder_family(
 
 
 def bert_classes(masked_lm: Sequence[w.Rule]) -> dict[str, tuple[ConfigTree | None, Sequence[w.Rule]]]:
-    """The classes of BERT and ALBERT, which differ in the weights of the masked language model."""
+    """Return the classes of BERT and ALBERT, which differ in `masked_lm`, the weight rules of that head."""
     return {
         "Model": (POOLED_HEAD, ()),
         "ForMaskedLM": (MASKED_LM_HEAD, masked_lm),
@@ -137,7 +140,7 @@ def roberta_family(model_type: str, class_prefix: str) -> Family:
 
 
 def no_first_norm() -> FieldGroup:
-    """ModernBERT: the first block has no attention norm, because its input is normalized already."""
+    """Rule for ModernBERT's first block, which has no attention norm because its input is normalized already."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         for index, layer in enumerate(tree["encoder"]["layers"]):
@@ -147,7 +150,7 @@ def no_first_norm() -> FieldGroup:
 
 
 def norm_bias(theirs: str, ours: str) -> FieldGroup:
-    """A switch for the bias of every norm."""
+    """Rule for the Hugging Face boolean `theirs`: whether every norm has a bias."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, ours, "scale_shift" if fields[theirs] else "scale")

@@ -23,7 +23,10 @@ CONFIG_FILE = "config.json"
 
 
 def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[Family, str, dict[str, Any]]:
-    """Return the first family and class that can express a configuration, and the fields of their config.json."""
+    """Return the first Hugging Face family that can express a configuration, its class name and config.json fields.
+
+    `model_type` limits the search to one family.
+    """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"there is no family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
     reason = ""
@@ -37,10 +40,10 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
                 reason = str(error)
     if model_type is not None:
         raise ConfigError(
-            f"this {config.family} model cannot be {model_type}: {reason or 'that family has no such head'}"
+            f"this {config.family} model cannot be written as {model_type}: {reason or 'that family has no such head'}"
         )
     raise ConfigError(
-        f"no published family can express this {config.family} model; write family=… to see why one of them cannot"
+        f"no Hugging Face family can express this {config.family} model; name one as `family` to see why it cannot"
     )
 
 
@@ -85,7 +88,7 @@ def export_hf(
 
 
 class _LazyTensors:
-    """The tensors one mapping produces: computed when the first is asked for, freed after the last."""
+    """The Hugging Face tensors of one mapping: computed when the first is requested, freed after the last."""
 
     def __init__(self, mapping: TensorMapping, ours: Sequence[Tensor]) -> None:
         self.mapping, self.ours = mapping, ours

@@ -1,4 +1,4 @@
-"""DATA: the published families by model_type, in the order in which an export tries them."""
+"""DATA: the Hugging Face families by model_type, in the order in which an export tries them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published family of models as data: a template, its config fields, its weight names and its classes."""
+"""A Hugging Face model family as data: a template, its config fields, its weight names and its classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def without(rules: Sequence[FieldRule], *fields: str) -> tuple[FieldRule, ...]:
 class Family:
     """How to read and write the config.json and the weights of one model_type.
 
-    `weights` uses the names of the classes with a head; `unprefixed_classes` store theirs without `prefix`.
+    `weights` has the names that classes with a head use; `unprefixed_classes` store the same names without `prefix`.
     """
 
     model_type: str
@@ -63,17 +63,17 @@ class Family:
     apply_tying: Callable[[ConfigTree, Mapping[str, Any], bool], ConfigTree] = lambda tree, fields, tied: tree
 
     def weight_rules(self, config: ModelConfig, class_name: str) -> tuple[Rule, ...]:
-        """Return the weight names of a class with this configuration."""
+        """Return the rules for the weight names of a class with this configuration."""
         rules = next((variant for applies, variant in self.weight_variants if applies(config)), self.weights)
         return (*self.head_weights.get(class_name, ()), *rules)
 
     def config_tree(
         self, fields: Mapping[str, Any], class_name: str, ignored: frozenset[str] = IGNORED_FIELDS
     ) -> ConfigTree:
-        """Convert the fields of a config.json to our tree; whether the output is tied is decided later."""
+        """Convert the fields of a config.json to our configuration tree; `build_config` then ties the output or not."""
         if class_name not in self.classes:
             known_classes = ", ".join(self.classes)
-            raise FileError(f"the class {class_name!r} is not known; {self.model_type} has {known_classes}")
+            raise FileError(f"the class {class_name!r} is not supported; {self.model_type} has {known_classes}")
         renamed = {new: fields[old] for old, new in self.field_aliases.items() if old in fields}
         fields = renamed | {name: value for name, value in fields.items() if name not in self.field_aliases}
         filled = check_fields(self.fields, fields, ignored)
@@ -100,7 +100,7 @@ class Family:
                 self.apply_tying(self.config_tree(fields, class_name), fields, tied), tied=tied
             )
         except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, StopIteration) as error:
-            raise ConfigError(f"{self.model_type} has another structure") from error
+            raise ConfigError(f"{self.model_type} models have another structure") from error
         except FileError as error:
             raise ConfigError(str(error)) from None
         difference = config_difference(config, read_back)

@@ -38,7 +38,7 @@ def read_activation(name: Any) -> str:
 
 
 def write_activation(ours: str, default: str) -> str:
-    """Return their name of an activation; of several, the family's default."""
+    """Return the Hugging Face name of our activation `ours`: the family's `default` if it means the same."""
     if ACTIVATIONS.get(default) == ours:
         return default
     return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
@@ -49,7 +49,7 @@ def activation(theirs: str, ours: str, default: str) -> Field:
 
 
 def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
-    """A boolean of theirs that chooses between two values of ours; in a string of biases the order is free."""
+    """Rule for a Hugging Face boolean that chooses our value `yes` or `no`; letters of a string are in any order."""
 
     def write(value: Any) -> bool:
         return sorted(value) == sorted(yes) if isinstance(value, str) and isinstance(yes, str) else value == yes
@@ -58,11 +58,11 @@ def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
 
 
 def inverse_sqrt(theirs: str, ours: str, default: float) -> Field:
-    """A number whose square root divides the scores."""
+    """Rule for a Hugging Face number whose square root divides the attention scores."""
 
     def read(number: float) -> float:
         if not number > 0:
-            raise ConfigError(f"{theirs}={short_repr(number)} must be above zero: its square root divides the scores")
+            raise ConfigError(f"{theirs}={short_repr(number)} must be above 0: its square root divides the scores")
         return number**-0.5
 
     return Field(theirs, ours, default, read, lambda scale: int_if_whole(scale**-2))
@@ -78,7 +78,7 @@ def int_if_whole(number: float) -> float | int:
 
 
 def feedforward_size(theirs: str, ours: str, width: str, default: Any = None) -> FieldGroup:
-    """The hidden size of the feed-forward; 4 times the width if the field is None."""
+    """Rule for the hidden size of the feed-forward; if the Hugging Face field is None, 4 times the width."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, ours, fields[theirs] if fields[theirs] is not None else 4 * get_value(tree, width))
@@ -87,7 +87,7 @@ def feedforward_size(theirs: str, ours: str, width: str, default: Any = None) ->
 
 
 def feedforward_ratio(ours: str, width: str, **ratio_field: int) -> FieldGroup:
-    """A hidden size that is a multiple of the width: always 4, or by a field such as expansion_ratio=4."""
+    """Rule for a hidden size of 4 times the width, or by a field given with its default, as in expansion_ratio=4."""
     ((name, ratio),) = ratio_field.items() or [("", 4)]
     defaults = {name: ratio} if name else {}
 
@@ -101,12 +101,12 @@ def feedforward_ratio(ours: str, width: str, **ratio_field: int) -> FieldGroup:
 
 
 def unused_field(theirs: str, default: Any) -> FieldGroup:
-    """A field the published class has and does not use."""
+    """Rule for a Hugging Face field that the class in transformers has but does not use."""
     return FieldGroup({theirs: default}, lambda fields, tree: None, lambda tree: {})
 
 
 def num_labels() -> FieldGroup:
-    """The number of classes: num_labels, or the size of id2label."""
+    """Rule for the number of classes: num_labels, or the size of id2label."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         head = tree["head"]
@@ -125,7 +125,7 @@ def num_labels() -> FieldGroup:
 
 
 def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
-    """RoBERTa counts positions from pad_token_id + 1 on, and its table includes the rows before that."""
+    """Rule for RoBERTa's positions, which start at pad_token_id + 1; its position table includes the rows before."""
     defaults = {"max_position_embeddings": default, "pad_token_id": 1}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -147,12 +147,12 @@ LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
 
 
 def every_nth(interval: int, which: str, others: str, *, first: bool = False) -> LayerTypes:
-    """Every interval-th layer is of one type: the first of each interval, or the last."""
+    """Return a function for layer types: one of each `interval` layers, the last or the `first`, has type `which`."""
     return lambda fields, depth: [which if (n + (0 if first else 1)) % interval == 0 else others for n in range(depth)]
 
 
 def qwen_layer_types(fields: Mapping[str, Any], depth: int) -> Sequence[str]:
-    """Qwen: layers from max_window_layers on have the sliding window."""
+    """Return Qwen's layer types: layers from index max_window_layers on have the sliding window."""
     enabled = fields["use_sliding_window"] and fields["sliding_window"] is not None
     return [SLIDING if enabled and n >= fields["max_window_layers"] else FULL for n in range(depth)]
 
@@ -168,9 +168,10 @@ def layer_types(
     has_switch: bool = False,
     **extra_fields: Any,
 ) -> FieldGroup:
-    """Which layers have a sliding window, and its size.
+    """Rule for which layers have a sliding window, and for its size, the Hugging Face field `window`.
 
-    A file without `layer_types` gets `default_types(fields, depth)`; `extra_fields` are what that function reads.
+    A file without `layer_types` gets `default_types(fields, depth)`; `extra_fields` are the further fields, with their
+    defaults, that this function reads.  `has_switch`: the family has the field use_sliding_window.
     """
     switch = {"use_sliding_window": False} if has_switch else {}
 
@@ -196,7 +197,7 @@ def layer_types(
 
 
 def optional_window(ours: str, default: int) -> FieldGroup:
-    """One sliding window for all layers, with a switch."""
+    """Rule for one sliding window in all layers, which use_sliding_window turns on or off."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, ours, fields["sliding_window"] if fields["use_sliding_window"] else None)

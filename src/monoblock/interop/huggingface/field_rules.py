@@ -1,4 +1,4 @@
-"""Reversible rules between the fields of a published config.json and our configuration.
+"""Reversible rules between the fields of a Hugging Face config.json and our configuration.
 
     Field("n_embd", "decoder.*.width", 768)          one field; `*` is every layer, `**.eps` every eps
     Constant("decoder.*.attention.bias", "qkv")      a property of the family that no field states
@@ -30,11 +30,11 @@ def identity(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Field:
-    """A field that sets one value of ours."""
+    """A Hugging Face field, named `theirs`, that sets one value of our configuration, at the path `ours`."""
 
     theirs: str
     ours: str  # paths separated by spaces; writing reads the first
-    default: Any = MISSING  # of the published class; MISSING: the field is required
+    default: Any = MISSING  # of the class in transformers; MISSING: the field is required
     to_ours: Callable[[Any], Any] = identity
     to_theirs: Callable[[Any], Any] = identity
 
@@ -52,7 +52,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Constant:
-    """A value of ours that is the same for the whole family."""
+    """A value of our configuration, at the path `ours`, that is the same for the whole family."""
 
     ours: str
     value: Any
@@ -70,7 +70,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class FixedField:
-    """A field that may only have one value, or one that means the same."""
+    """A Hugging Face field, named `theirs`, that must have one value, or an equivalent of it."""
 
     theirs: str
     value: Any
@@ -83,7 +83,7 @@ class FixedField:
     def apply(self, fields: Mapping[str, Any], tree: ConfigTree) -> None:
         if fields[self.theirs] not in (self.value, *self.equivalents):
             value = short_repr(fields[self.theirs])
-            raise ConfigError(f"{self.theirs}={value} changes the computation in a way this block does not know")
+            raise ConfigError(f"{self.theirs}={value} is not supported: only {short_repr(self.value)} is")
 
     def export(self, tree: ConfigTree) -> dict[str, Any]:
         return {self.theirs: self.value}
@@ -91,7 +91,7 @@ class FixedField:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Fields that are read and written together by two functions."""
+    """Hugging Face fields, with their defaults, that two functions read and write together."""
 
     defaults: Mapping[str, Any]
     read: Callable[[Mapping[str, Any], ConfigTree], None]
@@ -110,7 +110,7 @@ FieldRule = Field | Constant | FixedField | FieldGroup
 def check_fields(
     rules: Sequence[FieldRule], fields: Mapping[str, Any], ignored: frozenset[str] = IGNORED_FIELDS
 ) -> dict[str, Any]:
-    """Fill in the defaults; refuse an unknown field by name, unless it is known to change nothing."""
+    """Return the fields with defaults filled in; raise for an unknown field, unless it is known to change nothing."""
     known = {name: default for rule in rules for name, default in rule.defaults.items()}
     for name, value in fields.items():
         if name not in known and name not in ignored and value not in NEUTRAL_VALUES.get(name, ()):
@@ -127,7 +127,7 @@ def check_fields(
 def read_fields(
     rules: Sequence[FieldRule], fields: Mapping[str, Any], template: ModelConfig, head: ConfigTree | None
 ) -> ConfigTree:
-    """Apply the fields of a config.json to a template with the head of a class."""
+    """Return the configuration tree of a template with this head and with the fields of a config.json applied."""
     tree = config_to_tree(template)
     tree["head"], tree["tie"], tree["init"] = copy.deepcopy(head), "none", to_dict(InitConfig())
     for rule in rules:
@@ -137,7 +137,7 @@ def read_fields(
             raise
         except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
             values = ", ".join(f"{name}={short_repr(fields[name])}" for name in rule.defaults)
-            raise ConfigError(f"{values} cannot be: {' '.join(str(error).split())[:80]}") from None
+            raise ConfigError(f"{values} is not valid: {' '.join(str(error).split())[:80]}") from None
     return tree
 
 

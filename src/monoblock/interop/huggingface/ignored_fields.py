@@ -1,4 +1,4 @@
-"""DATA: fields of published configurations that do not change the forward pass in inference."""
+"""DATA: Hugging Face config fields that do not change the forward pass in inference."""
 
 from __future__ import annotations
 

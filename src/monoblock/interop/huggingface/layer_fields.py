@@ -1,4 +1,4 @@
-"""Field rules of single families: their switches for layers, norms, positions and experts."""
+"""Field rules that single families need for their layers, norms, positions and experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
 
 
 def expert_layers(experts: str) -> FieldGroup:
-    """Which layers have experts: every decoder_sparse_step-th, except those of mlp_only_layers (Qwen3-MoE)."""
+    """Rule for Qwen3-MoE's layers with experts: every decoder_sparse_step-th, except those in mlp_only_layers.
+
+    `experts` is the name of the Hugging Face field with the number of experts.
+    """
     defaults = {experts: 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
              "decoder_sparse_step": 1, "mlp_only_layers": (), "intermediate_size": 6144}  # fmt: skip
 
@@ -46,7 +49,7 @@ def expert_layers(experts: str) -> FieldGroup:
 
 
 def no_rope_layers() -> FieldGroup:
-    """SmolLM3: some layers have no positions."""
+    """Rule for SmolLM3's no_rope_layers: 1 for a layer with rotary positions, 0 for a layer without positions."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         layers = tree["decoder"]["layers"]
@@ -63,7 +66,7 @@ def no_rope_layers() -> FieldGroup:
 
 
 def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
-    """A switch for norms on queries and keys."""
+    """Rule for the Hugging Face boolean `theirs`: whether queries and keys have `norm`; `axes` is our qk_norm_over."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         normed = to_dict(norm) | {"eps": get_value(tree, f"{BLOCK}.norm.eps")}
@@ -74,7 +77,7 @@ def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
 
 
 def gpt2_attention_scale() -> FieldGroup:
-    """GPT-2: divide the scores by the square root of the head size, and by the number of the layer, counted from 1."""
+    """Rule for GPT-2's options to divide the scores by the square root of the head size and by the layer index + 1."""
     defaults = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -97,7 +100,7 @@ def gpt2_attention_scale() -> FieldGroup:
 
 
 def gpt_neo_layers() -> FieldGroup:
-    """GPT-Neo: attention_types is [[[types…], times], …], each global or local."""
+    """Rule for GPT-Neo's attention_types, such as [[["global", "local"], 12]]; local layers have a window."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         types = [kind for pattern, times in fields["attention_types"] for _ in range(times) for kind in pattern]
@@ -115,7 +118,7 @@ def gpt_neo_layers() -> FieldGroup:
 
 
 def mpt_attention() -> FieldGroup:
-    """MPT's attn_config, a table inside config.json."""
+    """Rule for MPT's attn_config, an object inside config.json."""
     fixed = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False, "attn_uses_sequence_id": False}
     free = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
     ignored = {"attn_impl", "attn_pdrop", "model_type"}
@@ -124,9 +127,9 @@ def mpt_attention() -> FieldGroup:
         values = fixed | free | (fields["attn_config"] or {})
         for name, value in values.items():
             if name not in {*free, *ignored} and (name not in fixed or value != fixed[name]):
-                raise KeyError(f"attn_config.{name}={value!r} is not known here")
+                raise KeyError(f"attn_config.{name}={value!r} is not supported")
         if not values["alibi"]:
-            raise KeyError("attn_config.alibi must be true: the published class has no other positions")
+            raise KeyError("attn_config.alibi must be true: MPT in transformers has no other positions")
         set_value(tree, f"{ATTN}.positions", to_dict(Alibi(max_bias=values["alibi_bias_max"])))
         set_value(tree, f"{ATTN}.clip", values["clip_qkv"])
         set_value(tree, f"{ATTN}.scale", values["softmax_scale"])
@@ -146,7 +149,7 @@ def mpt_attention() -> FieldGroup:
 
 
 def falcon_layers() -> FieldGroup:
-    """Falcon's three structures: one key head and one norm (7B), grouped key heads and two norms (40B), ALiBi (RW)."""
+    """Rule for Falcon's structures: one key head, one norm (7B); grouped key heads, two norms (40B); ALiBi (RW)."""
     defaults = {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "alibi": False,
              "num_kv_heads": None, "num_ln_in_parallel_attn": None}  # fmt: skip
 
@@ -156,7 +159,7 @@ def falcon_layers() -> FieldGroup:
         norms = fields["num_ln_in_parallel_attn"] or (2 if new else 1)
         parallel = "parallel" if new and norms == 2 else "parallel_shared"
         if new and not fields["parallel_attn"]:
-            raise KeyError("the new decoder architecture is parallel")
+            raise KeyError("new_decoder_architecture=true requires parallel_attn=true")
         set_value(tree, f"{ATTN}.kv_heads", kv_heads)
         set_value(tree, f"{BLOCK}.residual", parallel if fields["parallel_attn"] else "sequential")
         set_value(tree, f"{ATTN}.positions", to_dict(Alibi(form="falcon") if fields["alibi"] else Rotary()))
@@ -178,7 +181,7 @@ def falcon_layers() -> FieldGroup:
 
 
 def falcon_rotary() -> FieldGroup:
-    """Rotary positions, unless the model has ALiBi."""
+    """Rule for Falcon's rotary positions, which a model with ALiBi does not have."""
     rule = rotary()
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -192,7 +195,7 @@ def falcon_rotary() -> FieldGroup:
 
 
 def opt_norms() -> FieldGroup:
-    """OPT: norms before each part and a final one, or norms after each part (350m); with or without weights."""
+    """Rule for OPT's norms: before each sublayer and at the end, or after each (350m); with or without weights."""
     defaults = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -214,7 +217,7 @@ def opt_norms() -> FieldGroup:
 
 
 def opt_embedding_size() -> FieldGroup:
-    """OPT: the size of the embedding, if it is not the width."""
+    """Rule for OPT's word_embed_proj_dim, the size of the embedding if it is not the width."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         size, width = fields["word_embed_proj_dim"], get_value(tree, f"{BLOCK}.width")
@@ -227,7 +230,7 @@ def opt_embedding_size() -> FieldGroup:
 
 
 def all_biases(theirs: str) -> FieldGroup:
-    """One switch for the biases of attention and feed-forward."""
+    """Rule for the Hugging Face boolean `theirs`: whether attention and feed-forward have biases."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, f"{ATTN}.bias", "qkvo" if fields[theirs] else "")

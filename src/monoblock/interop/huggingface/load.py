@@ -1,8 +1,8 @@
 """Load a Hugging Face folder as a Transformer.
 
-config.json names a family and a class; its fields become a configuration (field_rules.py) and its tensors, by the
-family's table, weights (rename.py).  Whether the output is tied is decided by the stored tensors.  No code of the
-folder is run, no file outside it is opened, and a tensor without a counterpart on either side is an error.
+config.json names a family and a class; its fields become a configuration (field_rules.py), and the family's rules turn
+the stored tensors into weights (rename.py).  Whether the output is tied is decided by the stored tensors.  No code of
+the folder is run, no file outside it is opened, and a tensor without a counterpart on either side is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
     if classes is None:
         return family, next(iter(family.classes))
     if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
-        raise FileError(f"architectures={short_repr(classes)} must name one class")
+        raise FileError(f"architectures={short_repr(classes)} is not a list of one class name")
     return family, classes[0]
 
 
@@ -56,7 +56,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 class StoredNames:
-    """The tensor names of a file, looked up by the names of a family's table.
+    """The tensor names in a file, looked up by the names in a family's rules.
 
     A file may omit the prefix of the family, or use an older spelling or an alias.
     """
@@ -85,7 +85,7 @@ class StoredNames:
         return (alias for alias, target in self.aliases.items() if target == name)
 
     def duplicates(self, used: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of stored names that must be the same tensor."""
+        """Yield pairs of stored names, an alias and its target, that must be the same tensor."""
         for alias, target in self.aliases.items():
             if target in used and target in self.originals and alias in self.originals:
                 yield self.originals[alias], self.originals[target]
@@ -103,7 +103,7 @@ def _compile_pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def _has_rule(rules: Sequence[Rule], name: str) -> bool:
-    """Return whether a table has a rule for this name of theirs."""
+    """Return whether one of the rules has this Hugging Face name."""
     return any(_compile_pattern(rule.theirs).fullmatch(name.removesuffix(end)) for rule in rules for end in SUFFIXES)
 
 
@@ -137,7 +137,7 @@ def load_hf(
 
 
 def _output_name(rules: Sequence[Rule]) -> str | None:
-    """Return the name of the output matrix in a table."""
+    """Return the Hugging Face name of the output matrix in these rules, or None."""
     rule = next((rule for rule in rules if rule.ours in ("head.output", "head.output.weight")), None)
     return None if rule is None else f"{rule.theirs.removesuffix('.weight')}.weight"
 

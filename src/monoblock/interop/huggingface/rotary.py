@@ -1,4 +1,4 @@
-"""Field rules for rotary positions: `rope_parameters`, or rope_theta, rope_scaling and a fraction in older files."""
+"""Field rules for rotary positions: `rope_parameters`; in older files rope_theta, rope_scaling and a fraction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _read_scaling(rope: Mapping[str, Any], context: int, original: int | None) -
     if kind == "default":
         return None
     if kind not in ("linear", "dynamic", "yarn", "longrope", "llama3"):
-        raise ConfigError(f"the rotary scaling {short_repr(kind)} is not known")
+        raise ConfigError(f"the rotary scaling {short_repr(kind)} is not supported")
     scaling: dict[str, Any] = {"kind": kind} | {key: rope[key] for key in SCALING_KEYS if rope.get(key) is not None}
     if kind == "dynamic":
         scaling["original_context"] = context
@@ -61,7 +61,7 @@ def _write_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
         "longrope": ("factor", "attention_factor"),
     }
     if kind not in needed:
-        raise ConfigError(f"the rotary scaling {kind!r} has no published name")
+        raise ConfigError(f"the rotary scaling {kind!r} has no Hugging Face name")
     rope = {"rope_type": kind} | {key: scaling[key] for key in needed[kind] if scaling[key] is not None}
     if kind not in ("linear", "dynamic"):
         rope["original_max_position_embeddings"] = scaling["original_context"]
@@ -103,11 +103,11 @@ class _RotaryFields:
             }
 
     def _parameters_for(self, fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-        """Return the parameters of one layer type: those of the file, completed by the family's defaults."""
+        """Return the rotary parameters of one layer type: those in the file, completed with the family's defaults."""
         rope = self._stored_parameters(fields, layer_type)
         unknown = set(rope) - ROPE_KEYS
         if unknown:
-            raise ConfigError(f"the rotary parameter {short_repr(min(unknown))} is not known here")
+            raise ConfigError(f"the rotary parameter {short_repr(min(unknown))} is not supported")
         default_base = self.base if self.layer_bases is None else self.layer_bases[layer_type == SLIDING]
         rope_theta = fields["rope_theta"] if self.layer_bases is None else None
         theta_key = self.sliding_theta_key if layer_type == SLIDING else self.full_theta_key
@@ -174,8 +174,8 @@ def rotary(
 
     `partial` is the default fraction of a head that is rotated; None if the class always rotates whole heads.
     `layer_bases` are the bases of full and sliding layers, for families with parameters for each layer type.
-    `original_context` is set for families that store original_max_position_embeddings as a field of its own.  The keys
-    are what older files call the base, the fraction, and the bases of full and sliding layers.
+    `original_context` is the default of original_max_position_embeddings in families that have it as a separate field.
+    The keys are the field names, in older files, of the base, the fraction, and the bases of full and sliding layers.
     """
     full_theta_key, sliding_theta_key = full_theta_key or theta_key, sliding_theta_key or theta_key
     keys = ("rope_parameters", "rope_scaling", theta_key, fraction_key, full_theta_key, sliding_theta_key)

@@ -1,4 +1,4 @@
-"""DATA: published vision and audio models: template, fields, weights and classes of each family (see decoders.py)."""
+"""DATA: Hugging Face vision and audio models: template, fields, weights, classes of each family (see decoders.py)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VIT: tuple[FieldRule, ...] = (
 
 
 def dinov2_feedforward() -> FieldGroup:
-    """DINOv2: the hidden size by a ratio; if gated (giant) two thirds of it, rounded up to a multiple of 8."""
+    """Rule for DINOv2's hidden size, mlp_ratio · width; if gated (giant), 2/3 of it rounded up to a multiple of 8."""
     defaults = {"mlp_ratio": 4, "use_swiglu_ffn": False}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:

@@ -1,7 +1,7 @@
-"""DATA: weight names of the published families, one table for each set of names.
+"""DATA: weight names of the Hugging Face families, one table for each set of names.
 
 A name without `.weight` or `.bias` stands for both.  The first matching rule applies, so a table that differs from
-another in a few names is those rules followed by the other table.
+another in a few names has its own rules first, followed by the other table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUT_PROJ_NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 def attention_rules(ours: str, theirs: str, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")) -> Rules:
-    """Name the four projections of a family that stores them separately."""
+    """Return rules for the four attention projections of a family that stores them separately."""
     pairs = zip(PROJECTIONS, names, strict=True)
     return tuple(Rule(f"{ours}.{projection}", f"{theirs}.{name}") for projection, name in pairs)
 
@@ -42,7 +42,7 @@ def gate_up_names(ours: str) -> str:
 
 
 def gpt2_rules(qkv: TensorTransform, linear: TensorTransform | None) -> Rules:
-    """GPT-2, which stores transposed matrices, and BigCode, which does not."""
+    """Return the rules of GPT-2, which stores transposed matrices, or of BigCode, which does not (`linear=None`)."""
     return (
         Rule("input.token", "transformer.wte"),
         Rule("input.position", "transformer.wpe"),
@@ -287,7 +287,7 @@ def t5_stack(ours: str, last: int) -> Rules:
 
 
 def t5_rules(*names: tuple[str, str]) -> Rules:
-    """T5; `names` are pairs (ours, theirs) of the one or two matrices into the feed-forward."""
+    """Return T5's rules; `names` are (our name, its name) of the one or two matrices into the feed-forward."""
     return (
         Rule("input.token", "shared"),
         *(
@@ -311,7 +311,7 @@ T5, T5_GATED = t5_rules(("up", "wi")), t5_rules(("gate", "wi_0"), ("up", "wi_1")
 
 
 def bert_rules(prefix: str, layer: str = "encoder.layer.*") -> Rules:
-    """BERT and its descendants, with the prefix of classes that have a head."""
+    """Return the rules of BERT and its descendants; `prefix` is that of the classes with a head."""
     layer = f"{prefix}.{layer}"
     names = ("self.query", "self.key", "self.value", "output.dense")
     return (

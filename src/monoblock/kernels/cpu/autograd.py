@@ -1,8 +1,8 @@
 """Kernels for training on a CPU: GELU (tanh) and causal attention, each with its gradient.
 
-They run where they are faster, on large fp32 tensors that require gradients.  Everything else is left to torch: forward
-mode, vmap, tracing, compilation, double backward.  The choice depends on the machine, its threads and the shapes alone,
-so that a resumed run has the same bits.
+They run where they are faster, on large fp32 tensors that require gradients.  Everything else is left to torch:
+forward-mode differentiation, vmap, tracing, compilation, double backward.  The choice depends only on the machine, its
+threads and the shapes, so that a resumed run computes exactly the same numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_HEAD_ELEMENTS = 1 << 16  # elements in the keys of one head: more do not sta
 
 
 def is_eager_training(*tensors: Tensor) -> bool:
-    """Whether this is plain eager training on a CPU with large tensors: nothing is traced or transformed."""
+    """Whether a kernel may be used: eager fp32 training on a CPU with large tensors, nothing traced or transformed."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or tensors[0].numel() < MIN_ELEMENTS:
         return False
     is_supported = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
@@ -55,7 +55,10 @@ class _GeluFunction(torch.autograd.Function):
 
 
 def supports_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel is faster for q (B, H, T, K) and k, v (B, G, T, *): short sequences, a head for every core."""
+    """Whether `attend_causal` can be used for q (B, H, T, K) and k, v (B, G, T, *), and is faster than torch.
+
+    It is faster on short sequences if there is a head for every core.
+    """
     if not is_eager_training(q, k, v) or q.shape[2] != k.shape[2] or any(x.stride(-1) != 1 for x in (q, k, v)):
         return False
     is_short = k.shape[2] * max(k.shape[3], v.shape[3]) <= MAX_HEAD_ELEMENTS
@@ -84,7 +87,7 @@ class _CausalAttentionFunction(torch.autograd.Function):
 
 
 def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Split the last axis of x (B, T, *)."""
+    """Split the last axis of x (B, T, *) into parts of the given sizes."""
     if is_eager_training(x) and x.dim() == 3 and x.is_contiguous():
         return _SplitColumnsFunction.apply(x, sizes)
     return x.split(sizes, dim=-1)
@@ -112,7 +115,7 @@ class _SplitColumnsFunction(torch.autograd.Function):
 
 
 def _reference_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor | None, ...]:
-    """Gradients of causal attention by torch, which can be differentiated again."""
+    """Compute the gradients of causal attention with torch operations, so that they can be differentiated again."""
     q, k, v = inputs = tuple(x.view_as(x) for x in (q, k, v))  # three inputs, even if one tensor is passed three times
     with sdpa_kernel(SDPBackend.MATH):
         gqa = q.shape[1] != k.shape[1]

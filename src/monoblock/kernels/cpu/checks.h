@@ -96,8 +96,8 @@ inline void check_count(const Argument& name, size_t given, size_t needed, const
   TORCH_CHECK(given == needed, name, " has ", given, " elements; one for each ", of, " is needed, ", needed, " in all");
 }
 
-inline void check_range(const Argument& name, int64_t given, int64_t least, int64_t most) {
-  TORCH_CHECK(given >= least && given <= most, name, " is ", given, "; a number from ", least, " to ", most,
+inline void check_range(const Argument& name, int64_t value, int64_t least, int64_t most) {
+  TORCH_CHECK(value >= least && value <= most, name, " is ", value, "; a number from ", least, " to ", most,
               " is needed");
 }
 
@@ -105,7 +105,7 @@ inline void check_range(const Argument& name, int64_t given, int64_t least, int6
 template <class Name>
 void check_groups(const Name& name, int64_t columns, int64_t groups, int64_t inputs) {
   TORCH_CHECK(groups > 0 && columns > 0 && columns % (CHUNK * groups) == 0, name, " has ", columns, " columns in ",
-              groups, " groups; groups of whole multiples of ", CHUNK, " are needed");
+              groups, " groups; groups of a multiple of ", CHUNK, " are needed");
   TORCH_CHECK(inputs == ANY || (inputs <= columns && inputs > columns - columns / groups), name, " has ", columns,
               " columns in ", groups, " groups, which do not fit ", inputs, " inputs");
 }

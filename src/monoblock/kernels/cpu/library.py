@@ -36,7 +36,10 @@ class KernelStatus(NamedTuple):
 
 @functools.cache
 def load_kernels() -> KernelStatus:
-    """Load torch.ops.monoblock.* and torch.classes.monoblock.*, compiled first if needed (half a minute, once)."""
+    """Load torch.ops.monoblock.* and torch.classes.monoblock.*; return whether they are ready, or the reason why not.
+
+    They are compiled if needed, which takes half a minute once.
+    """
     compiler = find_compiler()
     if compiler is None:
         return KernelStatus(
@@ -60,13 +63,13 @@ def find_compiler() -> str | None:
 def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
     devices = {t.device for t in (x, weight, *others) if t is not None}
     if len(devices) > 1:
-        raise ValueError(f"the tensors are on {' and '.join(sorted(map(str, devices)))}; one device is needed")
+        raise ValueError(f"the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device")
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @functools.cache
 def kernels_id() -> str:
-    """Identify the kernels of this machine, on which the bits of a training step depend; "" if there are none."""
+    """Identify the kernels of this machine, on which the exact results of training depend; "" if there are none."""
     compiler = find_compiler()
     is_broken = load_kernels.cache_info().currsize > 0 and not load_kernels().is_ready
     return "" if compiler is None or is_broken else f"kernels-{_build_hash(_compiler_command(compiler))}"
@@ -113,7 +116,7 @@ def cache_folder() -> Path:
 
 
 def _build_hash(command: list[str]) -> str:
-    """Hash what the library depends on, also the processor: machines that share a home folder may differ in it."""
+    """Hash all that the library depends on, including the processor: machines that share a home folder may differ."""
     version = subprocess.run(
         [command[0], "--version"], check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
     )

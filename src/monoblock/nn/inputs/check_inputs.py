@@ -23,14 +23,17 @@ def reject_arguments(family: str, **arguments: Tensor | None) -> None:
 
 
 def either_argument(name: str, value: Tensor | None, other_name: str, other_value: Tensor | None) -> Tensor | None:
-    """Return whichever of two spellings of one argument was given."""
+    """Return the one given of two arguments with the same meaning, or None; refuse both."""
     if value is not None and other_value is not None:
-        raise InputError(f"{name} and {other_name} say the same thing twice; give one of them")
+        raise InputError(f"{name} and {other_name} mean the same; give one of them")
     return value if value is not None else other_value
 
 
 def check_target(source: Tensor | None, target: Tensor | None, memory: Tensor | None, is_cached: bool) -> Tensor:
-    """Return the target of an encoder-decoder, if it is given with a source, an encoded source or a cached source."""
+    """Return the target of an encoder-decoder; refuse a call without a target or without a source.
+
+    The source is given as ids, as memory (encoded) or by the cache, but not as both ids and memory.
+    """
     if target is None:
         raise InputError(
             "an encoder-decoder needs a target: model(source, target); to encode only, model.encode(source)"
@@ -58,41 +61,43 @@ def check_ids(ids: Tensor) -> None:
 
 def check_batch(cache: Cache, ids: Tensor) -> None:
     if cache.batch != ids.shape[0]:
-        raise InputError(f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}")
+        raise InputError(
+            f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}; make another cache"
+        )
 
 
 def check_shape(name: str, tensor: Tensor | None, ids: Tensor) -> None:
-    """Check an integer tensor that goes with the ids, such as positions."""
+    """Check that an optional tensor, such as positions, has whole numbers and the shape of ids (B, T)."""
     if tensor is None:
         return
     if not isinstance(tensor, Tensor) or tensor.is_floating_point():
         raise InputError(f"{name} must be a tensor of whole numbers; write torch.tensor(…).long()")
     if tensor.shape != ids.shape:
-        raise InputError(f"{name} of shape {tuple(tensor.shape)} do not fit tokens of shape {tuple(ids.shape)}")
+        raise InputError(f"{name} of shape {tuple(tensor.shape)} do not fit; give the shape of ids, {tuple(ids.shape)}")
 
 
 def check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
     B, T, _ = hidden.shape
     if logits_at.dim() != 2 or logits_at.shape[0] != B or logits_at.dtype not in INTEGER_DTYPES:
-        raise InputError(f"logits_at of shape {tuple(logits_at.shape)} does not fit; give whole numbers (batch {B}, n)")
+        raise InputError(f"logits_at of shape {tuple(logits_at.shape)} does not fit; give whole numbers ({B}, n)")
     if logits_at.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = int(logits_at.min()), int(logits_at.max())
         if not -T <= low <= high < T:
             wrong = low if low < -T else high
-            raise InputError(f"logits_at holds {wrong}, but there are {T} tokens; give {-T} to {T - 1}")
+            raise InputError(f"logits_at holds {wrong}, but there are {T} tokens; give indices from {-T} to {T - 1}")
 
 
 def valid_mask(mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """Check a padding mask and return it as booleans, or None if it is known without a device sync to mask nothing."""
+    """Check a padding mask (B, T) and return it as booleans; None for a mask on a CPU that masks nothing."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
         raise InputError(f"a mask must be a tensor, not {type(mask).__name__}; write torch.tensor(mask)")
     if mask.shape != ids.shape:
-        raise InputError(f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(ids.shape)}")
+        raise InputError(f"a mask of shape {tuple(mask.shape)} does not fit; give the shape of ids, {tuple(ids.shape)}")
     eager = mask.device.type == "cpu" and not torch.compiler.is_compiling()
     # An additive mask would be read the wrong way round.
     if (eager or mask.is_floating_point()) and not bool(((mask == 0) | (mask == 1)).all()):
-        raise InputError("a mask holds 1 or True for real tokens and 0 or False for padding, but has other values")
+        raise InputError("the mask has values other than 0 and 1; write 1 for real tokens and 0 for padding")
     valid = mask.bool()
     return None if eager and bool(valid.all()) else valid

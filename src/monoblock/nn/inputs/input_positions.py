@@ -1,4 +1,4 @@
-"""Compute `TokenPositions` from what a model is called with: ids, masks, positions, documents and a cache."""
+"""Compute `TokenPositions` from the arguments of a model: ids, mask, positions, documents, flags and cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def token_positions(
     *,
     uses_flags: bool = False,
 ) -> TokenPositions:
-    """Count positions over valid tokens, from the cached length on, from 0 in each document; check all arguments."""
+    """Check the arguments, each (B, T), and return the position of every token.
+
+    Positions count valid tokens after those in the cache, and start at 0 in each document, unless they are given.
+    """
     check_ids(ids)
     if cache is not None:
         check_batch(cache, ids)
@@ -47,11 +50,11 @@ def token_positions(
 
 
 def memory_positions(memory: Tensor | None, mask: Tensor | None, cache: Cache | None, width: int) -> TokenPositions:
-    """Positions of the encoded source (B, S, D), kept in the cache after the first pass."""
+    """Return the positions of the encoded source, memory (B, S, D); a cache keeps them after the first pass."""
     if cache is not None and cache.memory_positions is not None:
         return cache.memory_positions
     if memory is None:
-        raise InputError("a decoder beside an encoder looks at memory; give memory=model.encode(source)")
+        raise InputError("the decoder of an encoder-decoder attends to memory; give memory=model.encode(source)")
     if memory.dim() != 3 or memory.shape[-1] != width:
         raise InputError(f"memory of shape {tuple(memory.shape)} does not fit; give (batch, source, {width})")
     positions = arange_positions(memory.shape[1], device=memory.device)
@@ -70,7 +73,7 @@ def _positions_in_documents(
     flags: Tensor | None,
     cache: Cache,
 ) -> TokenPositions:
-    """Positions in packed documents, the first of which may continue the last cached document."""
+    """Return positions in packed documents; the first of them may continue the last document in the cache."""
     last_position, last_document = cache.last_positions()
     last_document = torch.zeros_like(last_position) if last_document is None else last_document
     documents = last_document.expand(ids.shape) if documents is None else documents

@@ -1,4 +1,4 @@
-"""Keys and values kept between forward passes, one `LayerCache` a block, with a separate length for each row.
+"""Keys and values kept between forward passes: one `LayerCache` for each block, with a separate length for each row.
 
 A pass writes behind `lengths` and does not advance them: the decoding loop calls `advance`.  So a pass can be repeated,
 draft tokens dropped (`truncate`), rows reordered (`select`) or copied (`fork`).  Padding is not stored: the length of a
@@ -59,7 +59,7 @@ class Cache:
             self.index_by_capacity.setdefault(size, CacheIndex(batch, size, window, device))
 
     def _layer_capacity(self, config: AttentionConfig, chunk: int) -> tuple[int, int | None]:
-        """The number of columns a block needs, and its window if they form a ring."""
+        """Return the number of columns a block needs, and its window if the columns form a ring, else None."""
         sees_beyond_window = config.global_tokens or config.random_blocks
         if config.window is None or sees_beyond_window or config.window + chunk - 1 >= self.capacity:
             return self.capacity, None
@@ -72,7 +72,7 @@ class Cache:
     # -- writing and truncating ------------------------------------------------------------------------------------
 
     def prepare_write(self, new_positions: TokenPositions) -> list[CacheWrite]:
-        """Prepare a pass over new tokens: one `CacheWrite` a block."""
+        """Prepare a pass over new tokens; return one `CacheWrite` for each block."""
         counts = new_positions.length if new_positions.valid is None else new_positions.valid.sum(-1)
         required = self.max_length + new_positions.length
         if required > self.capacity:  # padding takes no room, and the longest rows may be gone: read the lengths
@@ -92,11 +92,12 @@ class Cache:
         return [writes[layer.capacity] for layer in self.layers]
 
     def advance(self, counts: int | Tensor) -> None:
-        """Keep `counts` of the tokens just written: one number for all rows, or one a row (B,)."""
+        """Keep the first `counts` of the tokens just written: one number for all rows, or one for each row (B,)."""
         least, most = (counts, counts) if isinstance(counts, int) else (int(counts.min()), int(counts.max()))
         if least < 0 or (isinstance(counts, int) and self.max_length + most > self.capacity):
             raise InputError(
-                f"a cache of {self.capacity} that holds {self.max_length} tokens cannot keep {counts} more"
+                f"a cache of capacity {self.capacity} that holds {self.max_length} tokens cannot keep {counts} more; "
+                f"write 0 to {self.capacity - self.max_length}"
             )
         self.lengths = self.lengths + counts
         if isinstance(counts, int):
@@ -127,7 +128,7 @@ class Cache:
     def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
         """Keep these rows in this order; a row may be repeated.
 
-        If several rows share one source, all sources are kept unless `sources` selects them.
+        If several rows share one source, all sources are kept, or those whose indices `sources` gives.
         """
         keeps_batch = len(rows) == self.batch and not self.is_static
         self.lengths, self.max_written = self.lengths[rows], self.max_written[rows]
@@ -143,7 +144,7 @@ class Cache:
             self._map_sources(lambda t: t[sources])
 
     def _reorder_rows(self, t: Tensor, rows: Tensor) -> Tensor:
-        """Copy the columns in use, in the new order, to the spare buffer, which `t` then becomes."""
+        """Copy the used columns of `t` to the spare buffer, rows in the new order; `t` is the next spare buffer."""
         if self.spare_buffer is None or self.spare_buffer.shape != t.shape or self.spare_buffer.dtype != t.dtype:
             self.spare_buffer = torch.zeros_like(t)
         out, self.spare_buffer = self.spare_buffer, t
@@ -155,7 +156,7 @@ class Cache:
         if copies == 1:
             return
         if self.rows_per_source != 1:
-            raise InputError("the rows of this cache have been repeated before; repeat those of a new one")
+            raise InputError("the rows of this cache have been repeated already; make a new cache to repeat them again")
         rows = torch.arange(self.batch, device=self.lengths.device).repeat_interleave(copies)
         self.rows_per_source = copies
         self.select(rows)
@@ -163,7 +164,7 @@ class Cache:
     def fork(self, row: int) -> None:
         """Append a copy of one row."""
         if not -self.batch <= row < self.batch:
-            raise InputError(f"there is no row {row} in a cache of {self.batch}")
+            raise InputError(f"there is no row {row} in a cache of {self.batch} rows; give 0 to {self.batch - 1}")
         rows = torch.arange(self.batch, device=self.lengths.device)
         self.select(torch.cat((rows, rows[row].view(1))))
 
@@ -172,7 +173,9 @@ class Cache:
         shape = (self.stack_config, self.capacity, self.rows_per_source)
         is_compatible = shape == (other.stack_config, other.capacity, other.rows_per_source)
         if not is_compatible or self.index_by_capacity.keys() != other.index_by_capacity.keys():
-            raise InputError("only caches of one model, one capacity and one number of copies can be joined")
+            raise InputError(
+                "the caches differ in model, capacity, chunk or copies of each row; join caches that agree"
+            )
         if self.memory_positions is not None and other.memory_positions is not None:
             self._append_sources(other, self.memory_positions, other.memory_positions)  # before `batch` changes
         self.lengths = torch.cat((self.lengths, other.lengths))
@@ -210,18 +213,18 @@ class Cache:
     # -- fixed shapes ----------------------------------------------------------------------------------------------
 
     def make_static(self) -> None:
-        """Make every pass independent of the lengths the host knows: all columns are returned and masked."""
+        """Give every pass the same shapes, so that a graph can replay it: return all columns and mask empty ones."""
         self.is_static, self.common_length, self.max_length = True, None, self.capacity - 1
 
     def make_dynamic(self) -> None:
-        """Undo `make_static`: read the lengths from the device."""
+        """Undo `make_static`, reading the current lengths from the device."""
         self.is_static, self.max_length = False, int(self.lengths.max())
         for index in self.index_by_capacity.values():
             index.record_single_tokens(self.lengths)
         self.max_written = torch.maximum(self.max_written, self.lengths)
 
     def copy_from(self, other: Cache) -> bool:
-        """Copy another cache of the same shapes in place; return False if shapes differ."""
+        """Copy the tensors of another cache into this one; return False, copying nothing, if their shapes differ."""
         tensors, other_tensors = self._tensors(), other._tensors()
         is_compatible = (self.stack_config, self.rows_per_source) == (other.stack_config, other.rows_per_source)
         if not is_compatible or tensors.keys() != other_tensors.keys() or self.memory_positions is not None:
@@ -233,7 +236,7 @@ class Cache:
         return True
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All tensors of a decoder without sources, by name."""
+        """The lengths, keys, values and positions of self-attention, by name."""
         tensors: dict[str, Tensor | None] = {"lengths": self.lengths}
         for number, layer in enumerate(self.layers):
             tensors |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
@@ -245,28 +248,28 @@ class Cache:
 
     @property
     def has_documents(self) -> bool:
-        """Whether cached tokens are separated by document."""
+        """Whether the cached tokens belong to packed documents."""
         return next(iter(self.index_by_capacity.values())).document is not None
 
     def last_positions(self) -> tuple[Tensor, Tensor | None]:
-        """The position of each row's last token and its document: (B, 1) each."""
+        """Return the position and the document of each row's last token, (B, 1) each; no documents: None."""
         return next(iter(self.index_by_capacity.values())).last_positions(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """The size of the cached keys and values, without scratch columns."""
+        """The bytes of the cached keys and values, without scratch columns."""
         layers = [t[:, :, :-1] for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
         sources = [t for layer in self.cross_layers if layer for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in layers + sources)
 
 
 def _pad_axis(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
-    """Pad one axis at the end."""
+    """Pad one axis at the end to `length`."""
     missing = [*t.shape[:axis], length - t.shape[axis], *t.shape[axis + 1 :]]
     return torch.cat((t, t.new_full(missing, fill)), axis)
 
 
 def _expand_valid(positions: TokenPositions, batch: int) -> Tensor:
-    """Which tokens are valid, in a row for each of the batch: (B, S)."""
+    """Return which tokens are valid (B, S), with a row for each of the `batch` sequences."""
     valid = torch.ones_like(positions.positions, dtype=torch.bool) if positions.valid is None else positions.valid
     return valid.expand(batch, -1)

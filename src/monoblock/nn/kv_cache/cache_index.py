@@ -1,7 +1,7 @@
-"""Which column of a cache holds which token, which column the next token is written to, and which a query may see.
+"""Keep track of which column of a cache holds which token, where the next token goes, and what a query may see.
 
-Tokens are counted row by row without padding.  Blocks of one capacity share one `CacheIndex`, which is either a column
-for every token or, for windowed attention, a ring of window + chunk - 1 columns.
+Tokens are counted row by row without padding.  Blocks of one capacity share one `CacheIndex`, which has a column for
+every token or, for windowed attention, a ring of window + chunk - 1 columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OPTIONAL_FIELDS = ("document", "prefix_or_global")
 
 
 class CacheWrite(NamedTuple):
-    """How one pass writes to the layers of one capacity, and the positions of the keys it sees."""
+    """Where one pass writes in all layers of one capacity, and the positions of the keys that its queries see."""
 
     columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
     key_positions: TokenPositions
@@ -28,7 +28,7 @@ class CacheWrite(NamedTuple):
 
 
 class CacheIndex:
-    """The positions of the tokens held by caches of one capacity, each field (B, capacity + 1)."""
+    """The positions of the tokens in layers of one capacity; each field is (B, capacity + 1), by column."""
 
     def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
         self.capacity, self.window = capacity, window
@@ -40,7 +40,7 @@ class CacheIndex:
     def prepare_write(
         self, new_positions: TokenPositions, lengths: Tensor, max_length: int, is_static: bool = False
     ) -> CacheWrite:
-        """Record the positions of new tokens; return their columns and what they see."""
+        """Record the positions of new tokens; return the columns to write to and the positions of the keys they see."""
         if is_static and new_positions.length == 1 and new_positions.valid is None and self.is_sequential:
             return self._single_token_write(lengths)
         B, T = lengths.shape[0], new_positions.length
@@ -65,11 +65,11 @@ class CacheIndex:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether columns hold tokens in order and a token sees all before it."""
+        """Whether columns hold tokens in order and every token sees all tokens before it."""
         return self.window is None and self.document is None and self.prefix_or_global is None
 
     def _single_token_write(self, lengths: Tensor) -> CacheWrite:
-        """Write one token a row with few operations; `record_single_tokens` records their positions afterwards."""
+        """Prepare to write one token per row with few operations; `record_single_tokens` records positions later."""
         column = torch.arange(self.capacity, device=lengths.device)[None]
         key_positions = TokenPositions(column, valid=column <= lengths[:, None])
         return CacheWrite(lengths[:, None], key_positions, self.capacity, lengths, False)
@@ -98,7 +98,7 @@ class CacheIndex:
             stored.scatter_(1, columns, new)
 
     def _visible_positions(self, limit: Tensor, num_visible: int) -> TokenPositions:
-        """The positions in the first columns; tokens at or beyond `limit` were truncated and are not valid."""
+        """Return the positions in the first `num_visible` columns; tokens from `limit` (B, 1) on are not valid."""
         token_index = self.token_index[:, :num_visible]
         document, prefix_or_global = (
             None if field is None else field[:, :num_visible].clone()
@@ -108,13 +108,16 @@ class CacheIndex:
         return TokenPositions(self.positions[:, :num_visible].clone(), document, valid, prefix_or_global)
 
     def last_positions(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The position of each row's last token, -1 in an empty row, and its document: (B, 1) each."""
+        """Return the position and the document of each row's last token, (B, 1) each; position -1: an empty row."""
         column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
         positions = self.positions.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
         return positions, None if self.document is None else self.document.gather(1, column)
 
     def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
-        """Whether rows cut to these lengths still have all they can see, after `max_written` tokens were written."""
+        """Return for each row (B,) whether a ring to which `max_written` tokens were written can be cut to `lengths`.
+
+        It can if no token in the window of the next token has been overwritten.
+        """
         if self.window is None:
             return torch.ones_like(lengths, dtype=torch.bool)
         return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
@@ -140,7 +143,7 @@ class CacheIndex:
 
 
 def _concatenate_positions(old: TokenPositions, new: TokenPositions, batch: int) -> TokenPositions:
-    """The positions in a ring followed by those of a chunk too long for it."""
+    """Concatenate the positions in a ring and those of a chunk too long for the ring."""
 
     def concatenate(name: str, default: int | bool) -> Tensor | None:
         first, second = getattr(old, name), getattr(new, name)

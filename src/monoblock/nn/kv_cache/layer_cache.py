@@ -24,13 +24,13 @@ class KeyValueStore:
     values: Tensor | None = None
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace keys and values by a function of them."""
+        """Replace keys and values by fn(keys) and fn(values)."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = fn(self.keys), fn(self.values)
 
     def append_rows(self, other: KeyValueStore) -> None:
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
-            raise InputError("an empty cache cannot be joined; run the model over it first")
+            raise InputError("a cache without tokens cannot be joined; run the model with it first")
         self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
 
 
@@ -41,7 +41,7 @@ class LayerCache(KeyValueStore):
         self.capacity = capacity
 
     def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
-        """Write new keys and values (B, G, T, size); return all that queries may see."""
+        """Write new keys and values (B, G, T, size); return all keys and values that queries may see."""
         if self.keys is None or self.values is None:
             self.keys, self.values = (self._allocate(new) for new in (keys, values))
         if keys.dtype != self.keys.dtype:

@@ -1,8 +1,7 @@
 """Training data of conversations, rendered by the chat template of the tokenizer; only the answers are labels.
 
-An answer is what the template writes between the generation prompt and the end of the assistant's turn, including the
-token that ends the turn: the model must learn to stop. Other messages, and what the template writes after that token,
-are inputs without labels.
+An answer is the text of the template from the generation prompt to the token that ends the assistant's turn, including
+that token, so that the model learns to stop. All other tokens are inputs without labels.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class EncodedChat(NamedTuple):
 
 
 def encode_chat(chat: Chat, tokenizer: Tokenizer) -> EncodedChat:
-    """Render and encode a conversation."""
+    """Encode a conversation by the chat template of the tokenizer, with labels for the answers."""
     text = tokenizer.apply_chat_template(chat.to_dicts(), add_generation_prompt=False)
     pieces = tokenizer.pieces(text, allow_specials=True)
     ids = [piece.id for piece in pieces]
@@ -58,13 +57,13 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer) -> EncodedChat:
 
 
 def _answer_span(chat: Chat, index: int, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
-    """The start and end of an answer in the text: after its generation prompt, to the end of its turn."""
+    """Return the start and end of the answer messages[index] in the rendered text, after its generation prompt."""
     prompt = tokenizer.apply_chat_template(chat.to_dicts(index), add_generation_prompt=True)
     turn = tokenizer.apply_chat_template(chat.to_dicts(index + 1), add_generation_prompt=False)
     if not (turn.startswith(prompt) and text.startswith(turn)):
         raise InputError(
-            "the chat template rewrites earlier messages as a conversation grows, so its answers cannot be located; "
-            "use one that only appends"
+            "the chat template changes earlier messages as a conversation grows, so answers cannot be located; "
+            "give a tokenizer whose chat template only appends"
         )
     return len(prompt), len(turn)
 
@@ -72,7 +71,7 @@ def _answer_span(chat: Chat, index: int, text: str, tokenizer: Tokenizer) -> tup
 def build_chat_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
-    """Conversations whose answers are labels, each predicted from all messages before it."""
+    """Build the training data of a recipe: conversations in which the tokens of the answers are labels."""
     special = special_token_ids(tokenizer)
     samples, num_truncated = encode_chats(train.rows, tokenizer, context)
     validation = None if valid is None else encode_chats(valid.rows, tokenizer, context)[0]
@@ -91,10 +90,10 @@ def build_chat_data(
 
 
 def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None) -> tuple[EncodedDataset, int]:
-    """Encode conversations; also return how many of them lost a part of an answer.
+    """Encode conversations; also return how many of them lost part of an answer by truncation.
 
-    They are truncated to one token more than the context, as inputs and labels are shifted by one. Conversations
-    without a label are dropped.
+    Conversations are truncated to context + 1 tokens, because labels are the inputs shifted by one. A conversation
+    without any label is left out.
     """
     longest = None if context is None else context + 1
     encoded = [encode_chat(row, tokenizer) for row in rows]
@@ -110,6 +109,6 @@ def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None
 
 
 def collate_chats(rows: Sequence[dict[str, Any]], special: SpecialTokenIds) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs and next-token labels (B, T), padded on the right, which needs no mask: attention is causal."""
+    """Return inputs and next-token labels (B, T), padded on the right; causal attention needs no padding mask."""
     source = pad_rows([row["ids"][:-1] for row in rows], special.pad_id)
     return {"source": source}, pad_rows([row["labels"][1:] for row in rows], IGNORE_INDEX)

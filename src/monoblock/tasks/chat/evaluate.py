@@ -18,7 +18,7 @@ from monoblock.training.loss import CrossEntropyLoss
 
 @torch.inference_mode()
 def evaluate_chat(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Measure the tokens that are labels in training: the answers with the ends of their turns."""
+    """Compute loss, perplexity and accuracy on the labels of training: the answers and the ends of their turns."""
     corpus, limit = read_corpus(request, "chat"), request.context or loaded.model.config.context
     samples, num_truncated = encode_chats(corpus.rows, loaded.tokenizer, limit)
     collate, loss = partial(collate_chats, special=special_token_ids(loaded.tokenizer)), CrossEntropyLoss()

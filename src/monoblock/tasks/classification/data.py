@@ -30,7 +30,7 @@ def build_classification_data(
     *,
     labels: list[str],
 ) -> TaskData:
-    """Build the data of a recipe: one label for each text or pair of texts, truncated to the context."""
+    """Build the training data of a recipe: texts or pairs of texts, truncated to the context, with one label each."""
     template = InputTemplate(tokenizer, context)
     with_segments = has_segments(build_model_config(recipe, tokenizer.vocab_size, classes=len(labels)))
     num_truncated = 0
@@ -51,7 +51,7 @@ def build_classification_data(
     dropout, seed = recipe.tokenizer.dropout, recipe.train.seed
 
     def sample(index: int, epoch: int) -> dict[str, Any]:
-        """Return a sample; with BPE-dropout a single text is segmented anew in every epoch."""
+        """Return the sample of this index; with BPE-dropout, a text (not a pair) is segmented anew in every epoch."""
         encoded, number = dict(samples[index]), int(samples.row_numbers[index])
         if not dropout or train.rows[number].text_pair is not None:
             return encoded

@@ -19,7 +19,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 
 
 def evaluate_classifier(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Compute accuracy, macro F1, loss and calibration error; for --json the confusion matrix and a row per class."""
+    """Compute accuracy, macro F1, loss and calibration error, the confusion matrix and the scores of each class."""
     corpus = read_corpus(request, "images" if loaded.tokenizer is None else "labelled")
     labels = label_indices(corpus, loaded.labels)
     probabilities = _predict_probabilities(loaded, corpus, request)
@@ -53,7 +53,7 @@ def evaluate_classifier(loaded: LoadedModel, request: EvaluationRequest) -> Eval
 
 
 def label_indices(corpus: Corpus, labels: Sequence[str]) -> list[int]:
-    """Return the class of each row; raise if a label was not seen in training."""
+    """Return the class index of each row; raise InputError for a label that was not seen in training."""
     if corpus.kind == "images":
         return [int(label) for label in label_ids(corpus, labels)]
     check_labels(corpus, ((row.label,) for row in corpus.rows), labels)
@@ -71,7 +71,7 @@ def _predict_probabilities(loaded: LoadedModel, corpus: Corpus, request: Evaluat
 
 
 def _truncation_notes(loaded: LoadedModel, corpus: Corpus) -> list[str]:
-    """Note how many texts were truncated."""
+    """Return a note on how many texts were truncated, [] for none."""
     limit = loaded.model.config.context
     if corpus.kind == "images" or limit is None:
         return []

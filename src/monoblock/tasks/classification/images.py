@@ -24,7 +24,7 @@ from monoblock.training.collate import SpecialTokenIds, TensorBatch
 
 
 def build_image_data(recipe: Recipe, train: Corpus, valid: Corpus | None, labels: list[str]) -> TaskData:
-    """Build the data of a recipe: square images of one size, augmented anew in every epoch."""
+    """Build the training data of a recipe: square images of one size, augmented anew in every epoch."""
     pixels, targets = stack_images(train.rows, train.name), label_ids(train, labels)
     channels, height, width = pixels.shape[1:]
     if height != width:
@@ -32,7 +32,7 @@ def build_image_data(recipe: Recipe, train: Corpus, valid: Corpus | None, labels
     valid_pixels = None if valid is None else stack_images(valid.rows, valid.name)
     if valid_pixels is not None and valid_pixels.shape[1:] != pixels.shape[1:]:
         actual, needed = _format_shapes(valid_pixels.shape[1:], pixels.shape[1:])
-        raise FileError(f"{train.name} validates on images of {actual} and trains on {needed}; make them one size")
+        raise FileError(f"{train.name} has training images of {needed} and validation images of {actual}; resize them")
     valid_targets = None if valid is None else label_ids(valid, labels)
     section = recipe.train
     augmentations = {key: value for key, value in to_dict(recipe.data.augment).items() if value}
@@ -81,13 +81,13 @@ def scale_pixels(pixels: Tensor) -> Tensor:
 
 
 def check_image_shape(model: Any, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless images have the size that the model reads."""
+    """Raise InputError unless `shape` (channels, height, width) is the one that the model reads."""
     config: PatchConfig = model.config.input
     expected = (config.channels, config.image, config.image)
     if shape != expected:
         actual, needed = _format_shapes(shape, expected)
         advice = resize_hint(shape, expected)
-        raise InputError(f"{name} holds images of {actual}, and this model looks at {needed}; {advice}")
+        raise InputError(f"{name} holds images of {actual}, but this model reads {needed}; {advice}")
 
 
 def _format_shapes(*shapes: Sequence[int]) -> list[str]:
@@ -95,10 +95,10 @@ def _format_shapes(*shapes: Sequence[int]) -> list[str]:
 
 
 def label_ids(corpus: Corpus, labels: Sequence[str]) -> Tensor:
-    """Return the class of each image (count,); raise if a label was not seen in training."""
+    """Return the class index of each image (count,); raise InputError for a label that was not seen in training."""
     ids = label_to_id(labels)
     unknown = next((row.label for row in corpus.rows if str(row.label) not in ids), None)
     if unknown is not None:
         split = f"{corpus.name}, split {corpus.split}"
-        raise InputError(f"{split}: the label {unknown} was not seen in training, which has {', '.join(labels):.60}")
+        raise InputError(f"{split}: the label {unknown} was not seen in training; known are {', '.join(labels):.60}")
     return torch.tensor([ids[str(row.label)] for row in corpus.rows])

@@ -1,4 +1,4 @@
-"""Classify texts, pairs of texts and images: the probabilities of the classes."""
+"""Predict the probabilities of the classes for texts, pairs of texts and images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def predict_probabilities(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> Tensor:
-    """Predict (texts, classes); a text that was split has the mean of its parts, weighted by their lengths."""
+    """Return the probabilities (texts, classes) of the classes.
+
+    long: "refuse", "cut" or "split" a text beyond the context; a split text gets the mean over its parts, weighted by
+    their numbers of tokens.
+    lines: line numbers for error messages, counted from 0.
+    """
     loaded.check_head("classifier")
     check_long_mode(long)
     texts_in_parts = [_encode_parts(loaded, line, text, long) for line, text in enumerate_lines(texts, lines)]
@@ -43,7 +48,7 @@ def predict_probabilities(
 
 
 def class_probabilities(logits: Tensor) -> Tensor:
-    """Softmax over the classes; a single class has a sigmoid: it is present or absent."""
+    """Return the softmax over classes; for a single class, the sigmoid, the probability that it is present."""
     return logits.sigmoid() if logits.shape[-1] == 1 else logits.softmax(-1)
 
 
@@ -61,7 +66,7 @@ def _encode_parts(loaded: LoadedModel, line: int, text: TextOrPair, long: str) -
 def predict_image_probabilities(
     loaded: LoadedModel, images: Sequence[Any], *, batch: int = 64, progress: ProgressCallback = no_progress
 ) -> Tensor:
-    """Predict (images, classes) from pixels between 0 and 1."""
+    """Return the probabilities (images, classes) of the classes, from pixels between 0 and 1."""
     loaded.check_head("classifier")
     logits = run_image_batches(loaded, images, batch, loaded.model, progress)
     return torch.cat([class_probabilities(rows) for rows in logits])

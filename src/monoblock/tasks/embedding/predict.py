@@ -29,7 +29,13 @@ def embed_texts(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> Tensor:
-    """Embed texts to (texts, D): the mean over tokens or the first token, scaled to length one if `normalize`."""
+    """Return the embeddings (texts, D) of texts.
+
+    pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
+    normalize: scale embeddings to length one.
+    long: "refuse", "cut" or "split" a text beyond the context; a split text gets the mean over its parts.
+    lines: line numbers for error messages, counted from 0.
+    """
     kind = _resolve_pooling(loaded, pooling)
     check_long_mode(long)
     encode = loaded.tokenizer.encode
@@ -48,14 +54,14 @@ def embed_texts(
 def embed_images(
     loaded: LoadedModel, images: Sequence[Any], *, pooling: str | None = None, normalize: bool = True, batch: int = 64
 ) -> Tensor:
-    """Embed images to (images, D), as `embed_texts` does."""
+    """Return the embeddings (images, D) of images; arguments as in `embed_texts`."""
     kind, encode = _resolve_pooling(loaded, pooling), cast(Any, loaded.model.encode)
     vectors = torch.cat(run_image_batches(loaded, images, batch, lambda pixels: pool(encode(pixels), None, kind)))
     return F.normalize(vectors, dim=-1) if normalize else vectors
 
 
 def _resolve_pooling(loaded: LoadedModel, requested: str | None) -> str:
-    """Return the pooling for `monoblock.nn.heads.pool`; None takes that of the model."""
+    """Return the kind of pooling for `monoblock.nn.heads.pool`; requested=None takes the one stored with the model."""
     pooling = requested or loaded.pooling
     if pooling not in POOLINGS:
         raise InputError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}{did_you_mean(pooling, POOLINGS)}")

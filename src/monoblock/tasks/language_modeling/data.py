@@ -36,7 +36,7 @@ def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
 def build_causal_lm_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
-    """Blocks of running text with the next token as label."""
+    """Build the training data of a recipe: blocks of running text, with the next token as label."""
     context = _require_context(context)
     tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
     blocks = BlockDataset(tokens, context, packing=recipe.data.packing)
@@ -60,7 +60,7 @@ def build_causal_lm_data(
 
 
 def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
-    """The validation loss of a uniform distribution and of unigram frequencies with add-one smoothing."""
+    """Return the validation losses of a uniform and of a unigram distribution (training counts, add-one smoothing)."""
     counts = 1 + np.bincount(train.read(0, len(train)), minlength=train.vocab)
     losses = math.log(counts.sum()) - np.log(counts)  # of each token of the vocabulary
     return {"uniform": math.log(train.vocab), "unigram": float(losses[validation.read(0, len(validation))].mean())}
@@ -75,7 +75,7 @@ def _require_context(context: int | None) -> int:
 def build_test_data(
     recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
 ) -> TaskData:
-    """The test split, in blocks of the context or in windows that move by `stride`."""
+    """Build batches of the test split, in blocks of the context or in windows `stride` tokens apart."""
     tokens = tokenize_corpus(load_corpus(recipe.data.corpus, "test", folder=data), tokenizer)
     context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
     evaluation = partial(iterate_windows, tokens, _require_context(context), recipe.train.batch, stride)
@@ -87,7 +87,7 @@ def _refuse_training(batch: BatchIndices) -> TensorBatch:
 
 
 def iterate_windows(tokens: TokenDataset, context: int, batch: int, stride: int | None = None) -> Iterator[TensorBatch]:
-    """Batches of windows of equal length in which every token but the first is a label once."""
+    """Yield batches of windows of equal length; every token of the text but the first is a label exactly once."""
     pending: list[EvaluationWindow] = []
     for window in evaluation_windows(tokens, context, stride):
         if pending and (len(pending) == batch or len(window.ids) != len(pending[0].ids)):
@@ -115,7 +115,7 @@ def build_denoising_data(
     *,
     collate: Callable[..., tuple[dict[str, Tensor], Tensor]],
 ) -> TaskData:
-    """Fixed-length blocks with tokens to restore; `collate` corrupts them."""
+    """Build the training data of a recipe: blocks of fixed length, whose tokens `collate` corrupts."""
     context, special, section = _require_context(context), special_token_ids(tokenizer), recipe.train
 
     def build(blocks: BlockDataset, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:

@@ -16,7 +16,7 @@ DEFAULT_CONTEXT = 256  # for models without a limit
 
 @torch.inference_mode()
 def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Loss of every token but the first, in blocks of the context or in windows that move by `stride`."""
+    """Compute the loss of every token but the first, in blocks of the context or in windows `stride` tokens apart."""
     corpus = read_corpus(request, "text")
     context = request.context or loaded.model.config.context or DEFAULT_CONTEXT
     tokens, device = tokenize_corpus(corpus, loaded.tokenizer), loaded.model.device

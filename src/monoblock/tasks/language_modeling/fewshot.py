@@ -38,14 +38,14 @@ CONTENT_FREE = ("N/A", "", "[MASK]")  # texts without content (Zhao et al. 2021,
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A template with one {text} and one {label} after it, and the word for each label."""
+    """A template with {text} once and {label} once after it, and the word that stands for each label."""
 
     template: str
     label_words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.template.count(TEXT_FIELD) != 1 or self.template.count(LABEL_FIELD) != 1:
-            raise ConfigError(f"the template {self.template!r:.60} needs {TEXT_FIELD} once and {LABEL_FIELD} once")
+            raise ConfigError(f"the template {self.template!r:.60} must have {TEXT_FIELD} once and {LABEL_FIELD} once")
         if self.template.index(TEXT_FIELD) > self.template.index(LABEL_FIELD):
             raise ConfigError(f"the template {self.template!r:.60} has {LABEL_FIELD} before {TEXT_FIELD}; swap them")
         num_labels, num_words = len(self.label_words), len(set(self.label_words.values()))
@@ -62,18 +62,18 @@ class PromptTemplate:
         return self.template.replace(LABEL_FIELD, self.label_words[row.label]).replace(TEXT_FIELD, row.text)
 
     def format_prompt(self, examples: Sequence[LabelledText], text: str) -> str:
-        """The examples and the text, up to its label; spaces before the label belong to `label_completion`."""
+        """Return the examples and the text, up to where its label follows; spaces before the label are left out."""
         query = self.template[: self.template.index(LABEL_FIELD)].rstrip(" ").replace(TEXT_FIELD, text)
         return "".join(map(self.format_example, examples)) + query
 
     def label_completion(self, label: str) -> str:
-        """The word of a label with the spaces before it, which follows the prompt."""
+        """Return the text that follows the prompt: the word of a label, with the spaces before it."""
         before = self.template[: self.template.index(LABEL_FIELD)]
         return " " * (len(before) - len(before.rstrip(" "))) + self.label_words[label]
 
 
 def sample_balanced(rows: Sequence[LabelledText], labels: Sequence[str], count: int, seed: int) -> list[LabelledText]:
-    """Sample `count` rows in random order, of each label equally many or one more."""
+    """Sample `count` rows in random order; the numbers of rows of two labels differ by at most one."""
     order = permutation(seed, 0, len(rows)).tolist()
     sampled: list[int] = []
     for label_index, label in enumerate(labels):
@@ -96,7 +96,7 @@ def score_labels(
     *,
     batch: int = 32,
 ) -> Tensor:
-    """The log-probability of the word of each label after the prompt of each text: (texts, labels)."""
+    """Return the log-probability (texts, labels) of the word of each label after the prompt of each text."""
     model = _require_decoder(loaded)
     rows = [_encode_prompt(loaded, template, examples, text) for text in texts]
     limit, longest = model.config.context, max(row.length for row in rows)
@@ -142,7 +142,11 @@ def evaluate_few_shot(
     calibrate: bool = False,
     seed: int = 0,
 ) -> Evaluation:
-    """Measure accuracy on a labelled corpus for each number of examples; "accuracy" is that of the last number."""
+    """Compute accuracy on a labelled corpus for each number of examples in `shots`.
+
+    The metric "accuracy" is that of the last number. template and words: see PromptTemplate; None takes the default
+    template, and the labels themselves as words.
+    """
     corpus, train = read_corpus(request, "labelled"), read_corpus(request, "labelled", "train")
     if any(shots) and corpus.split in ("train", "all"):
         raise ConfigError(
@@ -188,7 +192,7 @@ def _evaluate_shots(
 
 
 def accuracy(scores: Tensor, rows: Sequence[LabelledText], labels: Sequence[str]) -> float:
-    """The percentage of rows whose label has the highest score."""
+    """Return the percentage of rows whose label has the highest score in scores (rows, labels)."""
     correct = [labels[index] == row.label for index, row in zip(scores.argmax(-1).tolist(), rows, strict=True)]
     return 100 * sum(correct) / len(correct)
 
@@ -231,18 +235,18 @@ def _require_decoder(loaded: LoadedModel) -> Transformer:
     head = model.config.head if isinstance(model, Transformer) else None
     if not isinstance(model, Transformer) or model.decoder is None or model.encoder is not None or head is None:
         family = with_article(model.config.family)
-        raise InputError(f"few-shot prompts need a decoder-only language model, and this is {family} model")
+        raise InputError(f"few-shot prompts need a decoder-only language model, not {family} model; give another")
     return model
 
 
 def _shared_prefix_length(prompts: Sequence[list[int]]) -> int:
-    """The number of tokens that all prompts begin with, not counting the last token of the shortest prompt."""
+    """Return the length of the longest common prefix of all prompts, which must be shorter than each of them."""
     limit = min(map(len, prompts)) - 1
     return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
 
 
 def _prefill(model: Transformer, ids: list[int], capacity: int) -> Cache:
-    """A cache for one row of `capacity` tokens that contains `ids`."""
+    """Return a key-value cache for one row of up to `capacity` tokens, filled with `ids`."""
     cache = model.make_cache(batch=1, capacity=capacity, chunk=max(1, capacity))
     if ids:
         first = torch.tensor([[0]], device=model.device)  # the logits are not used: compute those of one position
@@ -254,7 +258,7 @@ def _prefill(model: Transformer, ids: list[int], capacity: int) -> Cache:
 def _score_batch(
     model: Transformer, prefix: Cache, prefix_length: int, prompts: Sequence[EncodedPrompt], capacity: int
 ) -> Tensor:
-    """The log-probability of each label after each prompt, continuing from the cached prefix: (prompts, labels)."""
+    """Return the log-probabilities (prompts, labels) of each label after each prompt, reusing the cached prefix."""
     if prefix_length:
         cache = copy.deepcopy(prefix)
         cache.select(torch.zeros(len(prompts), dtype=torch.long, device=model.device))
@@ -273,7 +277,10 @@ def _score_batch(
 
 
 def _score_label(model: Transformer, cache: Cache, first_log_probs: Tensor, tokens: Sequence[list[int]]) -> Tensor:
-    """The log-probability of the tokens of each row (B,); the cache is not advanced and can serve the next label."""
+    """Return the log-probability (B,) of the label tokens of each row; the length of the cache does not change.
+
+    first_log_probs: log-probabilities (B, V) of the first token after each prompt.
+    """
     device = first_log_probs.device
     first = torch.tensor([row[0] for row in tokens], device=device)
     total = first_log_probs.gather(-1, first[:, None])[:, 0]

@@ -19,7 +19,7 @@ MASKED_LM_CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged") 
 def build_masked_lm_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
-    """Restore masked tokens (Devlin et al. 2019); `data.packing` chooses blocks or documents."""
+    """Build training data with masked tokens to predict (Devlin et al. 2019); `data.packing`: blocks or documents."""
     if recipe.data.packing == "documents":
         return build_masked_document_data(recipe, context, tokenizer, train, valid)
     collate = partial(collate_masked_lm, rate=recipe.train.mask_rate)

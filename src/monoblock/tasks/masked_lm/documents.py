@@ -1,6 +1,6 @@
 """Training data for masked language modelling with `data.packing = "documents"`: one document per row.
 
-A document has the special tokens of a classifier's input, so that fine-tuning to classification changes nothing there.
+Documents have the same special tokens as the inputs of a classifier, so that fine-tuning does not change the format.
 With `tokenizer.dropout` (BPE-dropout) a document is segmented anew in every epoch.
 """
 
@@ -31,13 +31,13 @@ from monoblock.training.collate import TensorBatch, collate_masked_lm
 def build_masked_document_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
-    """Build the data of a recipe: a row is a document, truncated to the context."""
+    """Build the training data of a recipe: each row is a document, truncated to the context."""
     section, special, template = recipe.train, special_token_ids(tokenizer), InputTemplate(tokenizer, context)
     texts = nonempty_texts(train)
     encoded = [template(ids) for ids in tokenizer.encode_batch(texts)]
     documents, num_truncated = [row.ids for row in encoded], sum(row.num_truncated > 0 for row in encoded)
     if not documents:
-        raise InputError("all documents are empty; give some text")
+        raise InputError("all documents of the corpus are empty; give some text")
 
     def sample(index: int, epoch: int) -> dict[str, Any]:
         ids = documents[index]
@@ -75,6 +75,6 @@ def nonempty_texts(corpus: Corpus) -> list[str]:
 
 
 def iterate_evaluation_rows(texts: Sequence[Sequence[int]], batch: int) -> Iterator[list[dict[str, Any]]]:
-    """Batch every text once by similar length, in random order, so that the first few batches are a fair sample."""
+    """Yield batches of texts of similar length, in random order, so that the first few batches represent the whole."""
     for indices in group_for_evaluation([len(ids) for ids in texts], batch):
         yield [{"ids": np.array(texts[index], np.int64), "sample": index} for index in indices]

@@ -27,9 +27,10 @@ MASK_RATE = 0.15
 
 @torch.inference_mode()
 def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Mask the same tokens in every evaluation, 80/10/10 as in training (Devlin et al. 2019).
+    """Compute loss, perplexity and accuracy of the masked tokens, which are the same in every evaluation.
 
-    Labels of the corpus are ignored; its text is read in blocks or by documents, as in training.
+    Of the masked tokens, 80 % become [MASK], 10 % random and 10 % stay (Devlin et al. 2019). Text is read in blocks or
+    by documents, as in training; labels of the corpus are ignored.
     """
     corpus = read_corpus(request, MASKED_LM_CORPUS_KINDS)
     special, device, batch = special_token_ids(loaded.tokenizer), loaded.model.device, max(1, request.batch // 4)
@@ -58,7 +59,7 @@ def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evalu
 def _iterate_blocks(
     loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Read running text in blocks of one length."""
+    """Yield batches of blocks of running text, all of one length."""
     tokens = tokenize_corpus(corpus, loaded.tokenizer)
     blocks = BlockDataset(tokens, min(request.context or loaded.model.config.context or 256, max(1, len(tokens) - 1)))
     for start in range(0, len(blocks), batch):
@@ -69,7 +70,7 @@ def _iterate_blocks(
 def _iterate_documents(
     loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Read every text by itself, with special tokens and truncated as in training."""
+    """Yield batches of single texts, with special tokens and truncated as in training."""
     training_length = None if loaded.data_section is None else loaded.data_section.longest
     limits = (request.context or loaded.model.config.context, training_length)
     template = loaded.input_template(min((limit for limit in limits if limit is not None), default=None))

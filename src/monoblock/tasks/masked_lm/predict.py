@@ -33,7 +33,11 @@ def fill_masks(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[FilledText]:
-    """Predict the `top` tokens of every mask; several masks of a text are predicted independently."""
+    """Predict the `top` most probable tokens of every mask; several masks of a text are predicted independently.
+
+    long: "refuse", "cut" or "split" a text beyond the context.
+    lines: line numbers for error messages, counted from 0.
+    """
     loaded.check_head("masked_lm")
     check_long_mode(long)
     tokenizer = loaded.tokenizer
@@ -64,7 +68,7 @@ def fill_masks(
 def _fill_part(
     loaded: LoadedModel, encoded: EncodedInput, positions: Sequence[int], logits: Tensor, top: int
 ) -> FilledText:
-    """Fill the masks at `positions` from their logits (masks, V)."""
+    """Fill the masks at `positions` of an encoded text by their logits (masks, V)."""
     ids, masks = list(encoded.ids), []
     probabilities = logits[:, : loaded.tokenizer.vocab_size].softmax(-1)
     for position, row in zip(positions, probabilities, strict=True):
@@ -75,7 +79,7 @@ def _fill_part(
 
 
 def _build_choices(loaded: LoadedModel, tokens: list[int], probabilities: list[float]) -> list[Prediction]:
-    """Pair tokens with their probabilities; a special token or white space is shown as the tokenizer spells it."""
+    """Pair tokens with probabilities; a special token or white space is shown by its entry in the vocabulary."""
     tokenizer = loaded.tokenizer
     texts = ["" if token in tokenizer.special_ids else tokenizer.decode([token]).strip() for token in tokens]
     names = [text or tokenizer.token(token) for text, token in zip(texts, tokens, strict=True)]
@@ -85,7 +89,7 @@ def _build_choices(loaded: LoadedModel, tokens: list[int], probabilities: list[f
 def encode_masked_text(loaded: LoadedModel, text: str) -> list[int]:
     """Encode a text with masks; other special tokens are read as plain text.
 
-    In most tokenizers a space belongs to the word after it, so a mask stands for a word with the space before it.
+    Most tokenizers encode a space with the word that follows it, so the space before a mask is part of the mask.
     """
     tokenizer = loaded.tokenizer
     assert tokenizer.mask_id is not None

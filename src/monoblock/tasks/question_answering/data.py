@@ -1,4 +1,4 @@
-"""Training data for extractive question answering: the start and the end of an answer in each window of its context."""
+"""Training data for extractive question answering: windows of a context with the start and end of the answer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from monoblock.training.collate import collate_question_answering
 def build_question_answering_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
-    """Build the data of a recipe: targets of a window are the positions of the first and last token of the answer."""
+    """Build the training data of a recipe; the labels of a window are the first and last token index of the answer."""
     if recipe.train.label_smoothing:
-        raise ConfigError("train.label_smoothing has no meaning for answers: its classes are positions; leave it out")
+        raise ConfigError("train.label_smoothing has no meaning for answers, whose classes are positions; leave it out")
     for corpus in (train, valid):
         _check_answers(corpus, recipe.data.impossible)
     encoder, special = QuestionEncoder(tokenizer, context, recipe.data.stride), special_token_ids(tokenizer)
@@ -50,7 +50,7 @@ def build_question_answering_data(
 
 
 def _check_answers(corpus: Corpus | None, impossible: bool) -> None:
-    """Raise if there are questions without an answer and the recipe does not expect them."""
+    """Raise ConfigError if questions have no answer and the recipe does not allow it (data.impossible)."""
     if corpus is None or impossible:
         return
     count = sum(not row.answers for row in corpus.rows)
@@ -63,7 +63,7 @@ def _check_answers(corpus: Corpus | None, impossible: bool) -> None:
 def _encode_samples(rows: Sequence[Question], encoder: QuestionEncoder, with_segments: bool) -> EncodedDataset:
     """Encode every window as a sample {"ids", "answer"}, with "segments" if the model has them.
 
-    The target is the first of the gold answers.
+    "answer" holds the token positions of the first gold answer, (NO_ANSWER, NO_ANSWER) if it is not in the window.
     """
     columns: dict[str, list[Sequence[int]]] = {
         name: [] for name in ("ids", "answer", *(["segments"] if with_segments else []))

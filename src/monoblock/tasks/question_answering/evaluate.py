@@ -28,7 +28,7 @@ def evaluate_question_answering(loaded: LoadedModel, request: EvaluationRequest)
 
 
 def score_validation_answers(loaded: LoadedModel, rows: Sequence[Question], count: int) -> dict[str, float]:
-    """For the model card: exact match and F1 of the first validation questions."""
+    """Return exact match and F1 on the first `count` validation questions, for the model card."""
     rows = rows[:count]
     texts = [answers[0].text for answers in answer_questions(loaded, [row[:2] for row in rows])]
     metrics = score_answers(texts, [row.answers for row in rows])

@@ -1,8 +1,8 @@
-"""Answer questions by a span of their context, or by "no answer" if the model may give it.
+"""Answer questions by a span of their context (the text that contains the answer), or by "no answer" if allowed.
 
-The score of a span is the sum of the start logit of its first token and the end logit of its last (Devlin et al. 2019);
-all spans of at most `longest` tokens in all windows are candidates.  Probabilities are the softmax over them and, if
-allowed, "no answer".
+The score of a span is the start logit of its first token plus the end logit of its last token (Devlin et al. 2019).
+Candidates are all spans of at most `longest` tokens in all windows and, if allowed, "no answer"; probabilities are the
+softmax of their scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ANSWER_TOKENS = 30
 
 
 class AnswerSpan(NamedTuple):
-    """An answer context[start:end]; "" at 0 means no answer."""
+    """The answer context[start:end], in characters; "" with start and end 0 means no answer."""
 
     text: str
     start: int
@@ -45,8 +45,9 @@ def answer_questions(
 ) -> list[list[AnswerSpan]]:
     """Find the best answers to each (question, context), best first.
 
-    longest: tokens of an answer at most.
-    impossible: whether "" may be an answer; None: as in training.
+    n_best: number of answers to return for each question.
+    longest: most tokens in an answer.
+    impossible: whether "" (no answer) is allowed; None: as in training.
     lines: line numbers for error messages, counted from 0.
     """
     loaded.check_head("spans")
@@ -60,7 +61,7 @@ def answer_questions(
     for index, (question, context) in enumerate(questions):
         if not context.strip():
             line = f"line {(index if lines is None else lines[index]) + 1}: " if len(questions) > 1 else ""
-            raise InputError(f"{line}the text is empty, and an answer is a part of it; give some text")
+            raise InputError(f"{line}the context of the question is empty; give the text that contains the answer")
         windows.append(encoder(question, context))
     inputs = [EncodedInput(window.ids, window.segments) for row in windows for window in row]
     logits = iter(run_batches(loaded, inputs, batch, loaded.model, progress=progress))
@@ -71,7 +72,7 @@ def answer_questions(
 
 
 def _max_length(loaded: LoadedModel) -> int | None:
-    """The length of a window: that of training, and no more than the context of the model."""
+    """Return the length of a window in tokens: that of training, at most the context of the model; None: no limit."""
     training_length = None if loaded.data_section is None else loaded.data_section.longest
     limits = (loaded.model.config.context, training_length)
     return min((limit for limit in limits if limit is not None), default=None)
@@ -86,9 +87,9 @@ def best_spans(
     longest: int = MAX_ANSWER_TOKENS,
     impossible: bool = False,
 ) -> list[AnswerSpan]:
-    """Rank the spans of all windows of a context by score, from start and end logits (T, 2) of each window.
+    """Return the `n_best` spans of a context by score, from the start and end logits (T, 2) of each of its windows.
 
-    A span in several windows has the highest of its scores; "no answer" has the lowest of those of the windows.
+    A span that is in several windows gets the highest of its scores; "no answer" gets the lowest score of all windows.
     """
     tables = [_span_scores(window, values, longest) for window, values in zip(windows, logits, strict=True)]
     no_answer = min(float(values[NO_ANSWER].sum()) for values in logits)
@@ -109,7 +110,10 @@ def best_spans(
 
 
 def _span_scores(window: ContextWindow, logits: Tensor, longest: int) -> Tensor:
-    """Compute (S, S): the score of the span from token i to token j of the context, -inf for invalid spans."""
+    """Return the scores (S, S) of the spans from token i to token j of the S context tokens; -inf for invalid spans.
+
+    logits (T, 2): start and end logits of the T tokens of the window.
+    """
     context_logits = logits[window.context_start : window.context_start + len(window.offsets)]
     is_space = torch.tensor([start == end for start, end in window.offsets])
     table = context_logits[:, 0, None] + context_logits[None, :, 1]
@@ -119,7 +123,7 @@ def _span_scores(window: ContextWindow, logits: Tensor, longest: int) -> Tensor:
 
 
 def _top_spans(window: ContextWindow, table: Tensor, count: int) -> Iterator[tuple[int, int, float]]:
-    """The best spans of a window, as characters of the context."""
+    """Yield (start, end, score) of the `count` best spans of a window, in characters of the context."""
     values, indices = table.flatten().topk(min(table.numel(), count))
     for value, index in zip(values.tolist(), indices.tolist(), strict=True):
         if value > -torch.inf:

@@ -18,7 +18,7 @@ Span = tuple[int, int]
 
 
 class ContextWindow(NamedTuple):
-    """A question with a part of its context, which begins at position `context_start`."""
+    """An encoded question with a part of its context, whose tokens begin at index `context_start`."""
 
     ids: list[int]
     segments: list[int]
@@ -26,7 +26,7 @@ class ContextWindow(NamedTuple):
     offsets: list[Span]  # characters of the context that each token covers; (n, n) for white space
 
     def token_span(self, start: int, end: int) -> Span:
-        """The positions of the first and last token of context[start:end]; NO_ANSWER twice if the window cuts it."""
+        """Return the indices of the first and last token of context[start:end]; NO_ANSWER twice if it is not inside."""
         tokens = [(index, first, stop) for index, (first, stop) in enumerate(self.offsets) if first < stop]
         inside = [index for index, first, stop in tokens if first < end and stop > start]
         if not inside or tokens[0][1] > start or tokens[-1][2] < end:
@@ -37,8 +37,8 @@ class ContextWindow(NamedTuple):
 class QuestionEncoder:
     """Encode a question and its context in windows of at most `max_length` tokens.
 
-    A question longer than half a window is truncated.  Windows start every `stride` tokens of the context; None: half
-    the size of its part.
+    A question longer than half a window is truncated. A window starts every `stride` tokens of the context; None means
+    half of the context tokens in a window.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int | None = None, stride: int | None = None) -> None:
@@ -49,7 +49,7 @@ class QuestionEncoder:
         self.question_index = next(index for index, (token, _) in enumerate(self.template.pair) if token is None)
         minimum = self.num_special_tokens + 4
         if max_length is not None and max_length < minimum:
-            raise ConfigError(f"{max_length} tokens are too few for a question and a text; write {minimum} or more")
+            raise ConfigError(f"{max_length} tokens are too few for question and context; write {minimum} or more")
 
     def __call__(self, question: str, context: str) -> list[ContextWindow]:
         question_ids, pieces = self.tokenizer.encode(question), self.tokenizer.pieces(context)
@@ -75,7 +75,7 @@ class QuestionEncoder:
 
 
 def _window_bounds(length: int, size: int, stride: int | None) -> Iterator[Span]:
-    """The starts and ends of windows of `size` tokens that cover `length` tokens."""
+    """Yield (start, end) of windows of at most `size` tokens, one every `stride`, that cover `length` tokens."""
     step = min(size, stride) if stride is not None else max(1, size // 2)
     start = 0
     while start + size < length:
@@ -85,7 +85,7 @@ def _window_bounds(length: int, size: int, stride: int | None) -> Iterator[Span]
 
 
 def trim_spaces(text: str, start: int, end: int) -> Span:
-    """Shrink a span of characters by the white space at its ends, which some tokenizers count to a token."""
+    """Return the span text[start:end] without the white space at its ends, which some tokens include."""
     part = text[start:end]
     start += len(part) - len(part.lstrip())
     return start, max(start, start + len(part.strip()))

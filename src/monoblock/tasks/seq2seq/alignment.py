@@ -1,8 +1,8 @@
-"""Word alignment of a source and its translation, read off cross-attention.
+"""Word alignment of a source and its translation, from the weights of cross-attention.
 
-The target is passed through the model once more with a tap on the cross-attention. The weights are averaged over the
-heads of the upper half of the decoder (lower layers attend to the word before) and summed over the tokens of each word;
-each target word is aligned to the source word with the largest weight. An LSTM has a single attention, used as it is.
+The model reads the translation once more while the cross-attention is recorded. The weights are averaged over the heads
+of the upper half of the decoder (lower layers attend to the previous word) and summed over the tokens of each word.
+Each target word is aligned to the source word with the largest weight. An LSTM has one attention, used directly.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Alignment = list[tuple[int, int]]  # (source word, target word), counted from 0,
 
 
 def align(loaded: LoadedModel, source: str, target: str, to: str | None = None) -> Alignment:
-    """Align the words of a source and its translation; `to` is the script of the translation."""
+    """Align the words of a source and its translation `target`; `to` is the script of the translation."""
     if not source.split() or not target.split():
         return []
     source = f"{script_tag_for(loaded, source, to)} {source}".strip()
     prompt = loaded.encode_prompt(source)
     if prompt.source is None:
-        raise InputError("an alignment needs a model with an encoder; this one has none")
+        raise InputError("an alignment needs an encoder, and this model has none; give an encoder-decoder")
     untagged, num_tags = loaded.normalize_source(source)
     source_pieces, target_pieces = loaded.tokenizer.pieces(untagged), loaded.tokenizer.pieces(target)
     device = loaded.model.device
@@ -42,7 +42,7 @@ def align(loaded: LoadedModel, source: str, target: str, to: str | None = None) 
 
 @torch.inference_mode()
 def cross_attention_weights(loaded: LoadedModel, source: Tensor, target: Tensor) -> Tensor:
-    """The average attention of a target (1, T) to its source (1, S): (T, S)."""
+    """Return the average attention (T, S) from the tokens of a target (1, T) to those of its source (1, S)."""
     if isinstance(loaded.model, Recurrent):
         return trace(loaded.model, source, target, names="attention.weights")["attention.weights"][0]
     layers = list(trace(loaded.model, source, target, names="decoder.*.cross.weights").values())
@@ -50,7 +50,7 @@ def cross_attention_weights(loaded: LoadedModel, source: Tensor, target: Tensor)
 
 
 def word_indices(text: str, pieces: Sequence[Piece]) -> list[int]:
-    """For each piece the index of the word that its last character belongs to; -1 for white space."""
+    """Return for each piece the index of the word that contains its last character; -1 for white space."""
     word, words = -1, []
     for index, character in enumerate(text):
         if not character.isspace() and (not index or text[index - 1].isspace()):
@@ -62,7 +62,8 @@ def word_indices(text: str, pieces: Sequence[Piece]) -> list[int]:
 def hard_alignment(weights: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> Alignment:
     """Align each target word to the source word that its tokens attend to most.
 
-    weights (T, S); source_words and target_words: the word of each token, -1 for white space.
+    weights: attention (T, S) from target tokens to source tokens.
+    source_words, target_words: the word index of each token, -1 for white space.
     """
     rows, columns = 1 + max(target_words, default=-1), 1 + max(source_words, default=-1)
     if not rows or not columns:
@@ -78,5 +79,5 @@ def hard_alignment(weights: Tensor, source_words: Sequence[int], target_words: S
 
 
 def format_pharaoh(alignment: Alignment) -> str:
-    """Format an alignment as alignment tools do: "0-0 2-1"."""
+    """Format an alignment as source-target pairs of word indices, as alignment tools do: "0-0 2-1"."""
     return " ".join(f"{source}-{target}" for source, target in alignment)

@@ -4,7 +4,7 @@
     for pair in backtranslate(loaded, sentences, method): ...
 
 Methods (Edunov et al. 2018): beam search; sampling; sampling restricted to the ten most probable tokens; beam search
-with noise. A tag at the start of a synthetic source marks it as such for the model (Caswell et al. 2019).
+with noise. A tag at its start tells the model that a source is synthetic (Caswell et al. 2019).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class BacktranslationMethod:
         if self.name == "noised":
             object.__setattr__(self, "noise", check_kinds(self.noise or NOISE_FUNCTIONS))
         elif self.noise:
-            raise ConfigError(f"noise is for method='noised', not for {self.name!r}; leave it out")
+            raise ConfigError(f"noise has no effect with method={self.name!r}; leave it out, or write method='noised'")
 
     def prepare_source(self, source: str, *, seed: int, index: int) -> str:
-        """Add noise and the tag to a synthetic source."""
+        """Return a synthetic source with the noise and the tag of this method; seed and line index fix the noise."""
         text = add_noise(source, self.noise, seed=seed, line_number=index) if self.noise else source
         return f"{BACKTRANSLATION_TAG} {text}" if self.tag else text
 
@@ -63,7 +63,11 @@ def backtranslate(
     batch: int = 64,
     **options: Any,
 ) -> Iterator[Pair | None]:
-    """Yield a pair of a synthetic source and its target for each text; None if it is empty or exceeds the context."""
+    """Yield a pair for each text: a synthetic source, with the text as target; None without a source.
+
+    There is no source if the text is empty or exceeds the context of the model.
+    options: decoding options that override those of the method.
+    """
     for index, (source, target) in enumerate(
         generate_sources(loaded, texts, method.name, seed=seed, batch=batch, **options)
     ):
@@ -74,7 +78,7 @@ def backtranslate(
 def generate_sources(
     loaded: LoadedModel, texts: Iterable[str], method: str, *, seed: int, batch: int = 64, **options: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yield (synthetic source, text) without noise or tag; the source is "" if the text exceeds the context."""
+    """Yield (synthetic source, text), without noise or tag; the source of a text beyond the context is ""."""
     options = {**DECODING_OPTIONS[method], **options}
     lines, first_index = iter(texts), 0
     while chunk := list(islice(lines, CHUNK_SIZE)):
@@ -86,7 +90,7 @@ def generate_sources(
 
 
 def write_pairs(path: Path, pairs: Iterable[Pair | None]) -> tuple[int, int]:
-    """Write a line `source<TAB>target` per pair; return the numbers of pairs written and of missing pairs (None)."""
+    """Write a line `source<TAB>target` per pair; return the number of pairs written and the number of None."""
     lines, missing = [], 0
     for pair in pairs:
         if pair is None:

@@ -27,7 +27,10 @@ def build_seq2seq_data(
     *,
     start_id: int | None = None,
 ) -> TaskData:
-    """Pairs of sources and targets; a target starts with `start_id`, else the start token, else padding."""
+    """Build the training data of a recipe: encoded pairs, without those longer than the context or data.longest.
+
+    start_id: the first input token of the decoder; None takes the start token or, if there is none, padding.
+    """
     section, special = recipe.train, special_token_ids(tokenizer)
     longest = min((n for n in (context and context - 1, recipe.data.longest) if n is not None), default=None)
     pad_to = None if section.compile != "graphs" or longest is None else longest + 1

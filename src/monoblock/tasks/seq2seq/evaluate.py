@@ -21,7 +21,7 @@ from monoblock.tasks.text_to_text.evaluate import evaluate_text_to_text, score_v
 
 
 def evaluate_pairs(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Measure sentences by BLEU and chrF, single words by accuracy and character error rate."""
+    """Evaluate translations of sentences by BLEU and chrF, of single words by accuracy and character error rate."""
     section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
     if section.prefix or section.tasks:
         return evaluate_text_to_text(loaded, request, section, partial(score_translations, lowercase=request.lowercase))
@@ -38,7 +38,7 @@ def has_single_word_targets(rows: Sequence[Pair]) -> bool:
 
 
 def evaluate_translation(loaded: LoadedModel, request: EvaluationRequest, rows: Sequence[Pair]) -> Evaluation:
-    """Measure the best hypothesis of each source by BLEU and chrF; accuracy counts exact matches."""
+    """Evaluate the best hypothesis of each source by BLEU and chrF; `accuracy` is the percentage of exact matches."""
     texts = best_translations(loaded, [row.source for row in rows], batch=request.batch, **request.options)
     references = [[row.target] for row in rows]
     direction = loaded.data_section.direction if loaded.data_section else "forward"
@@ -48,7 +48,7 @@ def evaluate_translation(loaded: LoadedModel, request: EvaluationRequest, rows: 
 
 
 def target_language(data: str, direction: str) -> str:
-    """The language of the targets, from the names of aligned files such as {split}.de-en; else English."""
+    """Return the language of the targets, from a file name such as {split}.de-en; "en" if the name has none."""
     corpus = CORPORA.get(data)
     languages = ALIGNED_SUFFIX.search(str(corpus.path_template) if corpus is not None else data)
     return "en" if languages is None else languages[1 if direction == "backward" else 2]
@@ -57,7 +57,7 @@ def target_language(data: str, direction: str) -> str:
 def score_translations(
     hypotheses: list[str], references_per_source: References, *, lowercase: bool = False, language: str = "en"
 ) -> dict[str, Any]:
-    """Compute all metrics of translations: BLEU three ways, chrF, exact matches, and the signatures of sacreBLEU."""
+    """Compute three variants of BLEU, chrF and exact matches of translations, with the signatures of sacreBLEU."""
     scores = {
         "bleu": bleu(hypotheses, references_per_source, lowercase=lowercase),
         "bleu_lowercased": bleu(hypotheses, references_per_source, lowercase=True),
@@ -74,7 +74,7 @@ def score_translations(
 
 
 def evaluate_transliteration(loaded: LoadedModel, request: EvaluationRequest, rows: Sequence[Pair]) -> Evaluation:
-    """Measure each source once; any target that the data give for it is right."""
+    """Evaluate each distinct source once by accuracy and CER; any of its targets in the data counts as correct."""
     references = collect_references(rows)
     hypotheses = generate_hypotheses(loaded, request, list(references))
     targets = list(references.values())
@@ -117,7 +117,7 @@ def _word_metrics(hypotheses: list[list[Hypothesis]], references_per_source: lis
 def _tune_frequencies(
     loaded: LoadedModel, request: EvaluationRequest, train: Sequence[Pair], section: DataSection
 ) -> WordFrequencies:
-    """Count the words of the training targets and tune their weight on the validation split."""
+    """Count the words of the training targets, and tune the weight of their frequencies on the validation split."""
     valid = collect_references(prepare_pairs(read_corpus(request, "pairs", "valid"), section).rows)
     hypotheses = generate_hypotheses(loaded, request, list(valid))
     return tune_weight(WordFrequencies.from_pairs(train), hypotheses, list(valid.values()))
@@ -129,7 +129,10 @@ def _build_samples(rows: Sequence[Pair], hypotheses: list[list[str]], count: int
 
 
 def score_validation_pairs(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
-    """Measure the first validation sources that fit the context, for a model card; exact matches without sacreBLEU."""
+    """Return metrics on the first `count` validation sources that fit the context, for the model card.
+
+    Without sacreBLEU, exact matches are the only metric of sentences.
+    """
     if loaded.data_section is not None and (loaded.data_section.prefix or loaded.data_section.tasks):
         return score_validation_texts(loaded, rows, count, loaded.data_section, score_translations)
     measured = [row for row in rows[: 2 * count] if fits_context(loaded, row.source)][:count]

@@ -17,13 +17,13 @@ NORMALIZERS: dict[str, Callable[[str], str]] = {"none": lambda text: text, "indi
 
 
 def prepare_pairs(corpus: Corpus, section: DataSection) -> Corpus:
-    """Normalize, swap and tag the pairs of a corpus as a recipe says; other corpora are returned unchanged."""
+    """Normalize, swap and tag the pairs of a corpus as a recipe says; return a corpus of another kind unchanged."""
     if corpus.kind != "pairs":
         options = {"direction": section.direction != "forward", "tag": section.tag != "none", "prefix": section.prefix}
         options |= {"synthetic": section.synthetic, "tasks": section.tasks}
         name = next((name for name, is_set in options.items() if is_set), None)
         if name is not None:
-            raise ConfigError(f"data.{name} is for pairs, but the corpus {corpus.name} is {corpus.kind}; leave it out")
+            raise ConfigError(f"data.{name} needs pairs, but the corpus {corpus.name} is {corpus.kind}; leave it out")
         return corpus
     return replace(corpus, rows=list(_prepare_rows(corpus.rows, section)))
 
@@ -39,22 +39,23 @@ def _prepare_rows(rows: Iterable[Pair], section: DataSection) -> Iterable[Pair]:
 
 
 def add_source_prefix(pair: Pair, section: DataSection) -> Pair:
-    """Put the prefix of the recipe and the script tag of the target before the source, if the recipe has them."""
+    """Put the prefix and the tag for the script of the target before the source, if the recipe asks for them."""
     parts = [section.prefix, "" if section.tag == "none" else script_tag(pair.target), pair.source]
     return pair._replace(source=" ".join(part for part in parts if part))
 
 
 def load_synthetic_pairs(section: DataSection, data: Path | None) -> Corpus | None:
-    """Load the synthetic pairs of a recipe; they are neither normalized nor tagged."""
+    """Load the synthetic pairs of a recipe as they are, neither normalized nor tagged; None if it has none."""
     if section.synthetic is None:
         return None
     return load_corpus(section.synthetic, "all", folder=data, kind="pairs")
 
 
 def mix_pairs(real: Sequence[Pair], synthetic: Sequence[Pair], ratio: float) -> list[Pair]:
-    """Mix real and synthetic pairs, `ratio` synthetic pairs for each real one.
+    """Return all real and all synthetic pairs, with `ratio` synthetic pairs for each real pair.
 
-    Pairs of the smaller set are repeated, not sampled, so that an epoch has every pair; the last repetition is partial.
+    To reach the ratio, one of the two lists is repeated from its beginning, the last time only in part. No pair is
+    dropped, so an epoch contains every pair at least once.
     """
     num_real = len(synthetic) / ratio
     if num_real >= len(real):
@@ -68,7 +69,7 @@ def _repeat_to_count(rows: Sequence[Pair], count: int) -> list[Pair]:
 
 
 def collect_references(rows: Iterable[Pair]) -> dict[str, list[str]]:
-    """Map each source to all its different targets, in the order of the rows."""
+    """Map each source to its distinct targets, in the order of the rows."""
     references: dict[str, list[str]] = {}
     for row in rows:
         targets = references.setdefault(row.source, [])

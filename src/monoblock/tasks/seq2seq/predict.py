@@ -1,4 +1,4 @@
-"""Translate many sources: in batches of similar length, results in the order of the sources."""
+"""Translate many sources in batches of similar length; results are in the order of the sources."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ def translate_texts(
     first_index: int = 0,
     **options: Any,
 ) -> list[list[Hypothesis]]:
-    """The hypotheses of each text, best first; those of an empty text are empty.
+    """Return the hypotheses of each text, best first; an empty text has empty hypotheses.
 
-    n_best: return so many hypotheses with scores; those of sampling and greedy search are scored by another pass.
-    first_index: the line number of the first text; with a seed, line n is sampled with seed + n.
+    n_best: return this many hypotheses with scores; without beam search, another forward pass computes the scores.
+    batch: number of sources decoded at once.
+    to: the script of the target, for a model that writes several scripts.
+    long: "refuse" a source beyond the context, or "split" it into sentences.
+    first_index: the line number of the first text, counted from 0; with a seed, line n is sampled with seed + n.
+    options: decoding options, which override the defaults of the model.
     """
     if loaded.model.encoder is None:
         raise InputError(
@@ -63,14 +67,14 @@ def translate_texts(
 
 
 def best_translations(loaded: LoadedModel, texts: Sequence[str], **options: Any) -> list[str]:
-    """The best hypothesis of each text; options as in `translate_texts`."""
+    """Return the text of the best hypothesis of each text; options as in `translate_texts`."""
     return [hypotheses[0].text for hypotheses in translate_texts(loaded, texts, **options)]
 
 
 def _run_requests(
     loaded: LoadedModel, requests: Sequence[TranslationRequest], settings: Settings, batch: int, with_scores: bool
 ) -> list[list[Hypothesis]]:
-    """The hypotheses of each request, decoded in batches of similar length."""
+    """Return the hypotheses of each request, decoded in batches of similar length."""
     results: list[list[Hypothesis]] = [[] for _ in requests]
     for indices in group_by_length([len(request.prompt.source or ()) for request in requests], batch):
         prompts = [requests[index].prompt for index in indices]
@@ -84,7 +88,7 @@ def _run_requests(
 
 @torch.inference_mode()
 def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: list[Hypothesis], penalty: float) -> None:
-    """Set the score of each hypothesis to what beam search would give it."""
+    """Set the score of each hypothesis as beam search does: log-probability / length ** penalty."""
     device = loaded.model.device
     source, mask = pad_right([prompt.source or () for prompt in prompts], device)
     targets = [(*prompt.ids, *hypothesis.ids) for prompt, hypothesis in zip(prompts, hypotheses, strict=True)]
@@ -99,7 +103,10 @@ def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: li
 def _build_requests(
     loaded: LoadedModel, line: int, text: str, settings: Settings, to: str | None, long: str
 ) -> list[TranslationRequest]:
-    """Build the requests of a line: one, or with long="split" one per sentence of a line that exceeds the context."""
+    """Build the requests of a line: one, or one per sentence if the line exceeds the context and long="split".
+
+    An empty line has no request.
+    """
     if not text.strip():
         return []
     limit = loaded.model.config.context
@@ -127,22 +134,22 @@ def _build_requests(
 
 
 def fits_context(loaded: LoadedModel, text: str) -> bool:
-    """Whether a source fits into the model's context."""
+    """Return whether a source fits into the context of the model."""
     limit = loaded.model.config.context
     return limit is None or len(loaded.encode_prompt(text).source or ()) <= limit
 
 
 def script_tag_for(loaded: LoadedModel, text: str, to: str | None) -> str:
-    """The tag for the script `to`; "" if the text has a tag or the model has no scripts."""
+    """Return the tag for the script `to`; "" if the text begins with a tag or the model has no script tags."""
     if not loaded.defaults.from_recipe or (to is None and loaded.normalize_source(text)[1]):
         if to is not None:
-            raise InputError(f"this model has no script {to!r} to ask for; leave it out")
+            raise InputError(f"to={to!r} has no effect, because this model has no script tags; leave it out")
         return ""
     return loaded.source_encoder.find_script_tag(to)
 
 
 def _join_parts(parts: list[list[Hypothesis]], count: int) -> list[Hypothesis]:
-    """Join the hypotheses of the parts of a line, those of equal rank; scores are averaged by length."""
+    """Join the hypotheses of equal rank of the parts of a line; the score is the mean, weighted by tokens."""
     if not parts:
         return [Hypothesis("", 0, "stop", 0.0) for _ in range(count)]
     if len(parts) == 1:

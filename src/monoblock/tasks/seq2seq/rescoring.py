@@ -1,12 +1,13 @@
-"""Rerank hypotheses by the frequencies of words in the training targets, a log-linear combination.
+"""Rerank hypotheses by a log-linear combination of the model's score and the word frequency in training targets.
 
     frequencies = WordFrequencies.from_pairs(train.rows)
     frequencies = tune_weight(frequencies, valid_hypotheses, valid_references)
     best = frequencies.rerank(hypotheses)[0]
 
-The rank is by score + weight · log((count + 1) / (total + distinct + 1)); weight 0 keeps the order. The tuned weight is
-negative if training and validation targets are disjoint, as in a split lexicon: the model has memorized its training
-targets and generates them too often.
+Hypotheses are sorted by score + weight · log((count + 1) / (total + distinct + 1)), where `count` is the frequency of
+the word, `total` the sum of all frequencies and `distinct` the number of words; weight 0 keeps the order. The tuned
+weight is negative if training and validation targets are disjoint, as in a split lexicon: the model has memorized its
+training targets and generates them too often.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class WordFrequencies:
         return cls(counts)
 
     def log_probability(self, word: str) -> float:
-        """The unigram log-probability of a word with add-one smoothing."""
+        """Return the unigram log-probability of a word with add-one smoothing."""
         total = self.counts.total() + len(self.counts) + 1
         return math.log((self.counts[word] + 1) / total)
 
     def rerank(self, hypotheses: Sequence[Hypothesis], weight: float | None = None) -> list[Hypothesis]:
-        """Sort the hypotheses of one source, best first; equal ones keep their order."""
+        """Return the hypotheses of one source, best first; ties keep their order. `weight` overrides self.weight."""
         weight = self.weight if weight is None else weight
         return sorted(
             hypotheses,
@@ -70,7 +71,7 @@ class WordFrequencies:
             raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             example = '{"weight": 0.1, "counts": {"word": 3}}'
-            raise FileError(f"{path} is not a word list; `evaluate --save-words` writes one: {example}") from None
+            raise FileError(f"{path} has no word frequencies; `evaluate --save-words` writes them: {example}") from None
 
 
 def tune_weight(
@@ -79,7 +80,10 @@ def tune_weight(
     references: References,
     weights: Sequence[float] = CANDIDATE_WEIGHTS,
 ) -> WordFrequencies:
-    """Choose the weight with the best top-1 accuracy on validation sources; of equals, the smallest."""
+    """Return the frequencies with the weight of the best top-1 accuracy on validation sources.
+
+    Of equally good weights, the one nearest to 0 is chosen.
+    """
 
     def top1_accuracy(weight: float) -> float:
         return accuracy([[frequencies.rerank(row, weight)[0].text] for row in hypotheses], references)

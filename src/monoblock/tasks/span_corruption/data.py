@@ -16,7 +16,7 @@ from monoblock.training.collate import collate_span_corruption
 def build_span_corruption_data(
     recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
 ) -> TaskData:
-    """Restore corrupted spans (Raffel et al. 2020); as in T5, the target starts with the padding token."""
+    """Build training data with spans to restore (Raffel et al. 2020); as in T5, a target starts with padding."""
     start = special_token_ids(tokenizer).pad_id
     collate = partial(collate_span_corruption, start=start, rate=recipe.train.mask_rate)
     return build_denoising_data(recipe, context, tokenizer, train, valid, collate=collate)

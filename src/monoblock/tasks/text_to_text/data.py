@@ -40,7 +40,7 @@ PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
 
 
 def expand_answers(corpus: Corpus) -> Corpus:
-    """Repeat each question for each of its gold answers; other corpora are returned unchanged."""
+    """Repeat each question for each of its gold answers; a corpus of another kind is returned unchanged."""
     if corpus.kind != "questions":
         return corpus
     rows = [row._replace(answers=row.answers[n : n + 1]) for row in corpus.rows for n in range(len(row.answers) or 1)]
@@ -48,7 +48,7 @@ def expand_answers(corpus: Corpus) -> Corpus:
 
 
 def convert_to_pairs(corpus: Corpus) -> Corpus:
-    """Convert the rows to pairs of texts; a corpus of a kind that cannot be converted is returned unchanged."""
+    """Convert rows to pairs of texts; a corpus whose kind is not in PAIR_CONVERTERS is returned unchanged."""
     if corpus.kind not in PAIR_CONVERTERS:
         return corpus
     return replace(corpus, kind="pairs", rows=[PAIR_CONVERTERS[corpus.kind](row) for row in corpus.rows])
@@ -59,10 +59,10 @@ def add_prefix(rows: Iterable[Pair], prefix: str) -> list[Pair]:
 
 
 def task_corpus_kind(corpus: str, prefix: str, data: Path | None) -> CorpusKind | None:
-    """The kind to read the corpus of a task as; None for a corpus of the table.
+    """Return the kind to read the corpus of a task as; None for a named corpus, whose kind is known.
 
-    The two columns of a classification file may have either order. There are fewer labels than texts, so the column
-    with fewer distinct values has the labels.
+    The two columns of a classification file may have either order: the column with fewer distinct values is taken as
+    the labels. A file with the text first is read as pairs.
     """
     if first_word(prefix) != "classify":
         return infer_corpus_kind(corpus, ("pairs", "questions", "labelled"), folder=data)
@@ -79,7 +79,7 @@ def first_word(prefix: str) -> str:
 
 
 def load_extra_tasks(section: DataSection, split: Split, data: Path | None) -> list[Pair]:
-    """Load the rows of `data.tasks`; a task without this split adds none."""
+    """Load the rows of all `data.tasks` as pairs with prefixes; a task without this split adds no rows."""
     rows: list[Pair] = []
     for task in section.tasks:
         kind = task_corpus_kind(task.corpus, task.prefix, data)
@@ -100,7 +100,7 @@ def load_extra_tasks(section: DataSection, split: Split, data: Path | None) -> l
 
 
 def prefix_for(section: DataSection, corpus: str) -> str:
-    """The prefix a corpus was trained with; for another corpus the only prefix of the recipe, "" if it has several."""
+    """Return the training prefix of a corpus; for an unknown corpus, the only prefix of the recipe, "" if several."""
     prefixes = {task.corpus: task.prefix for task in _all_tasks(section)}
     if corpus in prefixes:
         return prefixes[corpus]
@@ -108,7 +108,7 @@ def prefix_for(section: DataSection, corpus: str) -> str:
 
 
 def group_by_task(rows: Sequence[Pair], section: DataSection) -> dict[str, list[Pair]]:
-    """Map each prefix to the rows that begin with it; a row without a prefix raises ConfigError."""
+    """Map each prefix to the rows whose source begins with it; raise ConfigError for a source without a prefix."""
     prefixes = sorted({task.prefix for task in _all_tasks(section)} - {""}, key=len, reverse=True)
     groups: dict[str, list[Pair]] = {}
     for row in rows:

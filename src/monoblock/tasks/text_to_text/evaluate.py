@@ -1,4 +1,4 @@
-"""Evaluate a text-to-text model: BLEU for translation, ROUGE for summarization, accuracy for classification …"""
+"""Evaluate a text-to-text model by task: BLEU for translation, ROUGE for summaries, accuracy for classification."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ METRICS_BY_TASK: dict[str, MetricFunction] = {
 def evaluate_text_to_text(
     loaded: LoadedModel, request: EvaluationRequest, section: DataSection, translation_metrics: MetricFunction
 ) -> Evaluation:
-    """Compute the metrics of each task; with several tasks, names begin with that of the task: classify_accuracy."""
+    """Compute the metrics of each task; with several tasks, metric names begin with the task: classify_accuracy.
+
+    translation_metrics: metrics of the tasks that are not in METRICS_BY_TASK.
+    """
     prefix = prefix_for(section, request.data)
     corpus = read_corpus(request, TEXT_CORPUS_KINDS, kind=task_corpus_kind(request.data, prefix, request.folder))
     pairs = prepare_pairs(convert_to_pairs(expand_answers(corpus)), replace(section, prefix=prefix)).rows
@@ -65,14 +68,14 @@ def evaluate_text_to_text(
 
 
 def _first_targets(rows: Sequence[Pair]) -> list[Pair]:
-    """Keep the first target of each source."""
+    """Return the rows without those that repeat the source of an earlier row."""
     return list({row.source: row for row in reversed(rows)}.values())[::-1]
 
 
 def score_validation_texts(
     loaded: LoadedModel, rows: Sequence[Pair], count: int, section: DataSection, translation_metrics: MetricFunction
 ) -> dict[str, float]:
-    """Measure the first validation sources of each task that fit the context, for a model card."""
+    """Return metrics on the first `count` validation sources of each task that fit the context, for the model card."""
     tasks = group_by_task(rows, section)
     metrics: dict[str, float] = {}
     for prefix, task_rows in tasks.items():
@@ -91,7 +94,10 @@ def score_validation_texts(
 
 
 def _prefix_metric_names(metrics: dict[str, Any], prefix: str, tasks: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
-    """With several tasks, put the first word of the prefix before each name, or all of it if tasks share that word."""
+    """With several tasks, put the name of the task before each metric name.
+
+    The name is the first word of the prefix, or all of the prefix if another task has the same first word.
+    """
     if len(tasks) == 1:
         return metrics
     word = first_word(prefix)

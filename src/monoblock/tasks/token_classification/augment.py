@@ -1,8 +1,8 @@
-"""Augment tagged sentences anew in every epoch.
+"""Augment tagged sentences differently in every epoch.
 
-Entities are replaced by others of their type, words masked, sentences written in capitals, words segmented by
-BPE-dropout, neighbouring sentences joined.  All of it is a function of (seed, epoch, row), so that a resumed run sees
-the same.
+Entities are replaced by others of the same type, words are masked, sentences are written in capitals, words are
+segmented by BPE-dropout, and neighbouring sentences are joined. All depends on (seed, epoch, row) alone, so that a
+resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_SEGMENTATIONS = 32  # different segmentations of a word under BPE-dropout
 
 
 class TaggedAugmenter:
-    """Called with a row index and an epoch, returns the augmented sentence and its encoding."""
+    """Call with a row index and an epoch to get the augmented sentence and its encoding."""
 
     def __init__(
         self, rows: Sequence[TaggedSentence], words: WordEncoder, section: DataSection, dropout: float, seed: int
@@ -51,7 +51,7 @@ class TaggedAugmenter:
         return self._sample_segmentation(word, int(rng.integers(NUM_SEGMENTATIONS)))
 
     def _sample_segmentation(self, word: str, index: int) -> list[int]:
-        """Return one of the segmentations of a word; each is computed once, because the tokenizer is slow."""
+        """Return the BPE-dropout segmentation of a word with this index, cached because the tokenizer is slow."""
         key = (word, index)
         if key not in self.segmentations:
             sample = self.words.tokenizer.sample
@@ -62,7 +62,7 @@ class TaggedAugmenter:
 
 
 def collect_mentions(rows: Sequence[TaggedSentence]) -> dict[str, list[TaggedSentence]]:
-    """Collect the distinct entities of each type."""
+    """Map each entity type to its distinct entities, each as the words and labels of the entity."""
     mentions: dict[str, dict[TaggedSentence, None]] = {}
     for row in rows:
         for kind, start, end in extract_entities(row.labels):
@@ -75,7 +75,8 @@ def replace_mentions(
 ) -> list[TaggedSentence]:
     """Replace a share `rate` of the entities by others of their type (mention replacement, Dai and Adel 2020).
 
-    The same entity in two of the rows is replaced by the same other one, so that the rows still belong together.
+    If an entity occurs several times in `rows`, all occurrences get the same replacement, so that the text stays
+    consistent.
     """
     if not rate:
         return list(rows)
@@ -101,7 +102,7 @@ def replace_mentions(
 
 
 def uppercase_row(row: TaggedSentence) -> TaggedSentence:
-    """Write a sentence in capitals, like a headline."""
+    """Return the sentence in capitals, like a headline, with the same labels."""
     return TaggedSentence(tuple(word.upper() for word in row.words), row.labels)
 
 
@@ -114,7 +115,7 @@ def concatenate_rows(rows: Sequence[TaggedSentence]) -> TaggedSentence:
 def group_rows(
     rows: Sequence[Sequence[str]], max_rows: int, words: WordEncoder, separator_length: int = 1
 ) -> list[range]:
-    """Group neighbouring rows: at most `max_rows`, and no more than fit with `separator_length` tokens between two."""
+    """Group neighbouring rows, at most `max_rows` and no more than fit together into the template's maximum length."""
     groups: list[range] = []
     start, length = 0, 0
     num_special, limit = words.encoded_length(()), words.template.max_length

@@ -1,8 +1,8 @@
-"""Chunking labels such as B-PER I-PER O: the entities they mark, the valid sequences, and Viterbi decoding over those.
+"""Chunking labels such as B-PER I-PER O: the entities they mark, valid label sequences, and Viterbi decoding.
 
-In BIO an entity begins with B; in IOB1 only where it touches another of its type.  IOBES, also spelled BILOU, marks the
-last word of an entity by E or L and an entity of one word by S or U.  Other labels, such as parts of speech, are no
-chunking scheme and are left alone.
+In BIO every entity begins with B; in IOB1 only an entity that directly follows another of the same type does. IOBES,
+also written as BILOU, marks the last word of an entity by E (L) and an entity of one word by S (U). Other labels, such
+as parts of speech, are not a chunking scheme and are not changed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def extract_entities(labels: Sequence[str]) -> list[Entity]:
 
 
 class LabelTransitions(NamedTuple):
-    """Which labels of a model may start a sentence, follow each other and end a sentence."""
+    """Which labels of a model may start a sentence, which may follow each other, and which may end a sentence."""
 
     can_start: NDArray[np.bool_]  # (classes,)
     can_follow: NDArray[np.bool_]  # (classes, classes): [before, after]
@@ -93,7 +93,7 @@ def _can_follow(before: tuple[str, str], after: tuple[str, str], has_end_prefixe
 
 
 def viterbi_decode(scores: NDArray[np.float64], transitions: LabelTransitions | None) -> list[int]:
-    """Find the most probable valid labels from log-probabilities (words, classes) (Viterbi 1967)."""
+    """Return the class indices of the best valid sequence, from log-probabilities (words, classes) (Viterbi 1967)."""
     if not len(scores):
         return []
     if transitions is None:
@@ -118,8 +118,8 @@ def viterbi_decode(scores: NDArray[np.float64], transitions: LabelTransitions | 
 def is_iob1(rows: Iterable[TaggedSentence], labels: Iterable[str]) -> bool:
     """Return whether an entity of `rows` begins with I, as in IOB1 and never in BIO.
 
-    labels: those of the whole corpus; if any of them marks the end of an entity, such a beginning is an annotation
-    error and not IOB1.
+    labels: all labels of the corpus. If one of them marks the end of an entity (IOBES), a beginning with I is an
+    annotation error, and the result is False.
     """
     known = set(labels)
     if not is_chunking_scheme(known) or any((parse_label(label) or OUTSIDE)[0] in "ES" for label in known):
@@ -136,7 +136,7 @@ def _adjacent_labels(labels: Sequence[str]) -> Iterable[tuple[tuple[str, str], t
 
 
 def to_bio(row: TaggedSentence) -> TaggedSentence:
-    """Relabel the entities of a sentence in BIO."""
+    """Return the sentence with the labels of its entities converted to BIO."""
     labels = [OUTSIDE] * len(row.labels)
     for kind, start, end in extract_entities(row.labels):
         labels[start:end] = [f"B-{kind}", *[f"I-{kind}"] * (end - start - 1)]
@@ -147,7 +147,7 @@ def to_bio(row: TaggedSentence) -> TaggedSentence:
 
 
 class MatchCounts(NamedTuple):
-    """Numbers of entities, and precision, recall and F1 in percent."""
+    """Numbers of correct, predicted and gold entities, with precision, recall and F1 in percent."""
 
     correct: int = 0
     predicted: int = 0
@@ -171,7 +171,7 @@ class MatchCounts(NamedTuple):
 
 
 def count_entities(predictions: Iterable[Sequence[str]], references: Iterable[Sequence[str]]) -> dict[str, MatchCounts]:
-    """Count entities by type; one is correct if its type, its start and its end are."""
+    """Count entities by type; a predicted entity is correct if its type, start and end are those of a gold entity."""
     counts: dict[str, MatchCounts] = {}
     for predicted_labels, gold_labels in zip(predictions, references, strict=True):
         predicted, gold = set(extract_entities(predicted_labels)), set(extract_entities(gold_labels))

@@ -40,7 +40,7 @@ def build_token_classification_data(
     *,
     labels: list[str],
 ) -> TaskData:
-    """Build the data of a recipe: the first piece of each word carries its label; IOB1 labels are converted to BIO."""
+    """Build the training data of a recipe; the first token of a word has its label. IOB1 labels become BIO."""
     words = WordEncoder(tokenizer, InputTemplate(tokenizer, context))
     rows, validation_rows = train.rows, [] if valid is None else valid.rows
     note = ""
@@ -78,14 +78,14 @@ def build_token_classification_data(
 
 
 def _build_plan(recipe: Recipe, samples: EncodedDataset, num_rows: int) -> BatchPlan:
-    """Bucket rows by length, unless they are joined: then their lengths change in every epoch."""
+    """Return a plan that buckets rows by length, or a fixed plan if rows are joined, as their lengths then vary."""
     return build_fixed_plan(recipe, num_rows) if recipe.data.join > 1 else build_bucket_plan(recipe, samples.lengths)
 
 
 def _encode_validation_rows(
     rows: Sequence[TaggedSentence], join: int, words: WordEncoder, labels: list[str]
 ) -> EncodedDataset:
-    """Encode up to `join` neighbouring rows together, as prediction does."""
+    """Encode validation rows, up to `join` neighbouring rows together, as in prediction."""
     groups = group_rows([row.words for row in rows], join, words)
     encoded = iter([words.encode_rows([rows[index].words for index in group]) for group in groups])
     joined = [concatenate_rows(rows[group.start : group.stop]) for group in groups]

@@ -34,7 +34,7 @@ from monoblock.tasks.token_classification.predict import (
     predict_word_probabilities,
 )
 
-SENTENCES_PER_ROW = 20  # sentences are short: so many count as one row of the model card
+SENTENCES_PER_ROW = 20  # sentences are short, so this many are scored for each row requested
 CONTEXT_WORDS = 5  # shown on either side of a mistake
 # The values of the two parts of a label such as COMMA+CAP.
 LABEL_PARTS = ([mark for mark in MARK_TO_LABEL.values() if mark != OUTSIDE], ["CAP", "UPPER"])
@@ -79,14 +79,14 @@ def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluati
 
 
 def score_validation_tags(loaded: LoadedModel, rows: Sequence[TaggedSentence], count: int) -> dict[str, float]:
-    """For the model card: F1 of the first validation sentences."""
+    """Return the F1 of the first validation sentences, SENTENCES_PER_ROW * count of them, for the model card."""
     rows = rows[: SENTENCES_PER_ROW * count]
     predictions = _decode_rows(loaded, _predict_probabilities(loaded, rows))
     return {"val_f1": _f1_metrics(loaded.labels, predictions, rows, None, [])["f1"]}
 
 
 def _predict_probabilities(loaded: LoadedModel, rows: Sequence[TaggedSentence], batch: int = 64) -> list[Tensor]:
-    """Predict (words, classes) for each row, with as many rows joined as in training."""
+    """Return the probabilities (words, classes) of each row, with as many rows joined as in training."""
     join = loaded.data_section.join if loaded.data_section is not None else 1
     return predict_word_probabilities(loaded, [row.words for row in rows], batch=batch, long="split", join=join)
 
@@ -96,7 +96,7 @@ def _decode_rows(loaded: LoadedModel, probabilities: Sequence[Tensor]) -> list[l
 
 
 def _label_ids(rows: Sequence[Sequence[str]], labels: Sequence[str]) -> list[int]:
-    """The class indices of the words of all rows."""
+    """Return the class indices of all words of all rows as one list."""
     ids = label_to_id(labels)
     return [ids[label] for row in rows for label in row]
 
@@ -108,7 +108,7 @@ def _f1_metrics(
     request: EvaluationRequest | None,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Compute "f1" and what belongs to it, with a table by entity type, mark or label in "rows"."""
+    """Compute "f1" and related metrics; "rows" has the scores of each entity type, punctuation mark or label."""
     references = [row.labels for row in rows]
     if is_chunking_scheme(labels):
         notes.append("f1 is that of whole entities, micro-averaged over types as by conlleval")
@@ -141,7 +141,7 @@ def _punctuation_metrics(
     baseline: Sequence[Sequence[str]],
     notes: list[str],
 ) -> dict[str, Any]:
-    """Compute the F1 of every mark and of capitals, their mean, and the same of the baseline."""
+    """Compute the F1 of every punctuation mark and of capitals, the mean, and the same for the baseline labels."""
     kinds: dict[str, Any] = {}
     for index, names in enumerate(LABEL_PARTS):
         predicted, guessed, gold = (
@@ -166,14 +166,14 @@ def _count_matches(predicted: Any, gold: Any) -> MatchCounts:
 
 
 def _training_request(loaded: LoadedModel, request: EvaluationRequest) -> EvaluationRequest:
-    """Where the baseline is counted: a file evaluated as a whole has no training split, so use the model's own data."""
+    """Return the request to read the baseline from: the model's training corpus if a file is evaluated as a whole."""
     if request.split != "all" or loaded.data_section is None:
         return request
     return replace(request, data=loaded.data_section.corpus)
 
 
 def _most_frequent_labels(request: EvaluationRequest | None, rows: Sequence[TaggedSentence]) -> list[list[str]]:
-    """The baseline: each word gets its most frequent label in the training split, or O if it does not occur there."""
+    """Label each word with its most frequent label in the training split, or O if it does not occur there."""
     frequencies: dict[str, Counter[str]] = {}
     try:
         for row in read_corpus(request, "tagged", "train").rows if request is not None else ():
@@ -200,7 +200,7 @@ def _worst_mistakes(
     labels: Sequence[str],
     max_count: int,
 ) -> list[Mistake]:
-    """The wrong words with the lowest probability of their true label, each with its neighbours."""
+    """Return the wrongly labelled words with the lowest probability of the true label, with the words around them."""
     words = [(row.words, index) for row in rows for index in range(len(row.words))]
     wrong = np.flatnonzero(np.array(predictions) != np.array(gold))
     loss = classification.negative_log_likelihood(probabilities, gold)

@@ -1,4 +1,4 @@
-"""Predict a label for every word of a text, and from the labels its entities or its punctuation."""
+"""Predict a label for every word of a text; derive entities or restored punctuation from the labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TaggedWord(NamedTuple):
 
 
 class PredictedEntity(NamedTuple):
-    """An entity over the words [start, end); its probability is the lowest of its labels."""
+    """An entity over words[start:end]; its probability is the lowest of the probabilities of its labels."""
 
     text: str
     label: str
@@ -46,20 +46,21 @@ class TaggedText(NamedTuple):
 
 
 def has_punctuation_labels(labels: Sequence[str]) -> bool:
-    """Return whether labels are those of punctuation and capitals, from which a text can be restored."""
+    """Return whether the labels are those of punctuation and capitals, by which a text can be restored."""
     return set(labels) <= set(LABELS) and len(labels) > 1
 
 
 def split_words(loaded: LoadedModel, text: str | Sequence[str], split_punctuation: bool = True) -> list[str]:
     """Split a text into the words that the model labels.
 
-    A model of punctuation reads lowercase words without marks.  Other models read punctuation marks as words of their
-    own, or with split_punctuation=False whatever stands between spaces.  A list of words is returned as it is.
+    A model that restores punctuation reads lowercase words without punctuation. For other models, punctuation marks
+    are separate words, or with split_punctuation=False, words are separated by spaces only. A list of words is
+    returned unchanged.
     """
     if not isinstance(text, str):
         empty = next((word for word in text if not word.strip()), None)
         if empty is not None:
-            raise InputError(f"{empty!r} is no word, only white space; leave it out")
+            raise InputError(f"{empty!r} is not a word but white space; leave it out")
         return list(text)
     if has_punctuation_labels(loaded.labels):
         return list(strip_punctuation(text).words)
@@ -75,7 +76,7 @@ def tag_words(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[TaggedText]:
-    """Predict the labels, entities and restored text of each row of words."""
+    """Predict the labels of each row of words, its entities and its text with restored punctuation."""
     row_probabilities = predict_word_probabilities(loaded, rows, batch=batch, long=long, lines=lines, progress=progress)
     return [
         _tag_row(loaded.labels, words, probabilities)
@@ -97,7 +98,7 @@ def _tag_row(class_names: Sequence[str], words: Sequence[str], probabilities: Te
 
 
 def decode_labels(labels: Sequence[str], probabilities: Tensor) -> list[int]:
-    """Find the most probable valid sequence of labels from probabilities (words, classes)."""
+    """Return the class indices of the most probable valid label sequence, from probabilities (words, classes)."""
     return viterbi_decode(np.log(np.maximum(probabilities.double().numpy(), 1e-300)), build_transitions(labels))
 
 
@@ -111,10 +112,11 @@ def predict_word_probabilities(
     join: int = 1,
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """Predict the probabilities (words, classes) of each row, read at the first piece of each word.
+    """Return the class probabilities (words, classes) of each row of words, taken at the first token of each word.
 
-    long: whether a row beyond the context is refused, cut, or split between words.
-    join: up to so many neighbouring rows are encoded together.
+    long: "refuse" a row beyond the context, "cut" it, or "split" it between words.
+    lines: line numbers for error messages, counted from 0.
+    join: the most neighbouring rows that are encoded together.
     """
     loaded.check_head("tagger")
     check_long_mode(long)
@@ -139,7 +141,7 @@ def predict_word_probabilities(
 
 
 def _split_row(encoder: WordEncoder, line: int, row: Sequence[str], long: str) -> list[Sequence[str]]:
-    """Split a row that is longer than the context between words."""
+    """Split a row that is longer than the context into parts of whole words; refuse or cut it as `long` says."""
     if not row:
         return []
     limit, length = encoder.template.max_length, encoder.encoded_length(row)

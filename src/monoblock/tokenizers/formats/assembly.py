@@ -1,4 +1,4 @@
-"""Complete a published tokenizer's sections to a tokenizer.json: its added tokens and its post_processor."""
+"""Complete the sections of a converted tokenizer to a tokenizer.json, with added tokens and a post_processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_TOKEN_LENGTH = 512  # of an added token, in characters
 
 
 def special_token(config: Mapping[str, Any], family: TokenizerFamily, role: str) -> str | None:
-    """Return the token of a role: as the folder's config names it, or else as its family spells it."""
+    """Return the token of a role such as "bos", from tokenizer_config.json or else from the family; None if neither."""
     token = config.get(f"{role}_token", family.special_tokens.get(role))
     token = token.get("content") if isinstance(token, Mapping) else token
     return token if isinstance(token, str) and 0 < len(token) <= MAX_TOKEN_LENGTH else None
@@ -30,7 +30,10 @@ def assemble_tokenizer_json(
     special_tokens: Iterable[str] = (),
     plain_tokens: Iterable[str] = (),
 ) -> JsonObject:
-    """Return the content of a tokenizer.json with the added tokens of the vocabulary, the family and the config."""
+    """Return the content of a tokenizer.json with the added tokens of the family, the config and the two arguments.
+
+    `special_tokens` and `plain_tokens` are those the vocabulary file itself marks as such.
+    """
     vocab = sections["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {row[0]: number for number, row in enumerate(vocab)}
     role_by_token = {
@@ -55,15 +58,16 @@ def assemble_tokenizer_json(
 
 
 def _configured_added_tokens(config: Mapping[str, Any]) -> dict[str, JsonObject]:
-    """Return the added tokens of a tokenizer_config.json by their content."""
+    """Return token -> its entry in `added_tokens_decoder` of a tokenizer_config.json, with its id."""
     rows = config.get("added_tokens_decoder")
     tokens = {}
     for number, row in rows.items() if isinstance(rows, Mapping) else ():
         content = row.get("content") if isinstance(row, Mapping) else None
         if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_LENGTH:
-            raise FileError(f"tokenizer_config.json adds {short_repr(row)}, which is not a token")
+            limit = f"1 to {MAX_TOKEN_LENGTH} characters"
+            raise FileError(f"tokenizer_config.json adds {short_repr(row)}, which is not a token of {limit}")
         if not number.isdigit() or len(number) > 7:
-            raise FileError(f"tokenizer_config.json adds {short_repr(row)}, which is not a token")
+            raise FileError(f"tokenizer_config.json adds a token with the id {short_repr(number)}; write an integer")
         tokens[content] = {**row, "id": int(number)}
     return tokens
 
@@ -71,7 +75,7 @@ def _configured_added_tokens(config: Mapping[str, Any]) -> dict[str, JsonObject]
 def build_post_processor(
     family: TokenizerFamily, config: Mapping[str, Any], ids: Mapping[str, int]
 ) -> JsonObject | None:
-    """Return the template of one text and of two; add_bos_token and add_eos_token override the family's."""
+    """Return the template that adds special tokens to one text or two; the config may override the family's."""
     single, pair = family.single.split(), family.pair.split()
     for role in ("bos", "eos"):
         add = config.get(f"add_{role}_token")

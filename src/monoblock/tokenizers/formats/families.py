@@ -1,7 +1,7 @@
 """DATA: how published tokenizers split text and which special tokens they add, by the family that a folder names.
 
-A vocabulary file lists pieces only. How text is split before, and what is added around it, was the code of each model;
-here it is a row.
+A vocabulary file lists pieces only. How text is split before, and which special tokens are added, is code in the
+Hugging Face tokenizer of each model; here it is one row.
 """
 
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,11 @@ PRE_TOKENIZER_ALIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFamily:
-    """`single` and `pair` are the templates of one text A and two, A and B, in roles; ":1" marks the second segment."""
+    """The rules of one family of tokenizers.
+
+    `single` and `pair` are the templates for one text (A) and two (A and B): roles and texts in order, as in
+    "cls A sep B:1 sep:1", where ":1" marks the second segment.
+    """
 
     pre_tokenizer: str = "gpt-2"  # of byte-level BPE
     single: str = "A"

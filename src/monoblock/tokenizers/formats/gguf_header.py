@@ -28,7 +28,7 @@ STRING_TYPE, ARRAY_TYPE = 8, 9
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as the header describes it; the axes of `shape` run from the slowest to the fastest."""
+    """A tensor as the header describes it; `shape` is in PyTorch's order, which is the reverse of the file's."""
 
     shape: tuple[int, ...]
     ggml_type: int
@@ -43,11 +43,11 @@ class GgufHeader(NamedTuple):
 
 
 class _InvalidGguf(Exception):
-    """What is wrong with a file; the message follows its name."""
+    """An invalid GGUF file; the error shown is its path, followed by this message."""
 
 
 class _ByteReader:
-    """Read values one after the other, never beyond the end."""
+    """Read values of a header one after the other, never beyond `end` or MAX_HEADER_BYTES."""
 
     def __init__(self, raw: mmap.mmap, end: int) -> None:
         self.raw, self.offset, self.end = raw, 0, min(end, MAX_HEADER_BYTES)

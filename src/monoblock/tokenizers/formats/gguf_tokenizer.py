@@ -27,7 +27,7 @@ def read_gguf_tokenizer(path: str | Path) -> tuple[JsonObject, dict[str, Any]]:
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> tuple[JsonObject, dict[str, Any]]:
-    """Convert the fields of a GGUF header; `where` is the file that errors name."""
+    """Convert the fields of a GGUF header as `read_gguf_tokenizer` does; `where` is the file that errors name."""
     tokens = _string_list(fields, f"{PREFIX}.tokens", where)
     if len(set(tokens)) != len(tokens):
         raise FileError(f"{where} cannot be used: its vocabulary has a token twice")
@@ -108,7 +108,7 @@ def _llama_sections(fields: Mapping[str, Any], tokens: list[str], types: list[in
 
 
 def to_fields(data: JsonObject, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the GGUF fields for the content of a tokenizer.json; `vocab_size` is the model's number of embeddings."""
+    """Convert the content of tokenizer.json and tokenizer_config.json to GGUF fields for `vocab_size` embeddings."""
     model = data["model"]
     if model["type"] != "BPE":
         raise FileError(f"GGUF cannot hold a {model['type']} tokenizer; use byte-level BPE or SentencePiece's BPE")
@@ -140,7 +140,10 @@ def to_fields(data: JsonObject, config: Mapping[str, Any], vocab_size: int) -> d
 
 
 def _piece_scores(model: JsonObject, tokens: list[str], types: list[int]) -> list[float]:
-    """Return minus the rank of the first merge that creates each piece; set the types of bytes and of the unknown."""
+    """Return the score of each token, minus the rank of the first merge that creates it.
+
+    Also set, in `types`, the types of byte tokens and of the unknown token.
+    """
     scores: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
         scores.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), -float(rank))
@@ -160,4 +163,4 @@ def _pre_tokenizer_name(data: JsonObject) -> str:
         if (normalizer, pre_tokenizer) == (data["normalizer"], data["pre_tokenizer"]):
             return name
     names = ", ".join(PRE_TOKENIZERS)
-    raise FileError(f"GGUF has no name for this tokenizer's pre-tokenizer; it has {names}; or leave the tokenizer out")
+    raise FileError(f"GGUF has no name for this tokenizer's pre-tokenizer, only for {names}; leave the tokenizer out")

@@ -92,7 +92,7 @@ def parse_model(raw: bytes, where: str) -> SentencePieceModel:
 
 
 def validate(model: SentencePieceModel, where: str) -> SentencePieceModel:
-    """Check a model that was built from the fields of another format."""
+    """Check and return a model built from another format, such as GGUF; `where` is the file that errors name."""
     try:
         return _validate(model)
     except ValueError as problem:
@@ -162,10 +162,10 @@ def _validate(model: SentencePieceModel) -> SentencePieceModel:
 def to_sections(
     model: SentencePieceModel, *, extra_normalizers: list[JsonObject] | None = None, prefix_first_only: bool = False
 ) -> JsonObject:
-    """Return normalizer, pre_tokenizer, decoder and model; `extra_normalizers` are applied first.
+    """Convert to the normalizer, pre_tokenizer, decoder and model of a tokenizer.json.
 
-    The dummy prefix, a space, is added to each part of a text between special tokens; with `prefix_first_only` only to
-    the first, and then not if the text itself begins with a space.
+    `extra_normalizers` are applied first. The dummy prefix, a space, is added to each part of a text between special
+    tokens; with `prefix_first_only` only to the first part, and only if that does not begin with a space.
     """
     normalizers = list(extra_normalizers or [])
     if model.charsmap:
@@ -201,7 +201,7 @@ def _bpe_model(model: SentencePieceModel) -> JsonObject:
 
 
 def build_merges(model: SentencePieceModel) -> list[list[str]]:
-    """Return every pair of pieces that joins to a third, by falling score of the third, as SentencePiece merges."""
+    """Return every pair of pieces that joined is a piece, in falling order of its score, as SentencePiece merges."""
     ids = {piece: number for number, piece in enumerate(model.pieces) if model.types[number] == NORMAL}
     merges = []
     for piece, number in ids.items():

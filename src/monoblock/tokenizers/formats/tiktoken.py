@@ -21,9 +21,10 @@ def is_tiktoken(raw: bytes) -> bool:
 
 
 def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]]:
-    """Return vocabulary and merges from lines of a base-64 token and its rank.
+    """Return the vocabulary and the merges of a file with a base-64 token and its rank on each line.
 
-    A token is merged from the two parts into which the tokens of lower rank segment it.
+    The merge that creates a token joins the two parts into which the merges of lower rank segment it. `where` is the
+    file that errors name.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines()):
@@ -53,7 +54,7 @@ def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]
 
 
 def _split_by_rank(token: bytes, ranks: Mapping[bytes, int], max_rank: int) -> list[bytes]:
-    """Merge the bytes of a token by the ranks below `max_rank`, down to two parts if possible."""
+    """Merge the bytes of a token by the merges of rank below `max_rank` until two parts are left, or none applies."""
     parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         pair_ranks = [ranks.get(left + right, max_rank) for left, right in pairwise(parts)]

@@ -34,7 +34,7 @@ SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mod
 
 
 def find_vocabulary(folder: Path) -> str | None:
-    """Return the name of the vocabulary file of a folder, or None."""
+    """Return the name of a folder's vocabulary file, such as "vocab.txt", or None."""
     tiktoken_files = sorted(name for name in _list_files(folder) if name.endswith(".tiktoken"))
     candidates = [*SENTENCEPIECE_FILES, "vocab.json", "vocab.txt", *tiktoken_files]
     return next((name for name in candidates if has_file(folder, name)), None)
@@ -48,7 +48,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def read_vocabulary(folder: Path, name: str, config: Mapping[str, Any]) -> tuple[JsonObject, dict[str, Any]]:
-    """Return the content of a tokenizer.json for the vocabulary file `name`, and the special tokens by role."""
+    """Convert the vocabulary file `name` to the content of a tokenizer.json; return it and the special tokens."""
     path = safe_join(folder, name)
     if name == "vocab.json":
         vocab = read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
@@ -75,7 +75,7 @@ def _special_tokens(family: TokenizerFamily) -> dict[str, Any]:
 
 
 def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> TokenizerFamily:
-    """Look up the family by tokenizer_class in tokenizer_config.json, else by model_type in config.json."""
+    """Return the family named by tokenizer_class (tokenizer_config.json), model_type (config.json) or `default`."""
     name = config.get("tokenizer_class")
     if isinstance(name, str):
         name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
@@ -84,7 +84,7 @@ def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> Token
     name = name or default
     if not isinstance(name, str) or name not in FAMILY_ALIASES:
         hint = did_you_mean(str(name)[:40], FAMILY_ALIASES)
-        raise FileError(f"{folder}: tokenizers of {short_repr(name)} are only read from a tokenizer.json{hint}")
+        raise FileError(f"{folder}: the vocabulary of {short_repr(name)} is not supported; add a tokenizer.json{hint}")
     return FAMILIES[FAMILY_ALIASES[name]]
 
 
@@ -119,7 +119,7 @@ def byte_level_sections(
     *,
     ignore_merges: bool = False,
 ) -> JsonObject:
-    """Return the sections of byte-level BPE; with `ignore_merges`, a word that is a token itself is not merged."""
+    """Return the sections of byte-level BPE; with `ignore_merges`, a word in the vocabulary is one token."""
     normalizers, pre_tokenizers = PRE_TOKENIZERS[PRE_TOKENIZER_ALIASES.get(pre_tokenizer, pre_tokenizer)]
     if config.get("add_prefix_space") is True:
         pre_tokenizers = tuple(
@@ -190,7 +190,7 @@ def from_sentencepiece(
 
 
 def _to_fairseq_ids(model: sentencepiece.SentencePieceModel) -> sentencepiece.SentencePieceModel:
-    """Reorder to fairseq's ids: <s> <pad> </s> <unk>, the pieces from the fourth on, and the mask."""
+    """Reorder the pieces to fairseq's ids: <s> <pad> </s> <unk>, the model's pieces from the fourth on, and <mask>."""
     normal, unknown, control = sentencepiece.NORMAL, sentencepiece.UNKNOWN, sentencepiece.CONTROL
     if model.model_type != sentencepiece.UNIGRAM or any(kind != normal for kind in model.types[3:]):
         raise FileError("a SentencePiece model with fairseq's ids must be Unigram and begin with three special pieces")

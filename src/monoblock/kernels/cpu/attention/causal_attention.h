@@ -54,8 +54,8 @@ inline float exp_row(float* x, int64_t vectors, float top) {
 }
 
 // Mask the scores of the keys behind a query; `visible` are the keys of its block.
-inline float* mask_row(Scratch& scores, int64_t row, int64_t own, int64_t visible) {
-  std::fill(scores.row(row) + own, scores.row(row) + round_up(visible, LANES), MASKED);
+inline float* mask_row(Scratch& scores, int64_t row, int64_t first_masked, int64_t visible) {
+  std::fill(scores.row(row) + first_masked, scores.row(row) + round_up(visible, LANES), MASKED);
   return scores.row(row);
 }
 
@@ -64,7 +64,7 @@ inline float* mask_row(Scratch& scores, int64_t row, int64_t own, int64_t visibl
 struct AttentionShape {
   int64_t batch, heads, kv_heads, length, size, value_size;
   float scale;
-  AttentionShape(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double by) : scale(float(by)) {
+  AttentionShape(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale_) : scale(float(scale_)) {
     check_heads("q", q, {ANY, ANY, ANY, ANY});
     batch = q.size(0), heads = q.size(1), length = q.size(2), size = q.size(3);
     check_heads("k", k, {batch, ANY, length, size});
@@ -78,13 +78,14 @@ struct AttentionShape {
   template <class Worker>
   void run(Worker worker) const {
     at::parallel_for(0, batch * kv_heads, 1, [&](int64_t from, int64_t to) {
-      Worker own = worker;
+      Worker local = worker;
       for (int64_t n = from; n < to; ++n) {
         const int64_t b = n / kv_heads, g = n % kv_heads, shared = heads / kv_heads;
-        own.begin(b, g);
+        local.begin(b, g);
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-          for (int64_t first = 0; first < length; first += BLOCK) own.run(b, h, first, std::min(BLOCK, length - first));
-        own.end(b, g);
+          for (int64_t first = 0; first < length; first += BLOCK)
+            local.run(b, h, first, std::min(BLOCK, length - first));
+        local.end(b, g);
       }
     });
   }

@@ -85,8 +85,8 @@ inline void tile(const LeftFactor& a, const float* b, int64_t b_step, int64_t de
     UNROLL for (int n = 0; n < N; ++n) std::memcpy(c + r * c_step + n * LANES, &sums[r][n], sizeof(Floats));
 }
 
-// c (rows, columns) = a (rows, depth) b (depth, columns), or c += a b; rows and columns are
-// rounded up to whole tiles.
+// c (rows, columns) = a (rows, depth) b (depth, columns), or c += a b; rows and columns are rounded up to
+// whole tiles.
 template <bool ACCUMULATE = false>
 void multiply(const LeftFactor& a, Scratch& b, int64_t rows, int64_t depth, int64_t columns, Scratch& c) {
   for (int64_t n = 0; n < columns; n += 2 * LANES)  // a strip of b stays in the cache for all rows

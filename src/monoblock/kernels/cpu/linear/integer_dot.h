@@ -28,8 +28,8 @@ inline Shorts load_shorts(const int8_t* from) { return Shorts(_mm512_cvtepi8_epi
 // 16 bytes hold 32 integers of four bits, the first 16 in the lower halves.
 inline void load_nibbles(const uint8_t* from, Shorts* out) {
   const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load<__m128i>(from)));
-  const __m512i by = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-  out[0] = Shorts(_mm512_and_si512(_mm512_srlv_epi16(twice, by), _mm512_set1_epi16(15)));
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  out[0] = Shorts(_mm512_and_si512(_mm512_srlv_epi16(twice, shifts), _mm512_set1_epi16(15)));
 }
 inline Ints add_pair_products(Ints sum, Shorts a, Shorts b) {
 #if defined(__AVX512VNNI__)

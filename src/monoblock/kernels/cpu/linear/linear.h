@@ -12,15 +12,15 @@
 
 namespace {
 
-// x (…, inputs) as rows filled up with zeros to whole groups, and what the formats need of it besides.
+// x (…, inputs) as rows filled up with zeros to whole groups, and what its quantized products need.
 class LinearInput {
  public:
   at::Tensor x;
   MatvecInput in;
 
-  LinearInput(const at::Tensor& given, int64_t columns, int64_t group, bool is_quantized, bool has_offset)
-      : x(given.contiguous()) {
-    const int64_t inputs = given.size(-1), batch = given.numel() / inputs;
+  LinearInput(const at::Tensor& activations, int64_t columns, int64_t group, bool is_quantized, bool has_offset)
+      : x(activations.contiguous()) {
+    const int64_t inputs = activations.size(-1), batch = activations.numel() / inputs;
     const float* rows = x.const_data_ptr<float>();
     if (inputs != columns) {
       padded.assign(batch * columns, 0.0f);

@@ -268,12 +268,12 @@ class BeamSearchBatch : public torch::CustomClassHolder {
 
   // Rows take over where the tokens of the beams lie that they continue; `before` is scratch.
   void reorder(int64_t prompt, const std::vector<int64_t>& sources, std::vector<int64_t>& before) {
-    const auto own = origins.begin() + prompt * settings.beams * columns;
+    const auto begin = origins.begin() + prompt * settings.beams * columns;
     const int64_t first = prompt * settings.beams;
-    std::copy(own, own + settings.beams * columns, before.begin());
+    std::copy(begin, begin + settings.beams * columns, before.begin());
     for (int64_t c = 0; c < settings.beams; ++c) {
       if (c < int64_t(sources.size()) && sources[c] != c)
-        std::copy_n(before.begin() + sources[c] * columns, row_lengths[first + c] + 1, own + c * columns);
+        std::copy_n(before.begin() + sources[c] * columns, row_lengths[first + c] + 1, begin + c * columns);
       ++row_lengths[first + c];
     }
   }

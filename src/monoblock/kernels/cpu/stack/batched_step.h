@@ -210,12 +210,12 @@ class BatchShare {
       for (int64_t i = 0; i < p.count; ++i) store_token(cache, row(p, i), layer.kv_heads, rows + i * (K + V));
     }
     const int64_t heads_per_key = layer.heads / layer.kv_heads;
-    attend_rows(layer.heads, cache, [&](const BatchRow& own, int64_t h, const float* q, float* out) {
+    attend_rows(layer.heads, cache, [&](const BatchRow& query, int64_t h, const float* q, float* out) {
       const float *keys = cache.keys + h / heads_per_key * cache.key_head,
                   *values = cache.values + h / heads_per_key * cache.value_head;
       attend_to(
-          own.count, [&](int64_t j) { return keys + own.cache_rows[j] * cache.key_row + j * cache.key_column; },
-          [&](int64_t j) { return values + own.cache_rows[j] * cache.value_row + j * cache.value_column; },
+          query.count, [&](int64_t j) { return keys + query.cache_rows[j] * cache.key_row + j * cache.key_column; },
+          [&](int64_t j) { return values + query.cache_rows[j] * cache.value_row + j * cache.value_column; },
           cache.key_size, cache.value_size, nullptr, layer.scale, q, scores.data(), out);
     });
     multiply(layer.output, &Panel::input, &Panel::projected);
@@ -224,8 +224,8 @@ class BatchShare {
   void cross_attention(const Layer& layer, const KeyValues& source) {
     multiply(layer.cross_query, input, &Panel::projected);
     const int64_t heads_per_key = layer.cross_heads / layer.cross_kv_heads;
-    attend_rows(layer.cross_heads, source, [&](const BatchRow& own, int64_t h, const float* q, float* out) {
-      const int64_t number = own.number / batch.rows_per_source;
+    attend_rows(layer.cross_heads, source, [&](const BatchRow& query, int64_t h, const float* q, float* out) {
+      const int64_t number = query.number / batch.rows_per_source;
       const float* keys = source.keys + number * source.key_row + h / heads_per_key * source.key_head;
       const float* values = source.values + number * source.value_row + h / heads_per_key * source.value_head;
       attend_to(

@@ -53,19 +53,19 @@ at::Tensor contiguous_fp32(const char* name, const at::Tensor& t) {
   return t.contiguous();
 }
 
-at::Tensor forward(const at::Tensor& given) {
-  const at::Tensor x = contiguous_fp32("x", given), y = at::empty_like(x);
+at::Tensor forward(const at::Tensor& input) {
+  const at::Tensor x = contiguous_fp32("x", input), y = at::empty_like(x);
   const float* from = x.const_data_ptr<float>();
   fill(y, [&](int64_t i, int count) { return value(load_lanes(from + i, count)); });
   return y;
 }
 
-at::Tensor backward(const at::Tensor& grad, const at::Tensor& given) {
-  const at::Tensor x = contiguous_fp32("x", given), g = contiguous_fp32("grad", grad), y = at::empty_like(x);
+at::Tensor backward(const at::Tensor& grad, const at::Tensor& input) {
+  const at::Tensor x = contiguous_fp32("x", input), g = contiguous_fp32("grad", grad), y = at::empty_like(x);
   TORCH_CHECK(g.sizes() == x.sizes(), "grad has shape ", shape_text(g.sizes()), "; ", shape_text(x.sizes()),
               " is needed");
-  const float *from = x.const_data_ptr<float>(), *by = g.const_data_ptr<float>();
-  fill(y, [&](int64_t i, int count) { return load_lanes(by + i, count) * derivative(load_lanes(from + i, count)); });
+  const float *from = x.const_data_ptr<float>(), *grads = g.const_data_ptr<float>();
+  fill(y, [&](int64_t i, int count) { return load_lanes(grads + i, count) * derivative(load_lanes(from + i, count)); });
   return y;
 }
 

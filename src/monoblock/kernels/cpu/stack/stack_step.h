@@ -11,8 +11,8 @@ namespace {
 
 class StackThread : public ThreadProducts {
  public:
-  StackThread(const StackStep& s, Barrier& b, int number, int count, const float* given)
-      : ThreadProducts(s, b, number, count), x(given, given + s.batch * s.stack.width),
+  StackThread(const StackStep& s, Barrier& b, int number, int count, const float* input)
+      : ThreadProducts(s, b, number, count), x(input, input + s.batch * s.stack.width),
         normed(s.batch * s.stack.max_inputs, 0.0f), scores(s.max_keys + LANES) {}
 
   void run() {
