@@ -117,7 +117,7 @@ def test_invalid_input_is_a_one_line_error(classifier, tagger, vision_model, run
         (["evaluate", classifier, folder, "--stride", 3], "--stride is for language models"),
         (
             ["evaluate", classifier, folder, "--calibrate"],
-            "--calibrate has no effect without --shots; write --shots 0,4",
+            "--calibrate has no effect without --shots",
         ),
         (["evaluate", classifier, folder, "--label", "a=b"], "--label has no effect without --shots"),
         (["evaluate", classifier, folder, "--picture", "x.doc"], "x.doc does not end in an image format"),

@@ -198,7 +198,7 @@ INVALID = {
     "a negative stop token": (lambda m: m.generate(IDS, eos_token_id=-1), "0 or more"),
     "a draft with another vocabulary": (
         lambda m: m.generate(IDS, draft=build_model(mb.gpt(vocab=29, width=12, depth=1, heads=3, context=41))),
-        "one vocabulary",
+        "same vocabulary",
     ),
     "a draft without a decoder": (lambda m: m.generate(IDS, draft=tiny_model("bert-base")), "draft"),
     "a draft and beams": (lambda m: m.generate(IDS, draft=gpt(1), num_beams=2), "single sequences"),
@@ -212,7 +212,7 @@ INVALID = {
     "top_p of 0": (lambda m: m.generate(IDS, top_p=0.0, temperature=1.0), "top_p=0.0 is not valid"),
     "no new tokens": (lambda m: m.generate(IDS, max_new_tokens=0), "max_new_tokens=0 is not valid"),
     "more sequences than beams": (lambda m: m.generate(IDS, num_beams=2, num_return_sequences=3), "num_beams=2"),
-    "several greedy sequences": (lambda m: m.generate(IDS, num_return_sequences=3), "all be the same"),
+    "several greedy sequences": (lambda m: m.generate(IDS, num_return_sequences=3), "return the same text"),
     "groups that do not divide the beams": (lambda m: m.generate(IDS, num_beams=4, num_beam_groups=3), "divide"),
     "another value of early_stopping": (lambda m: m.generate(IDS, early_stopping="soon"), "'never'"),
     "a stream of beams": (lambda m: m.stream(IDS, num_beams=2), "num_beams=1"),

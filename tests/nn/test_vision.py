@@ -120,7 +120,7 @@ def test_rotary_positions_need_no_table():
     [
         (lambda: mb.vit(**SIZES), 14, "image=14 cannot be cut into patches of 4; try image=16"),
         (lambda: mb.vit(**SIZES), 0, "try image=4"),
-        (lambda: mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8), 12, "a decoder-only model reads no images"),
+        (lambda: mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8), 12, "no patch positions to interpolate"),
     ],
 )
 def test_models_that_cannot_be_interpolated_are_refused_in_one_line(config, image, message):

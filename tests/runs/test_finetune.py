@@ -300,7 +300,7 @@ def test_a_model_of_another_family_is_refused(folder, tmp_path):
 
 
 def test_two_names_for_one_model_are_refused(folder):
-    with pytest.raises(ConfigError, match="a preset, a family or a folder with weights; write one of the three"):
+    with pytest.raises(ConfigError, match="exactly one of the keys preset, family and folder"):
         read_recipe("languages", [f"model.folder={folder}", "model.family=bert"])
 
 

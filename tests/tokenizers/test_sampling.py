@@ -96,8 +96,8 @@ def test_byte_fallback_matches_the_library():
     ("match", "kind", "options"),
     [
         ("needs bpe or unigram", "char", {}),
-        ("write dropout=", "bpe", {"alpha": 0.1}),
-        ("write alpha=", "unigram", {"dropout": 0.1}),
+        ("set dropout instead", "bpe", {"alpha": 0.1}),
+        ("set alpha instead", "unigram", {"dropout": 0.1}),
         ("from 0 to 1", "bpe", {"dropout": 1.5}),
         ("from 0", "unigram", {"alpha": float("nan")}),
     ],

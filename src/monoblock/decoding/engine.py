@@ -96,7 +96,8 @@ class Engine:
         settings.check_vocabulary(backend.vocab_size)
         if settings.rows_per_prompt > self.max_rows:
             raise InputError(
-                f"{settings.rows_per_prompt} sequences for one prompt are more than the engine's {self.max_rows} rows"
+                f"{settings.rows_per_prompt} sequences for one prompt do not fit in {self.max_rows} rows; "
+                f"write max_rows={settings.rows_per_prompt} or more"
             )
         if settings.num_beams > 1 and self.proposer is not None:
             raise InputError(NO_DRAFT_WITH_BEAMS)

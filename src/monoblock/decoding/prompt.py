@@ -35,7 +35,11 @@ def check_prompt(prompt: Prompt, vocab_size: int, capacity: int, family: str, *,
     if len(prompt.ids) >= capacity:
         raise InputError(f"a prompt of {len(prompt.ids)} tokens leaves no room in a context of {capacity}; shorten it")
     if (prompt.source is not None) != has_encoder:
-        what = "needs a source; give source" if prompt.source is None else "has no encoder for a source; leave it out"
+        what = (
+            "needs a source; give its tokens as `source`"
+            if prompt.source is None
+            else "has no encoder for a source; leave it out"
+        )
         raise InputError(f"this {family} model {what}")
     if prompt.source is not None and not prompt.source:
         raise InputError("the source is empty; give at least one token")

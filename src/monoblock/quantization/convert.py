@@ -80,7 +80,9 @@ def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 def copy_sharing_weights(model: Transformer) -> Transformer:
     """Copy the modules of a model, sharing the storage of the weights; moving or casting one leaves the other alone."""
-    memo: dict[int, object] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad and not p.is_inference()) for p in model.parameters()
+    }
     memo |= {id(buffer): buffer.detach() for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from monoblock.config.model import Learned, Sinusoid
 from monoblock.decoding.backends.cpu_search_operators import SearchOperators
 from monoblock.decoding.backends.cpu_step import MAX_TOKENS
-from monoblock.decoding.backends.eager import CachedDecoderState, Encoded, encode_sources
+from monoblock.decoding.backends.eager import CachedDecoderState, pad_sources
 from monoblock.decoding.beam import BeamHypothesis, BeamSearch
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.nn.attention import Attention
@@ -84,13 +84,14 @@ class CpuSearchDecoderState(CachedDecoderState):
         for (layer, name, shape), part in zip(views, memory, strict=True):
             setattr(layer, name, part.view(shape).permute(1, 2, 0, 3))
 
-    def _encode_sources(self, prompts: Sequence[Prompt]) -> Encoded | None:
+    def _encode_sources(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor | None] | None:
         """Encode the prompts' sources: the output (B, S, D) and the mask of valid tokens; None without an encoder.
 
         The encoder operator, if there is one, reads the sources concatenated, without padding.
         """
         if self.operators.encoder is None:
-            return encode_sources(self.model, prompts)
+            padded = pad_sources(self.model, prompts)
+            return None if padded is None else (self.model.encode(*padded), padded[1])
         sources = [prompt.source or () for prompt in prompts]
         _, mask = pad_right(sources, self.device)
         ids = torch.tensor([token for source in sources for token in source])[None]

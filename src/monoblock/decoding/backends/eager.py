@@ -16,15 +16,14 @@ from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
-Encoded = tuple[Tensor, Tensor | None]  # encoder output (B, S, D), mask of valid source tokens
+Sources = tuple[Tensor, Tensor | None]  # ids (B, S) padded on the right, mask of valid tokens
 
 
-def encode_sources(model: Transformer, prompts: Sequence[Prompt], tap: Tap | None = None) -> Encoded | None:
-    """Encode the prompts' sources: the output (B, S, D) and the mask of valid tokens; None without an encoder."""
+def pad_sources(model: Transformer, prompts: Sequence[Prompt]) -> Sources | None:
+    """Pad the sources of the prompts to one length; None if the model has no encoder."""
     if model.encoder is None:
         return None
-    sources, mask = pad_right([prompt.source or () for prompt in prompts], model.device)
-    return model.encode(sources, mask, tap=tap), mask
+    return pad_right([prompt.source or () for prompt in prompts], model.device)
 
 
 class CachedDecoderState:
@@ -57,7 +56,7 @@ class CachedDecoderState:
 
     def _run_prompts(self, cache: Cache, prompts: Sequence[Prompt]) -> Tensor:
         ids, mask = pad_right([prompt.ids for prompt in prompts], self.device)
-        encoded = encode_sources(self.model, prompts, self.tap)
+        sources = pad_sources(self.model, prompts)
         lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=self.device)
         size = self.prefill_chunk or ids.shape[1]
         last_logits: Tensor | None = None
@@ -65,7 +64,7 @@ class CachedDecoderState:
             chunk = ids[:, start : start + size]
             valid = None if mask is None else mask[:, start : start + size]
             last = (lengths - 1 - start).clamp(0, chunk.shape[1] - 1)[:, None]
-            logits = self._run_chunk(cache, chunk, valid, encoded, last)[:, 0]
+            logits = self._run_chunk(cache, chunk, valid, sources, last)[:, 0]
             cache.advance(chunk.shape[1] if valid is None else valid.sum(-1))
             ends_here = ((lengths > start) & (lengths <= start + size))[:, None]
             last_logits = logits if last_logits is None else torch.where(ends_here, logits, last_logits)
@@ -73,12 +72,12 @@ class CachedDecoderState:
         return last_logits
 
     def _run_chunk(
-        self, cache: Cache, ids: Tensor, valid: Tensor | None, encoded: Encoded | None, logits_at: Tensor
+        self, cache: Cache, ids: Tensor, valid: Tensor | None, sources: Sources | None, logits_at: Tensor
     ) -> Tensor:
-        if encoded is None:
+        if sources is None:
             return self.model(ids, valid, cache=cache, logits_at=logits_at, tap=self.tap)
-        memory, mask = encoded if cache.memory_positions is None else (None, None)
-        return self.model.decode(ids, memory, mask, valid, cache=cache, logits_at=logits_at, tap=self.tap)
+        source, mask = sources if cache.memory_positions is None else (None, None)  # encoded by the first chunk
+        return self.model(source, ids, mask, valid, cache=cache, logits_at=logits_at, tap=self.tap)
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
         logits = self.score_tokens(tokens[:, None], active)[:, -1]
@@ -90,7 +89,7 @@ class CachedDecoderState:
         valid = None if active is None else active[:, None].expand(tokens.shape)
         if self.model.encoder is None:
             return self.model(tokens, valid, cache=self.cache, tap=self.tap)
-        return self.model.decode(tokens, target_mask=valid, cache=self.cache, tap=self.tap)
+        return self.model(None, tokens, target_mask=valid, cache=self.cache, tap=self.tap)
 
     def commit(self, counts: int | Tensor) -> None:
         assert self.cache is not None
@@ -123,10 +122,11 @@ class UncachedDecoderState:
         """Return the logits (rows, V) after the last token of each sequence."""
         ids, mask = pad_right([sequence.ids for sequence in sequences], self.device)
         last = torch.tensor([[len(sequence.ids) - 1] for sequence in sequences], device=self.device)
-        encoded = encode_sources(self.model, sequences, self.tap)
-        if encoded is None:
+        sources = pad_sources(self.model, sequences)
+        if sources is None:
             return self.model(ids, mask, logits_at=last, tap=self.tap)[:, -1]
-        return self.model.decode(ids, *encoded, mask, logits_at=last, tap=self.tap)[:, -1]
+        source, source_mask = sources
+        return self.model(source, ids, source_mask, mask, logits_at=last, tap=self.tap)[:, -1]
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
         goes_on = [True] * len(self.sequences) if active is None else active.tolist()

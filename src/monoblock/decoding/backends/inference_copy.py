@@ -86,11 +86,21 @@ def reason_for_no_copy(model: Transformer) -> str | None:
     return reason_to_run_as_is(model)
 
 
+# Attributes of every nn.Module that do not change what a copy computes: tensors are compared by themselves.
+_MODULE_STATE = frozenset(nn.Module().__dict__)
+
+
 def signature(model: Transformer) -> tuple[object, ...]:
-    """Identify a model's tensors and configurations by address; if the signature changes, the copy is rebuilt."""
-    tensors = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    configs = (id(module.__dict__.get("config")) for module in model.modules())
-    return (*tensors, *configs)
+    """Identify a model's tensors and attributes; if the signature changes, the copy is rebuilt."""
+    tensors = (*model.parameters(), *model.buffers())
+    layouts = ((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    attributes = (
+        value if isinstance(value, (int, float, str)) else id(value)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if name not in _MODULE_STATE
+    )
+    return (*layouts, *attributes)
 
 
 def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Transformer:

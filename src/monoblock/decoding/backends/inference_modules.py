@@ -59,7 +59,10 @@ class InferenceBlock(Block):
         if not is_single_gpu_vector(x, last.weight):
             return super()._apply_sublayer(x, name, sublayer, tap)
         _pending.layer, _pending.residual = last, x
-        return sublayer(norm(x))
+        try:
+            return sublayer(norm(x))
+        finally:  # also if the sublayer fails before its last product
+            _pending.layer = _pending.residual = None
 
 
 class InferenceHead(Head):

@@ -97,7 +97,7 @@ class TransformerBackend:
         self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
         self.has_encoder = model.encoder is not None
         self.use_cache, self.tap = use_cache, tap
-        self.prepared = prepare(model) if optimize and tap is None else None
+        self.prepared = prepare(model) if optimize and use_cache and tap is None else None
         self.model = model if self.prepared is None else self.prepared.model
         # Foreign modules may do what inference mode forbids, such as FSDP's in-place all-gather.
         self.is_plain = self.prepared is not None or reason_to_run_as_is(model) is None
