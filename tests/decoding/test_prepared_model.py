@@ -260,21 +260,44 @@ def test_modules_of_ones_own_are_run(change, options, kernels):
     assert not torch.equal(found, plain)
 
 
-def test_a_sharded_model_generates(tmp_path):
+@pytest.mark.parametrize("make", [gpt, translator])
+def test_a_sharded_model_generates(make, tmp_path):
     from torch.distributed import device_mesh, fsdp
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model = gpt()
+        model = make()
         wanted = generate(model)
         mesh = device_mesh.init_device_mesh("cpu", (1,))
-        for block in model.decoder.blocks:
-            fsdp.fully_shard(block, mesh=mesh)
+        for stack in (model.encoder, model.decoder):
+            for block in stack.blocks if stack is not None else ():
+                fsdp.fully_shard(block, mesh=mesh)
         fsdp.fully_shard(model, mesh=mesh)
         assert torch.equal(generate(model), wanted)
-        model(IDS).logsumexp(-1).sum().backward()
+        model(*[IDS] * (2 if model.encoder is not None else 1)).logsumexp(-1).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_hooks_of_an_encoder_decoder_itself_fire_at_every_step():
+    model, calls = translator(), []
+    wanted = generate(model)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(generate(model), wanted)
+    assert len(calls) == NEW
+
+
+def test_attributes_and_layouts_that_change_after_a_generate_are_seen(kernels):
+    model = gpt()
+    generate(model)
+    feedforward = model.decoder.blocks[0].feedforward
+    for change in (
+        lambda: setattr(feedforward, "activation", torch.tanh),
+        lambda: setattr(model.head, "scale", -1.0),
+        lambda: setattr(model.decoder, "block_order", [1, 0]),
+    ):
+        change()
+        assert torch.equal(generate(model), eager(model))
 
 
 def test_a_tap_sees_and_changes_every_step(kernels):

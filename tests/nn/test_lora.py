@@ -121,7 +121,7 @@ def test_adapters_are_not_put_on_top_of_each_other():
     add_lora(model)
     with pytest.raises(InputError, match="has adapters already"):
         add_lora(model)
-    with pytest.raises(ConfigError, match="a rank of 1 or more"):
+    with pytest.raises(ConfigError, match="is not a whole number above 0; write 1 or more"):
         add_lora(small_model(), rank=0)
 
 
@@ -187,7 +187,7 @@ def test_adapters_learn_beside_small_weights_and_fold_into_ordinary_ones(bits):
     plain = dequantize(fold_lora(quantized))
     assert plain.state_dict().keys() == model.state_dict().keys()
     assert_close(plain(random_ids()), quantized(random_ids()), rtol=0, atol=2e-5)
-    with pytest.raises(InputError, match="no room for an adapter"):
+    with pytest.raises(InputError, match="cannot be merged into a quantized weight"):
         merge_lora(quantized)
 
 

@@ -108,7 +108,7 @@ def test_matching_keeps_vocabularies_tying_and_dropout():
 
 
 def test_matching_refuses_what_has_no_counterpart():
-    with pytest.raises(mb.ConfigError, match="image patches"):
+    with pytest.raises(mb.ConfigError, match="a model of images or audio"):
         matching_config(mb.vit(image=8, patch=4, width=8, depth=1, heads=2, classes=3))
     bert = mb.bert(vocab=V, width=8, depth=1, heads=2, context=5)
     with pytest.raises(mb.ConfigError, match="write kind='language_model'"):
@@ -387,10 +387,10 @@ def test_a_call_of_the_other_kind_is_refused(language_model, translator):
             ids, mask_from_lengths(2, 3, total=T), source_mask=mask_from_lengths(2, 3, total=T)
         ),
         "takes two texts": lambda: translator(ids),
-        "encode belongs to kind='encoder_decoder'": lambda: language_model.encode(ids),
-        "forward_with_state belongs to kind='language_model'": lambda: translator.forward_with_state(ids),
-        "a language model has no memory": lambda: language_model.step(ids[:, 0], None, translator.encode(ids)),
-        "steps with memory=model.encode": lambda: translator.step(target[:, 0]),
+        "encode is for kind='encoder_decoder'": lambda: language_model.encode(ids),
+        "forward_with_state is for kind='language_model'": lambda: translator.forward_with_state(ids),
+        "a language model takes none": lambda: language_model.step(ids[:, 0], None, translator.encode(ids)),
+        "needs memory=model.encode": lambda: translator.step(target[:, 0]),
         "give them in pairs": lambda: translator(ids[:1], target),
         "state has shape": lambda: language_model(ids, state=translator.initial_state(translator.encode(ids[:1]))),
     }

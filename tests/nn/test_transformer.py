@@ -223,7 +223,7 @@ def test_a_source_needs_a_target_and_the_other_way_round():
     model = tiny_model("t5-small")
     assert_refused(r"needs a target: model\(source, target\)", lambda: model(random_source()))
     assert_refused(r"needs a source: model\(source, target\)", lambda: model(None, random_tokens()))
-    assert_refused("looks at memory", lambda: model.decode(random_tokens()))
+    assert_refused("attends to memory", lambda: model.decode(random_tokens()))
     assert_refused("nothing was given", lambda: tiny_model("gpt2")(None))
 
 
