@@ -120,7 +120,7 @@ def test_invalid_options_are_one_line_errors(causal_model, arguments, code, mess
 
 def test_a_missing_model_or_start_token_and_a_long_prompt_are_one_line_errors(causal_model, capsys):
     for arguments, message in [
-        (["generate", "nowhere", "And"], "there is no nowhere"),
+        (["generate", "nowhere", "And"], "there is no folder or file nowhere"),
         (["generate", causal_model], "no start token"),
         (["generate", causal_model, "king " * 60], "leaves no room"),
         (["chat", causal_model], "no chat template"),

@@ -9,7 +9,7 @@ from monoblock.config.presets import tiny
 from monoblock.decoding.backends.fused_linear import FusedLinear
 from monoblock.decoding.backends.inference_copy import build_inference_copy, refresh
 from monoblock.decoding.backends.inference_modules import InferenceAttention, InferenceFeedForward
-from monoblock.decoding.backends.optimize import join_weights
+from monoblock.decoding.backends.optimize import join_projection_storage
 from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.nn.linear import can_join
 from monoblock.nn.transformer import Transformer
@@ -50,7 +50,7 @@ def test_joined_weights_of_an_optimized_model_are_stored_once():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attention = model.decoder.blocks[0].attention
     assert build_inference_copy(model, fuse=True).decoder.blocks[0].attention.fused.is_copy
-    join_weights(model)
+    join_projection_storage(model)
     fused = build_inference_copy(model, fuse=True).decoder.blocks[0].attention.fused
     assert not fused.is_copy
     assert attention.query.weight.data_ptr() == fused.weight.data_ptr()
@@ -65,7 +65,7 @@ def test_joined_weights_of_an_optimized_model_are_stored_once():
 def test_the_copy_follows_training(fuse, in_place):
     model = build(gpt(vocab=11, width=12, depth=1, heads=3, context=13))
     if in_place:
-        join_weights(model)
+        join_projection_storage(model)
     copied, args = build_inference_copy(model, fuse=fuse), inputs(model)
     model.train()
     before = model(*args).detach()
@@ -81,7 +81,7 @@ def test_the_copy_follows_training(fuse, in_place):
 def test_a_joined_model_is_saved_and_loaded_as_before(tmp_path):
     model = build(gpt(vocab=11, width=12, depth=2, heads=3, context=13)).float()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    join_weights(model)
+    join_projection_storage(model)
     model.save_pretrained(tmp_path)
     loaded = Transformer.from_pretrained(tmp_path).state_dict()
     assert loaded.keys() == before.keys()

@@ -97,7 +97,7 @@ def test_errors_are_one_line(causal_pipe):
         (lambda: causal_pipe.stream(PROMPT, temperature=-1), "temperature=-1 is not valid"),
         (lambda: causal_pipe.translate("x"), "call generate"),
         (lambda: causal_pipe.chat([{"role": "user", "content": "x"}]), "no chat template"),
-        (lambda: mb.load("nowhere"), "there is no nowhere"),
+        (lambda: mb.load("nowhere"), "there is no folder or file nowhere"),
     ]:
         with pytest.raises(mb.MonoblockError, match=message) as caught:
             call()

@@ -91,7 +91,7 @@ def _write_adapter(
 def _join_adapters(
     mapping: TensorMapping, adapters: Sequence[LoraLinear | None], shapes: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, float]:
-    """Return A, B and the scale of one stored adapter, for a matrix of the family that joins several of ours."""
+    """Return A, B and the scale of one stored adapter, for a matrix of the family that joins several of our modules."""
     present = [adapter for adapter in adapters if adapter is not None]
     first = present[0]
     if len(adapters) == 1:

@@ -24,7 +24,7 @@ def optimize(model: Transformer) -> Transformer:
     """Place weights that decoding joins next to each other, in place, and return the model; no effect on a CPU."""
     if model.device.type != "cuda" or model.config.quantize is not None or reason_for_no_copy(model) is not None:
         return model
-    join_weights(model)
+    join_projection_storage(model)
     table = output_table(model)
     if table is not None and needs_padding(table):
         with torch.no_grad():
@@ -32,7 +32,7 @@ def optimize(model: Transformer) -> Transformer:
     return model
 
 
-def join_weights(model: Transformer) -> None:
+def join_projection_storage(model: Transformer) -> None:
     """Place query, key and value of every block in one storage, and gate and up in another."""
     with torch.no_grad():
         for module in model.modules():
