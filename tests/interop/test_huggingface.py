@@ -79,9 +79,11 @@ def test_an_unknown_field_is_refused_by_name(folder):
 
 
 def test_fields_that_change_nothing_are_ignored(folder):
+    before = Transformer.from_pretrained(folder).state_dict()
     change_config(folder, attention_dropout=0.5, _name_or_path="x", torch_dtype="bfloat16", pruned_heads={})
     change_config(folder, auto_map={"AutoModel": "evil.py"}, _attn_implementation_internal="someone/kernel")
-    Transformer.from_pretrained(folder)
+    after = Transformer.from_pretrained(folder).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("fields", [{"pruned_heads": {"0": [1]}}, {"quantization_config": {"bits": 4}}])
