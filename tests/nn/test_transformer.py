@@ -224,7 +224,7 @@ def test_a_source_needs_a_target_and_the_other_way_round():
     assert_refused(r"needs a target: model\(source, target\)", lambda: model(random_source()))
     assert_refused(r"needs a source: model\(source, target\)", lambda: model(None, random_tokens()))
     assert_refused("attends to memory", lambda: model.decode(random_tokens()))
-    assert_refused("nothing was given", lambda: tiny_model("gpt2")(None))
+    assert_refused("ids are missing", lambda: tiny_model("gpt2")(None))
 
 
 def test_a_mask_of_another_shape_is_refused():

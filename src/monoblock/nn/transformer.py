@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         reject_arguments(self.config.family, source_mask=source_mask, target_mask=target_mask, memory=memory)
         attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
         if source is None:
-            raise InputError("nothing was given to read; call model(ids)")
+            raise InputError("ids are missing; call model(ids)")
         hidden, input_positions = self._run_stack(
             source, attention_mask, segments, positions, documents, flags, cache, tap
         )

@@ -8,26 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.decoding.backends.cpu_step import FusedStack, InferenceStack, has_plain_matrices, is_plain_fp32
-from monoblock.decoding.backends.supported_fields import AllowList, allow, one_of, unsupported_field
+from monoblock.decoding.backends.supported_fields import (
+    BLOCK,
+    FEEDFORWARD,
+    HEADS,
+    NORM,
+    SCORES,
+    AllowList,
+    allow,
+    one_of,
+    unsupported_field,
+)
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 
-_NORM = "kind eps affine unit_offset cast"
 ENCODER_SUPPORTED: AllowList = {
-    **allow("width norm_place attention_norm residual residual_scale layer_scale dropout"),
+    **allow(BLOCK),
     "cross": one_of(None),
-    **allow(_NORM, "norm."),
-    **allow("heads kv_heads head_dim value_dim bias scale block_size random_seed", "attention."),
+    **allow(NORM, "norm."),
+    **allow(f"{HEADS} {SCORES} block_size random_seed", "attention."),
     "attention.mask": one_of("full"),
     "attention.window": one_of(None),
     "attention.global_tokens": one_of(False),
     "attention.random_blocks": one_of(0),
     "attention.positions": one_of(None),
-    **allow("qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout", "attention."),
-    **allow(_NORM, "attention.qk_norm."),
-    **allow("hidden activation gated clamp bias dropout", "feedforward."),
+    **allow(NORM, "attention.qk_norm."),
+    **allow(FEEDFORWARD, "feedforward."),
     "feedforward.experts": one_of(None),
 }
 

@@ -14,7 +14,19 @@ from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Rotary
 from monoblock.decoding.backends.cpu_position_tables import PositionTables
-from monoblock.decoding.backends.supported_fields import AllowList, allow, one_of, unsupported_field
+from monoblock.decoding.backends.supported_fields import (
+    ATTENTION,
+    BLOCK,
+    FEEDFORWARD,
+    HEADS,
+    NORM,
+    POSITIONS,
+    SCALING,
+    AllowList,
+    allow,
+    one_of,
+    unsupported_field,
+)
 from monoblock.nn.block import Block
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheIndex
@@ -32,29 +44,24 @@ OPERATOR_MATRICES = {
     "feedforward": ("gate", "up", "down"),
 }
 
-_NORM = "kind eps affine unit_offset cast"
 SUPPORTED: AllowList = {
-    **allow("width cross norm_place attention_norm residual residual_scale layer_scale dropout"),
-    **allow(_NORM, "norm."),
-    **allow("heads kv_heads head_dim value_dim bias scale window block_size random_seed", "attention."),
+    **allow(f"{BLOCK} cross"),
+    **allow(NORM, "norm."),
+    **allow(ATTENTION, "attention."),
     "attention.mask": one_of("causal"),
     "attention.global_tokens": one_of(False),
     "attention.random_blocks": one_of(0),
-    **allow("positions qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout", "attention."),
-    **allow(_NORM, "attention.qk_norm."),
-    **allow("kind base dim layout scaling max_bias count max_distance shared", "attention.positions."),
+    **allow(NORM, "attention.qk_norm."),
+    **allow(POSITIONS, "attention.positions."),
     "attention.positions.form": one_of("distance"),  # of ALiBi
+    **allow(SCALING, "attention.positions.scaling."),
     "attention.positions.scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "proportional"),
-    **allow("factor original_context low_freq_factor high_freq_factor", "attention.positions.scaling."),
-    **allow("beta_fast beta_slow truncate attention_factor", "attention.positions.scaling."),
-    **allow("short_factors long_factors", "attention.positions.scaling."),
-    **allow("heads kv_heads head_dim value_dim bias scale block_size random_seed", "cross."),
-    **allow("qk_norm_over kept_heads unpruned_heads dropout", "cross."),
+    **allow(f"{HEADS} block_size random_seed qk_norm_over", "cross."),
     "cross.mask": one_of("full"),
     **{f"cross.{name}": one_of(None) for name in ("window", "positions", "qk_norm", "softcap", "clip")},
     **{f"cross.{name}": one_of(False) for name in ("global_tokens", "sinks")},
     "cross.random_blocks": one_of(0),
-    **allow("hidden activation gated clamp bias dropout", "feedforward."),
+    **allow(FEEDFORWARD, "feedforward."),
     "feedforward.experts": one_of(None),
 }
 

@@ -14,32 +14,34 @@ from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
 from monoblock.decoding.backends.protocol import ChooseTokens
-from monoblock.decoding.backends.supported_fields import AllowList, allow, one_of, unsupported_field
+from monoblock.decoding.backends.supported_fields import (
+    ATTENTION,
+    BLOCK,
+    FEEDFORWARD,
+    NORM,
+    POSITIONS,
+    SCALING,
+    AllowList,
+    allow,
+    one_of,
+    unsupported_field,
+)
 from monoblock.decoding.prompt import Prompt
 from monoblock.nn.transformer import Transformer
 
 CAPACITY_MULTIPLE = 64
 _recording = threading.Lock()  # one recording at a time
 
-_NORM = "kind eps affine unit_offset cast"
-_ATTENTION = (
-    "heads kv_heads head_dim value_dim bias scale mask window global_tokens random_blocks block_size random_seed "
-    "positions qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout"
-)
-_SCALING = (
-    "kind factor original_context low_freq_factor high_freq_factor beta_fast beta_slow truncate attention_factor "
-    "short_factors long_factors"
-)
 SUPPORTED: AllowList = {
-    **allow("width cross norm_place attention_norm residual residual_scale layer_scale dropout"),
-    **allow(_NORM, "norm."),
-    **allow(_ATTENTION, "attention."),
-    **allow(_NORM, "attention.qk_norm."),
-    **allow("kind base dim layout scaling form max_bias count max_distance shared", "attention.positions."),
-    **allow(_SCALING, "attention.positions.scaling."),
-    **allow(_ATTENTION, "cross."),
-    **allow(_NORM, "cross.qk_norm."),
-    **allow("hidden activation gated clamp bias dropout", "feedforward."),
+    **allow(f"{BLOCK} cross"),
+    **allow(NORM, "norm."),
+    **allow(ATTENTION, "attention."),
+    **allow(NORM, "attention.qk_norm."),
+    **allow(POSITIONS, "attention.positions."),
+    **allow(SCALING, "attention.positions.scaling."),
+    **allow(ATTENTION, "cross."),
+    **allow(NORM, "cross.qk_norm."),
+    **allow(FEEDFORWARD, "feedforward."),
     "feedforward.experts": one_of(None),  # which expert a token goes to is known only on the device
 }
 

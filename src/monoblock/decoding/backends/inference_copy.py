@@ -25,7 +25,18 @@ from monoblock.decoding.backends.inference_modules import (
     InferenceLinear,
     InferenceNorm,
 )
-from monoblock.decoding.backends.supported_fields import AllowList, allow, unsupported_field
+from monoblock.decoding.backends.supported_fields import (
+    ATTENTION,
+    BLOCK,
+    EXPERTS,
+    FEEDFORWARD,
+    NORM,
+    POSITIONS,
+    SCALING,
+    AllowList,
+    allow,
+    unsupported_field,
+)
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
@@ -51,27 +62,17 @@ INFERENCE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     Stack: InferenceStack,
 }
 
-_NORM = "kind eps affine unit_offset cast"
-_ATTENTION = (
-    "heads kv_heads head_dim value_dim bias scale mask window global_tokens random_blocks block_size random_seed "
-    "positions qk_norm qk_norm_over softcap clip sinks kept_heads unpruned_heads dropout"
-)
-_POSITIONS = "kind base dim layout scaling form max_bias count max_distance shared"
-_SCALING = (
-    "kind factor original_context low_freq_factor high_freq_factor beta_fast beta_slow truncate attention_factor "
-    "short_factors long_factors"
-)
 SUPPORTED: AllowList = {
-    **allow("width cross norm_place attention_norm residual residual_scale layer_scale dropout"),
-    **allow(_NORM, "norm."),
-    **allow(_ATTENTION, "attention."),
-    **allow(_NORM, "attention.qk_norm."),
-    **allow(_POSITIONS, "attention.positions."),
-    **allow(_SCALING, "attention.positions.scaling."),
-    **allow(_ATTENTION, "cross."),
-    **allow(_NORM, "cross.qk_norm."),
-    **allow("hidden activation gated clamp bias dropout experts", "feedforward."),
-    **allow("count top_k router router_bias", "feedforward.experts."),
+    **allow(f"{BLOCK} cross"),
+    **allow(NORM, "norm."),
+    **allow(ATTENTION, "attention."),
+    **allow(NORM, "attention.qk_norm."),
+    **allow(POSITIONS, "attention.positions."),
+    **allow(SCALING, "attention.positions.scaling."),
+    **allow(ATTENTION, "cross."),
+    **allow(NORM, "cross.qk_norm."),
+    **allow(f"{FEEDFORWARD} experts", "feedforward."),
+    **allow(EXPERTS, "feedforward.experts."),
 }
 
 

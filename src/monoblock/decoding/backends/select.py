@@ -1,12 +1,12 @@
 """Choose the backend that decodes with a model.
 
-| backend    | when                                                                                        |
-|------------|---------------------------------------------------------------------------------------------|
-| lstm       | an LSTM                                                                                     |
-| uncached   | use_cache=False                                                                             |
-| cuda_graph | a GPU, plain modules, blocks in its allow-list, no draft                                    |
-| cpu_search | several rows per prompt on a CPU with a compiler, blocks in its allow-list, no draft        |
-| cached     | otherwise: on the inference copy, or on the model itself if it has hooks or foreign modules |
+| backend    | when                                                                                             |
+|------------|--------------------------------------------------------------------------------------------------|
+| lstm       | an LSTM                                                                                          |
+| uncached   | use_cache=False                                                                                  |
+| cuda_graph | a GPU, modules of this package, blocks in its allow-list, no draft                               |
+| cpu_search | several rows per prompt on a CPU with a compiler, blocks in its allow-list, no draft             |
+| cached     | otherwise: on the inference copy, or on the model itself if it has hooks or user-defined modules |
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TransformerBackend:
         self.use_cache, self.tap = use_cache, tap
         self.prepared = prepare(model) if optimize and use_cache and tap is None else None
         self.model = model if self.prepared is None else self.prepared.model
-        # Foreign modules may do what inference mode forbids, such as FSDP's in-place all-gather.
+        # User-defined modules may do what inference mode forbids, such as FSDP's in-place all-gather.
         self.is_plain = self.prepared is not None or reason_to_run_as_is(model) is None
 
     def make_state(

@@ -1,6 +1,6 @@
 """Allow-lists of configuration fields and values that a backend supports.
 
-    SUPPORTED = {**allow("norm_place residual"), "attention.mask": one_of("causal"), …}
+    SUPPORTED = {**allow(BLOCK), **allow(ATTENTION, "attention."), "attention.mask": one_of("causal"), …}
     unsupported_field(block, SUPPORTED)     # None, or the first field that the table does not allow
 
 A field that is missing from the table is not supported, whatever its value.  So no backend runs a configuration with a
@@ -15,6 +15,22 @@ from typing import Any
 
 Rule = Callable[[Any], bool]
 AllowList = Mapping[str, Rule]
+
+# The fields of each configuration, stated once for all tables.  They are written out, not read from the classes, so
+# that a new field is not allowed before somebody adds it here or in the table of one backend.
+BLOCK = "width norm_place attention_norm residual residual_scale layer_scale dropout"
+NORM = "kind eps affine unit_offset cast"
+HEADS = "heads kv_heads head_dim value_dim kept_heads unpruned_heads bias scale dropout"
+PATTERN = "mask window global_tokens random_blocks block_size random_seed"
+SCORES = "qk_norm qk_norm_over softcap clip sinks"
+ATTENTION = f"{HEADS} {PATTERN} {SCORES} positions"
+POSITIONS = "kind base dim layout scaling form max_bias count max_distance shared"
+SCALING = (
+    "kind factor original_context low_freq_factor high_freq_factor beta_fast beta_slow truncate attention_factor "
+    "short_factors long_factors"
+)
+FEEDFORWARD = "hidden activation gated clamp bias dropout"
+EXPERTS = "count top_k router router_bias"
 
 
 def anything(value: object) -> bool:
