@@ -96,9 +96,9 @@ def test_without_options_nothing_changes_and_each_augmentation_has_its_own_rando
     assert augment(PIXELS, uniform) is PIXELS
     both = augment(PIXELS, uniform, shift=2, cutout=3)
     assert torch.equal(both, random_cutout(random_shift(PIXELS, uniform[:, :2], 2), uniform[:, 5:], 3))
-    together = augment(PIXELS, uniform, shift=2, turn=9.0, zoom=0.1, flip=0.5, cutout=3)
+    together = augment(PIXELS, uniform, shift=2, rotate=9.0, zoom=0.1, flip=0.5, cutout=3)
     parts = [
-        augment(PIXELS[n : n + 1], uniform[n : n + 1], shift=2, turn=9.0, zoom=0.1, flip=0.5, cutout=3)
+        augment(PIXELS[n : n + 1], uniform[n : n + 1], shift=2, rotate=9.0, zoom=0.1, flip=0.5, cutout=3)
         for n in range(B)
     ]
     torch.testing.assert_close(together, torch.cat(parts))

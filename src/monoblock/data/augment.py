@@ -33,18 +33,18 @@ def augment(
     uniform: Tensor,
     *,
     shift: int = 0,
-    turn: float = 0.0,
+    rotate: float = 0.0,
     zoom: float = 0.0,
     flip: float = 0.0,
     cutout: int = 0,
 ) -> Tensor:
     """Apply all augmentations whose argument is not 0, in this order; `uniform` is (B, NUMBERS_PER_IMAGE).
 
-    Rotate by up to `turn` degrees and scale by up to `zoom`, shift by up to `shift` pixels, mirror with probability
+    Rotate by up to `rotate` degrees and scale by up to `zoom`, shift by up to `shift` pixels, mirror with probability
     `flip`, and set a square of side `cutout` to 0.
     """
-    if turn or zoom:
-        pixels = random_rotate_and_zoom(pixels, uniform[:, 2:4], turn, zoom)
+    if rotate or zoom:
+        pixels = random_rotate_and_zoom(pixels, uniform[:, 2:4], rotate, zoom)
     if shift:
         pixels = random_shift(pixels, uniform[:, :2], shift)
     if flip:

@@ -9,14 +9,19 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.presets import preset
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError
-from monoblock.recipes.schema import FAMILIES, OBJECTIVE_REQUIREMENTS, Recipe
+from monoblock.recipes.schema import FAMILIES, Recipe, TaskKeys
 
 
 def build_model_config(
-    recipe: Recipe, vocab: int | None, stored: ModelConfig | RecurrentConfig | None = None, **data_sizes: Any
+    recipe: Recipe,
+    task: TaskKeys,
+    vocab: int | None,
+    stored: ModelConfig | RecurrentConfig | None = None,
+    **data_sizes: Any,
 ) -> ModelConfig | RecurrentConfig:
     """Build the configuration of the model that a recipe trains.
 
+    task: the task of the recipe, which must be able to train the model.
     vocab: the size of the tokenizer's vocabulary, None without a tokenizer.
     stored: the configuration in model.folder, if the caller has read it already.
     data_sizes: sizes that follow from the data, such as `classes` or `image`.
@@ -25,39 +30,39 @@ def build_model_config(
         from monoblock.recipes.stored_config import adapt_config, read_stored_config
 
         base = read_stored_config(recipe.model["folder"]) if stored is None else stored
-        head = OBJECTIVE_REQUIREMENTS[recipe.train.objective].head
-        config = adapt_config(base, head, recipe.model, **data_sizes)
+        config = adapt_config(base, task.head, recipe.model, **data_sizes)
     else:
-        config = _build_new_config(recipe, vocab, data_sizes)
+        config = _build_new_config(recipe, task, vocab, data_sizes)
     if isinstance(config, ModelConfig):
-        _check_trainable(recipe.train.objective, config)
+        _check_trainable(task, config)
     return config
 
 
-def _build_new_config(recipe: Recipe, vocab: int | None, data_sizes: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+def _build_new_config(
+    recipe: Recipe, task: TaskKeys, vocab: int | None, data_sizes: dict[str, Any]
+) -> ModelConfig | RecurrentConfig:
     knobs = {**data_sizes, **recipe.model}
     if vocab is not None and isinstance(size := knobs.setdefault("vocab", vocab), int) and size < vocab:
         raise ConfigError(f"model.vocab={size} is less than the {vocab} tokens of the tokenizer; leave it out")
     try:
-        return _apply_knobs(recipe, knobs)
+        return _apply_knobs(task, knobs)
     except FieldError as problem:  # the field may lie deep in the configuration; the user wrote model.heads
         raise (problem.with_path("model") if problem.field in recipe.model else problem) from None
 
 
-def _apply_knobs(recipe: Recipe, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
-    """Build a preset or a family with knobs; an encoder without an explicit head gets the head of the objective."""
-    families, head = OBJECTIVE_REQUIREMENTS[recipe.train.objective]
+def _apply_knobs(task: TaskKeys, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
+    """Build a preset or a family with knobs; an encoder without an explicit head gets the head that the task needs."""
     if "preset" in knobs:
         published = preset(str(knobs.pop("preset")))
-        if published.family in families and published.family == "encoder-only":
-            knobs.setdefault("head", head)
+        if published.family in task.families and published.family == "encoder-only":
+            knobs.setdefault("head", task.head)
         return vary(published, **knobs)
     family = knobs.pop("family")
-    if family == "bert" and "encoder-only" in families:
-        knobs.setdefault("head", head)
+    if family == "bert" and "encoder-only" in task.families:
+        knobs.setdefault("head", task.head)
     if family == "lstm":
         knobs.pop("context", None)  # the length of training blocks, not a size of the LSTM
-        kind = "encoder_decoder" if recipe.train.objective == "pairs" else "language_model"
+        kind = "encoder_decoder" if "encoder-decoder" in task.families else "language_model"
         return from_dict(RecurrentConfig, {"kind": kind, **knobs}, "model")
     try:
         return FAMILIES[family](**knobs)
@@ -77,26 +82,25 @@ def is_vision(recipe: Recipe) -> bool:
     return recipe.model["family"] == "vit"
 
 
-def _check_trainable(objective: str, config: ModelConfig) -> None:
-    if config.head is None or config.head.kind != OBJECTIVE_REQUIREMENTS[objective].head:
+def _check_trainable(task: TaskKeys, config: ModelConfig) -> None:
+    if config.head is None or config.head.kind != task.head:
         head = config.head.kind if config.head is not None else "none"
-        raise _incompatible_model_error(objective, f"{config.family} with {head!r}")
-    check_family(objective, config)
+        raise _incompatible_model_error(task, f"{config.family} with {head!r}")
+    check_family(task, config)
 
 
-def check_family(objective: str, config: ModelConfig | RecurrentConfig) -> None:
-    """Raise unless an objective trains models of this family; the head is not checked."""
-    if isinstance(config, ModelConfig) and config.family not in OBJECTIVE_REQUIREMENTS[objective].families:
-        raise _incompatible_model_error(objective, config.family)
+def check_family(task: TaskKeys, config: ModelConfig | RecurrentConfig) -> None:
+    """Raise ConfigError unless a task trains models of this family; the head is not checked."""
+    if isinstance(config, ModelConfig) and config.family not in task.families:
+        raise _incompatible_model_error(task, config.family)
 
 
-def _incompatible_model_error(objective: str, model: str) -> ConfigError:
-    families, head = OBJECTIVE_REQUIREMENTS[objective]
+def _incompatible_model_error(task: TaskKeys, model: str) -> ConfigError:
     advice = "start from one of those"
-    if model.startswith("decoder-only") and objective in ("classify", "pairs"):
+    if model.startswith("decoder-only") and (task.head == "classifier" or "encoder-decoder" in task.families):
         advice += ", or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"
     return ConfigError(
-        f"train.objective={objective!r} trains {' or '.join(families)} models with the head {head!r}; "
+        f"train.objective={task.name!r} trains {' or '.join(task.families)} models with the head {task.head!r}; "
         f"this one is {model}: {advice}"
     )
 

@@ -6,15 +6,19 @@ known one.
 
 from __future__ import annotations
 
+import copy
 import tomllib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.recipes.schema import Recipe
+from monoblock.recipes.old_keys import rename_old_keys, select_task, set_key, translate_key
+from monoblock.recipes.schema import Recipe, TaskKeys
 
 RECIPE_FILE = "recipe.toml"  # in the folder of a run
 SECTIONS = ("data", "tokenizer", "model", "train", "lora", "generate")
@@ -28,24 +32,58 @@ def list_recipes() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
-def read_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe by its name in the package or from a TOML file, and apply overrides `section.key=value`."""
-    data = _read_toml(name_or_path)
-    data.setdefault("name", Path(name_or_path).stem)
-    return parse_recipe(data, overrides)
+def parse_recipe(
+    data: dict[str, Any], overrides: Iterable[str] = (), *, tasks: Sequence[TaskKeys], warn: bool = True
+) -> Recipe:
+    """Build a recipe from the tables of a TOML file and overrides of the form `section.key=value`.
+
+    tasks: the known tasks, whose sections a recipe may have.
+    warn: warn about keys of earlier versions.
+    """
+    sections = (*SECTIONS, *(task.name for task in tasks if task.section is not None))
+    data, changes = copy.deepcopy(data), [_parse_override(override, sections) for override in overrides]
+    preview = copy.deepcopy(data)
+    for key, value in changes:
+        set_key(preview, key, value)
+    task = select_task(preview, tasks)
+    messages = rename_old_keys(data, task, tasks)
+    for key, value in sorted(changes, key=lambda change: change[0] != "model.folder"):
+        new = translate_key(key, value, task, tasks)
+        if new is not None:
+            _apply_override(data, new, task.name if key == "train.objective" else value)
+            messages += [f"{key} is now called {new}"] if new != key else []
+    for message in messages if warn else ():
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    return _build_recipe(data, task, tasks)
 
 
-def parse_recipe(data: dict[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """Build a recipe from the tables of a TOML file and overrides of the form `section.key=value`."""
-    for override in sorted(overrides, key=lambda override: not override.startswith("model.folder=")):
-        _apply_override(data, override)
+def _build_recipe(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys]) -> Recipe:
+    other = next((name for name in data if name != task.name and any(name == item.name for item in tasks)), None)
+    if other is not None:
+        raise ConfigError(
+            f"the section [{other}] is for train.objective={other!r}, but this recipe has train.objective={task.name!r}"
+        )
+    own = data.pop(task.name, {})
     try:
-        return from_dict(Recipe, data)
+        recipe = from_dict(Recipe, data)
+        if task.section is None:
+            if own:
+                raise ConfigError(f"the objective {task.name} has no keys of its own; leave out the section")
+            return recipe
+        section: Any = from_dict(task.section, own, task.name)
     except FieldError as problem:
         raise (problem.with_path("") if problem.path == Recipe.__name__ else problem) from None
+    return replace(recipe, task=section)
 
 
-def _read_toml(name_or_path: str) -> dict[str, Any]:
+def read_toml(name_or_path: str) -> dict[str, Any]:
+    """Return the tables of a recipe by its name in the package or from a TOML file; `name` defaults to that name."""
+    tables = _load_toml(name_or_path)
+    tables.setdefault("name", Path(name_or_path).stem)
+    return tables
+
+
+def _load_toml(name_or_path: str) -> dict[str, Any]:
     path, names = Path(name_or_path), list_recipes()
     if name_or_path in names:
         text = (resources.files("monoblock.recipes") / f"{name_or_path}.toml").read_text(encoding="utf-8")
@@ -63,24 +101,26 @@ def _read_toml(name_or_path: str) -> dict[str, Any]:
         raise FileError(f"{name_or_path} is not TOML: {problem}") from None
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    """Set the key of one override in the tables of a recipe."""
+def _parse_override(override: str, sections: Sequence[str]) -> tuple[str, Any]:
+    """Split `section.key=value` into its key and value; raise ConfigError for an unknown section."""
     key, equals, text = override.partition("=")
-    section, dot, name = key.partition(".")
+    section, dot, _ = key.partition(".")
     if not equals or not dot:
         raise ConfigError(f"{override!r} is not an override; write section.key=value, as in train.lr=3e-4")
-    if section not in SECTIONS:
-        raise ConfigError(f"{override!r}: a recipe has no section {section!r}{did_you_mean(section, SECTIONS)}")
-    table = data.setdefault(section, {})
-    if section == "data" and name.startswith("augment."):  # a table within a section
-        table, name = table.setdefault("augment", {}), name.removeprefix("augment.")
-    if section == "model" and name == "folder" and name not in table:  # the sizes in the file are another model's
-        data[section] = table = {key: value for key, value in table.items() if key in REGULARIZATION_KEYS}
-    if (section, name) == ("train", "steps"):
-        table.pop("epochs", None)  # those of the file, which would override the steps
+    if section not in sections:
+        raise ConfigError(f"{override!r}: a recipe has no section {section!r}{did_you_mean(section, sections)}")
     value = parse_value(text)
-    is_list = (section, name) == ("lora", "targets") and isinstance(value, str)
-    table[name] = value.split(",") if is_list else value
+    is_list = key == "lora.targets" and isinstance(value, str)
+    return key, value.split(",") if is_list else value
+
+
+def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key in the tables of a recipe, and remove the keys that the new value replaces."""
+    if key == "model.folder" and "folder" not in data.get("model", {}):  # the sizes in the file are another model's
+        data["model"] = {name: size for name, size in data.get("model", {}).items() if name in REGULARIZATION_KEYS}
+    if key == "train.steps":
+        data.get("train", {}).pop("epochs", None)  # those of the file, which would override the steps
+    set_key(data, key, value)
 
 
 def parse_value(text: str) -> Any:

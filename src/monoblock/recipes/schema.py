@@ -1,14 +1,14 @@
 """A recipe and its sections: every key with its default and its meaning.
 
-A recipe says what is trained, on what and how. It is written as TOML (parse.py reads it) and stored as recipe.toml in
-the folder of the run.
+A recipe says which model is trained, on which data and how. It is written as TOML (parse.py reads it) and stored as
+recipe.toml in the run folder. A task adds a section of its own, such as [question_answering] (tasks/*/section.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, Protocol
 
 from monoblock.config.families import bart, bert, gpt, llama, t5, vaswani, vit
 from monoblock.config.model import ModelConfig
@@ -16,8 +16,6 @@ from monoblock.config.presets import preset
 from monoblock.config.schema import check_at_least, check_fraction, check_positive, check_types, to_dict
 from monoblock.errors import ConfigError, did_you_mean
 
-Objective = Literal["causal", "masked", "spans", "pairs", "classify", "label", "answers", "chat"]
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "gpt": gpt,
     "llama": llama,
@@ -30,82 +28,46 @@ FAMILIES: dict[str, Callable[..., ModelConfig]] = {
 MODEL_SOURCES = ("preset", "family", "folder")  # [model] has exactly one of these keys
 
 
-class ObjectiveRequirements(NamedTuple):
-    """The model families that an objective can train, and the kind of head it needs."""
+class TaskKeys(Protocol):
+    """The part of a task (tasks/task.py) that a recipe depends on."""
 
-    families: tuple[str, ...]
-    head: str
+    @property
+    def name(self) -> str:
+        """The value of train.objective."""
 
+    @property
+    def section(self) -> type | None:
+        """The dataclass of the recipe section with the name of the task; None if the task has no keys of its own."""
 
-OBJECTIVE_REQUIREMENTS = {
-    "causal": ObjectiveRequirements(("decoder-only",), "language_model"),
-    "masked": ObjectiveRequirements(("encoder-only",), "masked_lm"),
-    "spans": ObjectiveRequirements(("encoder-decoder",), "language_model"),
-    "pairs": ObjectiveRequirements(("encoder-decoder",), "language_model"),
-    "classify": ObjectiveRequirements(("encoder-only", "vision"), "classifier"),
-    "label": ObjectiveRequirements(("encoder-only",), "tagger"),
-    "answers": ObjectiveRequirements(("encoder-only",), "spans"),
-    "chat": ObjectiveRequirements(("decoder-only",), "language_model"),
-}
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The model families that the task trains."""
 
+    @property
+    def head(self) -> str:
+        """The kind of head that the task needs."""
 
-@dataclass(frozen=True, kw_only=True)
-class AugmentSection:
-    """Augmentation of training images, drawn anew in every epoch; off by default."""
+    @property
+    def old_names(self) -> tuple[str, ...]:
+        """Former values of train.objective that select this task."""
 
-    shift: int = 0  # up to so many pixels in each direction, filled with zeros
-    turn: float = 0.0  # up to so many degrees
-    zoom: float = 0.0  # up to this fraction of the size
-    flip: float = 0.0  # probability of a horizontal flip
-    cutout: int = 0  # side in pixels of a square that is blanked out
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, 0, "shift", "turn", "cutout")
-        check_fraction(self, "zoom", "flip")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSection:
-    """A task that a text-to-text model learns besides that of data.corpus."""
-
-    corpus: str  # of pairs, labelled texts or questions: a named corpus or a path
-    prefix: str  # put before each source: "classify:"
-    limit: int | None = None  # at most so many training samples
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, 1, "limit")
+    @property
+    def old_keys(self) -> Mapping[str, str]:
+        """Former key ("data.stride") to the key in the section of the task ("stride")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     corpus: str  # a named corpus or a path
     packing: Literal["stream", "documents"] = "stream"  # one running text, or documents that do not see each other
-    limit: int | None = None  # at most so many training samples
-    held: int = 0  # the last so many training rows are the validation split; 0: the split `valid`, if there is one
-    direction: Literal["forward", "backward", "both"] = "forward"  # pairs: which side is the source
-    normalize: Literal["none", "indic"] = "none"  # pairs: unify spellings that look the same
-    tag: Literal["none", "script"] = "none"  # pairs: the source begins with the script of the target, as in <2tamil>
-    synthetic: str | None = None  # pairs: a file of synthetic ones, such as `monoblock backtranslate` writes
-    ratio: float = 1.0  # synthetic pairs for each real one
-    prefix: str = ""  # pairs: put before each source to name the task: "summarize:"
-    tasks: tuple[TaskSection, ...] = ()  # pairs: further tasks of the same model, each with its prefix
-    stride: int | None = None  # answers: tokens between the windows of a long context; None: half a window
-    impossible: bool = False  # answers: questions may have no answer
-    exchange: float = 0.0  # label: fraction of the entities replaced by others of their type, in training only
-    hide: float = 0.0  # label: fraction of the words replaced by the mask token, in training only
-    capitals: float = 0.0  # label: fraction of the rows in upper case, as in headlines, in training only
-    join: int = 1  # label: up to so many neighbouring rows in one sample
-    longest: int | None = None  # tokens of a block, a text (truncated) or a side of a pair (left out); None: context
-    augment: AugmentSection = AugmentSection()  # images
+    limit: int | None = None  # use at most this many training rows
+    validation_rows: int = 0  # hold out this many last training rows for validation; 0: use the split `valid`, if any
+    max_length: int | None = None  # tokens in a block or a text (cut to it) or in each side of a pair (longer: left out)
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "limit", "longest", "join", "stride")
-        check_fraction(self, "exchange", "hide", "capitals")
-        check_at_least(self, 0, "held")
-        check_positive(self, "ratio")
+        check_at_least(self, 1, "limit", "max_length")
+        check_at_least(self, 0, "validation_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,63 +88,59 @@ class TokenizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    objective: Objective = "causal"
+    objective: str = "causal_lm"  # the name of a task (monoblock ls tasks)
     steps: int = 1000
     epochs: float | None = None  # passes over the data; overrides steps
     batch: int = 16  # sequences in a micro-batch
-    tokens: int | None = None  # pairs: tokens in a micro-batch instead, padding included
+    batch_tokens: int | None = None  # seq2seq, text_to_text: tokens in a micro-batch instead, padding included
     accumulate: int = 1  # micro-batches in an update
-    lr: float = 1e-3
+    lr: float = 1e-3  # the peak learning rate; with schedule="noam", a factor
     schedule: Literal["noam", "constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup: float = 100  # steps; below 1, a fraction of them
-    floor: float = 0.1  # the final learning rate as a fraction of lr
+    warmup: float = 100  # warm-up steps; below 1, a fraction of all steps
+    min_lr_ratio: float = 0.1  # the final learning rate as a fraction of lr
     optimizer: Literal["adam", "adamw", "muon"] = "adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    table_decay: float = 0.0  # weight decay of embeddings
-    adam_factor: float = 1.0  # with Muon: the learning rate of AdamW as a multiple of lr
+    embedding_weight_decay: float = 0.0
+    adam_lr_factor: float = 1.0  # with Muon: the learning rate of AdamW as a multiple of lr
     layer_decay: float = 1.0  # the learning rate of a layer as a fraction of that of the layer above
-    freeze: int | None = None  # the embeddings and so many first layers are not trained; None: all are
+    freeze_layers: int | None = None  # do not train the embeddings and this many first layers; None: train all
     clip: float = 1.0  # largest norm of the gradient
     label_smoothing: float = 0.0
-    adversarial: float = 0.0  # size of the perturbation of embeddings, relative to their norm; 0: none
-    balance: float = 0.01  # experts: weight of the load-balancing loss
-    mask_rate: float = 0.15
+    adversarial: float = 0.0  # perturb embeddings by this fraction of their norm (Miyato et al. 2017); 0: do not
+    load_balancing: float = 0.01  # experts: weight of the load-balancing loss
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # graphs: CUDA graphs, for batches of one shape
     device: str = "auto"
     deterministic: bool = False
-    checkpointing: bool = False  # recompute activations in the backward pass
+    activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     seed: int = 1
-    workers: int = 0
-    save_every: float = 500  # steps; below 1, a fraction of them
-    eval_every: float = 500  # as save_every
-    eval_batches: int = 0  # 0: the whole validation split
+    workers: int = 0  # processes that prepare batches
+    save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps
+    eval_every: float = 500  # steps between evaluations; below 1, a fraction of all steps
+    eval_batches: int = 0  # validation batches in an evaluation; 0: all
     sample_every: int = 0  # steps between sampled texts; 0: none
-    keep: int = 3  # checkpoints
+    keep_checkpoints: int = 3  # delete older ones
     ema: float = 0.0  # decay of an exponential moving average of the weights; 0: none
-    average: int = 0  # the final model is the mean of so many last checkpoints
-    best: bool = False  # the final model is the checkpoint with the lowest validation loss
-    spike: float = 10.0  # skip an update whose gradient norm is so many times the usual; 0: never
-    patience: int = 5  # skipped updates in a row before training returns to a checkpoint
+    average_checkpoints: int = 0  # the final model is the mean of this many last checkpoints; 0: the last weights
+    load_best: bool = False  # the final model is the checkpoint with the lowest validation loss
+    spike_threshold: float = 10.0  # skip an update whose gradient norm is this many times the usual one; 0: never
+    max_skipped_updates: int = 5  # after this many skipped updates in a row, return to a checkpoint
 
     def __post_init__(self) -> None:
         check_types(self)
-        at_least_one = ("steps", "batch", "tokens", "accumulate", "keep", "patience")
+        at_least_one = ("steps", "batch", "batch_tokens", "accumulate", "keep_checkpoints", "max_skipped_updates")
         check_at_least(self, 1, *at_least_one)
-        rates = ("lr", "warmup", "clip", "weight_decay", "table_decay", "adversarial")
-        check_at_least(self, 0, *rates, "save_every", "eval_every", "workers", "spike")
-        check_fraction(self, "label_smoothing", "ema", "mask_rate")
+        rates = ("lr", "warmup", "clip", "weight_decay", "embedding_weight_decay", "adversarial")
+        check_at_least(self, 0, *rates, "save_every", "eval_every", "workers", "spike_threshold")
+        check_fraction(self, "label_smoothing", "ema")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(f"train.layer_decay={self.layer_decay} is not in (0, 1]; write 1 for no decay")
-        if self.adversarial and self.objective not in ("classify", "label", "answers"):
-            raise ConfigError(
-                f"train.adversarial is for classify, label and answers, not {self.objective}; leave it out"
-            )
-        if self.average > self.keep:
-            raise ConfigError(f"train.average={self.average} checkpoints need train.keep={self.average} or more")
+        if self.average_checkpoints > self.keep_checkpoints:
+            count = self.average_checkpoints
+            raise ConfigError(f"train.average_checkpoints={count} needs train.keep_checkpoints={count} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +159,9 @@ class LoraSection:
         check_positive(self, "alpha")
         check_fraction(self, "dropout")
         if self.bits and not self.rank:
-            raise ConfigError(f"lora.bits={self.bits} quantizes the weights beside adapters; write lora.rank=8 as well")
+            raise ConfigError(
+                f"lora.bits={self.bits} quantizes the frozen weights, which needs LoRA adapters; also write lora.rank=8"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +171,14 @@ class GenerateSection:
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 0.95
-    num_beams: int = 4  # pairs
+    num_beams: int = 4  # for tasks that decode by beam search
     length_penalty: float = 1.0
-    measure: int = 100  # pairs: validation sources to translate for the model card; 0: none
+    scored_rows: int = 100  # validation rows to predict for the metrics in the model card; 0: none
 
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "num_beams", "max_new_tokens")
-        check_at_least(self, 0, "measure")
+        check_at_least(self, 0, "scored_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +191,7 @@ class Recipe:
     train: TrainSection = TrainSection()
     lora: LoraSection = LoraSection()
     generate: GenerateSection = GenerateSection()
+    task: object = None  # the keys of the task alone: in TOML, the section with the name of the objective
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -239,7 +200,13 @@ class Recipe:
     def to_toml(self) -> str:
         import tomli_w
 
-        return tomli_w.dumps(_without_none(to_dict(self)))
+        return tomli_w.dumps(_without_none(self.to_tables()))
+
+    def to_tables(self) -> dict[str, Any]:
+        """Return the recipe as nested dicts, with the keys of the task under the name of the objective."""
+        tables: dict[str, Any] = to_dict(self)
+        task = tables.pop("task")
+        return tables if task is None else tables | {self.train.objective: task}
 
 
 def _without_none(value: Any) -> Any:

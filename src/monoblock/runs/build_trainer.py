@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,31 @@ import torch
 from torch import nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.config.schema import to_dict
 from monoblock.data.batching.loader import BatchLoader
 from monoblock.data.batching.plans import BatchIndices, batch_for_rank
+from monoblock.errors import ConfigError
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER
-from monoblock.runs.warm_start import WarmStart
+from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training.adversarial import AdversarialLoss
 from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import TensorBatch
 from monoblock.training.distributed import World
-from monoblock.training.loss import CrossEntropyLoss
+from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers, build_optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.schedule import learning_rate
 from monoblock.training.trainer import Trainer
 from monoblock.training.update_guard import UpdateGuard
 
-# Keys of [train] that a resumed run may change.
-CHANGEABLE_ON_RESUME = (
-    "steps",
-    "epochs",
-    "save_every",
-    "eval_every",
-    "sample_every",
-    "keep",
-    "workers",
-    "device",
-    "compile",
-    "eval_batches",
-    "best",
-)
-
 
 def build_trainer(
     recipe: Recipe,
     folder: Path,
+    task: Task,
     task_data: TaskData,
     model: Transformer | Recurrent,
     config: ModelConfig | RecurrentConfig,
@@ -59,7 +44,7 @@ def build_trainer(
     world: World,
 ) -> Trainer:
     section = recipe.train
-    loss = _build_loss(section, config, task_data)
+    loss = build_loss(section, config, task)
 
     def evaluate(current: nn.Module) -> dict[str, float]:
         with runtime.autocast():
@@ -71,7 +56,7 @@ def build_trainer(
         sizes: dict[str, Any] = {
             "steps": section.steps,
             "warmup": section.warmup,
-            "floor": section.floor,
+            "floor": section.min_lr_ratio,
             "width": config.width,
         }
         return learning_rate(section.schedule, step, peak=section.lr, **sizes)
@@ -89,32 +74,36 @@ def build_trainer(
             save_every=int(section.save_every),
             eval_every=int(section.eval_every),
             sample_every=section.sample_every,
-            keep=max(section.keep, section.average),
+            keep=max(section.keep_checkpoints, section.average_checkpoints),
             ema=section.ema,
         ),
         runtime=runtime,
         folder=folder / CHECKPOINTS_FOLDER,
         evaluate=evaluate if task_data.evaluation_batches is not None else None,
-        guard=UpdateGuard(spike=section.spike, patience=section.patience),
+        guard=UpdateGuard(spike=section.spike_threshold, patience=section.max_skipped_updates),
         should_stop=stop,
         world=world,
         save_trainable_only=bool(recipe.lora.rank),
     )
 
 
-def _build_loss(
-    section: TrainSection, config: ModelConfig | RecurrentConfig, task_data: TaskData
-) -> CrossEntropyLoss | AdversarialLoss:
-    """Return cross-entropy, with load balancing for experts and adversarial training if the recipe asks for it."""
+def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, task: Task) -> Loss:
+    """Return the loss of a task, with the options of the recipe: smoothing, load balancing, adversarial training."""
+    if section.adversarial and not task.supports_adversarial:
+        raise ConfigError(f"train.adversarial is not for train.objective={task.name!r}; leave it out")
+    if not isinstance(task.loss, CrossEntropyLoss):
+        if section.label_smoothing:
+            raise ConfigError(f"train.label_smoothing is not for the loss of {task.name!r}; leave it out")
+        return FunctionLoss(task.loss)
     stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
     experts = next(
         (block.feedforward.experts for stack in stacks for block in stack.layers() if block.feedforward.experts), None
     )
-    loss = CrossEntropyLoss(
-        section.label_smoothing,
-        section.balance if experts else 0.0,
-        experts.top_k if experts else 1,
-        task_data.predicts_positions,
+    loss = replace(
+        task.loss,
+        label_smoothing=section.label_smoothing,
+        balance=section.load_balancing if experts else 0.0,
+        top_k=experts.top_k if experts else 1,
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
 
@@ -126,8 +115,8 @@ def _build_optimizers(section: TrainSection, model: nn.Module) -> Optimizers:
         betas=(section.beta1, section.beta2),
         eps=section.eps,
         weight_decay=section.weight_decay,
-        table_decay=section.table_decay,
-        adam_factor=section.adam_factor,
+        table_decay=section.embedding_weight_decay,
+        adam_factor=section.adam_lr_factor,
         layer_decay=section.layer_decay,
     )
 
@@ -146,23 +135,3 @@ def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) ->
         return iter(BatchLoader(task_data.batch_plan, build, start=step, stop=section.steps, workers=section.workers))
 
     return batches
-
-
-def run_identity(
-    recipe: Recipe, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
-) -> dict[str, Any]:
-    """Return digests of the model, recipe, data, initial weights and tokenizer, which must not change on resuming."""
-    training = {key: value for key, value in to_dict(recipe.train).items() if key not in CHANGEABLE_ON_RESUME}
-    parts = {"model": to_dict(config), "training recipe": training, "corpus": to_dict(recipe.data)}
-    parts |= {"adapter": to_dict(recipe.lora)} if recipe.lora.rank else {}
-    identity: dict[str, Any] = {key: _json_digest(value) for key, value in parts.items()}
-    for split, digest in task_data.content_digests.items():
-        identity[f"content of data.corpus, split {split}"] = digest
-    if start is not None:
-        identity["set of weights in model.folder"] = start.digest
-    identity["tokenizer"] = task_data.tokenizer.fingerprint if task_data.tokenizer is not None else None
-    return identity
-
-
-def _json_digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

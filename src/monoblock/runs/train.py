@@ -17,17 +17,19 @@ from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.model_config import build_model_config, check_family, is_vision
-from monoblock.recipes.schema import OBJECTIVE_REQUIREMENTS, Recipe
+from monoblock.recipes.model_config import check_family, is_vision
+from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data
-from monoblock.runs.build_trainer import build_trainer, run_identity
+from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.generation_config import read_generation_defaults
+from monoblock.runs.identity import old_run_identity, run_identity
 from monoblock.runs.model_card import CARD_FILE, render_model_card
+from monoblock.runs.recipe import build_model_config, task_of_recipe
 from monoblock.runs.run_folder import check_run_folder, write_initial_files
 from monoblock.runs.trainable import finalize_model, merge_adapters, prepare_trainable, resolve_steps
 from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.table import VALIDATION_SCORERS
+from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training import checkpoint
 from monoblock.training.distributed import SINGLE_PROCESS, World
@@ -46,6 +48,7 @@ class Run:
 
     recipe: Recipe
     folder: Path
+    task: Task
     task_data: TaskData
     model: Transformer | Recurrent
     trainer: Trainer
@@ -88,17 +91,17 @@ class Run:
         write_atomically(self.folder / CONFIG_FILE, format_config(model.config, self.task_data.tokenizer))
         self.final_metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
         self.final_metrics |= self.evaluate_generation()
-        card = render_model_card(self.recipe, model.config, self.final_metrics, self.task_data)
+        card = render_model_card(self.recipe, self.task, model.config, self.final_metrics, self.task_data)
         write_atomically(self.folder / CARD_FILE, card)
 
     def _load_final_weights(self) -> None:
         """Load the final weights by the recipe: the mean of the last checkpoints, the best one, or a moving average."""
         trainer, section = self.trainer, self.recipe.train
         steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
-        if section.average:
-            mean = average_checkpoints([trainer.folder / f"step-{step}" for step in steps[-section.average :]])
+        if section.average_checkpoints:
+            mean = average_checkpoints([trainer.folder / f"step-{step}" for step in steps[-section.average_checkpoints :]])
             self.model.load_state_dict(mean, strict=not trainer.save_trainable_only)
-        elif section.best and best in steps:
+        elif section.load_best and best in steps:
             tensors = checkpoint.load(trainer.folder / f"step-{best}").tensors
             self._load_tensors(tensors["model"] if trainer.average is None else tensors["average"])
         elif trainer.average is not None:
@@ -116,12 +119,14 @@ class Run:
 
     def evaluate_generation(self) -> dict[str, float]:
         """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder."""
-        tokenizer, count = self.task_data.tokenizer, self.recipe.generate.measure
-        score = VALIDATION_SCORERS.get(self.recipe.train.objective)
+        tokenizer, count = self.task_data.tokenizer, self.recipe.generate.scored_rows
+        score = self.task.score_validation
         if score is None or tokenizer is None or not (count and self.task_data.validation_rows):
             return {}
         defaults = read_generation_defaults(self.folder, tokenizer)
-        loaded = LoadedModel(self.model, tokenizer, defaults, self.recipe.data, labels=self.task_data.labels)
+        recipe, labels = self.recipe, self.task_data.labels
+        section = recipe.task
+        loaded = LoadedModel(self.model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
         return score(loaded, self.task_data.validation_rows, count)
 
     def sample_text(self, model: nn.Module) -> str:
@@ -148,6 +153,7 @@ def prepare_run(
     recipe: Recipe,
     folder: Path,
     *,
+    task: Task | None = None,
     data: Path | None = None,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
@@ -156,6 +162,7 @@ def prepare_run(
 ) -> Run:
     """Build the data, model and trainer of a run, and write the first files of the run folder.
 
+    task: a task that is not in the package.
     data: folder with corpora.
     stop: called after every step; training stops when it returns True.
     world: the processes that train together; the main process builds and writes first.
@@ -163,17 +170,16 @@ def prepare_run(
     with world.main_process_first():
         if world.is_main:
             check_run_folder(folder, resume)
-        run = _build_run(recipe, folder, data, resume, stop, tensorboard, world)
+        run = _build_run(recipe, folder, task_of_recipe(recipe, task), data, resume, stop, tensorboard, world)
         if world.is_main and not resume:
-            write_initial_files(
-                folder, run.recipe, run.model.config, run.task_data.tokenizer, run.task_data.labels, run.special_tokens
-            )
+            write_initial_files(folder, run.recipe, run.task, run.model.config, run.task_data, run.special_tokens)
     return run
 
 
 def _build_run(
     recipe: Recipe,
     folder: Path,
+    task: Task,
     data: Path | None,
     resume: bool,
     stop: Callable[[], bool],
@@ -182,8 +188,15 @@ def _build_run(
 ) -> Run:
     start = load_warm_start(recipe.model)
     run_folder = folder if resume or not world.is_main else None  # whose tokenizer is used again
+    draft = _draft_config(recipe, task, start)
     task_data = build_task_data(
-        recipe, _resolve_context(recipe, start), data_folder=data, run_folder=run_folder, start=start
+        recipe,
+        _resolve_context(recipe, draft, start),
+        task=task,
+        config=draft,
+        data_folder=data,
+        run_folder=run_folder,
+        start=start,
     )
     original, recipe = recipe, resolve_steps(recipe, task_data)
     section = recipe.train
@@ -196,20 +209,23 @@ def _build_run(
         no_compile_reason="adversarial training needs a gradient on the way" if section.adversarial else None,
     )
     vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
-    config = build_model_config(recipe, vocab, None if start is None else start.config, **task_data.model_sizes)
+    stored = None if start is None else start.config
+    config = build_model_config(recipe, vocab, stored, task=task, **task_data.model_sizes)
     torch.manual_seed(section.seed)
     model = build_model(config)
-    warm_start_event, fresh = (None, []) if start is None else _copy_initial_weights(start, model, recipe)
+    warm_start_event, fresh = (None, []) if start is None else _copy_initial_weights(start, model, recipe, task.head)
     model, trainable_event = prepare_trainable(model, recipe, fresh)
     model.to(runtime.device)
     world.seed_process(section.seed)
-    if section.checkpointing and isinstance(model, Transformer):
+    if section.activation_checkpointing and isinstance(model, Transformer):
         model.recompute()
-    trainer = build_trainer(recipe, folder, task_data, model, config, runtime, stop, world)
-    trainer.identity = run_identity(original, config, task_data, start)
+    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world)
+    trainer.identity = run_identity(original, task, config, task_data, start)
+    trainer.old_identity = old_run_identity(original, task, config, task_data, start)
     run = Run(
         recipe,
         folder,
+        task,
         task_data,
         model,
         trainer,
@@ -224,10 +240,9 @@ def _build_run(
 
 
 def _copy_initial_weights(
-    start: WarmStart, model: Transformer | Recurrent, recipe: Recipe
+    start: WarmStart, model: Transformer | Recurrent, recipe: Recipe, head: str
 ) -> tuple[DecisionEvent, list[str]]:
     """Copy the stored weights into a model; return an event that reports it, and the names of weights not copied."""
-    head = OBJECTIVE_REQUIREMENTS[recipe.train.objective].head
     keep_head = isinstance(model, Recurrent) or start.keeps_head(head, recipe.model)
     fresh = copy_weights(model, start, keep_head=keep_head)
     count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)
@@ -239,22 +254,27 @@ def build_model(config: ModelConfig | RecurrentConfig) -> Transformer | Recurren
     return Recurrent(config) if isinstance(config, RecurrentConfig) else Transformer(config)
 
 
-def _resolve_context(recipe: Recipe, start: WarmStart | None) -> int | None:
-    """Return the longest training sample in tokens, by the context and data.longest; None for images or no limit."""
-    objective = recipe.train.objective
-    config: ModelConfig | RecurrentConfig
+def _draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:
+    """Return the configuration of the model before the data are read; None for images, whose size is not known yet.
+
+    The vocabulary and the number of classes are placeholders.
+    """
     if start is not None:
-        config = start.config
-        check_family(objective, config)
-    elif is_vision(recipe):
+        check_family(task, start.config)
+        return start.config
+    if is_vision(recipe):
         return None
-    elif recipe.model.get("family") == "lstm":
-        return int(recipe.model.get("context", DEFAULT_LSTM_CONTEXT))
-    else:
-        sizes: dict[str, Any] = {"classes": 2} if objective in ("classify", "label") else {}
-        config = build_model_config(recipe, 3, **sizes)  # the vocabulary is not known yet and does not matter
+    sizes: dict[str, Any] = {"classes": 2} if task.head in HEADS_WITH_CLASSES else {}
+    return build_model_config(recipe, 3, task=task, **sizes)
+
+
+def _resolve_context(
+    recipe: Recipe, config: ModelConfig | RecurrentConfig | None, start: WarmStart | None
+) -> int | None:
+    """Return the longest training sample in tokens, by the context and data.max_length; None means no limit."""
+    if config is None:
+        return None
     context = config.context if isinstance(config, ModelConfig) else DEFAULT_LSTM_CONTEXT
-    if start is not None:
+    if start is not None or isinstance(config, RecurrentConfig):
         context = recipe.model.get("context", context)
-    longest = recipe.data.longest if objective != "pairs" else None  # long pairs are left out, not truncated
-    return min((length for length in (context, longest) if length is not None), default=None)
+    return min((length for length in (context, recipe.data.max_length) if length is not None), default=None)

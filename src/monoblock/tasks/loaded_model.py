@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
@@ -20,10 +20,12 @@ from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.image_inputs import ImageNormalization
 from monoblock.tasks.input_template import InputTemplate
-from monoblock.tasks.seq2seq.pairs import NORMALIZERS
+from monoblock.tasks.seq2seq.normalizers import NORMALIZERS
+from monoblock.tasks.seq2seq.section import Seq2SeqSection
 from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tokenizers.tokenizer import Tokenizer
 
+S = TypeVar("S")
 MAX_SEQUENCES = 512  # decoded at once, beams included
 DEFAULT_MAX_NEW_TOKENS = 256  # where neither the folder nor the call gives a limit
 # Kind of head -> the method of a pipeline that uses it.
@@ -74,9 +76,14 @@ class LoadedModel:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     data_section: DataSection | None = None  # of the recipe it was trained by, if any
     objective: str | None = None  # of that recipe
+    task_section: object = None  # of that recipe: the keys of its task
     labels: list[str] = field(default_factory=list)  # of a classifier or tagger
     pooling: str = "mean"  # how texts are embedded
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
+
+    def section(self, kind: type[S]) -> S:
+        """Return the keys of the task that the model was trained with; the defaults of `kind` for another task."""
+        return self.task_section if isinstance(self.task_section, kind) else kind()
 
     @property
     def prediction_method(self) -> str:
@@ -99,11 +106,11 @@ class LoadedModel:
     @property
     def trained_on_documents(self) -> bool:
         """Whether a masked language model was trained on single documents rather than on blocks of running text."""
-        return self.objective == "masked" and self.data_section is not None and self.data_section.packing == "documents"
+        return self.objective == "masked_lm" and self.data_section is not None and self.data_section.packing == "documents"
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
         """Return the template of special tokens around a text; empty if the model was trained on running text."""
-        blocks = self.defaults.from_recipe and self.objective == "masked" and not self.trained_on_documents
+        blocks = self.defaults.from_recipe and self.objective == "masked_lm" and not self.trained_on_documents
         return InputTemplate(self.tokenizer, max_length, no_special_tokens=blocks)
 
     # -- prompts and settings -----------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ class LoadedModel:
         return TagAwareEncoder(self.tokenizer)
 
     def _normalize(self, text: str) -> str:
-        return text if self.data_section is None else NORMALIZERS[self.data_section.normalize](text)
+        return NORMALIZERS[self.section(Seq2SeqSection).normalize](text)
 
     def normalize_source(self, text: str) -> tuple[str, int]:
         """Return a source normalized as in training and without its leading tags, and the number of tags removed."""

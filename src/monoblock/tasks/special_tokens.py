@@ -1,60 +1,24 @@
-"""The special tokens that a tokenizer must have for each objective."""
+"""The special tokens that a task needs from a tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from monoblock.data.corpora.load import Corpus
 from monoblock.errors import FileError
-from monoblock.recipes.schema import Recipe
-from monoblock.tasks.tags import script_tags
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds
 
-# Objective -> special tokens of which a tokenizer must have at least one.
-REQUIRED_TOKENS = {
-    "masked": ("mask",),
-    "spans": ("sentinels",),
-    "pairs": ("bos", "pad"),  # the start of a target; T5 starts with padding
-    "classify": ("cls",),
-    "answers": ("cls",),
-}
 
-
-def check_required_tokens(tokenizer: Tokenizer, objective: str, folder: Path) -> Tokenizer:
-    """Return the tokenizer if it has the special tokens that an objective requires, else raise."""
-    roles = REQUIRED_TOKENS.get(objective, ())
+def check_required_tokens(tokenizer: Tokenizer, roles: Sequence[str], objective: str, folder: Path) -> Tokenizer:
+    """Return the tokenizer if it has a special token for at least one of these roles, else raise FileError."""
     present = {*tokenizer.special_tokens_map, *(["sentinels"] if tokenizer.sentinel_ids else [])}
     if roles and present.isdisjoint(roles):
         raise FileError(
-            f"the tokenizer in {folder} has no {' or '.join(roles)} token, which train.objective={objective!r} "
-            f"needs; name a folder with another tokenizer, or none to train one"
+            f"the tokenizer in {folder} has no {' or '.join(roles)} token, which train.objective={objective!r} needs; "
+            "give the folder of another tokenizer, or leave tokenizer.folder unset to train a new one"
         )
     return tokenizer
-
-
-def default_special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
-    """Return the special tokens of a tokenizer that is newly trained for a recipe."""
-    objective = recipe.train.objective
-    if objective == "causal":
-        return ["eos"] if len(train) > 1 else []  # a single text never ends
-    tokens = {
-        "masked": ["pad", "cls", "sep", "mask"],
-        "spans": ["pad", "eos", "sentinels=100"],
-        "pairs": ["pad", "bos", "eos", *_tag_tokens(recipe, train)],
-        "classify": ["pad", "cls", "sep"],
-        "label": ["pad", "cls", "sep", "mask"],
-        "answers": ["pad", "cls", "sep", "mask"],
-        "chat": ["pad", "eos"],
-    }
-    return tokens[objective]
-
-
-def _tag_tokens(recipe: Recipe, train: Corpus) -> list[str]:
-    """Return the tags in tokenizer.tags and, with data.tag="script", a tag for each script of the targets."""
-    if recipe.data.tag == "none":
-        return [*recipe.tokenizer.tags]
-    return [*recipe.tokenizer.tags, *script_tags(row.target for row in train.rows)]
 
 
 def special_token_ids(tokenizer: Tokenizer) -> SpecialTokenIds:

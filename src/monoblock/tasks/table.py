@@ -1,56 +1,66 @@
-"""The list of tasks: what each objective reads and how its models are evaluated."""
+"""The list of tasks, and the task of a recipe, a model or a corpus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from monoblock.data.readers.records import CorpusKind
-from monoblock.tasks.chat.evaluate import evaluate_chat
-from monoblock.tasks.classification.evaluate import evaluate_classifier
-from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
-from monoblock.tasks.language_modeling.evaluate import evaluate_language_model
+from monoblock.errors import ConfigError, did_you_mean
+from monoblock.tasks.chat.task import CHAT
+from monoblock.tasks.classification.task import CLASSIFICATION
+from monoblock.tasks.language_modeling.task import CAUSAL_LM
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.masked_lm.data import MASKED_LM_CORPUS_KINDS
-from monoblock.tasks.masked_lm.evaluate import evaluate_masked_lm
-from monoblock.tasks.question_answering.evaluate import evaluate_question_answering, score_validation_answers
-from monoblock.tasks.seq2seq.evaluate import evaluate_pairs, score_validation_pairs
-from monoblock.tasks.token_classification.evaluate import evaluate_tagger, score_validation_tags
+from monoblock.tasks.masked_lm.task import MASKED_LM
+from monoblock.tasks.question_answering.task import QUESTION_ANSWERING
+from monoblock.tasks.seq2seq.task import SEQ2SEQ
+from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
+from monoblock.tasks.task import Task
+from monoblock.tasks.text_to_text.task import TEXT_TO_TEXT
+from monoblock.tasks.token_classification.task import TOKEN_CLASSIFICATION
 
-# Objective -> the kinds of corpus it reads; a path is read by its suffix, or as the first kind.
-CORPUS_KINDS: dict[str, tuple[CorpusKind, ...]] = {
-    "causal": ("text",),
-    "masked": MASKED_LM_CORPUS_KINDS,
-    "spans": ("text",),
-    "pairs": ("pairs",),
-    "classify": ("labelled", "images"),
-    "label": ("tagged",),
-    "answers": ("questions",),
-    "chat": ("chat",),
-}
-# Objective -> its evaluation.
-EVALUATORS: dict[str, Callable[[LoadedModel, EvaluationRequest], Evaluation]] = {
-    "causal": evaluate_language_model,
-    "pairs": evaluate_pairs,
-    "answers": evaluate_question_answering,
-    "classify": evaluate_classifier,
-    "label": evaluate_tagger,
-    "masked": evaluate_masked_lm,
-    "chat": evaluate_chat,
-}
-# Objective -> the metrics of the first validation rows for the model card.
-VALIDATION_SCORERS: dict[str, Callable[..., dict[str, float]]] = {
-    "pairs": score_validation_pairs,
-    "answers": score_validation_answers,
-    "label": score_validation_tags,
-}
-# The objective of a model without a recipe, by its head or its family.
-OBJECTIVE_BY_HEAD = {"classifier": "classify", "tagger": "label", "masked_lm": "masked", "spans": "answers"}
-OBJECTIVE_BY_FAMILY = {"decoder-only": "causal", "encoder-decoder": "pairs"}
+# The first task that fits a corpus or a model is the default for it.
+TASKS: tuple[Task, ...] = (
+    CAUSAL_LM,
+    SEQ2SEQ,
+    CLASSIFICATION,
+    TOKEN_CLASSIFICATION,
+    QUESTION_ANSWERING,
+    CHAT,
+    MASKED_LM,
+    SPAN_CORRUPTION,
+    TEXT_TO_TEXT,
+)
 
 
-def objective_of(loaded: LoadedModel) -> str:
-    """Return the objective to evaluate a model by: of its head, else its recipe, else its family; "" if unknown."""
+def find_task(name: str, tasks: Iterable[Task] = TASKS) -> Task:
+    """Return the task of this name or former name; raise ConfigError for an unknown one."""
+    tasks = list(tasks)
+    found = next((task for task in tasks if name == task.name), None)
+    found = found or next((task for task in tasks if name in task.old_names), None)
+    if found is None:
+        names = [task.name for task in tasks]
+        raise ConfigError(f"the objective {name!r} is not one of {', '.join(names)}{did_you_mean(name, names)}")
+    return found
+
+
+def task_of_model(loaded: LoadedModel) -> Task | None:
+    """Return the task to evaluate a model by: that of its head, else of its recipe, else of its family."""
     config = loaded.model.config
     head = getattr(config, "head", None)
-    by_head = OBJECTIVE_BY_HEAD.get(head.kind if head is not None else "")
-    return by_head or loaded.objective or OBJECTIVE_BY_FAMILY.get(config.family, "")
+    kind = "" if head is None else head.kind
+    if kind not in ("", "language_model"):
+        by_head = next((task for task in TASKS if task.head == kind), None)
+        if by_head is not None:
+            return by_head
+    by_recipe = next((task for task in TASKS if task.name == loaded.objective), None)
+    return by_recipe or next((task for task in TASKS if config.family in task.families and (kind or "language_model") == task.head), None)
+
+
+def task_of_corpus(kind: CorpusKind, family: str) -> Task | None:
+    """Return the task that trains a model of this family on this kind of corpus; None if there is none.
+
+    Where no task fits both, return the first that reads the corpus, unless the corpus is text.
+    """
+    readers = [task for task in TASKS if kind in task.corpus_kinds]
+    fallback = readers[0] if readers and kind != "text" else None
+    return next((task for task in readers if family in task.families), fallback)

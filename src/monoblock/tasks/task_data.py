@@ -1,25 +1,58 @@
-"""The data of a training run: its tokenizer, its training batches and its validation batches."""
+"""The data of a training run: what a task builds it from, and its training and validation batches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from monoblock.data.batching.encode import IGNORE_INDEX, EncodedDataset
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.data.batching.encode import EncodedDataset
 from monoblock.data.batching.order import permutation
 from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan, FixedBatchPlan
+from monoblock.data.corpora.load import Corpus
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.batching import group_by_length
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
+from monoblock.training.loss import Loss
 
+S = TypeVar("S")
 EVALUATION_SEED = 0  # masks and order of an evaluation are the same in every run
 Collate = Callable[..., tuple[dict[str, Tensor], Tensor]]  # samples -> inputs and labels
+
+
+@dataclass(frozen=True)
+class TaskInputs:
+    """What a task builds its data from."""
+
+    recipe: Recipe
+    context: int | None  # longest sample in tokens; None means no limit
+    tokenizer: Tokenizer | None  # None for images
+    train: Corpus
+    valid: Corpus | None
+    labels: list[str] = field(default_factory=list)  # of the rows, or of the stored head that training continues
+    config: ModelConfig | RecurrentConfig | None = None  # of the model; vocabulary and classes may differ
+    decoder_start_id: int | None = None  # of the model that training starts from
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer of a corpus of texts."""
+        assert self.tokenizer is not None
+        return self.tokenizer
+
+    def section(self, kind: type[S]) -> S:
+        """Return the section of the recipe with the keys of the task, which is of this type."""
+        return self.recipe.task if isinstance(self.recipe.task, kind) else kind()
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether the model has segment embeddings, which tell the two texts of a pair apart."""
+        return getattr(getattr(self.config, "input", None), "segments", 0) > 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +69,6 @@ class TaskData:
     baseline_losses: dict[str, float] = field(default_factory=dict)  # validation loss of trivial models
     validation_rows: list[Any] = field(default_factory=list)  # rows to score for the model card
     unit: str = "tokens"  # what throughput is counted in
-    predicts_positions: bool = False  # question answering: the classes are the positions of a row
     content_digests: dict[str, str] = field(default_factory=dict)  # split -> SHA-256 of its content
 
 
@@ -86,22 +118,23 @@ def iterate_evaluation_batches(samples: EncodedDataset, batch: int, collate: Col
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, data: TaskData, loss: Any, device: torch.device, *, max_batches: int = 0
+    model: nn.Module, data: TaskData, loss: Loss, device: torch.device, *, max_batches: int = 0
 ) -> dict[str, float]:
-    """Return loss and accuracy per target on the validation batches, at most `max_batches` of them; 0 means all."""
-    total, count, correct = 0.0, 0, 0
+    """Return the mean loss (and accuracy) over the targets of the validation batches.
+
+    max_batches: use at most this many batches; 0 means all.
+    """
+    totals: dict[str, float] = {"loss": 0.0}
+    count = 0
     assert data.evaluation_batches is not None
-    loss = replace(loss, over_positions=data.predicts_positions)
     for number, batch in enumerate(data.evaluation_batches()):
         if max_batches and number >= max_batches:
             break
         count += batch.target_count
         batch = batch.to(device)
-        logits = loss.compute_logits(model, batch.inputs)
-        total += float(loss.from_logits(logits, batch.labels))
-        correct += int(((logits.argmax(-1) == batch.labels) & (batch.labels != IGNORE_INDEX)).sum())
-    mean = total / max(count, 1)
-    metrics = {"val_loss": mean, "val_accuracy": correct / max(count, 1), "val_tokens": count}
+        for name, value in loss.evaluate_batch(model, batch.inputs, batch.labels).items():
+            totals[name] = totals.get(name, 0) + value
+    metrics = {f"val_{name}": total / max(count, 1) for name, total in totals.items()} | {"val_tokens": count}
     if data.bytes_per_token is not None:
-        metrics["val_bits_per_byte"] = mean / math.log(2) / data.bytes_per_token
+        metrics["val_bits_per_byte"] = metrics["val_loss"] / math.log(2) / data.bytes_per_token
     return metrics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,34 @@ class RouterTap:
         if name.endswith(".feedforward.router"):
             self.router_logits.append(tensor)
         return apply_tap(self.tap, name, tensor)
+
+
+class Loss(Protocol):
+    """A loss that the trainer minimizes: a callable (model, inputs, labels) that returns a sum over the targets."""
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor: ...
+
+    def evaluation_loss(self) -> Loss:
+        """Return the loss that evaluation reports."""
+
+    def evaluate_batch(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
+        """Return metrics by name, "loss" among them, each summed over the targets of a batch."""
+
+
+@dataclass(frozen=True)
+class FunctionLoss:
+    """A loss given as a function (model, inputs, labels) that returns the loss summed over the targets."""
+
+    function: Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor]
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return self.function(model, inputs, labels)
+
+    def evaluation_loss(self) -> FunctionLoss:
+        return self
+
+    def evaluate_batch(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
+        return {"loss": float(self.function(model, inputs, labels))}
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,12 @@ class CrossEntropyLoss:
             balancing = [load_balancing_loss(logits, self.top_k, valid) for logits in router_tap.router_logits]
             loss = loss + self.balance * torch.stack(balancing).mean() * is_target.sum()
         return loss
+
+    def evaluate_batch(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
+        """Return the loss and the number of correct predictions of a batch, each summed over the targets."""
+        logits = self.compute_logits(model, inputs)
+        correct = (logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)
+        return {"loss": float(self.from_logits(logits, labels)), "accuracy": int(correct.sum())}
 
     def compute_logits(
         self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **options: Any

@@ -19,6 +19,9 @@ from monoblock.training import checkpoint
 from monoblock.training.optimizer import Optimizers
 
 
+OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
+
+
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
     tensors = model.state_dict()
     if not trainable_only:
@@ -112,11 +115,20 @@ def last_good_step(folder: Path) -> int | None:
     return None
 
 
-def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise FileError unless a resumed run has the model, data and recipe it was started with."""
+def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+    """Raise FileError, naming the first difference, unless a resumed run has the identity it was started with.
+
+    saved: the identity in the checkpoint.
+    current, old: the identity of the resumed run, as this version and as version 0.1 writes it.
+    """
+    if OLD_IDENTITY_KEY in saved:
+        current = old
     for key in {**saved, **current}:
         if saved.get(key) != current.get(key):
-            raise FileError(f"this run was started with another {key}; restore it, or start a new run with --out")
+            values = f" ({saved.get(key)!r}, and now {current.get(key)!r})" if "." in key and " " not in key else ""
+            raise FileError(
+                f"this run was started with another {key}{values}; restore it, or start a new run with --out"
+            )
 
 
 def environment(device: torch.device, compiled: bool, processes: int = 1) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Trainer:
     runtime: RuntimeConfig
     folder: Path
     identity: dict[str, Any] = field(default_factory=dict)
+    old_identity: dict[str, Any] = field(default_factory=dict)  # as monoblock 0.1 stored it
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     sample: Callable[[nn.Module], str] | None = None
     guard: UpdateGuard = field(default_factory=UpdateGuard)
@@ -266,7 +267,7 @@ class Trainer:
             raise FileError(f"no checkpoint in {self.folder} is intact; start a new run with --out")
         path = self.folder / f"step-{step}"
         state = checkpoint.load(path)
-        resume_state.check_same_run(state.metadata["identity"], self.identity)
+        resume_state.check_same_run(state.metadata["identity"], self.identity, self.old_identity)
         yield from self._restore(state)
         if problems:
             yield WarningEvent(f"resuming from {path.name}, the newest intact checkpoint")

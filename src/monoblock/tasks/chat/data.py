@@ -14,14 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX, EncodedDataset, RaggedArray
-from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.chat import ASSISTANT_ROLE
 from monoblock.data.readers.records import Chat
 from monoblock.errors import InputError
-from monoblock.recipes.schema import Recipe
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task_data import (
     TaskData,
+    TaskInputs,
     batch_builder,
     build_bucket_plan,
     iterate_evaluation_batches,
@@ -68,11 +67,10 @@ def _answer_span(chat: Chat, index: int, text: str, tokenizer: Tokenizer) -> tup
     return len(prompt), len(turn)
 
 
-def build_chat_data(
-    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
-) -> TaskData:
+def build_chat_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: conversations in which the tokens of the answers are labels."""
-    special = special_token_ids(tokenizer)
+    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    train, valid, special = inputs.train, inputs.valid, special_token_ids(tokenizer)
     samples, num_truncated = encode_chats(train.rows, tokenizer, context)
     validation = None if valid is None else encode_chats(valid.rows, tokenizer, context)[0]
     collate = partial(collate_chats, special=special)
@@ -100,7 +98,7 @@ def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None
     truncated = [EncodedChat(ids[:longest], labels[:longest]) for ids, labels in encoded]
     kept = [index for index, row in enumerate(truncated) if any(label != IGNORE_INDEX for label in row.labels[1:])]
     if not kept:
-        raise InputError(f"no conversation has an answer in its first {context} tokens; raise data.longest")
+        raise InputError(f"no conversation has an answer in its first {context} tokens; raise data.max_length")
     fields = {name: RaggedArray(getattr(truncated[index], name) for index in kept) for name in EncodedChat._fields}
     num_truncated = 0
     if longest is not None:

@@ -1,4 +1,4 @@
-"""Training data for the classification of texts and pairs of texts."""
+"""Training data for classification: texts, pairs of texts, or images (images.py)."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ import numpy as np
 from torch import Tensor
 
 from monoblock.data.batching.encode import encode_labelled
-from monoblock.data.corpora.load import Corpus
-from monoblock.recipes.model_config import build_model_config, has_segments
-from monoblock.recipes.schema import Recipe
+from monoblock.errors import ConfigError
+from monoblock.tasks.classification.images import build_image_data
+from monoblock.tasks.classification.section import ClassificationSection
 from monoblock.tasks.input_template import InputTemplate
 from monoblock.tasks.labels import check_labels
 from monoblock.tasks.special_tokens import special_token_ids
-from monoblock.tasks.task_data import TaskData, build_bucket_plan, iterate_evaluation_batches, truncation_note
-from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tasks.task_data import TaskData, TaskInputs, build_bucket_plan, iterate_evaluation_batches, truncation_note
 from monoblock.training.collate import SpecialTokenIds, TensorBatch, collate_classification
 
 
-def build_classification_data(
-    recipe: Recipe,
-    context: int | None,
-    tokenizer: Tokenizer,
-    train: Corpus,
-    valid: Corpus | None,
-    *,
-    labels: list[str],
-) -> TaskData:
-    """Build the training data of a recipe: texts or pairs of texts, truncated to the context, with one label each."""
-    template = InputTemplate(tokenizer, context)
-    with_segments = has_segments(build_model_config(recipe, tokenizer.vocab_size, classes=len(labels)))
-    num_truncated = 0
+def build_classification_data(inputs: TaskInputs) -> TaskData:
+    """Build training data with one label for each image, text or pair of texts; texts are truncated to the context."""
+    recipe, context, train, valid, labels = inputs.recipe, inputs.context, inputs.train, inputs.valid, inputs.labels
+    section = inputs.section(ClassificationSection)
+    if train.kind == "images":
+        return build_image_data(recipe, section, train, valid, labels)
+    if section != ClassificationSection():
+        raise ConfigError(f"classification.augment is for images, and the corpus {train.name} is text; leave it out")
+    tokenizer = inputs.text_tokenizer
+    template, with_segments, num_truncated = InputTemplate(tokenizer, context), inputs.has_segments, 0
 
     def encode(text: str, pair: str | None) -> tuple[list[int], list[int]]:
         nonlocal num_truncated

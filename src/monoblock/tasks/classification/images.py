@@ -1,4 +1,4 @@
-"""Training data for the classification of images: all pixels in one tensor, batches augmented as a whole."""
+"""Training data for the classification of images, augmented in batches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.records import LabelledImage
 from monoblock.errors import FileError, InputError
 from monoblock.recipes.schema import Recipe
+from monoblock.tasks.classification.section import ClassificationSection
 from monoblock.tasks.image_inputs import resize_hint
 from monoblock.tasks.labels import label_to_id
 from monoblock.tasks.task_data import TaskData, build_fixed_plan
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
 
 
-def build_image_data(recipe: Recipe, train: Corpus, valid: Corpus | None, labels: list[str]) -> TaskData:
+def build_image_data(
+    recipe: Recipe, options: ClassificationSection, train: Corpus, valid: Corpus | None, labels: list[str]
+) -> TaskData:
     """Build the training data of a recipe: square images of one size, augmented anew in every epoch."""
     pixels, targets = stack_images(train.rows, train.name), label_ids(train, labels)
     channels, height, width = pixels.shape[1:]
@@ -35,7 +38,7 @@ def build_image_data(recipe: Recipe, train: Corpus, valid: Corpus | None, labels
         raise FileError(f"{train.name} has training images of {needed} and validation images of {actual}; resize them")
     valid_targets = None if valid is None else label_ids(valid, labels)
     section = recipe.train
-    augmentations = {key: value for key, value in to_dict(recipe.data.augment).items() if value}
+    augmentations = {key: value for key, value in to_dict(options.augment).items() if value}
 
     def build_batch(batch: BatchIndices) -> TensorBatch:
         indices = torch.tensor(batch.indices)

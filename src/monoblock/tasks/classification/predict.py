@@ -10,6 +10,7 @@ from torch import Tensor
 
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
 from monoblock.tasks.input_template import EncodedInput
+from monoblock.tasks.labels import Prediction, top_predictions
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.long_inputs import (
     average_parts,
@@ -70,3 +71,11 @@ def predict_image_probabilities(
     loaded.check_head("classifier")
     logits = run_image_batches(loaded, images, batch, loaded.model, progress)
     return torch.cat([class_probabilities(rows) for rows in logits])
+
+
+def predict_classes(loaded: LoadedModel, inputs: Sequence[Any]) -> list[Prediction]:
+    """Return the most probable class of each text, pair of texts or image."""
+    if not len(inputs):
+        return []
+    predict: Any = predict_image_probabilities if loaded.tokenizer is None else predict_probabilities
+    return [top_predictions(loaded.labels, row, 1)[0] for row in predict(loaded, inputs)]

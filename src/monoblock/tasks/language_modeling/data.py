@@ -21,7 +21,7 @@ from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.special_tokens import special_token_ids
-from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, build_fixed_plan
+from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, TaskInputs, build_fixed_plan
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import TensorBatch, collate_causal_lm
 
@@ -33,11 +33,10 @@ def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
     return TokenDataset.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
-def build_causal_lm_data(
-    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
-) -> TaskData:
+def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: blocks of running text, with the next token as label."""
-    context = _require_context(context)
+    recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
+    context = _require_context(inputs.context)
     tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
     blocks = BlockDataset(tokens, context, packing=recipe.data.packing)
     seed = recipe.train.seed
@@ -107,16 +106,11 @@ def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:
 
 
 def build_denoising_data(
-    recipe: Recipe,
-    context: int | None,
-    tokenizer: Tokenizer,
-    train: Corpus,
-    valid: Corpus | None,
-    *,
-    collate: Callable[..., tuple[dict[str, Tensor], Tensor]],
+    inputs: TaskInputs, *, collate: Callable[..., tuple[dict[str, Tensor], Tensor]]
 ) -> TaskData:
     """Build the training data of a recipe: blocks of fixed length, whose tokens `collate` corrupts."""
-    context, special, section = _require_context(context), special_token_ids(tokenizer), recipe.train
+    recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
+    context, special, section = _require_context(inputs.context), special_token_ids(tokenizer), recipe.train
 
     def build(blocks: BlockDataset, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
         rows = [{"ids": blocks.sample(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]

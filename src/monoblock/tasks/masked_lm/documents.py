@@ -14,26 +14,26 @@ import numpy as np
 from monoblock.data.batching.plans import BatchIndices
 from monoblock.data.corpora.load import Corpus
 from monoblock.errors import InputError
-from monoblock.recipes.schema import Recipe
 from monoblock.tasks.input_template import InputTemplate
+from monoblock.tasks.masked_lm.section import CorruptionSection
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task_data import (
     EVALUATION_SEED,
     TaskData,
+    TaskInputs,
     build_bucket_plan,
     group_for_evaluation,
     truncation_note,
 )
-from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import TensorBatch, collate_masked_lm
 
 
-def build_masked_document_data(
-    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
-) -> TaskData:
+def build_masked_document_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: each row is a document, truncated to the context."""
+    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    mask_rate, valid = inputs.section(CorruptionSection).mask_rate, inputs.valid
     section, special, template = recipe.train, special_token_ids(tokenizer), InputTemplate(tokenizer, context)
-    texts = nonempty_texts(train)
+    texts = nonempty_texts(inputs.train)
     encoded = [template(ids) for ids in tokenizer.encode_batch(texts)]
     documents, num_truncated = [row.ids for row in encoded], sum(row.num_truncated > 0 for row in encoded)
     if not documents:
@@ -47,7 +47,7 @@ def build_masked_document_data(
         return {"ids": np.array(ids, np.int64), "sample": index}
 
     def collate(rows: list[dict[str, Any]], epoch: int, seed: int) -> TensorBatch:
-        inputs, labels = collate_masked_lm(rows, special, seed=seed, epoch=epoch, rate=section.mask_rate)
+        inputs, labels = collate_masked_lm(rows, special, seed=seed, epoch=epoch, rate=mask_rate)
         return TensorBatch(inputs, labels, epoch, [row["sample"] for row in rows])
 
     def build_batch(batch: BatchIndices) -> TensorBatch:

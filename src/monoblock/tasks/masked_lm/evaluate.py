@@ -71,7 +71,7 @@ def _iterate_documents(
     loaded: LoadedModel, corpus: Corpus, request: EvaluationRequest, batch: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield batches of single texts, with special tokens and truncated as in training."""
-    training_length = None if loaded.data_section is None else loaded.data_section.longest
+    training_length = None if loaded.data_section is None else loaded.data_section.max_length
     limits = (request.context or loaded.model.config.context, training_length)
     template = loaded.input_template(min((limit for limit in limits if limit is not None), default=None))
     texts = loaded.tokenizer.encode_batch(nonempty_texts(corpus))

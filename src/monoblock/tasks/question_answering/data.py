@@ -12,25 +12,23 @@ from monoblock.data.batching.encode import EncodedDataset, RaggedArray
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.records import Question
 from monoblock.errors import ConfigError
-from monoblock.recipes.model_config import build_model_config, has_segments
-from monoblock.recipes.schema import Recipe
+from monoblock.tasks.question_answering.section import QuestionAnsweringSection
 from monoblock.tasks.question_answering.windows import NO_ANSWER, QuestionEncoder, trim_spaces
 from monoblock.tasks.special_tokens import special_token_ids
-from monoblock.tasks.task_data import TaskData, batch_builder, build_bucket_plan, iterate_evaluation_batches
-from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tasks.task_data import TaskData, TaskInputs, batch_builder, build_bucket_plan, iterate_evaluation_batches
 from monoblock.training.collate import collate_question_answering
 
 
-def build_question_answering_data(
-    recipe: Recipe, context: int | None, tokenizer: Tokenizer, train: Corpus, valid: Corpus | None
-) -> TaskData:
+def build_question_answering_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe; the labels of a window are the first and last token index of the answer."""
+    recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
+    section = inputs.section(QuestionAnsweringSection)
     if recipe.train.label_smoothing:
-        raise ConfigError("train.label_smoothing has no meaning for answers, whose classes are positions; leave it out")
+        raise ConfigError("train.label_smoothing has no meaning for question answering, whose classes are positions; leave it out")
     for corpus in (train, valid):
-        _check_answers(corpus, recipe.data.impossible)
-    encoder, special = QuestionEncoder(tokenizer, context, recipe.data.stride), special_token_ids(tokenizer)
-    with_segments = has_segments(build_model_config(recipe, tokenizer.vocab_size))
+        _check_answers(corpus, section.unanswerable)
+    encoder, special = QuestionEncoder(tokenizer, inputs.context, section.stride), special_token_ids(tokenizer)
+    with_segments = inputs.has_segments
     samples = _encode_samples(train.rows, encoder, with_segments)
     note = f" ({encoder.num_truncated:,} of them cut to half a window)" if encoder.num_truncated else ""
     validation = None if valid is None else _encode_samples(valid.rows, encoder, with_segments)
@@ -45,18 +43,18 @@ def build_question_answering_data(
         summary=f"{len(train):,} questions{windows} to train on{note}",
         validation_rows=[] if valid is None else valid.rows,
         unit="ends",
-        predicts_positions=True,
     )
 
 
-def _check_answers(corpus: Corpus | None, impossible: bool) -> None:
-    """Raise ConfigError if questions have no answer and the recipe does not allow it (data.impossible)."""
-    if corpus is None or impossible:
+def _check_answers(corpus: Corpus | None, unanswerable: bool) -> None:
+    """Raise ConfigError if questions have no answer and the recipe does not allow it (question_answering.unanswerable)."""
+    if corpus is None or unanswerable:
         return
     count = sum(not row.answers for row in corpus.rows)
     if count:
         raise ConfigError(
-            f"{count:,} of {len(corpus):,} questions of {corpus.name} have no answer; write data.impossible=true"
+            f"{count:,} of {len(corpus):,} questions of {corpus.name} have no answer; "
+            "write question_answering.unanswerable=true"
         )
 
 

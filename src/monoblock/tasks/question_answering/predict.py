@@ -17,6 +17,7 @@ from monoblock.errors import InputError
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches
 from monoblock.tasks.input_template import EncodedInput
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.question_answering.section import QuestionAnsweringSection
 from monoblock.tasks.question_answering.windows import NO_ANSWER, ContextWindow, QuestionEncoder
 
 MAX_ANSWER_TOKENS = 30
@@ -53,10 +54,10 @@ def answer_questions(
     loaded.check_head("spans")
     if longest < 1 or n_best < 1:
         raise InputError(f"longest={longest} and n_best={n_best} must be positive; write 1 or more")
-    section = loaded.data_section
+    section = loaded.section(QuestionAnsweringSection)
     if impossible is None:
-        impossible = section is not None and section.impossible
-    encoder = QuestionEncoder(loaded.tokenizer, _max_length(loaded), None if section is None else section.stride)
+        impossible = section.unanswerable
+    encoder = QuestionEncoder(loaded.tokenizer, _max_length(loaded), section.stride)
     windows = []
     for index, (question, context) in enumerate(questions):
         if not context.strip():
@@ -71,9 +72,14 @@ def answer_questions(
     ]
 
 
+def best_answers(loaded: LoadedModel, questions: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the best answer to each (question, context); "" means no answer."""
+    return [spans[0].text for spans in answer_questions(loaded, questions)] if questions else []
+
+
 def _max_length(loaded: LoadedModel) -> int | None:
     """Return the length of a window in tokens: that of training, at most the context of the model; None: no limit."""
-    training_length = None if loaded.data_section is None else loaded.data_section.longest
+    training_length = None if loaded.data_section is None else loaded.data_section.max_length
     limits = (loaded.model.config.context, training_length)
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -9,30 +9,18 @@ import numpy as np
 
 from monoblock.data.batching.encode import encode_pairs
 from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan
-from monoblock.data.corpora.load import Corpus
-from monoblock.recipes.schema import Recipe
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.tags import TagAwareEncoder
-from monoblock.tasks.task_data import TaskData, build_fixed_plan, iterate_evaluation_batches, samples_per_step
-from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tasks.task_data import TaskData, TaskInputs, build_fixed_plan, iterate_evaluation_batches, samples_per_step
 from monoblock.training.collate import TensorBatch, collate_seq2seq
 
 
-def build_seq2seq_data(
-    recipe: Recipe,
-    context: int | None,
-    tokenizer: Tokenizer,
-    train: Corpus,
-    valid: Corpus | None,
-    *,
-    start_id: int | None = None,
-) -> TaskData:
-    """Build the training data of a recipe: encoded pairs, without those longer than the context or data.longest.
-
-    start_id: the first input token of the decoder; None takes the start token or, if there is none, padding.
-    """
+def build_seq2seq_data(inputs: TaskInputs) -> TaskData:
+    """Build the training data of a recipe: encoded pairs, without those longer than the context or data.max_length."""
+    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    train, valid, start_id = inputs.train, inputs.valid, inputs.decoder_start_id
     section, special = recipe.train, special_token_ids(tokenizer)
-    longest = min((n for n in (context and context - 1, recipe.data.longest) if n is not None), default=None)
+    longest = min((n for n in (context and context - 1, recipe.data.max_length) if n is not None), default=None)
     pad_to = None if section.compile != "graphs" or longest is None else longest + 1
     encode = TagAwareEncoder(tokenizer)
     samples = encode_pairs(train.rows, encode, encode, longest=longest)
@@ -55,8 +43,8 @@ def build_seq2seq_data(
         inputs, labels = collate_seq2seq(rows, special, start=start, pad_to=pad_to)
         return TensorBatch(inputs, labels, batch.epoch, batch.indices.tolist())
 
-    batch_size = None if section.tokens else samples_per_step(recipe)
-    plan: BatchPlan = BucketBatchPlan(samples.lengths, seed=section.seed, max_tokens=section.tokens, batch=batch_size)
+    batch_size = None if section.batch_tokens else samples_per_step(recipe)
+    plan: BatchPlan = BucketBatchPlan(samples.lengths, seed=section.seed, max_tokens=section.batch_tokens, batch=batch_size)
     if pad_to is not None:
         plan = build_fixed_plan(recipe, len(samples))  # batches of one shape
     evaluation = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from monoblock.data.corpora.table import CORPORA
@@ -11,20 +10,17 @@ from monoblock.data.readers.by_path import ALIGNED_SUFFIX
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
 from monoblock.metrics.text import References, accuracy, bleu, bleu_tokenized, cer, chrf
-from monoblock.recipes.schema import DataSection
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.seq2seq.pairs import collect_references, prepare_pairs
 from monoblock.tasks.seq2seq.predict import best_translations, fits_context, translate_texts
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies, tune_weight
-from monoblock.tasks.text_to_text.evaluate import evaluate_text_to_text, score_validation_texts
+from monoblock.tasks.seq2seq.section import Seq2SeqSection
 
 
 def evaluate_pairs(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
     """Evaluate translations of sentences by BLEU and chrF, of single words by accuracy and character error rate."""
-    section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
-    if section.prefix or section.tasks:
-        return evaluate_text_to_text(loaded, request, section, partial(score_translations, lowercase=request.lowercase))
+    section = loaded.section(Seq2SeqSection)
     corpus = prepare_pairs(read_corpus(request, "pairs"), section)
     evaluate = evaluate_transliteration if has_single_word_targets(corpus.rows) else evaluate_translation
     evaluation = evaluate(loaded, request, corpus.rows)
@@ -41,8 +37,7 @@ def evaluate_translation(loaded: LoadedModel, request: EvaluationRequest, rows: 
     """Evaluate the best hypothesis of each source by BLEU and chrF; `accuracy` is the percentage of exact matches."""
     texts = best_translations(loaded, [row.source for row in rows], batch=request.batch, **request.options)
     references = [[row.target] for row in rows]
-    direction = loaded.data_section.direction if loaded.data_section else "forward"
-    language = request.language or target_language(request.data, direction)
+    language = request.language or target_language(request.data, loaded.section(Seq2SeqSection).direction)
     figures = score_translations(texts, references, lowercase=request.lowercase, language=language)
     return Evaluation(figures, _build_samples(rows, [[text] for text in texts], request.samples))
 
@@ -81,7 +76,7 @@ def evaluate_transliteration(loaded: LoadedModel, request: EvaluationRequest, ro
     evaluation = Evaluation(_word_metrics(hypotheses, targets, request.n_best))
     evaluation.notes.append("each source counts once, and any target attested for it is right")
     if request.rescore:
-        section = loaded.data_section if loaded.data_section is not None else DataSection(corpus=request.data)
+        section = loaded.section(Seq2SeqSection)
         train = prepare_pairs(read_corpus(request, "pairs", "train"), section).rows
         all_references = collect_references([*rows, *train])
         evaluation.metrics["attested"] = accuracy(
@@ -115,7 +110,7 @@ def _word_metrics(hypotheses: list[list[Hypothesis]], references_per_source: lis
 
 
 def _tune_frequencies(
-    loaded: LoadedModel, request: EvaluationRequest, train: Sequence[Pair], section: DataSection
+    loaded: LoadedModel, request: EvaluationRequest, train: Sequence[Pair], section: Seq2SeqSection
 ) -> WordFrequencies:
     """Count the words of the training targets, and tune the weight of their frequencies on the validation split."""
     valid = collect_references(prepare_pairs(read_corpus(request, "pairs", "valid"), section).rows)
@@ -133,8 +128,6 @@ def score_validation_pairs(loaded: LoadedModel, rows: Sequence[Pair], count: int
 
     Without sacreBLEU, exact matches are the only metric of sentences.
     """
-    if loaded.data_section is not None and (loaded.data_section.prefix or loaded.data_section.tasks):
-        return score_validation_texts(loaded, rows, count, loaded.data_section, score_translations)
     measured = [row for row in rows[: 2 * count] if fits_context(loaded, row.source)][:count]
     if not measured:
         return {}

@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from monoblock.data.corpora.load import Corpus, load_corpus
-from monoblock.data.indic_normalization import normalize_indic
+from monoblock.data.fingerprint import fingerprint_rows
 from monoblock.data.readers.records import Pair
-from monoblock.errors import ConfigError
-from monoblock.recipes.schema import DataSection
-from monoblock.tasks.tags import script_tag
-
-NORMALIZERS: dict[str, Callable[[str], str]] = {"none": lambda text: text, "indic": normalize_indic}
-
-
-def prepare_pairs(corpus: Corpus, section: DataSection) -> Corpus:
-    """Normalize, swap and tag the pairs of a corpus as a recipe says; return a corpus of another kind unchanged."""
-    if corpus.kind != "pairs":
-        options = {"direction": section.direction != "forward", "tag": section.tag != "none", "prefix": section.prefix}
-        options |= {"synthetic": section.synthetic, "tasks": section.tasks}
-        name = next((name for name, is_set in options.items() if is_set), None)
-        if name is not None:
-            raise ConfigError(f"data.{name} needs pairs, but the corpus {corpus.name} is {corpus.kind}; leave it out")
-        return corpus
-    return replace(corpus, rows=list(_prepare_rows(corpus.rows, section)))
+from monoblock.recipes.schema import Recipe
+from monoblock.tasks.seq2seq.normalizers import NORMALIZERS
+from monoblock.tasks.seq2seq.section import Seq2SeqSection
+from monoblock.tasks.splits import CorpusSplits
+from monoblock.tasks.tags import script_tag, script_tags
 
 
-def _prepare_rows(rows: Iterable[Pair], section: DataSection) -> Iterable[Pair]:
+def prepare_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None, prefix: str = "") -> CorpusSplits:
+    """Normalize, swap and tag the pairs as a recipe says, put a prefix before each source, and add synthetic pairs."""
+    section, digests = recipe_section(recipe), dict(splits.digests)
+    train = prepare_pairs(splits.train, section, prefix)
+    synthetic = load_synthetic_pairs(section, folder)
+    if synthetic is not None:
+        digests["synthetic"] = fingerprint_rows(synthetic)
+        train = replace(train, rows=mix_pairs(train.rows, synthetic.rows, section.synthetic_ratio))
+    valid = None if splits.valid is None else prepare_pairs(splits.valid, section, prefix)
+    return replace(splits, train=train, valid=valid, digests=digests)
+
+
+def recipe_section(recipe: Recipe) -> Seq2SeqSection:
+    assert isinstance(recipe.task, Seq2SeqSection)
+    return recipe.task
+
+
+def seq2seq_special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
+    """Return the special tokens of a new tokenizer, with tokenizer.tags and the tags of the scripts of the targets."""
+    scripts = [] if recipe_section(recipe).tag == "none" else script_tags(row.target for row in train.rows)
+    return ["pad", "bos", "eos", *recipe.tokenizer.tags, *scripts]
+
+
+def prepare_pairs(corpus: Corpus, section: Seq2SeqSection, prefix: str = "") -> Corpus:
+    """Normalize, swap and tag the pairs of a corpus as a recipe says, and put a prefix before each source."""
+    return replace(corpus, rows=list(_prepare_rows(corpus.rows, section, prefix)))
+
+
+def _prepare_rows(rows: Iterable[Pair], section: Seq2SeqSection, prefix: str) -> Iterable[Pair]:
     normalize = NORMALIZERS[section.normalize]
     for source, target, frequency in rows:
         pair = Pair(normalize(source), normalize(target), frequency)
         if section.direction in ("forward", "both"):
-            yield add_source_prefix(pair, section)
+            yield add_source_prefix(pair, section, prefix)
         if section.direction in ("backward", "both"):
-            yield add_source_prefix(Pair(pair.target, pair.source, frequency), section)
+            yield add_source_prefix(Pair(pair.target, pair.source, frequency), section, prefix)
 
 
-def add_source_prefix(pair: Pair, section: DataSection) -> Pair:
-    """Put the prefix and the tag for the script of the target before the source, if the recipe asks for them."""
-    parts = [section.prefix, "" if section.tag == "none" else script_tag(pair.target), pair.source]
+def add_source_prefix(pair: Pair, section: Seq2SeqSection, prefix: str = "") -> Pair:
+    """Put a prefix and, with seq2seq.tag="script", the tag for the script of the target before the source."""
+    parts = [prefix, "" if section.tag == "none" else script_tag(pair.target), pair.source]
     return pair._replace(source=" ".join(part for part in parts if part))
 
 
-def load_synthetic_pairs(section: DataSection, data: Path | None) -> Corpus | None:
+def load_synthetic_pairs(section: Seq2SeqSection, data: Path | None) -> Corpus | None:
     """Load the synthetic pairs of a recipe as they are, neither normalized nor tagged; None if it has none."""
     if section.synthetic is None:
         return None

@@ -4,8 +4,8 @@
     translate to modern English: Ye know not.       ->  You don't know.
     question: Who wept? context: Jesus wept.        ->  Jesus
 
-A recipe has a prefix for its corpus (`[data] prefix`) and may have further tasks (`[[data.tasks]]`), all learnt by one
-model. The first word of a prefix decides which metrics are computed.
+A recipe has a prefix for its corpus (`[text_to_text] prefix`) and may have further tasks (`[[text_to_text.tasks]]`), all
+learnt by one model. The first word of a prefix decides which metrics are computed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.data.corpora.load import Corpus, Split, infer_corpus_kind, load_corpus, load_corpus_if_present
+from monoblock.data.fingerprint import fingerprint_rows
 from monoblock.data.readers.records import CorpusKind, LabelledText, Pair, Question
 from monoblock.errors import ConfigError, did_you_mean
-from monoblock.recipes.schema import DataSection, TaskSection
+from monoblock.recipes.schema import DataSection, Recipe
+from monoblock.tasks.seq2seq.pairs import prepare_splits
+from monoblock.tasks.splits import CorpusSplits, load_splits
+from monoblock.tasks.text_to_text.section import TextToTextSection
 
 NO_ANSWER = "no answer"
 
@@ -78,8 +82,36 @@ def first_word(prefix: str) -> str:
     return prefix.split()[0].rstrip(":").lower() if prefix.strip() else ""
 
 
-def load_extra_tasks(section: DataSection, split: Split, data: Path | None) -> list[Pair]:
-    """Load the rows of all `data.tasks` as pairs with prefixes; a task without this split adds no rows."""
+def load_text_splits(
+    recipe: Recipe, kinds: Sequence[CorpusKind], folder: Path | None
+) -> tuple[Corpus, Corpus | None]:
+    """Read the training and the validation rows of a recipe as pairs: labels and answers become target texts."""
+    section, corpus = _recipe_section(recipe), recipe.data.corpus
+    kind = task_corpus_kind(corpus, section.prefix, folder) if section.prefix else None
+    train, valid = load_splits(recipe, kinds, folder, kind=kind)
+    return (convert_to_pairs(train), None if valid is None else convert_to_pairs(valid)) if section.prefix else (train, valid)
+
+
+def prepare_text_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
+    """Prepare pairs as for translation, put the prefix before each source, and add the rows of the further tasks."""
+    section = _recipe_section(recipe)
+    splits = prepare_splits(splits, recipe, folder, section.prefix)
+    if not section.tasks:
+        return splits
+    train = replace(splits.train, rows=[*splits.train.rows, *load_extra_tasks(section, "train", folder)])
+    valid = splits.valid
+    if valid is not None:
+        valid = replace(valid, rows=[*valid.rows, *load_extra_tasks(section, "valid", folder)])
+    return replace(splits, train=train, valid=valid, digests={**splits.digests, "tasks": fingerprint_rows(train)})
+
+
+def _recipe_section(recipe: Recipe) -> TextToTextSection:
+    assert isinstance(recipe.task, TextToTextSection)
+    return recipe.task
+
+
+def load_extra_tasks(section: TextToTextSection, split: Split, data: Path | None) -> list[Pair]:
+    """Load the rows of all `text_to_text.tasks` as pairs with prefixes; a task without this split adds no rows."""
     rows: list[Pair] = []
     for task in section.tasks:
         kind = task_corpus_kind(task.corpus, task.prefix, data)
@@ -90,7 +122,7 @@ def load_extra_tasks(section: DataSection, split: Split, data: Path | None) -> l
         pairs = convert_to_pairs(corpus)
         if pairs.kind != "pairs":
             raise ConfigError(
-                f"data.tasks: the corpus {task.corpus} is {corpus.kind}; give pairs, labelled texts or questions"
+                f"text_to_text.tasks: the corpus {task.corpus} is {corpus.kind}; give pairs, labelled texts or questions"
             )
         rows += add_prefix(pairs.rows[: task.limit if split == "train" else None], task.prefix)
     return rows
@@ -99,17 +131,20 @@ def load_extra_tasks(section: DataSection, split: Split, data: Path | None) -> l
 # -- the task of a source ---------------------------------------------------------------------------------------------
 
 
-def prefix_for(section: DataSection, corpus: str) -> str:
-    """Return the training prefix of a corpus; for an unknown corpus, the only prefix of the recipe, "" if several."""
-    prefixes = {task.corpus: task.prefix for task in _all_tasks(section)}
-    if corpus in prefixes:
-        return prefixes[corpus]
-    return section.prefix if not section.tasks else ""
+def prefix_for(section: TextToTextSection, corpus: str, data: DataSection | None) -> str:
+    """Return the training prefix of a corpus; for an unknown corpus, the only prefix of the recipe, "" if several.
+
+    data: the [data] section that the model was trained with.
+    """
+    prefixes = {task.corpus: task.prefix for task in section.tasks}
+    if data is not None and corpus == data.corpus or not section.tasks:
+        return section.prefix
+    return prefixes.get(corpus, "")
 
 
-def group_by_task(rows: Sequence[Pair], section: DataSection) -> dict[str, list[Pair]]:
+def group_by_task(rows: Sequence[Pair], section: TextToTextSection) -> dict[str, list[Pair]]:
     """Map each prefix to the rows whose source begins with it; raise ConfigError for a source without a prefix."""
-    prefixes = sorted({task.prefix for task in _all_tasks(section)} - {""}, key=len, reverse=True)
+    prefixes = sorted({section.prefix, *(task.prefix for task in section.tasks)} - {""}, key=len, reverse=True)
     groups: dict[str, list[Pair]] = {}
     for row in rows:
         prefix = next((prefix for prefix in prefixes if row.source.startswith(prefix)), None)
@@ -122,6 +157,3 @@ def group_by_task(rows: Sequence[Pair], section: DataSection) -> dict[str, list[
         groups.setdefault(prefix, []).append(row)
     return groups
 
-
-def _all_tasks(section: DataSection) -> list[TaskSection]:
-    return [TaskSection(corpus=section.corpus, prefix=section.prefix), *section.tasks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from monoblock.data.readers.records import CorpusKind, Pair
@@ -11,9 +11,9 @@ from monoblock.errors import ConfigError
 from monoblock.metrics.rouge import rouge
 from monoblock.metrics.squad import score_answers
 from monoblock.metrics.text import accuracy
-from monoblock.recipes.schema import DataSection
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.seq2seq.evaluate import score_translations
 from monoblock.tasks.seq2seq.pairs import collect_references, prepare_pairs
 from monoblock.tasks.seq2seq.predict import best_translations, fits_context
 from monoblock.tasks.text_to_text.data import (
@@ -24,6 +24,7 @@ from monoblock.tasks.text_to_text.data import (
     prefix_for,
     task_corpus_kind,
 )
+from monoblock.tasks.text_to_text.section import TextToTextSection
 
 TEXT_CORPUS_KINDS: tuple[CorpusKind, ...] = ("pairs", "questions", "labelled")  # those that convert to pairs of texts
 MetricFunction = Callable[[list[str], list[list[str]]], dict[str, Any]]
@@ -42,16 +43,13 @@ METRICS_BY_TASK: dict[str, MetricFunction] = {
 }
 
 
-def evaluate_text_to_text(
-    loaded: LoadedModel, request: EvaluationRequest, section: DataSection, translation_metrics: MetricFunction
-) -> Evaluation:
-    """Compute the metrics of each task; with several tasks, metric names begin with the task: classify_accuracy.
-
-    translation_metrics: metrics of the tasks that are not in METRICS_BY_TASK.
-    """
-    prefix = prefix_for(section, request.data)
+def evaluate_text_to_text(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
+    """Compute the metrics of each task; with several tasks, metric names begin with the task: classify_accuracy."""
+    section = loaded.section(TextToTextSection)
+    translation_metrics = partial(score_translations, lowercase=request.lowercase)
+    prefix = prefix_for(section, request.data, loaded.data_section)
     corpus = read_corpus(request, TEXT_CORPUS_KINDS, kind=task_corpus_kind(request.data, prefix, request.folder))
-    pairs = prepare_pairs(convert_to_pairs(expand_answers(corpus)), replace(section, prefix=prefix)).rows
+    pairs = prepare_pairs(convert_to_pairs(expand_answers(corpus)), section, prefix).rows
     all_references = collect_references(pairs)
     is_question = corpus.kind == "questions"
     tasks = group_by_task(_first_targets(pairs) if is_question else pairs, section)
@@ -72,11 +70,9 @@ def _first_targets(rows: Sequence[Pair]) -> list[Pair]:
     return list({row.source: row for row in reversed(rows)}.values())[::-1]
 
 
-def score_validation_texts(
-    loaded: LoadedModel, rows: Sequence[Pair], count: int, section: DataSection, translation_metrics: MetricFunction
-) -> dict[str, float]:
+def score_validation_texts(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
     """Return metrics on the first `count` validation sources of each task that fit the context, for the model card."""
-    tasks = group_by_task(rows, section)
+    tasks = group_by_task(rows, loaded.section(TextToTextSection))
     metrics: dict[str, float] = {}
     for prefix, task_rows in tasks.items():
         measured = [row for row in task_rows[: 2 * count] if fits_context(loaded, row.source)][:count]
@@ -85,7 +81,7 @@ def score_validation_texts(
         texts = best_translations(loaded, [row.source for row in measured])
         references = [[row.target] for row in measured]
         try:
-            scores = METRICS_BY_TASK.get(first_word(prefix), translation_metrics)(texts, references)
+            scores = METRICS_BY_TASK.get(first_word(prefix), score_translations)(texts, references)
         except ConfigError:  # sacreBLEU is not installed
             continue
         numbers = {name: value for name, value in scores.items() if isinstance(value, float)}

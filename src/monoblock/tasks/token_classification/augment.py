@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from monoblock.data.readers.records import TaggedSentence
-from monoblock.recipes.schema import DataSection
 from monoblock.tasks.input_template import EncodedWords, WordEncoder
 from monoblock.tasks.token_classification.bio import extract_entities
+from monoblock.tasks.token_classification.section import TokenClassificationSection
 from monoblock.training.corruption import sample_generator
 
 NUM_SEGMENTATIONS = 32  # different segmentations of a word under BPE-dropout
@@ -24,27 +24,27 @@ class TaggedAugmenter:
     """Call with a row index and an epoch to get the augmented sentence and its encoding."""
 
     def __init__(
-        self, rows: Sequence[TaggedSentence], words: WordEncoder, section: DataSection, dropout: float, seed: int
+        self, rows: Sequence[TaggedSentence], words: WordEncoder, section: TokenClassificationSection, dropout: float, seed: int
     ) -> None:
         self.rows, self.words, self.section, self.dropout, self.seed = rows, words, section, dropout, seed
-        self.mentions = collect_mentions(rows) if section.exchange else {}
+        self.mentions = collect_mentions(rows) if section.replace_entities else {}
         self.segmentations: dict[tuple[str, int], list[int]] = {}
         tokenizer = words.tokenizer
         self.mask_id = tokenizer.mask_id if tokenizer.mask_id is not None else words.fallback_ids[0]
 
     def __call__(self, index: int, epoch: int) -> tuple[TaggedSentence, EncodedWords]:
         rng = sample_generator(self.seed, epoch, index)
-        count = int(rng.integers(1, self.section.join + 1)) if self.section.join > 1 else 1
-        rows = replace_mentions(self.rows[index : index + count], self.mentions, self.section.exchange, rng)
+        count = int(rng.integers(1, self.section.join_rows + 1)) if self.section.join_rows > 1 else 1
+        rows = replace_mentions(self.rows[index : index + count], self.mentions, self.section.replace_entities, rng)
         rows = [
-            uppercase_row(row) if self.section.capitals and rng.random() < self.section.capitals else row
+            uppercase_row(row) if self.section.uppercase_rows and rng.random() < self.section.uppercase_rows else row
             for row in rows
         ]
         pieces = [[self._encode_word(word, rng) for word in row.words] for row in rows]
         return concatenate_rows(rows), self.words.encode_pieces(self.words.join_rows(pieces))
 
     def _encode_word(self, word: str, rng: np.random.Generator) -> list[int]:
-        if self.section.hide and rng.random() < self.section.hide:
+        if self.section.mask_words and rng.random() < self.section.mask_words:
             return [self.mask_id]
         if not self.dropout:
             return self.words.encode_word(word)

@@ -10,15 +10,14 @@ import numpy as np
 
 from monoblock.data.batching.encode import EncodedDataset, align_labels, encode_tagged
 from monoblock.data.batching.plans import BatchIndices, BatchPlan
-from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.records import TaggedSentence
-from monoblock.recipes.schema import Recipe
 from monoblock.tasks.input_template import InputTemplate, WordEncoder
 from monoblock.tasks.labels import check_labels, label_to_id
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task_data import (
     Collate,
     TaskData,
+    TaskInputs,
     batch_builder,
     build_bucket_plan,
     build_fixed_plan,
@@ -27,20 +26,14 @@ from monoblock.tasks.task_data import (
 )
 from monoblock.tasks.token_classification.augment import TaggedAugmenter, concatenate_rows, group_rows
 from monoblock.tasks.token_classification.bio import is_iob1, to_bio
-from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tasks.token_classification.section import TokenClassificationSection
 from monoblock.training.collate import TensorBatch, collate_token_classification
 
 
-def build_token_classification_data(
-    recipe: Recipe,
-    context: int | None,
-    tokenizer: Tokenizer,
-    train: Corpus,
-    valid: Corpus | None,
-    *,
-    labels: list[str],
-) -> TaskData:
+def build_token_classification_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe; the first token of a word has its label. IOB1 labels become BIO."""
+    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    train, valid, labels = inputs.train, inputs.valid, inputs.labels
     words = WordEncoder(tokenizer, InputTemplate(tokenizer, context))
     rows, validation_rows = train.rows, [] if valid is None else valid.rows
     note = ""
@@ -52,14 +45,14 @@ def build_token_classification_data(
         note = "; labels turned from IOB1 into BIO"
     if valid is not None:
         check_labels(valid, (row.labels for row in validation_rows), labels)
-    section, dropout = recipe.data, recipe.tokenizer.dropout
+    section, dropout = inputs.section(TokenClassificationSection), recipe.tokenizer.dropout
     samples = encode_tagged(rows, words, labels)
     num_truncated = sum(len(words(row.words).word_positions) < len(row.words) for row in rows)
-    validation = None if valid is None else _encode_validation_rows(validation_rows, section.join, words, labels)
+    validation = None if valid is None else _encode_validation_rows(validation_rows, section.join_rows, words, labels)
     special = special_token_ids(tokenizer)
     collate = partial(collate_token_classification, special=special)
-    build_batch, plan = batch_builder(samples, collate), _build_plan(recipe, samples, len(rows))
-    if section.join > 1 or section.exchange or section.hide or section.capitals or dropout:
+    build_batch, plan = batch_builder(samples, collate), _build_plan(inputs, samples, len(rows))
+    if section.changes_rows or dropout:
         augmenter = TaggedAugmenter(rows, words, section, dropout, recipe.train.seed)
         build_batch = _augmented_batch_builder(augmenter, labels, collate)
     return TaskData(
@@ -77,9 +70,11 @@ def build_token_classification_data(
     )
 
 
-def _build_plan(recipe: Recipe, samples: EncodedDataset, num_rows: int) -> BatchPlan:
+def _build_plan(inputs: TaskInputs, samples: EncodedDataset, num_rows: int) -> BatchPlan:
     """Return a plan that buckets rows by length, or a fixed plan if rows are joined, as their lengths then vary."""
-    return build_fixed_plan(recipe, num_rows) if recipe.data.join > 1 else build_bucket_plan(recipe, samples.lengths)
+    if inputs.section(TokenClassificationSection).join_rows > 1:
+        return build_fixed_plan(inputs.recipe, num_rows)
+    return build_bucket_plan(inputs.recipe, samples.lengths)
 
 
 def _encode_validation_rows(

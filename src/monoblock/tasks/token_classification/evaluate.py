@@ -33,6 +33,7 @@ from monoblock.tasks.token_classification.predict import (
     has_punctuation_labels,
     predict_word_probabilities,
 )
+from monoblock.tasks.token_classification.section import TokenClassificationSection
 
 SENTENCES_PER_ROW = 20  # sentences are short, so this many are scored for each row requested
 CONTEXT_WORDS = 5  # shown on either side of a mistake
@@ -87,7 +88,7 @@ def score_validation_tags(loaded: LoadedModel, rows: Sequence[TaggedSentence], c
 
 def _predict_probabilities(loaded: LoadedModel, rows: Sequence[TaggedSentence], batch: int = 64) -> list[Tensor]:
     """Return the probabilities (words, classes) of each row, with as many rows joined as in training."""
-    join = loaded.data_section.join if loaded.data_section is not None else 1
+    join = loaded.section(TokenClassificationSection).join_rows
     return predict_word_probabilities(loaded, [row.words for row in rows], batch=batch, long="split", join=join)
 
 

@@ -84,6 +84,11 @@ def tag_words(
     ]
 
 
+def tag_texts(loaded: LoadedModel, texts: Sequence[str | Sequence[str]]) -> list[TaggedText]:
+    """Label every word of each text or list of words, and find its entities or restore its punctuation."""
+    return tag_words(loaded, [split_words(loaded, text) for text in texts])
+
+
 def _tag_row(class_names: Sequence[str], words: Sequence[str], probabilities: Tensor) -> TaggedText:
     label_ids = decode_labels(class_names, probabilities)
     labels = [class_names[label] for label in label_ids]

@@ -1,0 +1,79 @@
+"""The identity of a run: the recipe, data, weights and tokenizer that must not change when it is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.schema import to_dict
+from monoblock.recipes.old_keys import RENAMED_KEYS, to_old_tables
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.recipe import known_tasks
+from monoblock.runs.warm_start import WarmStart
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData
+
+# Keys of [train] that a resumed run may change.
+CHANGEABLE_ON_RESUME = (
+    "steps",
+    "epochs",
+    "save_every",
+    "eval_every",
+    "sample_every",
+    "keep_checkpoints",
+    "workers",
+    "device",
+    "compile",
+    "eval_batches",
+    "load_best",
+)
+
+
+def run_identity(
+    recipe: Recipe, task: Task, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
+) -> dict[str, Any]:
+    """Return what must not change on resuming: each key of the recipe with its value, and digests of the rest."""
+    tables = recipe.to_tables()
+    sections = ("train", "data", "model", task.name, *(["lora"] if recipe.lora.rank else []))
+    values = {key: value for name in sections for key, value in _flatten(tables.get(name, {}), name)}
+    for key in CHANGEABLE_ON_RESUME:
+        values.pop(f"train.{key}", None)
+    return values | {"model configuration": json_digest(to_dict(config))} | _data_digests(task_data, start)
+
+
+def old_run_identity(
+    recipe: Recipe, task: Task, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
+) -> dict[str, Any]:
+    """Return the identity as monoblock 0.1 stored it: a digest of each section under its former keys."""
+    tables = to_old_tables(recipe, task, known_tasks(task))
+    old_names = {new: old for old, new in RENAMED_KEYS.items()}
+    changeable = {old_names.get(f"train.{key}", f"train.{key}").removeprefix("train.") for key in CHANGEABLE_ON_RESUME}
+    training = {key: value for key, value in tables["train"].items() if key not in changeable}
+    parts = {"model": to_dict(config), "training recipe": training, "corpus": tables["data"]}
+    parts |= {"adapter": to_dict(recipe.lora)} if recipe.lora.rank else {}
+    return {key: json_digest(value) for key, value in parts.items()} | _data_digests(task_data, start)
+
+
+def _data_digests(task_data: TaskData, start: WarmStart | None) -> dict[str, Any]:
+    digests: dict[str, Any] = {
+        f"content of data.corpus, split {split}": digest for split, digest in task_data.content_digests.items()
+    }
+    if start is not None:
+        digests["set of weights in model.folder"] = start.digest
+    return digests | {"tokenizer": task_data.tokenizer.fingerprint if task_data.tokenizer is not None else None}
+
+
+def _flatten(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested tables as section.key, each with its value."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}.{key}")
+        else:
+            yield f"{path}.{key}", value
+
+
+def json_digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

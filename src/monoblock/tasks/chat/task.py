@@ -1,0 +1,20 @@
+"""Chat: answer as the assistant in conversations."""
+
+from __future__ import annotations
+
+from monoblock.tasks.chat.data import build_chat_data
+from monoblock.tasks.chat.evaluate import evaluate_chat
+from monoblock.tasks.task import Task, TrainingDefaults
+
+CHAT = Task(
+    name="chat",
+    about="answer as the assistant in conversations",
+    build_data=build_chat_data,
+    corpus_kinds=("chat",),
+    special_tokens=lambda recipe, train: ["pad", "eos"],
+    evaluate=evaluate_chat,
+    metrics=("loss", "perplexity"),
+    decoding="sampling",
+    verb="chat",
+    defaults=TrainingDefaults(3, 8, 1024),
+)

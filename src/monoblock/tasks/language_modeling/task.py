@@ -1,0 +1,27 @@
+"""Causal language modeling: predict the next token of running text."""
+
+from __future__ import annotations
+
+from monoblock.data.corpora.load import Corpus
+from monoblock.recipes.schema import Recipe
+from monoblock.tasks.language_modeling.data import build_causal_lm_data
+from monoblock.tasks.language_modeling.evaluate import evaluate_language_model
+from monoblock.tasks.task import Task, TrainingDefaults
+
+
+def _special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
+    return ["eos"] if len(train) > 1 else []  # a single text never ends
+
+
+CAUSAL_LM = Task(
+    name="causal_lm",
+    about="predict the next token of running text",
+    build_data=build_causal_lm_data,
+    special_tokens=_special_tokens,
+    evaluate=evaluate_language_model,
+    metrics=("loss", "perplexity", "bits_per_byte"),
+    decoding="sampling",
+    verb="generate",
+    defaults=TrainingDefaults(1, 8, 512),
+    old_names=("causal",),
+)

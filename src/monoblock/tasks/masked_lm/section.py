@@ -1,0 +1,16 @@
+"""The recipe section of the tasks that restore corrupted tokens: [masked_lm] and [span_corruption]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monoblock.config.schema import check_fraction, check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorruptionSection:
+    mask_rate: float = 0.15  # fraction of the tokens that are masked
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fraction(self, "mask_rate")

@@ -1,0 +1,17 @@
+"""The recipe section [question_answering]: windows of long contexts, and questions without an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monoblock.config.schema import check_at_least, check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnsweringSection:
+    stride: int | None = None  # tokens between the windows of a long context; None: half a window
+    unanswerable: bool = False  # questions may have no answer (SQuAD 2.0)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "stride")

@@ -1,0 +1,20 @@
+"""Span corruption: restore spans of running text that were replaced by sentinels (Raffel et al. 2020)."""
+
+from __future__ import annotations
+
+from monoblock.tasks.masked_lm.section import CorruptionSection
+from monoblock.tasks.span_corruption.data import build_span_corruption_data
+from monoblock.tasks.task import Task, TrainingDefaults
+
+SPAN_CORRUPTION = Task(
+    name="span_corruption",
+    about="restore spans of running text that were replaced by sentinels",
+    build_data=build_span_corruption_data,
+    families=("encoder-decoder",),
+    section=CorruptionSection,
+    special_tokens=lambda recipe, train: ["pad", "eos", "sentinels=100"],
+    required_tokens=("sentinels",),
+    defaults=TrainingDefaults(1, 16, 512),
+    old_names=("spans",),
+    old_keys={"train.mask_rate": "mask_rate"},
+)
