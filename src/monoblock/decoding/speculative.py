@@ -11,14 +11,15 @@ passes differs.  A draft model samples with the same uniform numbers, so it agre
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
-from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.backends.protocol import RollbackState
+from monoblock.decoding.backends.select import Backend, choose_backend
 from monoblock.decoding.batch_filters import Filters, choose_tokens, uniform_numbers
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows
@@ -143,7 +144,7 @@ class DraftModel:
 
     After a rejected proposal it proposes fewer tokens, until it is right again.  `max_checked` limits the tokens of all
     rows together that the model checks in one pass, including the newest token of each row; it is ignored if it leaves
-    no proposal for every row.
+    no proposal for every row.  The draft runs in evaluation mode, like the model it proposes for.
     """
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
@@ -152,6 +153,7 @@ class DraftModel:
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
         self.num_proposals = max_proposals  # of the next call
         self.proposed = self.accepted = 0  # tokens, of all rows
+        self.backend: Backend | None = None
         self.state: CachedDecoderState | None = None
         self.known_lengths: list[int] = []  # tokens of each row before the last proposal
         self.proposal_length = 0  # of the last proposal
@@ -165,9 +167,15 @@ class DraftModel:
         limit = self.model.config.context
         if limit is not None and limit < capacity and self.model.config.input.kind == "tokens":
             capacity = min(capacity, limit)
-        copy = get_inference_copy(self.model)
-        self.state = CachedDecoderState(copy, capacity, rows_per_prompt, prefill_chunk=None)
-        self.num_proposals = self.max_proposals
+        self.backend = choose_backend(self.model)
+        state = self.backend.make_state(capacity, rows_per_prompt, prefill_chunk=None, speculative=True)
+        assert isinstance(state, CachedDecoderState)
+        self.state, self.num_proposals = state, self.max_proposals
+
+    def _inference(self) -> AbstractContextManager[object]:
+        """Return the context manager for every use of the draft: no gradients, evaluation mode."""
+        assert self.backend is not None
+        return self.backend.inference()
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         assert self.state is not None
@@ -177,13 +185,21 @@ class DraftModel:
             raise InputError(
                 f"a prompt of {longest} tokens is too long for the draft's context of {limit}; leave out the draft"
             )
-        self.state.prefill(prompts)
+        with self._inference():
+            self.state.prefill(prompts)
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
         assert self.state is not None
-        self.state.reorder(rows, sources)
+        with self._inference():
+            self.state.reorder(rows, sources)
 
     def propose(
+        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
+    ) -> Tensor:
+        with self._inference():
+            return self._propose(rows, requests, max_tokens, active)
+
+    def _propose(
         self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
     ) -> Tensor:
         assert self.state is not None
@@ -235,5 +251,6 @@ class DraftModel:
                 known + max(0, min(count, self.proposal_length) - 1)
                 for known, count in zip(self.known_lengths, gained, strict=True)
             ]
-            self.state.cache.truncate(torch.tensor(lengths, device=self.state.device))
+            with self._inference():
+                self.state.cache.truncate(torch.tensor(lengths, device=self.state.device))
             self.num_proposals = min(self.max_proposals, max(1, 2 * (sum(accepted) // len(accepted)) + 1))

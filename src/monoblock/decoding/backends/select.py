@@ -117,7 +117,8 @@ class TransformerBackend:
 
     def inference(self) -> AbstractContextManager[object]:
         stack = ExitStack()
-        stack.enter_context(torch.inference_mode() if self.is_plain else torch.no_grad())
+        stack.enter_context(torch.inference_mode(self.is_plain))  # left by a draft that needs no_grad
+        stack.enter_context(torch.no_grad())
         if self.prepared is None:
             stack.enter_context(evaluation_mode(self.model))
         return stack
