@@ -74,7 +74,7 @@ def _has_replaced_method(kind: type) -> bool:
 
 
 def _is_defined_in(attribute: object, module: str) -> bool:
-    """Return whether a function, method or property comes from the source of a module; True for all other attributes."""
+    """Return whether a function, method or property comes from the source of a module; True for other attributes."""
     function = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
     while isinstance(function, FunctionType) and function.__globals__["__name__"] == "torch.utils._contextlib":
         function = function.__wrapped__  # type: ignore[attr-defined]  # under torch.no_grad()
