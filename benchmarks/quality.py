@@ -24,8 +24,8 @@ import torch
 from monoblock.accounting.report import account
 from monoblock.data.corpora.table import CORPORA
 from monoblock.nn.lstm import Recurrent
-from monoblock.recipes.parse import read_recipe
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.runs.train import Run, prepare_run
 from monoblock.tasks.language_modeling.data import build_test_data
 from monoblock.tasks.task_data import validate

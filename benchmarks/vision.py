@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from _runs import Metrics, add_arguments, collect_rows, format_tables, run_folder, train_or_load
 
-from monoblock.recipes.parse import read_recipe
 from monoblock.runs.evaluate import evaluate
+from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.training import metrics_file
 

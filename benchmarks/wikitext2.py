@@ -24,8 +24,7 @@ from quality import train
 
 from monoblock.accounting.lstm_matching import matching_config
 from monoblock.config.model import ModelConfig
-from monoblock.recipes.model_config import build_model_config
-from monoblock.recipes.parse import read_recipe
+from monoblock.runs.recipe import build_model_config, read_recipe
 
 WORDS = 33_278  # size of the published vocabulary
 ALIGNMENT = 8  # tensor cores need sizes divisible by 8

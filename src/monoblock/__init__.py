@@ -77,17 +77,18 @@ _HOME = {
 }
 
 # Old name -> new name; the old one still works in this release, with a warning.
-_RENAMED = {"Where": "TokenPositions", "interpolated": "interpolate", "quantized": "quantize"}
+_RENAMED = {"interpolated": "interpolate", "quantized": "quantize"}
+# The same for a class whose arguments were renamed too: the old class is kept in the module of the new one.
+_RENAMED_WITH_ARGUMENTS = {"Where": "TokenPositions"}
 
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    public_name = name
-    if name in _RENAMED:
+    public_name = {**_RENAMED, **_RENAMED_WITH_ARGUMENTS}.get(name, name)
+    if public_name != name:
         from warnings import warn
 
-        public_name = _RENAMED[name]
         warn(
             f"monoblock.{name} is now monoblock.{public_name}; the old name will be removed in the next release",
             DeprecationWarning,
@@ -97,7 +98,8 @@ def __getattr__(name: str) -> Any:
         from monoblock.errors import did_you_mean
 
         raise AttributeError(f"module 'monoblock' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-    value = getattr(import_module(f"monoblock.{_HOME[public_name]}"), public_name)
+    module = import_module(f"monoblock.{_HOME[public_name]}")
+    value = getattr(module, name if name in _RENAMED_WITH_ARGUMENTS else public_name)
     globals()[name] = value  # later uses are plain lookups, so that the warning comes once
     return value
 

@@ -337,7 +337,7 @@ def test_a_folder_may_use_any_name_of_a_split(tmp_path):
     assert corpus.labels() == ["neg"]
     assert len(load_corpus(tmp_path / "c", "all", kind="labelled")) == 2
     assert load_corpus("c", "train", folder=tmp_path, kind="labelled").rows == [LabelledText("good", "pos")]
-    with pytest.raises(FileError, match="no split 'test': it holds no test"):
+    with pytest.raises(FileError, match="no split 'test'; add a file named test"):
         load_corpus(tmp_path / "c", "test")
 
 
@@ -371,7 +371,7 @@ def test_texts_yields_what_a_tokenizer_is_trained_on(tmp_path):
         ("nothing/like/this", "train", {}, "monoblock ls corpora"),
         ("kjv", "dev", {}, "split='dev' is unknown; write train, valid, test or all"),
         ("shakespeare", "test", {}, "has no split 'test'; it has train, valid"),
-        ("multi30k", "train", {}, "put multi30k/{split}.de-en into the folder of --data"),
+        ("multi30k", "train", {}, "put multi30k/{split}.de-en into the folder given with --data"),
         ("a.xyz", "all", {}, "a.xyz ends in none of .txt"),
         ("a.xyz", "all", {"kind": "pear"}, "kind='pear' is unknown; did you mean 'pairs'"),
         ("short.tsv", "train", {}, "is empty; add at least one row"),

@@ -57,7 +57,7 @@ def test_a_file_is_downloaded_once_and_leaves_no_temporary_file(server, tmp_path
 @pytest.mark.parametrize(
     ("path", "sha256", "message"),
     [
-        ("/file", "0" * 64, "and not 000000000000…; it was deleted"),
+        ("/file", "0" * 64, "but 000000000000… was expected, so it was deleted"),
         ("/broken", SHA256, "broke off after 152,500 of 305,000 bytes"),
         ("/missing", SHA256, "Not Found.*--data"),
     ],
@@ -78,7 +78,7 @@ def test_a_refused_connection_raises_one_line(tmp_path):
 def test_a_damaged_copy_is_deleted_with_a_message(server, tmp_path):
     target = tmp_path / "b.txt"
     target.write_bytes(b"half")
-    with pytest.raises(FileError, match="deleted, so run this again"):
+    with pytest.raises(FileError, match="deleted, so try again"):
         download(server.url + "/file", SHA256, target)
     assert not target.exists()
     assert download(server.url + "/file", SHA256, target).read_bytes() == CONTENT

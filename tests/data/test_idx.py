@@ -83,7 +83,7 @@ BAD = [
     (IMAGES + b"x", LABELS, "more bytes than the 7×3×5 that its header states"),
     (HUGE, LABELS, "bytes that its header states"),
     (struct.pack(">BBBB3I", 0, 0, 8, 3, 2, 0, 5), LABELS, "states the shape 2×0×5; no size may be 0"),
-    (IMAGES, idx_bytes(np.zeros(5)), "holds 7 images and train-labels-idx1-ubyte"),
+    (IMAGES, idx_bytes(np.zeros(5)), "holds 7 images, but train-labels-idx1-ubyte"),
 ]
 
 

@@ -137,8 +137,8 @@ def test_aligned_files_of_different_lengths_name_the_shorter(write_file):
     ("arrays", "message"),
     [
         ({"images": np.zeros((2, 3, 5))}, "lacks the array 'labels'"),
-        ({"images": np.zeros((2, 3)), "labels": np.zeros(2, int)}, "write images \\(count, height, width\\)"),
-        ({"images": np.zeros((2, 3, 5)), "labels": np.zeros(3, int)}, "write images \\(count"),
+        ({"images": np.zeros((2, 3)), "labels": np.zeros(2, int)}, "give images of shape \\(count, height, width\\)"),
+        ({"images": np.zeros((2, 3, 5)), "labels": np.zeros(3, int)}, "give images of shape \\(count"),
         ({"images": np.zeros((0, 3, 5)), "labels": np.zeros(0, int)}, "give at least one"),
         ({"images": np.array([[[object()]]]), "labels": np.zeros(1, int)}, "not a .npz file of plain arrays"),
     ],

@@ -104,5 +104,5 @@ def test_a_draft_keeps_its_training_mode_and_is_left_out_for_prompts_beyond_its_
         assert draft.training
     engine = Engine(model, proposer=DraftModel(draft.eval()))
     engine.add(list(range(13)))
-    with pytest.raises(InputError, match="too long for the draft's context of 13"):
+    with pytest.raises(InputError, match="too long for the draft model's context of 13"):
         engine.step()

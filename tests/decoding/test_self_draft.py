@@ -181,7 +181,7 @@ INVALID = {
         lambda m: Engine(m, use_cache=False, proposer=DraftModel(m)),
         "use_cache=True",
     ),
-    "a quantized model": (lambda m: mb.quantize(m).generate(IDS, draft="8-bit"), "has 8 bits already"),
+    "a quantized model": (lambda m: mb.quantize(m).generate(IDS, draft="8-bit"), "quantized to 8 bits already"),
     "another kind, in an engine": (lambda m: Engine(m).add([1], Settings(draft="fast")), "draft='fast' is not valid"),
     "an LSTM": (
         lambda m: Engine(lstm(), capacity=9).add([1], Settings(draft="8-bit")),

@@ -132,7 +132,7 @@ def test_word_dropout_leaves_gradients_of_a_deep_model_their_size():
 def test_an_id_outside_the_vocabulary_is_named(wrong):
     ids = IDS.clone()
     ids[1, 3] = wrong
-    with pytest.raises(InputError, match=rf"id {wrong} is outside the vocabulary of 11 \(0 to 10\)"):
+    with pytest.raises(InputError, match=rf"id {wrong} is outside the vocabulary of 11 tokens \(0 to 10\)"):
         build().check_inputs(ids, arange_positions(T))
 
 

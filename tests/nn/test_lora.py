@@ -105,7 +105,7 @@ def test_cross_attention_and_both_stacks_are_reached():
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(["qeury"], "did you mean 'query'"), (["c_attn"], "'c_attn' is no projection"), (["head"], "no projection")],
+    [(["qeury"], "did you mean 'query'"), (["c_attn"], "'c_attn' matches no projection"), (["head"], "no projection")],
 )
 def test_a_target_that_does_not_exist_is_refused_and_nothing_is_touched(targets, message):
     model = small_model()

@@ -272,7 +272,7 @@ def test_a_tap_changes_attention_in_a_step_and_is_refused_in_a_full_pass(transla
     first = lambda name, weights: torch.zeros_like(weights).index_fill(1, torch.tensor([0]), 1.0)
     plain, patched = translator.step(target[:, 0], None, memory), translator.step(target[:, 0], None, memory, tap=first)
     assert not torch.equal(plain[0], patched[0])
-    with pytest.raises(mb.InputError, match=r"change it in model\.step"):
+    with pytest.raises(mb.InputError, match=r"replace them in model\.step"):
         translator(source, target, tap=first)
 
 
@@ -362,7 +362,9 @@ def test_masks_must_fit_and_leave_a_token(language_model):
 def test_ids_outside_the_vocabulary_are_named(language_model, wrong):
     ids = random_ids(B, T)
     ids[1, 3] = wrong
-    with pytest.raises(mb.InputError, match=f"ids holds the id {wrong}, outside the vocabulary; .* 0 to {V - 1}"):
+    with pytest.raises(
+        mb.InputError, match=f"the id {wrong}, which is not in the vocabulary; .* 0 to {V - 1}"
+    ):
         language_model(ids)
 
 
@@ -376,7 +378,7 @@ def test_each_side_has_its_own_vocabulary(translator):
 
 @pytest.mark.parametrize("ids", [torch.zeros(B, T), torch.zeros(T, dtype=torch.long), torch.zeros(B, 0).long()])
 def test_ids_are_whole_numbers_in_rows(language_model, ids):
-    with pytest.raises(mb.InputError, match=r"give whole numbers \(B, T\)"):
+    with pytest.raises(mb.InputError, match=r"give whole numbers of shape \(B, T\)"):
         language_model(ids)
 
 
@@ -391,7 +393,7 @@ def test_a_call_of_the_other_kind_is_refused(language_model, translator):
         "forward_with_state is for kind='language_model'": lambda: translator.forward_with_state(ids),
         "a language model takes none": lambda: language_model.step(ids[:, 0], None, translator.encode(ids)),
         "needs memory=model.encode": lambda: translator.step(target[:, 0]),
-        "give them in pairs": lambda: translator(ids[:1], target),
+        "give one source for each target": lambda: translator(ids[:1], target),
         "state has shape": lambda: language_model(ids, state=translator.initial_state(translator.encode(ids[:1]))),
     }
     for message, call in calls.items():

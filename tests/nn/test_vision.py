@@ -118,7 +118,7 @@ def test_rotary_positions_need_no_table():
 @pytest.mark.parametrize(
     ("config", "image", "message"),
     [
-        (lambda: mb.vit(**SIZES), 14, "image=14 cannot be cut into patches of 4; try image=16"),
+        (lambda: mb.vit(**SIZES), 14, "image=14 cannot be cut into whole patches of 4 pixels; try image=16"),
         (lambda: mb.vit(**SIZES), 0, "try image=4"),
         (lambda: mb.gpt(vocab=11, width=12, depth=1, heads=2, context=8), 12, "no patch positions to interpolate"),
     ],
@@ -258,4 +258,4 @@ def test_images_of_another_size_are_refused_unless_positions_are_interpolated(tr
     right = (logits.argmax(-1).numpy() == images["labels"]).mean()
     assert result["accuracy"] == pytest.approx(100 * right)
     assert run(["evaluate", model, str(trained), "--interpolate", "15"]) in (1, 2)
-    assert "image=15 cannot be cut into patches of 2; try image=16" in capsys.readouterr().err
+    assert "image=15 cannot be cut into whole patches of 2 pixels; try image=16" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def command(
     else:
         note = f"; skipped {skipped:,} lines that are empty or longer than the context" if skipped else ""
         click.echo(f"Saved {out}: {count:,} pairs{note}")
-    suggest_next(f"train RECIPE data.synthetic={shlex.quote(str(out))} data.ratio=1")
+    suggest_next(f"train RECIPE seq2seq.synthetic={shlex.quote(str(out))} seq2seq.synthetic_ratio=1")
 
 
 def _read_sentences(monolingual: str) -> Iterable[str]:

@@ -20,7 +20,7 @@ RECIPE_KEYS = {
     "alpha": "lora.alpha",
     "targets": "lora.targets",
     "bits": "lora.bits",
-    "freeze": "train.freeze",
+    "freeze": "train.freeze_layers",
     "layer_decay": "train.layer_decay",
 }
 LORA_OPTIONS = ("rank", "alpha", "targets", "bits")

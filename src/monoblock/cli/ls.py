@@ -15,7 +15,8 @@ SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the recipe sets the size o
 
 
 def _list_recipes() -> list[Record]:
-    from monoblock.recipes.parse import list_recipes, read_recipe
+    from monoblock.recipes.parse import list_recipes
+    from monoblock.runs.recipe import read_recipe
 
     return [
         {
@@ -33,10 +34,11 @@ def _list_recipes() -> list[Record]:
 def _count_parameters(recipe: Any) -> int | None:
     """Return the number of parameters of a recipe's model; None if it depends on the data (vocabulary or classes)."""
     from monoblock.accounting.report import account
-    from monoblock.recipes.model_config import build_model_config
+    from monoblock.config.parts import HEADS_WITH_CLASSES
+    from monoblock.runs.recipe import build_model_config, task_of_recipe
 
     if (
-        recipe.train.objective in ("classify", "label")
+        task_of_recipe(recipe).head in HEADS_WITH_CLASSES
         or recipe.tokenizer.kind not in SIZED_TOKENIZERS
         or recipe.tokenizer.folder
     ):
@@ -90,11 +92,11 @@ def _list_runs() -> list[Record]:
 def _describe_run(folder: Path) -> Record:
     """Describe a run folder; a value is None (steps: 0) if the file it is read from is missing or unreadable."""
     from monoblock.errors import MonoblockError
-    from monoblock.recipes.parse import read_recipe
+    from monoblock.runs.recipe import read_recipe
     from monoblock.training import metrics_file
 
     try:
-        recipe = read_recipe(str(folder / "recipe.toml"))
+        recipe = read_recipe(folder / "recipe.toml", warn=False)
     except (MonoblockError, OSError, ValueError):
         recipe = None
     try:

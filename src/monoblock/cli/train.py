@@ -35,7 +35,7 @@ def command(
     tensorboard: bool,
     as_json: bool,
 ) -> None:
-    from monoblock.recipes.parse import read_recipe
+    from monoblock.runs.recipe import read_recipe
 
     resolved = read_recipe(recipe, overrides)
     if dry_run:

@@ -1,1 +1,1 @@
-"""Read corpora and files, and build batches of token ids; the order is a pure function of (seed, epoch, index)."""
+"""Read corpora and files, and build batches of token ids in an order that depends only on the seed and the step."""

@@ -1,4 +1,4 @@
-"""Download a file once: to a temporary file that is checked by SHA-256 and then renamed."""
+"""Download a file to a temporary name, check its SHA-256 and rename it, so that no incomplete file is ever used."""
 
 import hashlib
 import os
@@ -13,18 +13,23 @@ from typing import IO
 from monoblock.errors import FileError
 
 CHUNK_BYTES = 2**20
-TIMEOUT_SECONDS = 30.0  # without a byte
+TIMEOUT_SECONDS = 30.0  # the longest wait for the next bytes
 
 
 def download(url: str, sha256: str, path: str | Path) -> Path:
-    """Download `url` to `path` unless it exists, and return `path`; only a file with this SHA-256 is accepted."""
+    """Download `url` to `path`, unless the file exists already, and return `path`.
+
+    A file whose SHA-256 is not `sha256` is deleted, and FileError is raised.
+    """
     path = Path(path)
     if path.is_file():
         actual = _sha256(path)
         if actual == sha256:
             return path
         path.unlink()
-        raise FileError(f"{path} had SHA-256 {actual[:12]}… and not {sha256[:12]}…; it was deleted, so run this again")
+        raise FileError(
+            f"{path} had SHA-256 {actual[:12]}…, but {sha256[:12]}… was expected; the file was deleted, so try again"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as part:
@@ -40,8 +45,8 @@ def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> 
         actual = _write_response(url, part)
         if actual != sha256:
             raise FileError(
-                f"{url} gave a file with SHA-256 {actual[:12]}… and not {sha256[:12]}…; it was deleted, "
-                f"so give a local file with --data instead"
+                f"the file at {url} has SHA-256 {actual[:12]}…, but {sha256[:12]}… was expected, so it was deleted; "
+                f"put the right file into a folder of corpora and give the folder with --data"
             )
         part.flush()
         os.fsync(part.fileno())
@@ -51,7 +56,7 @@ def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> 
 
 
 def _write_response(url: str, part: IO[bytes]) -> str:
-    """Download `url` into the open file `part`; return the SHA-256 of its content."""
+    """Download `url` into the open file `part` and return the SHA-256 of the downloaded bytes."""
     digest = hashlib.sha256()
     for chunk in _read_chunks(url):
         digest.update(chunk)
@@ -69,12 +74,15 @@ def _read_chunks(url: str) -> Iterator[bytes]:
                 yield chunk
     except (OSError, HTTPException) as problem:
         if isinstance(problem, urllib.error.HTTPError):
-            problem.close()  # it is the response itself, with an open connection
+            problem.close()  # an HTTPError is also the response, and its connection is still open
         reason = getattr(problem, "reason", None) or problem
-        raise FileError(f"{url} cannot be downloaded ({reason}); give a local file with --data instead") from None
+        raise FileError(
+            f"{url} cannot be downloaded ({reason}); "
+            f"put the file into a folder of corpora and give the folder with --data"
+        ) from None
     # An interrupted connection looks like the end of the file.
     if length is not None and length.isdigit() and int(length) != read:
-        raise FileError(f"{url} broke off after {read:,} of {int(length):,} bytes; run this again")
+        raise FileError(f"the download of {url} broke off after {read:,} of {int(length):,} bytes; try again")
 
 
 def _sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""The fingerprint of a corpus: SHA-256 over its rows in order.
+"""Compute the fingerprint of a corpus: the SHA-256 of its rows in their order.
 
-A resumed run must continue with the data it began with, which neither a path nor a file's time and size can prove.
-Hashing costs far less than tokenizing the same rows.
+A resumed run must continue with the data that it began with, but the path, time and size of a file do not prove that
+its content is the same. Hashing the rows costs far less than tokenizing them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from monoblock.data.readers.records import LabelledImage
 
 
 def fingerprint_rows(rows: Iterable[Any]) -> str:
-    """Return the SHA-256 of rows, `str` or classes of `readers.records`; any changed row changes it."""
+    """Return the SHA-256 of rows, which are strings or records (`readers.records`); it changes if any row changes."""
     digest = hashlib.sha256()
     for row in rows:
         for raw in _row_bytes(row):
-            digest.update(b"%d:" % len(raw))  # the length first, so that row boundaries count
+            digest.update(b"%d:" % len(raw))  # so that moving text to the next row changes the hash
             digest.update(raw)
     return digest.hexdigest()
 

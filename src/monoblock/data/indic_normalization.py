@@ -1,13 +1,13 @@
-"""Unicode normalization of Indic scripts: one spelling for what looks the same.
+"""Normalize Unicode text in Indic scripts, so that words that look the same are spelled the same.
 
-The rules, in order:
+The rules are applied in this order:
 
-1. **NFC.** Vowel signs of two parts become one (Tamil ெ + ா is ொ). Letters with a nukta become what NFC makes of them:
-   क़ and ड़ (U+0958 … U+095F) are *decomposed* into letter and dot, because Unicode excludes them from composition,
-   while ऩ ऱ ऴ are *composed*. Both ways of typing give the same result, which is all a model needs.
-2. **Nukta.** It follows its consonant directly, once: a dot typed after a vowel sign is moved before it (NFC does not,
-   since vowel signs have combining class 0), and a second dot is dropped.
-3. **Vowel letters** typed as another vowel and a sign (अ + ा for आ) become the one letter; NFC leaves them unchanged,
+1. **NFC.** A vowel sign typed as two characters becomes one (Tamil ெ + ா is ொ). A letter with a nukta, the dot below a
+   consonant, becomes what NFC makes of it: क़ and ड़ (U+0958 … U+095F) are *decomposed* into letter and dot,
+   because Unicode excludes them from composition, while ऩ ऱ ऴ are *composed*. Both ways of typing give the same result.
+2. **Nukta.** A dot typed after a vowel sign is moved to directly after its consonant (NFC does not do this, because
+   vowel signs have combining class 0), and a second dot on the same consonant is dropped.
+3. **Vowel letters** typed as another vowel and a sign (अ + ा for आ) become one letter; NFC leaves them unchanged,
    although Unicode's tables list them as "do not use".
 4. **Zero-width joiners.** ZWJ and ZWNJ have a meaning only between a virama and the next letter, where they choose
    between a half letter, a conjunct and a visible virama (Marathi's eyelash ra, र्‍य). They are kept there and dropped
@@ -30,17 +30,17 @@ SCRIPTS = ("devanagari", "bengali", "gurmukhi", "gujarati", "oriya", "tamil", "t
 
 
 def _in_every_script(offset: int) -> str:
-    """Return a string of the characters at the same offset in the block of every script."""
+    """Return a string of the characters at `offset` in the Unicode block of each script."""
     return "".join(chr(FIRST_CODE_POINT + BLOCK_SIZE * block + offset) for block in range(len(SCRIPTS)))
 
 
-# Malayalam has a kind of virama at the offset of the nukta.
+# Not every script has a nukta: at this offset, Tamil has no character, and Malayalam has a kind of virama.
 NUKTAS = "".join(mark for mark in _in_every_script(0x3C) if "NUKTA" in unicodedata.name(mark, ""))
 VIRAMAS = _in_every_script(0x4D)
-# Vowel signs, anusvara …
+# Signs that are written on a letter: vowel signs, anusvara and similar ones.
 DEPENDENT_SIGNS = "".join(_in_every_script(offset) for offset in (*range(0x00, 0x04), *range(0x3E, 0x4D)))
 
-# Vowel letter + sign -> the letter they look like (Unicode, chapter 12, tables of vowel letters).
+# Two characters, a vowel letter and a sign, and the one letter that looks the same (Unicode, chapter 12).
 COMPOSED_VOWELS = {
     "अॆ": "ऄ",
     "अा": "आ",
@@ -84,7 +84,7 @@ _KHANDA_TA = re.compile(f"\u09a4\u09cd{ZWJ}")
 
 
 def normalize_indic(text: str, *, joiners: Literal["keep", "drop"] = "keep") -> str:
-    """Normalize a text by the rules at the top of this file."""
+    """Normalize a text by the rules at the top of this file; joiners="drop" removes all zero-width joiners."""
     text = unicodedata.normalize("NFC", text)
     if not _has_indic(text):
         return text
@@ -107,13 +107,13 @@ def _apply_rules(text: str, joiners: str) -> str:
 
 
 def _has_indic(text: str) -> bool:
-    """Whether a text has a character that a rule may change."""
+    """Return whether a text has an Indic character or a zero-width joiner, so that a rule may change it."""
     end = FIRST_CODE_POINT + BLOCK_SIZE * len(SCRIPTS)
     return any(FIRST_CODE_POINT <= ord(character) < end or character in (ZWNJ, ZWJ) for character in text)
 
 
 def script_of(text: str) -> str:
-    """Return the script of the first letter by its Unicode name, such as "devanagari" or "latin"; "" if none."""
+    """Return the script of the first letter of a text, such as "devanagari" or "latin", or "" if there is no letter."""
     for character in text:
         if unicodedata.category(character)[0] in "LM":
             return unicodedata.name(character, "").split(" ")[0].lower()

@@ -1,7 +1,7 @@
-"""Noise for back-translated sources (Edunov et al. 2018): drop, blank and locally shuffle words.
+"""Add noise to back-translated source texts (Edunov et al. 2018): drop words, blank them out or shuffle them locally.
 
-Each kind of noise is a pure function of words and a random generator. `add_noise` seeds one generator for each (seed,
-line number, kind), so that a kind draws the same numbers for a line whether it is used alone or with others.
+Each kind of noise is a function of the words and a random generator. `add_noise` seeds a separate generator for each
+kind and line, so that a kind draws the same random numbers for a line whether or not other kinds are used too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from random import Random
 from monoblock.errors import InputError, did_you_mean
 
 BLANK_TOKEN = "<blank>"
-DEFAULT_RATE = 0.1  # of dropping and of blanking a word
-MAX_DISTANCE = 3  # that a word moves
+DEFAULT_RATE = 0.1  # the probability that a word is dropped, or replaced by BLANK_TOKEN
+MAX_DISTANCE = 3  # the number of positions that a word moves at most
 
 
 def drop_words(words: Sequence[str], rng: Random, rate: float = DEFAULT_RATE) -> list[str]:
@@ -31,13 +31,14 @@ def blank_words(words: Sequence[str], rng: Random, rate: float = DEFAULT_RATE) -
 def shuffle_words(words: Sequence[str], rng: Random, max_distance: int = MAX_DISTANCE) -> list[str]:
     """Shuffle words so that none moves further than `max_distance` (Lample et al. 2018).
 
-    Sort by index + a random number in [0, max_distance + 1): words further apart than `max_distance` keep their order.
+    Words are sorted by their index plus a random number in [0, max_distance + 1), so that words further apart than
+    `max_distance` keep their order.
     """
     keys = [index + (max_distance + 1) * rng.random() for index in range(len(words))]
     return [words[index] for index in sorted(range(len(words)), key=keys.__getitem__)]
 
 
-# In the order of application.
+# The kinds of noise by name, in the order in which they are applied.
 NOISE_FUNCTIONS: dict[str, Callable[[Sequence[str], Random], list[str]]] = {
     "drop": drop_words,
     "blank": blank_words,
@@ -46,7 +47,7 @@ NOISE_FUNCTIONS: dict[str, Callable[[Sequence[str], Random], list[str]]] = {
 
 
 def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the kinds of noise in their order of application; raise InputError if one is unknown."""
+    """Return the named kinds of noise in the order in which they are applied; raise InputError if one is unknown."""
     names = list(names)
     for name in names:
         if name not in NOISE_FUNCTIONS:
@@ -56,7 +57,7 @@ def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def add_noise(text: str, kinds: Iterable[str], *, seed: int, line_number: int) -> str:
-    """Add these kinds of noise to a line of text; the result is a pure function of the arguments."""
+    """Add the given kinds of noise to a line of text; the same arguments always give the same result."""
     words = text.split()
     for kind in check_kinds(kinds):
         key = blake2b(f"{seed},{line_number},{kind}".encode(), digest_size=16).digest()

@@ -1,4 +1,8 @@
-"""The filters of a batch whose rows may have different settings: constraints first, then the filters of sampling."""
+"""Filter the logits of a batch in which each row may have its own settings, and choose the next tokens.
+
+Constraints come first (repetition filters, forced and forbidden tokens), then the sampling filters (temperature, top-k,
+top-p, min-p, typical-p).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from monoblock.decoding.settings import Settings
 
 FilterTable = dict[str, tuple[Callable[..., Tensor], float]]
 
-# Name in Settings -> filter, and the value that leaves a row unchanged.
+# By the name of the field in Settings: the filter, and the value with which it leaves the logits unchanged.
 HISTORY_FILTERS: FilterTable = {
     "repetition_penalty": (repetition_penalty, 1.0),
     "no_repeat_ngram_size": (no_repeat_ngram_size, 0),
@@ -42,7 +46,11 @@ SAMPLING_FILTERS: FilterTable = {
 
 
 class Filters:
-    """The filters of a batch, from the settings of each row: rebuilt when its rows change, applied at every step."""
+    """The filters of one batch, built from the settings of each of its rows.
+
+    The engine builds a new object when the rows of the batch change.  At every step it calls `apply_constraints`, then
+    `choose`.
+    """
 
     def __init__(self, settings: Sequence[Settings], device: torch.device) -> None:
         self.settings, self.device = tuple(settings), device
@@ -62,11 +70,14 @@ class Filters:
         )
 
     def _needed_filters(self, table: FilterTable) -> list[tuple[Callable[..., Tensor], Any]]:
-        """Return (filter, value) for each filter that changes some row; the value is a tensor (B, 1) if rows differ."""
+        """Return (filter, value) for each filter of `table` that changes the logits of at least one row.
+
+        The value is a single number if all rows have the same one, otherwise a tensor of shape (B, 1).
+        """
         needed: list[tuple[Callable[..., Tensor], Any]] = []
         for name, (function, neutral) in table.items():
             values = [getattr(row, name) for row in self.settings]
-            if table is SAMPLING_FILTERS:  # a greedy row is not sampled, and its temperature of 0 must not divide
+            if table is SAMPLING_FILTERS:  # greedy rows are not sampled, and their logits must not be divided by 0
                 values = [neutral if row.temperature == 0 else v for row, v in zip(self.settings, values, strict=True)]
             if all(value == neutral for value in values):
                 continue
@@ -80,16 +91,20 @@ class Filters:
 
     @property
     def is_stateless(self) -> bool:
-        """Whether a token depends only on the logits and a uniform number, not on earlier tokens or their count."""
+        """Whether tokens are chosen from the logits and uniform random numbers alone, regardless of earlier tokens."""
         return not (self.history_filters or self.has_constraints)
 
     @property
     def cache_key(self) -> object:
-        """Everything that `choose` depends on besides its arguments."""
+        """A key that two `Filters` have in common only if their `choose` methods compute the same."""
         return tuple(tuple(getattr(row, name) for name in SAMPLING_FILTERS) for row in self.settings)
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Choose tokens (B,) from logits (B, V): the best, or the one that the row's uniform number (B,) samples."""
+        """Choose the next tokens (B,) from logits (B, V).
+
+        A greedy row takes its best token.  A sampled row takes the token that its number in `uniforms` (B,), a random
+        number from [0, 1), selects from the filtered distribution (see `sample_tokens`).
+        """
         best = logits.argmax(-1)
         if not self.has_sampling:
             return best
@@ -97,22 +112,26 @@ class Filters:
         return torch.where(self.sampled_rows, sampled, best)
 
     def apply_sampling_filters(self, logits: Tensor) -> Tensor:
-        """Apply temperature, top-k, top-p, min-p and typical-p to logits (B, V), each where a row needs it."""
+        """Apply temperature, top-k, top-p, min-p and typical-p to logits (B, V), by the settings of each row."""
         for function, value in self.sampling_filters:
             logits = function(logits, value)
         return logits
 
     def apply_constraints(self, logits: Tensor, history: TokenHistory | None, new_counts: Sequence[int]) -> Tensor:
-        """Apply repetition filters, forced and ruled-out tokens to logits (B, V), in sampling and beam search alike.
+        """Apply the repetition filters to logits (B, V), then force or rule out tokens.
 
-        `new_counts` are the numbers of new tokens in each row so far.
+        Sampling and beam search both use this.  `new_counts` is the number of tokens generated so far in each row.
+        `history` may be None if `needs_history` is False.
         """
         for function, value in self.history_filters:
             logits = function(logits, value, history)
         return self._constrain(logits, history, new_counts) if self.has_constraints else logits
 
     def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the tokens ruled out in every row if the constraints do nothing else, otherwise None."""
+        """Return the tokens that are ruled out in every row at this step, or None if that does not say everything.
+
+        It does not if a repetition filter, a forced token or a bad word is set, or if the rows differ.
+        """
         if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
             return None
         row = self.settings[0]
@@ -155,14 +174,14 @@ def _constrain_rows(logits: Tensor, settings: Settings, history: TokenHistory | 
 
 
 def choose_tokens(requests: list[Request], logits: Tensor, filters: Filters) -> list[int]:
-    """Choose a token for each row of the requests from logits (rows, V)."""
+    """Apply the filters to logits (rows, V) and return the next token of every row of the requests."""
     new_counts = [len(request.sequences[row].new_tokens) for request, row in request_rows(requests)]
     logits = filters.apply_constraints(logits, token_history(requests, filters), new_counts)
     return filters.choose(logits, uniform_numbers(requests, filters)).tolist()
 
 
 def token_history(requests: list[Request], filters: Filters) -> TokenHistory | None:
-    """Collect all tokens of each row, prompt included; None if no filter needs them."""
+    """Return all tokens of each row so far, including its prompt, or None if no filter needs them."""
     if not filters.needs_history:
         return None
     rows = [request.row_tokens(row) for request, row in request_rows(requests)]
@@ -172,7 +191,10 @@ def token_history(requests: list[Request], filters: Filters) -> TokenHistory | N
 
 
 def uniform_numbers(requests: list[Request], filters: Filters, offset: int = 0) -> Tensor:
-    """Return the uniform numbers (rows,) that sample the next token, or the one `offset` tokens later."""
+    """Return the uniform random numbers (rows,) with which each row samples its next token.
+
+    With an `offset`, they are the numbers for the token that many steps later.  Without sampling they are 0.
+    """
     rows = request_rows(requests)
     numbers = [request.uniform(row, offset) for request, row in rows] if filters.has_sampling else [0.0] * len(rows)
     return torch.tensor(numbers, device=filters.device, dtype=torch.double)

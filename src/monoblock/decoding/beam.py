@@ -1,8 +1,9 @@
 """Beam search: keep the n best partial hypotheses of a request and extend them together.
 
 A finished hypothesis is scored by the sum of its log-probabilities / length ** length_penalty.  Each step considers the
-2n best continuations (more with several end tokens), so that n remain if some of them end.  The groups of a diverse
-beam search (Vijayakumar et al. 2018) advance one after the other, penalized for the tokens of the groups before them.
+2n best continuations (more with several end tokens), so that n remain if some of them end.  In a diverse
+beam search (Vijayakumar et al. 2018) the beams form groups that advance one after the other, and each group is
+penalized for tokens that the earlier groups have chosen at the same step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class BeamHypothesis(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Continuations of the beams of one group, best first."""
+    """The best continuations of the beams in one group, best first, each by one token."""
 
     scores: list[float]  # sums of log-probabilities
-    beams: list[int]  # the beam that each continues, counted within its group
+    beams: list[int]  # index, within the group, of the beam that each one continues
     tokens: list[int]
 
 
@@ -49,7 +50,10 @@ class BeamGroup:
         self.running = [BeamHypothesis((), 0.0 if row == 0 else BLOCKED_SCORE) for row in range(self.size)]
 
     def advance(self, candidates: Candidates, length: int) -> list[int]:
-        """Extend the beams to `length` new tokens; return, for each new beam, the index of the beam it continues."""
+        """Extend the beams by one token, to `length` new tokens, with the best of the candidates.
+
+        Return, for each new beam, the index of the old beam that it continues.
+        """
         is_last, eos_tokens = length >= self.settings.max_new_tokens, self.settings.eos_token_id
         ranked: Iterable[tuple[float, int, int]] = zip(*candidates, strict=True)
         if is_last or any(token in candidates.tokens for token in eos_tokens):
@@ -62,7 +66,7 @@ class BeamGroup:
     def _collect_finished(
         self, candidates: list[tuple[float, int, int]], length: int, is_last: bool
     ) -> list[tuple[float, int, int]]:
-        """Add candidates that end here to the finished hypotheses; return all candidates, unfinished ones first."""
+        """Add candidates that end here to the finished hypotheses; return all candidates, those that go on first."""
         ranked = []
         for rank, (score, beam, token) in enumerate(candidates):
             ends = is_last or token in self.settings.eos_token_id
@@ -74,13 +78,17 @@ class BeamGroup:
         return sorted(ranked, key=lambda candidate: -candidate[0])
 
     def _can_stop(self, length: int) -> bool:
-        """Whether enough hypotheses are finished: by `early_stopping`, or since no running one can score higher."""
+        """Return whether the search of this group can stop.
+
+        It can once `size` hypotheses are finished, if `early_stopping` is True or if no running hypothesis can still
+        score higher than the worst of them.
+        """
         if len(self.finished) < self.size:
             return False
         if self.settings.early_stopping is True:
             return True
         penalty = self.settings.length_penalty
-        # "never": a running hypothesis scores best at the greatest length if the penalty rewards length.
+        # "never" assumes the length at which a running hypothesis can score best: the maximum if length is rewarded.
         is_longest_best = self.settings.early_stopping == "never" and penalty > 0
         best_length = self.settings.max_new_tokens if is_longest_best else length
         return self.running[0].score / best_length**penalty <= self.finished[-1].score
@@ -91,7 +99,7 @@ def _best_first(hypotheses: Iterable[BeamHypothesis]) -> list[BeamHypothesis]:
 
 
 class BeamSearch:
-    """The beam search of one request: its groups of beams."""
+    """The beam search of one request: one or more groups of `size` beams each.  Every beam is a row of the batch."""
 
     def __init__(self, settings: Settings) -> None:
         size = settings.num_beams // settings.num_beam_groups
@@ -106,7 +114,7 @@ class BeamSearch:
 
     @property
     def scores(self) -> list[float]:
-        """The scores of the running beams, one for each row."""
+        """The score of each running beam, in the order of the rows."""
         return [beam.score for group in self.groups for beam in group.running]
 
     @property
@@ -115,11 +123,11 @@ class BeamSearch:
         return [beam.tokens[-1] for group in self.groups for beam in group.running]
 
     def running_tokens(self, row: int) -> tuple[int, ...]:
-        """The new tokens of one row so far."""
+        """Return the tokens generated so far in one row."""
         return self.groups[row // self.size].running[row % self.size].tokens
 
     def best_hypotheses(self) -> list[BeamHypothesis]:
-        """The `num_return_sequences` best finished hypotheses, best first."""
+        """Return the `num_return_sequences` best finished hypotheses, best first."""
         finished = _best_first(hypothesis for group in self.groups for hypothesis in group.finished)
         return finished[: self.settings.num_return_sequences]
 
@@ -133,7 +141,8 @@ def advance_from_log_probs(searches: list[BeamSearch], log_probs: Tensor) -> lis
     totals = log_probs + beam_scores(searches, log_probs.device)[:, None]
     totals = totals.view(len(searches), groups, size, vocabulary)
     is_diverse = groups > 1 and searches[0].settings.diversity_penalty
-    counts = totals.new_zeros(len(searches), vocabulary) if is_diverse else None  # of tokens in the groups before
+    # How often the earlier groups have chosen each token at this step.
+    counts = totals.new_zeros(len(searches), vocabulary) if is_diverse else None
     origins: list[list[list[int]]] = []
     for group in range(groups):
         group_totals = totals[:, group]
@@ -150,9 +159,9 @@ def advance_from_log_probs(searches: list[BeamSearch], log_probs: Tensor) -> lis
 
 
 def advance_from_logits(searches: list[BeamSearch], logits: Tensor, suppressed: Sequence[int] = ()) -> list[int]:
-    """Advance searches of one group each by one token, given logits (rows, V) and `suppressed`, tokens ruled out.
+    """Advance searches that have only one group each by one token, given logits (rows, V) of their beams.
 
-    Return, for each row, the index of the row that it continues, as `advance_from_log_probs` does.
+    Tokens in `suppressed` are not chosen.  Return, for each row, the index of the row that it continues.
     """
     scores = beam_scores(searches, logits.device)
     top = top_continuations(logits, scores, suppressed, searches[0].size, num_candidates(searches))
@@ -160,28 +169,29 @@ def advance_from_logits(searches: list[BeamSearch], logits: Tensor, suppressed: 
 
 
 def num_candidates(searches: list[BeamSearch]) -> int:
-    """Return how many continuations to consider, so that enough are left even if every beam has every end token."""
+    """Return how many of the best continuations to look at, so that enough of them do not end with an end token."""
     return max(2, 1 + max(len(search.settings.eos_token_id) for search in searches)) * searches[0].size
 
 
 def beam_scores(searches: list[BeamSearch], device: torch.device) -> Tensor:
-    """The scores of the running beams (rows,)."""
+    """Return the scores (rows,) of the running beams of all searches."""
     return torch.tensor([score for search in searches for score in search.scores], device=device)
 
 
 def _advance_group(
     searches: list[BeamSearch], group: int, scores: Tensor, indices: Tensor, vocabulary: int
 ) -> list[list[int]]:
-    """Advance one group of each search; return, for each search, the beams that its new beams continue.
+    """Advance one group of each search by one token, given its best continuations.
 
-    scores: (searches, count), best first.
-    indices: (searches, count), beam · V + token.
+    scores: their scores (searches, count), best first.
+    indices: their beams and tokens as beam · V + token, (searches, count).
+    Return, for each search, the indices of the old beams that its new beams continue.
     """
     candidates = (scores.tolist(), (indices // vocabulary).tolist(), (indices % vocabulary).tolist())
     origins = []
     for search, *columns in zip(searches, *candidates, strict=True):
         search.length += group == 0
-        if search.is_done and len(search.groups) == 1:  # its rows stay until the engine removes them
+        if search.is_done and len(search.groups) == 1:  # the engine removes its rows later
             origins.append(list(range(search.size)))
         else:
             origins.append(search.groups[group].advance(Candidates(*columns), search.length))

@@ -1,4 +1,4 @@
-"""The engine: requests come and go, and every step takes all of them one token further.
+"""The decoding engine: it decodes a changing set of requests in one batch, one token per request in each step.
 
     engine = Engine(model)
     request_id = engine.add((5, 7, 11), Settings(max_new_tokens=20))
@@ -6,9 +6,9 @@
         for output in engine.step():
             ...
 
-`generate`, `stream`, beam search and speculative decoding all run through it.  Rows of a batch have their own settings
-and lengths and do not change each other.  Requests with another number of rows or beams wait for the running ones.
-The backend computes each step (backends/select.py).
+`generate`, `stream`, beam search and speculative decoding all use it.  Each row of the batch has its own settings and
+length, and its tokens do not depend on the other rows.  A request with another number of rows or beams waits until the
+running requests are finished.  A backend computes the steps; backends/select.py chooses it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,19 @@ from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
 GREEDY = Settings()
-DRAFT_NEEDS_CACHE = "speculative decoding takes tokens back from the cache; write use_cache=True"
+DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
 
 
 class Engine:
-    """Decode at most `max_rows` sequences at once, of at most `capacity` tokens each (default: the model's context)."""
+    """Decode requests together, at most `max_rows` sequences at a time.
+
+    capacity: the maximum number of tokens in a sequence, prompt included; by default the model's context.
+    prefill_chunk: the maximum number of prompt tokens in one pass; by default the whole prompt.
+    proposer: proposes tokens for speculative decoding.
+    max_burst: the maximum number of steps that a GPU runs before Python reads the tokens.
+    optimize: whether to decode with a faster inference copy of the model where possible.
+    tap: a function that observes or replaces activations, see nn/tap.py.
+    """
 
     def __init__(
         self,
@@ -60,10 +68,10 @@ class Engine:
             raise InputError(DRAFT_NEEDS_CACHE)
         limit = capacity if capacity is not None else self.backend.context
         if limit is None:
-            raise InputError("this model has no maximum length; give one in tokens, such as capacity=1024")
+            raise InputError("this model has no maximum sequence length, so set one in tokens, such as capacity=1024")
         self.max_rows, self.max_burst, self.capacity, self.prefill_chunk = max_rows, max_burst, limit, prefill_chunk
         self.proposer = proposer
-        self.has_request_draft = False  # whether the proposer was made for a request; it then ends with the batch
+        self.has_request_draft = False  # whether a request's `draft` made the proposer; dropped after the batch
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of their rows
         self.state: DecoderState | None = None
@@ -96,8 +104,8 @@ class Engine:
         settings.check_vocabulary(backend.vocab_size)
         if settings.rows_per_prompt > self.max_rows:
             raise InputError(
-                f"{settings.rows_per_prompt} sequences for one prompt do not fit in {self.max_rows} rows; "
-                f"write max_rows={settings.rows_per_prompt} or more"
+                f"one prompt with {settings.rows_per_prompt} beams or returned sequences does not fit in the engine's "
+                f"{self.max_rows} rows; write max_rows={settings.rows_per_prompt} or more"
             )
         if settings.num_beams > 1 and self.proposer is not None:
             raise InputError(NO_DRAFT_WITH_BEAMS)
@@ -105,7 +113,7 @@ class Engine:
             raise InputError(DRAFT_NEEDS_CACHE)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request, waiting or running."""
+        """Drop a request, whether it is waiting or running."""
         self.waiting = deque(request for request in self.waiting if request.id != request_id)
         with self.backend.inference():
             self._remove([request for request in self.running if request.id == request_id or request.is_done])
@@ -117,12 +125,15 @@ class Engine:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Take every running request one token further (several when proposals are accepted); admit waiting ones."""
+        """Generate the next token of every running request, admit waiting requests, and return the new tokens.
+
+        A request may get several tokens in one step: accepted proposals, or a burst of steps on a GPU.
+        """
         with self.backend.inference():
             return self._step()
 
     def _step(self) -> list[RequestOutput]:
-        new = self._admit_waiting()  # removes finished requests, so ask only now what is running
+        new = self._admit_waiting()  # may remove finished requests, so `self.running` is read afterwards
         old = list(self.running)
         if not old and not new:
             return []
@@ -149,7 +160,10 @@ class Engine:
         return outputs
 
     def _admit_waiting(self) -> list[Request]:
-        """Admit waiting requests, in order, that match the running ones (`batch_key`) and fit in `max_rows`."""
+        """Take requests from the front of the queue and return them.
+
+        It stops at the first request with a `batch_key` other than that of the running ones, and at `max_rows` rows.
+        """
         admitted: list[Request] = []
         rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
         while self.waiting:
@@ -187,7 +201,7 @@ class Engine:
         return self.state.step(torch.tensor(tokens, device=self.state.device), active_mask(requests, self.state.device))
 
     def _burst_length(self, requests: list[Request]) -> int:
-        """Return how many steps the state may run in one burst; 0 if every token must be chosen here."""
+        """Return how many steps the state may run before Python reads the tokens; 0 if it must run single steps."""
         filters = self.filters
         if not can_burst(self.state) or self.proposer is not None or filters is None:
             return 0
@@ -202,7 +216,7 @@ class Engine:
         return min(self.max_burst, *left)
 
     def _run_burst(self, requests: list[Request], count: int) -> list[RequestOutput]:
-        """Run `count` steps on the device at once; tokens that a row generates after its end are dropped."""
+        """Run `count` steps on the device, then read their tokens; drop those that a row generated after its end."""
         assert can_burst(self.state)
         assert self.filters is not None
         rows, device = request_rows(requests), self.state.device
@@ -227,7 +241,7 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _get_filters(self, requests: list[Request]) -> Filters:
-        """Return the filters of these requests' rows, rebuilt if the rows have changed."""
+        """Return the filters for the rows of these requests; build them again if the rows have changed."""
         settings = [request.settings for request in requests for _ in range(request.settings.rows_per_prompt)]
         if self.filters is None or len(self.filters.settings) != len(settings):
             self.filters = Filters(settings, self.backend.device)
@@ -251,7 +265,7 @@ class Engine:
         return [output for request in unfinished if request.is_done for output in request.beam_outputs()]
 
     def _step_search(self, old: list[Request], new: list[Request]) -> list[RequestOutput] | None:
-        """Let the state run a whole step of a beam search; None if this batch or this state does not allow it."""
+        """Run a beam-search step inside the state and return its outputs, or None if it cannot run this batch."""
         if not can_search(self.state):
             return None
         requests = old + new
@@ -273,7 +287,10 @@ class Engine:
     # -- removing finished requests -------------------------------------------------------------------------------
 
     def _remove_finished(self, wait_for_all: bool = False) -> None:
-        """Remove finished requests once there are enough of them to be worth copying the others."""
+        """Remove finished requests if they are at least a quarter of the batch, since the remaining rows are copied.
+
+        With `wait_for_all`, remove them only when all requests of the batch are finished.
+        """
         done = [request for request in self.running if request.is_done]
         if done and (4 * len(done) >= len(self.running)) and (not wait_for_all or len(done) == len(self.running)):
             self._remove(done)

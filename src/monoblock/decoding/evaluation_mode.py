@@ -1,4 +1,4 @@
-"""Switch a model to evaluation mode during a pass and restore the mode of each module."""
+"""Switch a model to evaluation mode for a forward pass, and restore the mode of each module afterwards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch import nn
 _lock = threading.Lock()
 _active: dict[
     int, tuple[int, list[nn.Module]]
-] = {}  # by id(model): passes under way, modules that were in training mode
+] = {}  # by id(model): the number of `with` blocks under way, and the modules that were in training mode
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every sub-module in evaluation mode and restore each afterwards; passes in several threads may overlap."""
+    """Put every sub-module in evaluation mode inside a `with` block, and restore the mode of each one afterwards.
+
+    Blocks of several threads may overlap: the last one that ends restores the modes.
+    """
     with _lock:
         count, training = _active.get(id(model), (0, []))
         if count == 0:

@@ -11,37 +11,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PerRow = float | Tensor  # one for all rows, or (B, 1)
+PerRow = float | Tensor  # one number for all rows, or one per row as a tensor (B, 1)
 
 
 class TokenHistory(NamedTuple):
-    """The tokens (B, L) of each row so far, padded with -1 on the right, and the number of tokens (B,)."""
+    """The tokens (B, L) of each row so far, padded with -1 on the right, and the length (B,) of each row."""
 
     tokens: Tensor
     lengths: Tensor
 
     def occurrence_mask(self, vocabulary: int) -> Tensor:
-        """Return a mask (B, V) of the tokens that have occurred in each row."""
-        tokens = torch.where(self.tokens < 0, vocabulary, self.tokens)  # -1 goes to an extra column
+        """Return a boolean mask (B, V) that is True for tokens that occur in the row."""
+        tokens = torch.where(self.tokens < 0, vocabulary, self.tokens)  # padding goes to an extra column
         mask = torch.zeros(tokens.shape[0], vocabulary + 1, dtype=torch.bool, device=tokens.device)
         return mask.scatter(1, tokens, True)[:, :vocabulary]
 
     def last_tokens(self, count: int) -> Tensor:
-        """Return the last `count` tokens of each row (B, count), -1 before the first token."""
+        """Return the last `count` tokens (B, count) of each row; a shorter row starts with -1."""
         index = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
         return self.tokens.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
 
 
-# -- filters of the distribution ----------------------------------------------------------------------------------
+# -- filters that depend only on the logits -----------------------------------------------------------------------
 
 
 def temperature(logits: Tensor, value: PerRow) -> Tensor:
-    """Divide the logits by `value`: above 1 the distribution is flatter, below 1 sharper."""
+    """Divide the logits by `value`; a value above 1 makes the distribution flatter, a value below 1 sharper."""
     return logits / value
 
 
 def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
-    """Keep the k best tokens and any that tie with the last of them; 0 keeps all."""
+    """Keep the k best tokens and any that tie with the last of them; k = 0 keeps all tokens."""
     size = logits.shape[-1]
     if isinstance(k, Tensor):
         rank = torch.where(k <= 0, size, k).clamp(max=size).long() - 1
@@ -52,7 +52,7 @@ def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
 
 
 def top_p(logits: Tensor, p: PerRow) -> Tensor:
-    """Keep the smallest set of best tokens whose total probability reaches p (nucleus; Holtzman et al. 2020)."""
+    """Keep the fewest best tokens whose total probability reaches p (nucleus sampling, Holtzman et al. 2020)."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - p
     removed[..., -1] = False
@@ -78,11 +78,14 @@ def typical_p(logits: Tensor, mass: PerRow) -> Tensor:
     return torch.where(torch.as_tensor(mass, device=logits.device) >= 1, logits, filtered)
 
 
-# -- filters of earlier tokens ------------------------------------------------------------------------------------
+# -- filters that depend on earlier tokens, and tokens ruled out or forced ----------------------------------------
 
 
 def repetition_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -> Tensor:
-    """Divide positive logits of tokens that have occurred by `penalty`, multiply negative ones (Keskar et al. 2019)."""
+    """Make tokens less likely that already occur in the row (Keskar et al. 2019).
+
+    Their logits are divided by `penalty` if they are positive and multiplied by it if they are negative.
+    """
     lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(history.occurrence_mask(logits.shape[-1]), lowered, logits)
 
@@ -103,12 +106,15 @@ def no_repeat_ngram_size(logits: Tensor, size: int | Tensor, history: TokenHisto
     matches = matches & (ngrams >= 0).all(-1)  # the last tokens have no successor yet, so they never match themselves
     vocabulary = logits.shape[-1]
     mask = torch.zeros(len(logits), vocabulary + 1, dtype=torch.bool, device=logits.device)
-    mask = mask.scatter(1, torch.where(matches, ngrams[..., -1], vocabulary), True)  # no match: an extra column
+    mask = mask.scatter(1, torch.where(matches, ngrams[..., -1], vocabulary), True)  # no match: an extra column is set
     return logits.masked_fill(mask[:, :vocabulary], -math.inf)
 
 
 def bad_words(logits: Tensor, words: tuple[tuple[int, ...], ...], history: TokenHistory) -> Tensor:
-    """Rule out the last token of each word, a tuple of tokens, in the rows that end with its other tokens."""
+    """Rule out words, each given as a tuple of tokens.
+
+    In a row that ends with all tokens of a word but the last, the last one is ruled out.
+    """
     for *prefix, last in words:
         if prefix:
             tokens = torch.tensor(prefix, dtype=history.tokens.dtype, device=logits.device)
@@ -126,7 +132,7 @@ def suppress_tokens(logits: Tensor, tokens: tuple[int, ...]) -> Tensor:
 
 
 def force_token(logits: Tensor, token: int) -> Tensor:
-    """Rule out every token but this one."""
+    """Rule out every token except `token`."""
     forced = torch.full_like(logits, -math.inf)
     forced[:, token] = 0
     return forced

@@ -16,11 +16,18 @@ from monoblock.decoding.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.errors import InputError
 from monoblock.nn.transformer import Transformer
 
-MAX_ROWS = 512  # sequences at once, beams included
+MAX_ROWS = 512  # sequences decoded at the same time; each beam counts as one
 
 
 def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
-    """Continue prompts (B, T); return prompts and new tokens (B · num_return_sequences, T + new), padded at the end."""
+    """Continue prompts and return them with their new tokens.
+
+    ids: the prompts (B, T); for an encoder-decoder, the sources.
+    options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup,
+    decoder_start_token_id and decoder_input_ids.
+    The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
+    fewer new tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
+    """
     call = GenerateCall(model, ids, options)
     new: dict[tuple[int, int], list[int]] = {}
     for outputs in call.steps():
@@ -31,10 +38,15 @@ def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
 
 
 def stream(model: Transformer, ids: Tensor, **options: Any) -> Iterator[Tensor]:
-    """Yield new tokens (B · num_return_sequences,) step by step; a finished row yields the padding token."""
+    """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
+
+    A sequence that has ended yields the padding token.  The arguments are those of `generate`.
+    """
     call = GenerateCall(model, ids, options)
     if call.settings.num_beams > 1:
-        raise InputError("beam search has no text before its end; write num_beams=1, or call generate")
+        raise InputError(
+            "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call generate"
+        )
     return _stream_tokens(call)
 
 
@@ -54,7 +66,7 @@ def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
 
 
 class GenerateCall:
-    """A call of `generate` or `stream`: its options checked and its prompts added to an engine."""
+    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine."""
 
     def __init__(self, model: Transformer, ids: Tensor, options: dict[str, Any]) -> None:
         mask = options.pop("attention_mask", None)
@@ -76,7 +88,7 @@ class GenerateCall:
             self.prompts = list(zip(targets, inputs, strict=True))
         longest = max(len(prompt) for prompt, _ in self.prompts)
         if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
-            proposer = None  # the text is the same without it
+            proposer = None  # a draft changes only the speed, so decode without it
         self.engine = Engine(
             model,
             max_rows=max(MAX_ROWS, self.settings.rows_per_prompt),
@@ -93,7 +105,7 @@ class GenerateCall:
             yield self.engine.step()
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:
-        """Concatenate the prompts and `new`, the new tokens of each returned sequence, padded to one length."""
+        """Append `new`, the new tokens of each returned sequence, to the prompts; pad the result to one length."""
         longest = max(len(row) for row in new)
         tail = torch.tensor([row + [self.pad_token] * (longest - len(row)) for row in new], device=self.ids.device)
         is_target = self.prompts[0][1] is not None
@@ -105,7 +117,9 @@ def _make_proposer(
     model: Transformer, draft: Transformer | None, lookup: int, self_draft_kind: str | None
 ) -> Proposer | None:
     if lookup and (draft is not None or self_draft_kind is not None):
-        raise InputError("draft and prompt_lookup both propose tokens; give one of them")
+        raise InputError(
+            "draft and prompt_lookup are two ways to propose tokens for speculative decoding; give one of them"
+        )
     if self_draft_kind is not None:
         return make_self_draft(model, self_draft_kind)
     if draft is None:
@@ -113,21 +127,27 @@ def _make_proposer(
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
         raise InputError(
-            f"the draft has {draft_size} tokens and the model {vocab_size}; give one with the same vocabulary"
+            f"the draft model has a vocabulary of {draft_size} tokens, but the model has {vocab_size}; "
+            f"use a draft model with the same vocabulary"
         )
     return DraftModel(draft)
 
 
 def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Return the tokens of each row of ids (B, T) that `mask` (B, T) marks as valid."""
+    """Return, for each row of ids (B, T), the tokens that are valid in `mask` (B, T)."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        raise InputError("prompts are a tensor of token ids (batch, length); write torch.tensor([[…]])")
+        raise InputError(
+            "prompts must be an integer tensor of token ids with shape (batch, length); write torch.tensor([[…]])"
+        )
     if not ids.numel():
         raise InputError("the prompt is empty; give at least one token, such as the start token")
     if mask is None:
         return ids.tolist()
     if mask.shape != ids.shape:
-        raise InputError(f"a mask of shape {tuple(mask.shape)} does not fit prompts of shape {tuple(ids.shape)}")
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)}, which does not fit prompts of shape {tuple(ids.shape)}; "
+            f"give a mask of the same shape"
+        )
     return [row[valid].tolist() for row, valid in zip(ids, mask.bool(), strict=True)]
 
 
@@ -135,5 +155,8 @@ def _required_capacity(model: Transformer, longest: int, settings: Settings) -> 
     length = longest + settings.max_new_tokens
     limit = model.config.context
     if limit is not None and longest >= limit:
-        raise InputError(f"a prompt of {longest} tokens leaves no room in a context of {limit}; shorten it")
+        raise InputError(
+            f"a prompt of {longest} tokens leaves no room for new tokens in the model's context of {limit} tokens; "
+            f"shorten the prompt"
+        )
     return length if limit is None else min(length, limit)

@@ -1,4 +1,4 @@
-"""Prompts and their padding."""
+"""The prompt of a request, how prompts are padded to one length, and what is checked before decoding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from monoblock.errors import InputError
 
 
 class Prompt(NamedTuple):
-    """The token ids a sequence starts with and, for an encoder-decoder, the ids of its source."""
+    """The token ids that a sequence starts with and, for an encoder-decoder, the token ids of the encoder's input."""
 
     ids: tuple[int, ...]
     source: tuple[int, ...] | None = None
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Pad rows on the right to (B, T); also return the mask of valid tokens, or None if no row is padded."""
+    """Pad rows of token ids on the right to one tensor (B, T); return it and the mask (B, T) of valid tokens.
+
+    The mask is None if no row had to be padded.
+    """
     lengths = [len(row) for row in rows]
     longest = max(lengths)
     ids = torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows], device=device)
@@ -29,20 +32,31 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 
 
 def check_prompt(prompt: Prompt, vocab_size: int, capacity: int, family: str, *, has_encoder: bool) -> None:
-    """Raise unless a model of this vocabulary and `capacity` (tokens per sequence) can continue a prompt."""
+    """Raise InputError if a model cannot continue a prompt.
+
+    vocab_size, has_encoder: what the model has.
+    capacity: the maximum number of tokens in a sequence, prompt included.
+    family: the kind of model, for the error text.
+    """
     if not prompt.ids:
         raise InputError("the prompt is empty; give at least one token, such as the start token")
     if len(prompt.ids) >= capacity:
-        raise InputError(f"a prompt of {len(prompt.ids)} tokens leaves no room in a context of {capacity}; shorten it")
+        raise InputError(
+            f"a prompt of {len(prompt.ids)} tokens leaves no room for new tokens in a context of {capacity} tokens; "
+            f"shorten the prompt"
+        )
     if (prompt.source is not None) != has_encoder:
         what = (
-            "needs a source; give its tokens as `source`"
+            "needs a source for its encoder; give its token ids as `source`"
             if prompt.source is None
-            else "has no encoder for a source; leave it out"
+            else "has no encoder to read a source; leave out `source`"
         )
         raise InputError(f"this {family} model {what}")
     if prompt.source is not None and not prompt.source:
-        raise InputError("the source is empty; give at least one token")
+        raise InputError("the source is empty, so the encoder has nothing to read; give at least one token")
     wrong = next((token for token in prompt.ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise InputError(f"id {wrong} is outside the vocabulary of {vocab_size}; is this the model's own tokenizer?")
+        raise InputError(
+            f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; "
+            f"encode the prompt with the tokenizer of this model"
+        )

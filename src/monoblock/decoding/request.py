@@ -1,4 +1,4 @@
-"""A request while it is decoded: its prompt and settings, the tokens of its rows so far, and why each row stopped."""
+"""A request while it is decoded: its prompt and settings, the tokens generated so far, and why each sequence ended."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from monoblock.decoding.settings import Settings
 
 
 class RequestOutput(NamedTuple):
-    """New tokens of one sequence of one request."""
+    """The new tokens of one sequence of a request."""
 
     request_id: int
     sequence_index: int  # below num_return_sequences
-    tokens: tuple[int, ...]  # new since the last output; a beam search has one output, at its end
+    tokens: tuple[int, ...]  # those since the last output; a beam search has only one output, at its end
     finish_reason: str | None = None  # "stop": an end token; "length": max_new_tokens or the context is reached
     score: float | None = None  # beam search: sum of log-probabilities / length ** length_penalty
 
@@ -29,17 +29,17 @@ class RequestOutput(NamedTuple):
 class SequenceState:
     """One sequence that is not part of a beam search."""
 
-    random_stream: RandomStream | None = None  # None: greedy
+    random_stream: RandomStream | None = None  # None if decoding is greedy
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
 
 class Request:
-    """A prompt and its `rows_per_prompt` rows: sequences to return, or the beams of a search."""
+    """A prompt and its `rows_per_prompt` rows in the batch: the sequences to return or, in beam search, the beams."""
 
     def __init__(self, request_id: int, prompt: Prompt, settings: Settings, token_budget: int) -> None:
         self.id, self.prompt, self.settings = request_id, prompt, settings
-        self.token_budget = token_budget  # the limit of new tokens, by settings and context
+        self.token_budget = token_budget  # maximum number of new tokens, by max_new_tokens and the context
         self.beam_search = BeamSearch(settings) if settings.num_beams > 1 else None
         is_sampled = settings.temperature > 0
         seed = fresh_seed() if settings.seed is None and is_sampled else settings.seed or 0
@@ -54,7 +54,7 @@ class Request:
         return all(sequence.finish_reason for sequence in self.sequences)
 
     def is_row_done(self, row: int) -> bool:
-        """Whether a row is finished, though other rows of the request may not be."""
+        """Return whether a row is finished; other rows of the request may still be running."""
         return self.is_done or (self.beam_search is None and self.sequences[row].finish_reason is not None)
 
     @property
@@ -65,30 +65,36 @@ class Request:
         return max(len(sequence.new_tokens) for sequence in self.sequences)
 
     def row_tokens(self, row: int) -> list[int]:
-        """All tokens of one row, including the prompt."""
+        """Return all tokens of one row, including the prompt."""
         new = self.beam_search.running_tokens(row) if self.beam_search is not None else self.sequences[row].new_tokens
         return [*self.prompt.ids, *new]
 
     def last_token(self, row: int) -> int:
-        """The newest token of a row, its next input; 0 if it has no new token."""
+        """Return the newest token of a row, which is the next input; 0 if the row has no new token."""
         if self.beam_search is not None:
             return self.beam_search.last_tokens[row]
         return self.sequences[row].new_tokens[-1] if self.sequences[row].new_tokens else 0
 
     @property
     def last_tokens(self) -> list[int]:
-        """The newest token of every row, its next input."""
+        """The newest token of every row, which is the next input."""
         if self.beam_search is not None:
             return self.beam_search.last_tokens
         return [self.last_token(row) for row in range(len(self.sequences))]
 
     def uniform(self, row: int, offset: int = 0) -> float:
-        """The uniform number that samples a row's next token, or the one `offset` tokens later; 0 if greedy."""
+        """Return the uniform random number with which a row samples its next token; 0 if decoding is greedy.
+
+        With an `offset`, it is the number for the token that many steps later.
+        """
         sequence = self.sequences[row]
         return 0.0 if sequence.random_stream is None else sequence.random_stream[len(sequence.new_tokens) + offset]
 
     def append_tokens(self, row: int, tokens: Sequence[int]) -> RequestOutput | None:
-        """Append tokens to a row until it ends and return them as an output; None if the row had ended before."""
+        """Append tokens to a row, up to the one that ends it, and return them as an output.
+
+        Return None if the row had ended before.
+        """
         sequence = self.sequences[row]
         if sequence.finish_reason:
             return None
@@ -114,12 +120,12 @@ class Request:
 
 
 def request_rows(requests: list[Request]) -> list[tuple[Request, int]]:
-    """List (request, row within the request) for every row, in the order of the batch."""
+    """Return (request, row within the request) for every row, in the order of the batch."""
     return [(request, row) for request in requests for row in range(request.settings.rows_per_prompt)]
 
 
 def active_mask(requests: list[Request], device: torch.device) -> Tensor | None:
-    """Return a mask (rows,) of the rows that are not finished; None if none is finished."""
+    """Return a boolean mask (rows,), True for rows that are not finished; None if no row is finished."""
     if all(request.beam_search is not None and not request.is_done for request in requests):
         return None
     is_active = [not request.is_row_done(row) for request, row in request_rows(requests)]

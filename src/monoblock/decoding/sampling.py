@@ -1,6 +1,6 @@
-"""Sampling that depends on nothing but (seed, sequence, step), so that other rows of the batch never change a row.
+"""Sample tokens with random numbers that depend only on seed, sequence and step, not on the other rows of a batch.
 
-Each step of a sequence has one uniform number; the inverse of the cumulative distribution turns it into a token.
+Each step of a sequence has one uniform random number; the inverse of the cumulative distribution turns it into a token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ DRAW_SIZE = 64  # numbers drawn at a time
 
 
 class RandomStream:
-    """Uniform numbers in [0, 1), one for each step of a sequence, that depend only on the seed and the stream index."""
+    """Uniform random numbers in [0, 1) for the steps of one sequence: `stream[step]`.
+
+    They depend only on `seed` and on `stream`, the index of the sequence.
+    """
 
     def __init__(self, seed: int, stream: int = 0) -> None:
         self.generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
@@ -31,7 +34,13 @@ def fresh_seed() -> int:
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample tokens (B,): the first at which the cumulative distribution of logits (B, V) exceeds `uniforms` (B,)."""
+    """Sample one token per row from softmax(logits) by inverting its cumulative distribution.
+
+    Each of the returned tokens (B,) is the first whose cumulative probability exceeds the row's number in `uniforms`.
+
+    logits: (B, V).
+    uniforms: (B,), numbers in [0, 1).
+    """
     cumulative = logits.double().softmax(-1).cumsum(-1)
     threshold = uniforms[:, None].to(cumulative) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True).clamp(max=cumulative.shape[-1] - 1)[:, 0]

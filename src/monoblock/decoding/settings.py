@@ -1,6 +1,6 @@
-"""The options of generation, checked when they are built and the same for every backend.
+"""The options of text generation, checked when a `Settings` object is built.  They mean the same in every backend.
 
-Names are those of Hugging Face, so that a `generation_config.json` can be read; temperature 0 is greedy decoding.
+The names are those of Hugging Face, so that a `generation_config.json` can be read; temperature 0 is greedy decoding.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from monoblock.errors import InputError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the tokens of one request are chosen."""
+    """The options of one request: how its tokens are chosen and when it ends."""
 
     max_new_tokens: int = 50
     min_new_tokens: int = 0
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: every token
+    temperature: float = 0.0  # 0: greedy decoding
+    top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
@@ -30,7 +30,7 @@ class Settings:
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None  # the first new token
-    forced_eos_token_id: int | None = None  # the last one, if max_new_tokens is reached
+    forced_eos_token_id: int | None = None  # the last new token, if max_new_tokens is reached
     num_beams: int = 1
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
@@ -60,12 +60,15 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise InputError(f"{name}={value!r} is not valid; {advice}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InputError(f"early_stopping={self.early_stopping!r} is not one of True, False, 'never'")
+            raise InputError(f"early_stopping={self.early_stopping!r} is not valid; write True, False or 'never'")
         if self.draft not in (None, *DRAFT_KINDS):
             kinds = " or ".join(map(repr, DRAFT_KINDS))
-            raise InputError(f"draft={self.draft!r} is not valid; write {kinds} for a quantized copy, or give a model")
+            raise InputError(
+                f"draft={self.draft!r} is not valid; write {kinds} for a quantized copy of the model, "
+                f"or give another Transformer"
+            )
         if any(not word for word in self.bad_words_ids):
-            raise InputError("an empty bad word rules out nothing; leave it out of bad_words_ids")
+            raise InputError("bad_words_ids contains an empty word, which rules out nothing; leave it out")
         for name in ("forced_bos_token_id", "forced_eos_token_id", "pad_token_id", "seed"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -76,8 +79,8 @@ class Settings:
         beams, groups, returned = self.num_beams, self.num_beam_groups, self.num_return_sequences
         if beams > 1 and self.temperature > 0:
             raise InputError(
-                f"num_beams={beams} searches for the most probable text and temperature={self.temperature} "
-                f"samples one; write temperature=0 or num_beams=1"
+                f"num_beams={beams} searches for the most probable text, but temperature={self.temperature} "
+                f"samples a random one; write temperature=0 or num_beams=1"
             )
         if beams > 1 and self.draft is not None:
             raise InputError(NO_DRAFT_WITH_BEAMS)
@@ -86,10 +89,14 @@ class Settings:
                 f"num_beam_groups={groups} does not divide num_beams={beams}; try num_beam_groups={gcd(beams, groups)}"
             )
         if self.diversity_penalty and groups == 1:
-            raise InputError(f"diversity_penalty={self.diversity_penalty} needs beam groups; write num_beam_groups=2")
+            raise InputError(
+                f"diversity_penalty={self.diversity_penalty} compares groups of beams, but there is only one group; "
+                f"write num_beam_groups=2 or more"
+            )
         if beams > 1 and returned > beams:
             raise InputError(
-                f"num_return_sequences={returned} is more than num_beams={beams} can return; write num_beams={returned}"
+                f"num_return_sequences={returned} is more than the num_beams={beams} sequences of the beam search; "
+                f"write num_beams={returned}"
             )
         if beams == 1 and returned > 1 and self.temperature == 0:
             raise InputError(
@@ -98,7 +105,8 @@ class Settings:
             )
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError(
-                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; lower it"
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}; "
+                f"lower min_new_tokens"
             )
 
     @property
@@ -108,11 +116,11 @@ class Settings:
 
     @property
     def batch_key(self) -> tuple[int, int, int]:
-        """Rows per prompt, beams and beam groups, which must be equal for all requests of a batch."""
+        """(rows per prompt, beams, beam groups): only requests for which these are equal can share a batch."""
         return self.rows_per_prompt, self.num_beams, self.num_beam_groups
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise if an option names a token outside a vocabulary of this size."""
+        """Raise InputError if an option contains a token id outside a vocabulary of this size."""
         options = {
             "eos_token_id": self.eos_token_id,
             "suppress_tokens": self.suppress_tokens,
@@ -125,11 +133,13 @@ class Settings:
         for name, tokens in options.items():
             for token in tokens:
                 if token is not None and token >= size:
-                    raise InputError(f"{name} names token {token}, but the vocabulary ends at {size - 1}")
+                    raise InputError(f"{name} contains token id {token}, but the vocabulary ends at {size - 1}")
 
 
 DRAFT_KINDS = ("8-bit", "4-bit")
-NO_DRAFT_WITH_BEAMS = "speculative decoding works on single sequences; write num_beams=1 or leave out the draft"
+NO_DRAFT_WITH_BEAMS = (
+    "speculative decoding works on single sequences, not on beams; write num_beams=1 or leave out the draft"
+)
 MINIMUMS = {
     "max_new_tokens": 1,
     "min_new_tokens": 0,
@@ -140,18 +150,18 @@ MINIMUMS = {
     "num_return_sequences": 1,
 }
 RANGES = {
-    "temperature": (0.0, 1e4, "write 0 for greedy, about 0.8 for lively text"),
+    "temperature": (0.0, 1e4, "write 0 for greedy decoding, about 0.8 for varied text"),
     "top_p": (1e-9, 1.0, "write a probability, above 0 and at most 1"),
     "min_p": (0.0, 1.0, "write a fraction of the best token's probability, 0 to 1"),
     "typical_p": (1e-9, 1.0, "write a probability, above 0 and at most 1"),
-    "repetition_penalty": (1e-3, 1e3, "write 1 for none, about 1.2 to discourage repetition"),
+    "repetition_penalty": (1e-3, 1e3, "write 1 for no penalty, about 1.2 to discourage repetition"),
     "diversity_penalty": (0.0, 1e6, "write 0 or more"),
-    "length_penalty": (-50, 50, "write 0 for none, above 0 to prefer long texts"),
+    "length_penalty": (-50, 50, "write 0 for no penalty, above 0 to prefer long texts"),
 }
 
 
 def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Convert a token id, several or None to a tuple of ids; `name` is the option in the error."""
+    """Convert one token id, several token ids or None to a tuple; `name` is the option that an error mentions."""
     tokens = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -160,7 +170,7 @@ def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...
 
 
 def parse_settings(options: Mapping[str, Any]) -> Settings:
-    """Build settings from keyword arguments; an unknown name is an error that suggests the nearest known one."""
+    """Build `Settings` from keyword arguments; raise InputError for an unknown name, with the nearest known name."""
     known = [field.name for field in fields(Settings)]
     for name in options:
         if name not in known:

@@ -1,24 +1,26 @@
 """Speculative decoding (Leviathan et al. 2023): a fast proposer proposes tokens, the model checks them in one pass.
 
 A proposal is accepted if it is exactly the token that the model would have chosen there: the best one or, in sampling,
-the one that its uniform number gives.  So the text is that of the model alone, token by token; only the number of
-passes differs.  A draft model samples with the same uniform numbers, so it agrees as often as the distributions do.
+the one that the uniform random number of this step selects (sampling.py).  So the text is the one that the model alone
+would generate; only the number of passes differs.  A draft model samples with the same uniform numbers, so that it
+often proposes the model's token if the two distributions are similar.
 
-    DraftModel(small_model)   another model of the same vocabulary, such as a quantized copy (backends/self_draft.py)
-    PromptLookup()            the tokens that followed when the last few tokens occurred before (Saxena 2023)
+    DraftModel(small_model)   proposes with a second model of the same vocabulary, such as a quantized copy of the first
+    PromptLookup()            proposes the tokens that followed when the last few tokens occurred before (Saxena 2023)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
-from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.decoding.backends.protocol import RollbackState
+from monoblock.decoding.backends.select import Backend, choose_backend
 from monoblock.decoding.batch_filters import Filters, choose_tokens, uniform_numbers
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows
@@ -27,10 +29,10 @@ from monoblock.nn.transformer import Transformer
 
 
 class Proposer(Protocol):
-    """Propose the next tokens of the rows of a batch."""
+    """An object that proposes the next tokens of every row in a batch."""
 
     def reset(self, capacity: int, rows_per_prompt: int) -> None:
-        """Begin a new batch of rows with at most `capacity` tokens."""
+        """Begin a new batch, whose rows have at most `capacity` tokens each."""
         ...
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
@@ -40,20 +42,30 @@ class Proposer(Protocol):
     def propose(
         self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
     ) -> Tensor:
-        """Propose the next tokens (rows, count ≤ `max_tokens`) of each row; `rows` are all their tokens so far."""
+        """Propose the next tokens of each row and return them as (rows, count), where count is at most `max_tokens`.
+
+        rows: all tokens of each row so far, including the prompt.
+        active: a mask (rows,) of the rows that are not finished; None if no row is finished.
+        """
         ...
 
     def commit(self, counts: Tensor) -> None:
-        """Record `counts` (rows,), the new tokens of each row: its accepted proposals and one token of the model."""
+        """Take note of how many tokens each row has gained: `counts` (rows,).
+
+        These are the accepted proposals of the row and one more token, which the model has chosen.
+        """
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep the rows with these indices, in order; `sources` are the indices of the prompts kept, None for all."""
+        """Keep only the rows with these indices, and put them in this order.
+
+        `sources` are the indices of the prompts that are kept; None keeps all.
+        """
         ...
 
 
 def speculate(state: RollbackState, proposer: Proposer, requests: list[Request], capacity: int) -> list[RequestOutput]:
-    """Let the proposer propose tokens, check them in one pass of the model and append those that it accepts."""
+    """Let the proposer propose tokens, check them in one pass of the model, and append the accepted ones."""
     pairs = request_rows(requests)
     rows = [request.row_tokens(row) for request, row in pairs]
     running = {index for index, (request, row) in enumerate(pairs) if not request.is_row_done(row)}
@@ -82,7 +94,10 @@ def _accept(
 ) -> list[tuple[int, RequestOutput]]:
     """Append the model's tokens to each running row, up to and including the first that differs from its proposal.
 
-    logits: (rows, count + 1, V).  Return (row index, output) for each appended token.
+    running: the indices of the rows that are not finished.
+    proposed: `count` tokens for each row.
+    logits: (rows, count + 1, V), the model's logits after the newest token and after each proposal.
+    Return (row index, output) for each appended token.
     """
     pairs, running = request_rows(requests), set(running)
     filters = Filters([request.settings for request, _ in pairs], logits.device)
@@ -103,13 +118,16 @@ def _accept(
 
 
 class PromptLookup:
-    """Propose the tokens that followed the previous occurrence of the last few; good for texts that quote a prompt."""
+    """Propose the tokens that followed when the last few tokens of a row occurred before, in the prompt or later.
+
+    This is useful for texts that quote their prompt.  At most `max_ngram` of the last tokens are compared.
+    """
 
     def __init__(self, num_proposals: int = 8, max_ngram: int = 3) -> None:
         self.num_proposals, self.max_ngram = num_proposals, max_ngram
 
     def reset(self, capacity: int, rows_per_prompt: int) -> None:
-        """Do nothing: there is no state but the tokens themselves."""
+        """Do nothing: a prompt lookup keeps no state."""
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Do nothing."""
@@ -128,7 +146,10 @@ class PromptLookup:
         return torch.tensor(proposals, dtype=torch.long).view(len(rows), count)
 
     def _find_continuation(self, tokens: list[int], count: int) -> list[int]:
-        """Return the `count` tokens after the previous occurrence, filled up with the last token of the row."""
+        """Return the `count` tokens that followed the latest earlier occurrence of the last tokens.
+
+        More matching tokens are preferred.  Missing tokens are filled up with the last token of the row.
+        """
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             ngram = tokens[-size:]
             for start in range(len(tokens) - size - 1, -1, -1):
@@ -139,25 +160,27 @@ class PromptLookup:
 
 
 class DraftModel:
-    """A fast model that proposes up to `max_proposals` tokens, with the settings and uniform numbers of each row.
+    """Propose up to `max_proposals` tokens with a faster model, chosen by the settings and uniform numbers of each row.
 
-    After a rejected proposal it proposes fewer tokens, until it is right again.  `max_checked` limits the tokens of all
-    rows together that the model checks in one pass, including the newest token of each row; it is ignored if it leaves
-    no proposal for every row.
+    After rejected proposals the next call proposes fewer tokens, and after accepted ones more again.  `max_checked`
+    limits the number of tokens, of all rows together, that the main model checks in one pass; the newest token of each
+    row counts too.  The limit is ignored if it allows less than one proposal per row.  The draft model runs in
+    evaluation mode, like the main model.
     """
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:
         if model.decoder is None:
-            raise InputError(f"{with_article(model.config.family)} model proposes no text; give a decoder as draft")
+            raise InputError(f"{with_article(model.config.family)} model cannot generate text; give a decoder as draft")
         self.model, self.max_proposals, self.max_checked = model, max_proposals, max_checked
-        self.num_proposals = max_proposals  # of the next call
-        self.proposed = self.accepted = 0  # tokens, of all rows
+        self.num_proposals = max_proposals  # how many tokens the next call proposes
+        self.proposed = self.accepted = 0  # numbers of tokens, of all rows together
+        self.backend: Backend | None = None
         self.state: CachedDecoderState | None = None
-        self.known_lengths: list[int] = []  # tokens of each row before the last proposal
-        self.proposal_length = 0  # of the last proposal
+        self.known_lengths: list[int] = []  # number of tokens in each row at the last proposal
+        self.proposal_length = 0  # number of tokens in the last proposal
 
     def fits_prompt(self, length: int) -> bool:
-        """Whether a prompt of this length leaves room for a proposal in the draft's context."""
+        """Return whether a prompt of this length leaves room for a proposal in the draft model's context."""
         limit = self.model.config.context
         return limit is None or length < limit
 
@@ -165,9 +188,15 @@ class DraftModel:
         limit = self.model.config.context
         if limit is not None and limit < capacity and self.model.config.input.kind == "tokens":
             capacity = min(capacity, limit)
-        copy = get_inference_copy(self.model)
-        self.state = CachedDecoderState(copy, capacity, rows_per_prompt, prefill_chunk=None)
-        self.num_proposals = self.max_proposals
+        self.backend = choose_backend(self.model)
+        state = self.backend.make_state(capacity, rows_per_prompt, prefill_chunk=None, speculative=True)
+        assert isinstance(state, CachedDecoderState)
+        self.state, self.num_proposals = state, self.max_proposals
+
+    def _inference(self) -> AbstractContextManager[object]:
+        """Return the context manager for every use of the draft: no gradients, evaluation mode."""
+        assert self.backend is not None
+        return self.backend.inference()
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         assert self.state is not None
@@ -175,15 +204,24 @@ class DraftModel:
         if not self.fits_prompt(longest):
             limit = self.model.config.context
             raise InputError(
-                f"a prompt of {longest} tokens is too long for the draft's context of {limit}; leave out the draft"
+                f"a prompt of {longest} tokens is too long for the draft model's context of {limit} tokens; "
+                f"leave out the draft"
             )
-        self.state.prefill(prompts)
+        with self._inference():
+            self.state.prefill(prompts)
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
         assert self.state is not None
-        self.state.reorder(rows, sources)
+        with self._inference():
+            self.state.reorder(rows, sources)
 
     def propose(
+        self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
+    ) -> Tensor:
+        with self._inference():
+            return self._propose(rows, requests, max_tokens, active)
+
+    def _propose(
         self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
     ) -> Tensor:
         assert self.state is not None
@@ -204,7 +242,10 @@ class DraftModel:
         return torch.stack(proposed, 1)
 
     def _catch_up(self, rows: Sequence[Sequence[int]], is_active: list[bool]) -> Tensor:
-        """Run the tokens that the draft has not seen, mostly one or two; return the logits (rows, V) after the last."""
+        """Run the tokens that the draft model has not seen yet, and return the logits (rows, V) after the last one.
+
+        Usually these are one or two tokens per row.
+        """
         assert self.state is not None
         assert self.state.cache is not None
         device, lengths = self.state.device, self.state.cache.lengths.tolist()
@@ -223,7 +264,10 @@ class DraftModel:
         return logits
 
     def commit(self, counts: Tensor) -> None:
-        """Drop rejected proposals from the draft's cache; all but the last of `counts` new tokens were proposed."""
+        """Drop rejected proposals from the draft model's cache.
+
+        `counts` is the number of tokens that each row has gained; all but the last of them were proposed.
+        """
         assert self.state is not None
         assert self.state.cache is not None
         gained = counts.tolist()
@@ -235,5 +279,6 @@ class DraftModel:
                 known + max(0, min(count, self.proposal_length) - 1)
                 for known, count in zip(self.known_lengths, gained, strict=True)
             ]
-            self.state.cache.truncate(torch.tensor(lengths, device=self.state.device))
+            with self._inference():
+                self.state.cache.truncate(torch.tensor(lengths, device=self.state.device))
             self.num_proposals = min(self.max_proposals, max(1, 2 * (sum(accepted) // len(accepted)) + 1))

@@ -5,9 +5,9 @@
         print(text.add(token), end="")
     print(text.finish())
 
-The emitted pieces concatenate to the text that the tokenizer decodes from all tokens at once, up to a stop string. Text
-is held back as long as later tokens can change it: a token may be part of a character (bytes), its leading space may
-depend on its neighbour, and byte-fallback tokens are decoded only as a complete run.
+The returned strings concatenate to the text that the tokenizer decodes from all tokens at once, up to the first stop
+string.  Text is held back as long as later tokens can change it: a token may hold only some bytes of a character, its
+leading space may depend on the token before it, and byte-fallback tokens such as <0xE2> are decoded as a whole run.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from monoblock.errors import InputError
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a complete character yet
-MIN_CONTEXT, MAX_CONTEXT = 8, 64  # tokens decoded again with each new one: kept at least, and allowed at most
+MIN_CONTEXT, MAX_CONTEXT = 8, 64  # earlier tokens that are decoded again with a new one: least and most
 
 
 class StreamingText:
-    """The growing text of one sequence; `context_ids`, the tokens before it, decide whether it starts with a space."""
+    """The text of one sequence, decoded while its tokens are generated.
+
+    stop: strings that end the text; they are not part of it.
+    context_ids: the tokens before the sequence, usually the prompt; they decide whether the text starts with a space.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), context_ids: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, _check_stops(stop)
         self.skipped_ids = tokenizer.special_ids - {tokenizer.unk_id}
         self.matched_stop: str | None = None  # the stop string that ended the text
         self.ids: list[int] = [*context_ids]
-        self.num_emitted = len(self._decode()) if context_ids else 0  # final characters of the text of `ids`
-        self.pending = ""  # final, but possibly the beginning of a stop string
+        self.num_emitted = len(self._decode()) if context_ids else 0  # how much of the text of `ids` is final
+        self.pending = ""  # final text that may be the beginning of a stop string
         self._trim_context()
 
     def add(self, *tokens: int) -> str:
-        """Append tokens; return the text that has become final."""
+        """Append tokens and return the text that no later token can change."""
         if self.matched_stop is not None:
             return ""
         self.ids += tokens
@@ -50,7 +54,7 @@ class StreamingText:
         return self._emit(new)
 
     def finish(self) -> str:
-        """Return the text that was held back, since no token follows."""
+        """End the sequence and return the text that was held back."""
         if self.matched_stop is not None:
             return ""
         rest = self._emit(self._decode()[self.num_emitted :])
@@ -61,7 +65,7 @@ class StreamingText:
         return self.tokenizer.decode(self.ids)
 
     def _is_inside_bytes(self) -> bool:
-        """Whether the last token is a byte-fallback token, whose run is decoded as a whole."""
+        """Return whether the text ends with a byte-fallback token, so that the run of bytes may go on."""
         last = next((token for token in reversed(self.ids) if token not in self.skipped_ids), None)
         if last is None:
             return False
@@ -69,9 +73,10 @@ class StreamingText:
         return raw is not None and len(raw) == 1 and self.tokenizer.token(last).startswith("<0x")
 
     def _trim_context(self) -> None:
-        """Forget emitted tokens, but keep enough of them to contain a letter.
+        """Drop tokens whose text has been returned, except the last ones: enough of them to contain a character.
 
-        Decoders drop the first space of a text, and bytes cut off from the first of their run decode to no letter.
+        Spaces and incomplete bytes do not count as characters.  A tokenizer drops a space at the start of a text and
+        cannot decode bytes without the first byte of their character, so they do not show how the text goes on.
         """
         for size in range(MIN_CONTEXT, len(self.ids)):
             text = self.tokenizer.decode(self.ids[-size:])
@@ -80,7 +85,7 @@ class StreamingText:
                 return
 
     def _emit(self, new: str) -> str:
-        """Return the text up to a stop string, or up to a possible beginning of one, which stays pending."""
+        """Return the text up to a stop string.  The end of the text stays pending if a stop string may begin there."""
         text = self.pending + new
         matches = [(text.find(stop), stop) for stop in self.stop_strings if stop in text]
         if matches:
@@ -94,14 +99,14 @@ class StreamingText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of the text that is a proper prefix of the stop string."""
+    """Return the length of the longest end of `text` with which `stop` begins, shorter than all of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
-        raise InputError("an empty stop string would stop before the first word; leave it out")
+        raise InputError("an empty stop string would end the text before its first character; leave it out")
     return stops
 
 
@@ -109,7 +114,7 @@ def _check_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class TextChunk(NamedTuple):
-    """New text of one sequence of one prompt."""
+    """The new text of one sequence of one prompt."""
 
     prompt_index: int
     sequence_index: int
@@ -126,10 +131,13 @@ def stream_chunks(
     texts: dict[tuple[int, int], StreamingText],
     eos_ids: Sequence[int],
 ) -> Iterator[TextChunk]:
-    """Run an engine and decode its outputs; a request is cancelled once stop strings have ended all its texts.
+    """Run an engine until it is idle, and yield its outputs as text.
 
-    prompt_of_request: request id -> index of its prompt.
-    texts: (request id, sequence index) -> the text to append to.
+    A request is cancelled when stop strings have ended all of its sequences.
+
+    prompt_of_request: the index of the prompt of each request id.
+    texts: the text of each sequence, by (request id, sequence index).
+    eos_ids: end tokens, which are left out of the text.
     """
     running = set(texts)
     while engine.busy:
@@ -157,5 +165,5 @@ def stream_chunks(
 
 
 def chunk_texts(chunks: Iterator[TextChunk]) -> Iterator[str]:
-    """Yield the texts of the chunks, without empty ones."""
+    """Yield the text of each chunk that has any."""
     return (chunk.text for chunk in chunks if chunk.text)

@@ -115,7 +115,7 @@ def load_arm(folder: Path, device: str = "auto") -> Pipeline:
 def with_seed(recipe: Recipe, seed: int, **changes: Any) -> Recipe:
     """Return the recipe with another seed and other changes.
 
-    changes: the values to change in the sections `data` and `tokenizer`, or the whole section `model`.
+    changes: the values to change in the sections `data`, `tokenizer` and `task`, or the whole section `model`.
     """
     sections = {
         name: value if name == "model" else replace(getattr(recipe, name), **value) for name, value in changes.items()

@@ -33,9 +33,9 @@ from monoblock.experiments.arms import (
 )
 from monoblock.experiments.jobs import Job, run_jobs
 from monoblock.interop.atomic_write import write_atomically
-from monoblock.recipes.parse import read_recipe
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
+from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.seq2seq.backtranslation import (
     DECODING_OPTIONS,
@@ -43,7 +43,8 @@ from monoblock.tasks.seq2seq.backtranslation import (
     generate_sources,
     write_pairs,
 )
-from monoblock.tasks.seq2seq.pairs import prepare_pairs
+from monoblock.tasks.seq2seq.pairs import prepare_pairs, recipe_section
+from monoblock.tasks.seq2seq.task import SEQ2SEQ
 from monoblock.tasks.tags import SYNTHETIC_TAGS
 from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -100,18 +101,18 @@ class ExperimentContext:
 
     def load_pairs(self) -> list[Pair]:
         recipe = self.recipe
-        return prepare_pairs(load_corpus(recipe.data.corpus, "train", folder=self.data), recipe.data).rows
+        return prepare_pairs(load_corpus(recipe.data.corpus, "train", folder=self.data), recipe_section(recipe)).rows
 
     def load_target_sentences(self) -> list[str]:
         """Return the monolingual sentences: the targets of the rows that follow the first `options.pairs` rows."""
         start = self.options.pairs
         return [row.target for row in self.load_pairs()[start : start + self.options.monolingual]]
 
-    def train_model(self, seed: int, name: str, **data: Any) -> Iterator[str]:
-        """Train the model `name` on the first `options.pairs` rows; `data` changes the data section of the recipe."""
-        data = {"limit": self.options.pairs, **data}
+    def train_model(self, seed: int, name: str, **changes: Any) -> Iterator[str]:
+        """Train the model `name` on the first `options.pairs` rows; `changes` change the section [seq2seq]."""
+        data = {"limit": self.options.pairs}
         tokenizer = {"folder": str(self.folder / "tokenizer")}
-        recipe = with_seed(self.recipe, seed, data=data, tokenizer=tokenizer)
+        recipe = with_seed(self.recipe, seed, data=data, tokenizer=tokenizer, task=changes)
         yield from train_arm(recipe, self.seed_folder(seed) / name, self.data)
 
     def seed_folder(self, seed: int) -> Path:
@@ -122,12 +123,13 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
     """Train and evaluate every arm; yield progress messages, and the result at the end."""
     context = ExperimentContext(options, tuple(overrides), folder, data)
     recipe, arms, seeds = context.recipe, parse_arms(options.arms, list(ARMS)), parse_seeds(options.seeds)
-    if recipe.train.objective != "pairs":
+    if task_of_recipe(recipe) is not SEQ2SEQ:
         raise ConfigError(
-            f"recipe={options.recipe} trains {recipe.train.objective!r} and not 'pairs'; write recipe=multi30k"
+            f"recipe={options.recipe} trains {recipe.train.objective!r} and not 'seq2seq'; write recipe=multi30k"
         )
-    if recipe.data.direction not in OPPOSITE_DIRECTION:
-        raise ConfigError(f"data.direction={recipe.data.direction!r} has no opposite; write forward or backward")
+    direction = recipe_section(recipe).direction
+    if direction not in OPPOSITE_DIRECTION:
+        raise ConfigError(f"seq2seq.direction={direction!r} has no opposite; write forward or backward")
     rows = context.load_pairs()
     if options.pairs >= len(rows):
         raise ConfigError(
@@ -142,7 +144,7 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
     about = {
         "recipe": options.recipe,
         "changes": list(overrides),
-        "direction": recipe.data.direction,
+        "direction": direction,
         "pairs": options.pairs,
         "target_sentences": len(sentences),
         "ratio": options.ratio,
@@ -190,7 +192,8 @@ def _search_method(method: BacktranslationMethod) -> str:
 
 def _train_backward(context: ExperimentContext, seed: int) -> Iterator[str]:
     """Train the model that translates targets to sources, which all arms of a seed share."""
-    yield from context.train_model(seed, "backward", direction=OPPOSITE_DIRECTION[context.recipe.data.direction])
+    direction = OPPOSITE_DIRECTION[recipe_section(context.recipe).direction]
+    yield from context.train_model(seed, "backward", direction=direction)
 
 
 def _generate_sources(context: ExperimentContext, seed: int, search: str) -> Iterator[str]:
@@ -215,7 +218,7 @@ def _run_arm(context: ExperimentContext, seed: int, arm: str) -> Iterator[str]:
             rows = enumerate(read_pairs(folder / f"{_search_method(method)}.hypotheses.tsv"))
             pairs = (Pair(method.prepare_source(row.source, seed=seed, index=n), row.target) for n, row in rows)
             write_pairs(file, pairs)
-        changes = {"synthetic": str(file), "ratio": context.options.ratio}
+        changes = {"synthetic": str(file), "synthetic_ratio": context.options.ratio}
     yield from context.train_model(seed, arm, **changes)
     if not (folder / arm / METRICS_FILE).is_file():
         pipe = load_arm(folder / arm, context.recipe.train.device)

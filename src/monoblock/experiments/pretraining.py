@@ -25,10 +25,12 @@ from monoblock.experiments.arms import (
     train_arm,
     with_seed,
 )
-from monoblock.recipes.parse import read_recipe
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
+from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.tasks.masked_lm.section import CorruptionSection
+from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
 
 ARMS = ("none", "spans")  # pretraining of the initial weights
 SMOKE_OPTIONS = {"steps": 4, "samples": 40, "seeds": "1", "limit": 8}
@@ -57,12 +59,12 @@ class Options:
 def run(options: Options, overrides: list[str], folder: Path, data: Path | None) -> Iterator[str | ExperimentResult]:
     """Pretrain, then train and evaluate both arms; yield progress messages, and the result at the end."""
     task, arms = read_recipe(options.recipe, overrides), parse_arms(options.arms, ARMS)
-    if task.train.objective != "pairs" or "folder" in task.model or task.model.get("family") == "lstm":
+    if task_of_recipe(task).decoding != "beam_search" or "folder" in task.model or task.model.get("family") == "lstm":
         raise ConfigError(
             f"recipe={options.recipe} does not train an encoder-decoder Transformer on pairs; write recipe=vowels"
         )
     pretraining = read_recipe(options.pretraining)
-    if pretraining.train.objective != "spans":
+    if task_of_recipe(pretraining) is not SPAN_CORRUPTION:
         raise ConfigError(
             f"pretraining={options.pretraining} is not a span-corruption recipe; write pretraining=spans-kjv"
         )
@@ -101,10 +103,11 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
 def _pretraining_recipe(base: Recipe, task: Recipe, options: Options) -> Recipe:
     """Return the pretraining recipe with the model and the tokenizer of the task."""
     same = {"device": task.train.device, "compile": task.train.compile, "precision": task.train.precision}
-    sizes = {"steps": options.steps, "batch": 2 * task.train.batch, "mask_rate": options.rate}
+    sizes = {"steps": options.steps, "batch": 2 * task.train.batch}
     sizes |= {"eval_batches": 1 if options.smoke else 10, "save_every": 0}
     train = replace(base.train, **sizes, **same)  # type: ignore[arg-type]
-    return replace(base, model=task.model, tokenizer=task.tokenizer, train=train)
+    corruption = CorruptionSection(mask_rate=options.rate)
+    return replace(base, model=task.model, tokenizer=task.tokenizer, train=train, task=corruption)
 
 
 def _arm_changes(arm: str, task: Recipe, pretrained: Path) -> dict[str, Any]:

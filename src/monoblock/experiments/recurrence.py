@@ -26,9 +26,9 @@ from monoblock.experiments.arms import (
     with_seed,
 )
 from monoblock.interop.folder import read_config
-from monoblock.recipes.parse import read_recipe
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
+from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.training import metrics_file
 
@@ -53,7 +53,7 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
     """Train and evaluate both arms; yield progress messages, and the result at the end."""
     recipe = read_recipe(options.recipe, overrides)
     arms, seeds = parse_arms(options.arms, ARMS), parse_seeds(options.seeds)
-    if recipe.train.objective != "pairs" or recipe.model.get("family") == "lstm":
+    if task_of_recipe(recipe).decoding != "beam_search" or recipe.model.get("family") == "lstm":
         raise ConfigError(
             f"recipe={options.recipe} does not train a Transformer on pairs; write recipe=reverse or recipe=multi30k"
         )

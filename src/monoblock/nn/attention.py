@@ -1,6 +1,7 @@
-"""Scaled dot-product attention, and multi-head attention built on it: MHA, GQA and MQA, self and cross.
+"""Scaled dot-product attention, and multi-head self- and cross-attention built on it (MHA, GQA and MQA).
 
-`attend` is equation 1 in plain steps; `attend_fused` computes the same with one kernel.
+`attend` computes equation 1 of Vaswani et al. (2017) step by step; `attend_fused` computes the same with a fused
+kernel.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def attend(
     dropout: float = 0.0,
     tap: Tap | None = None,
 ) -> Tensor:
-    """softmax(q k' / sqrt(K) + bias) v, over the keys the mask allows (Vaswani et al. 2017, eq. 1).
+    """Compute softmax(q k^T / sqrt(K) + bias) v over the keys that the mask allows (Vaswani et al. 2017, eq. 1).
 
-    q (B, H, T, K), k (B, G, S, K), v (B, G, S, *) with G dividing H; mask (B, 1, T, S) True where q may see k.
-    A query that may see no key gives zeros.  Scores of 16-bit inputs are computed in fp32.
+    The shapes are q (B, H, T, K), k (B, G, S, K) and v (B, G, S, *), where the number of key heads G divides H.
+    `mask` (B, 1, T, S) is True where a query may see a key; a query that may see no key gives zeros.  `sinks` (H,) are
+    extra scores that only add to the denominator of the softmax.  Scores of 16-bit inputs are computed in fp32.
     """
     H, K = q.shape[1], q.shape[3]
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) if t.shape[1] != H else t for t in (k, v))
@@ -55,13 +57,13 @@ def attend(
     scores = apply_tap(tap, "scores", scores)
     weights = _softmax(scores, sinks)
     if mask is not None:
-        weights = weights.masked_fill(~mask, 0)  # a query without keys gives 0; a NaN among visible keys still shows
+        weights = weights.masked_fill(~mask, 0)  # 0, not NaN, for a query without visible keys
     weights = F.dropout(apply_tap(tap, "weights", weights), dropout)
     return weights.to(v.dtype) @ v
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of scores (B, H, T, S) over the keys; sinks (H,) are scores that add to the denominator only."""
+    """Compute the softmax of scores (B, H, T, S) over the keys; sinks (H,) are added to the denominator only."""
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -88,7 +90,8 @@ def attend_fused(
 ) -> Tensor:
     """Compute `attend` with one fused kernel.
 
-    Kernels are undefined for a query that sees no key: it is shown every key, and its output is set to zero.
+    The result of a fused kernel is undefined for a query that sees no key.  Such a query is shown every key, and its
+    output is set to zero afterwards.
     """
     if bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and context.uses_flex(q):
         return attend_flex(q, k, v, context, scale=scale)
@@ -104,26 +107,32 @@ def attend_fused(
 
 
 def fold_beams(q: Tensor, num_sources: int) -> Tensor:
-    """Join the queries of the n beams of each of B = `num_sources` sources: (B·n, H, T, K) -> (B, H, n·T, K)."""
+    """Reshape the queries of n beams per source from (B·n, H, T, K) to (B, H, n·T, K), where B is `num_sources`.
+
+    Beams of the same source attend to the same keys, which then need not be repeated for each beam.
+    """
     if q.shape[0] == num_sources:
         return q
     return q.unflatten(0, (num_sources, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def unfold_beams(heads: Tensor, num_rows: int) -> Tensor:
-    """Undo `fold_beams` on the output of attention: (B, H, n·T, K) -> (B·n, H, T, K), with B·n = `num_rows`."""
+    """Undo `fold_beams`: reshape the output of attention from (B, H, n·T, K) to (B·n, H, T, K); B·n is `num_rows`."""
     if heads.shape[0] == num_rows:
         return heads
     return heads.unflatten(2, (num_rows // heads.shape[0], -1)).transpose(1, 2).flatten(0, 1)
 
 
 def select_kept_heads(bias: Tensor, config: AttentionConfig) -> Tensor:
-    """Select the heads left after pruning from a bias (B, unpruned heads, T, S): (B, H, T, S)."""
+    """Select the heads that head pruning has kept from a bias (B, unpruned heads, T, S); the result is (B, H, T, S)."""
     return bias[:, list(config.kept_heads)] if config.kept_heads else bias
 
 
 class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al. 2017, 3.2.2); grouped-query with fewer key heads (Ainslie et al. 2023)."""
+    """Multi-head attention (Vaswani et al. 2017, 3.2.2).
+
+    With fewer key/value heads than query heads it is grouped-query attention (Ainslie et al. 2023).
+    """
 
     def __init__(self, width: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -155,7 +164,10 @@ class Attention(nn.Module):
         cache_write: CacheWrite | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Attend from x (B, T, D) to itself and the cached tokens, or to memory (B, S, D): (B, T, D)."""
+        """Attend from x (B, T, D) to x and the cached tokens, or to memory (B, S, D) if it is given.
+
+        The output has the shape of x.
+        """
         is_cached = isinstance(layer_cache, CrossAttentionCache) and layer_cache.keys is not None
         queries, new_keys, new_values = self.project_qkv(x, x if memory is None else memory, is_cached)
         q = self._split_heads(queries, self.config.heads, self.query_norm)
@@ -169,7 +181,7 @@ class Attention(nn.Module):
         return self.output(out)
 
     def _split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
-        """(B, T, heads * size) -> (B, heads, T, size), clamped and normalized if configured."""
+        """Split x (B, T, heads * size) into heads (B, heads, T, size), clamped and normalized if so configured."""
         if self.config.clip is not None:
             x = x.clamp(-self.config.clip, self.config.clip)
         if norm is not None and self.config.qk_norm_over == "width":
@@ -180,7 +192,7 @@ class Attention(nn.Module):
         return x.transpose(1, 2)
 
     def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Project queries from x, and keys and values from the source unless they are cached."""
+        """Project x to queries, and `source` to keys and values, which are None if they are cached already."""
         layers = (self.query, self.key, self.value)
         if source is x and not is_cached and should_fuse(x, layers):
             q, k, v = fused_linear(x, layers)
@@ -195,7 +207,10 @@ class Attention(nn.Module):
         layer_cache: LayerCache | CrossAttentionCache | None,
         cache_write: CacheWrite | None,
     ) -> KeyValues:
-        """Split new keys and values into heads, rotate the keys, and cache both; return all that queries may see."""
+        """Split new keys and values into heads, rotate the keys, and write both to the cache.
+
+        Return all keys and values that the queries may see.  If the new ones are None, all of them are cached already.
+        """
         if new_keys is None or new_values is None:
             assert isinstance(layer_cache, CrossAttentionCache)
             assert layer_cache.keys is not None
@@ -223,7 +238,7 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=self.sinks, dropout=dropout, tap=tap)
 
     def _layer_position_bias(self, context: AttentionContext) -> Tensor:
-        """Return the bias (B, H, T, S) from this block's own table of relative positions."""
+        """Return the relative-position bias (B, H, T, S) from this block's own embedding."""
         assert isinstance(self.config.positions, Buckets)
         assert self.position_bias is not None
         mask = context.resolved_mask

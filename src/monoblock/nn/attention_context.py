@@ -22,7 +22,7 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class AttentionContext:
-    """Mask, bias and rotary angles of one pass; `prepare` computes once what several blocks need."""
+    """The mask, bias and rotary angles of one forward pass; what several blocks need is computed once and kept."""
 
     def __init__(
         self, resolved_mask: ResolvedMask, bias: Tensor | None = None, rotary_angles: RotaryAngles | None = None
@@ -30,14 +30,17 @@ class AttentionContext:
         self.resolved_mask = resolved_mask
         self.bias = bias  # (B, H, T, S)
         self.rotary_angles = rotary_angles
-        self.cached_lengths: Tensor | None = None  # (B,) if each row has one new token, which sees all cached ones
+        self.cached_lengths: Tensor | None = None  # (B,) if each row has one new token that sees all cached tokens
         self._dense_mask: Tensor | None = None
         self._safe_mask: tuple[Tensor, Tensor] | None = None
         self._prepared_bias: tuple[Tensor, Tensor | None] | None = None
         self._block_mask: Any = None
 
     def prepare(self, x: Tensor) -> AttentionContext:
-        """Compute the mask or bias of the fused path now, so that a checkpointed block finds it again; return self."""
+        """Compute the mask or bias that `attend_fused` will need, and return self.
+
+        This is done before the blocks run, so that activation checkpointing does not compute it again in each block.
+        """
         if self.bias is not None:
             self._prepared_bias = self._masked_bias(self.bias, x.dtype)
         elif self.uses_flex(x):
@@ -47,7 +50,7 @@ class AttentionContext:
         return self
 
     def uses_flex(self, x: Tensor) -> bool:
-        """Whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries."""
+        """Return whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries."""
         return (
             x.is_cuda
             and self.resolved_mask.kind == "dense"
@@ -56,16 +59,16 @@ class AttentionContext:
         )
 
     def dense_mask(self) -> Tensor | None:
-        """The mask as booleans (B, 1, T, S), or None if every key is visible."""
+        """Return the mask as booleans (B, 1, T, S), or None if every key is visible."""
         if self._dense_mask is None and self.resolved_mask.kind != "all":
             self._dense_mask = self.resolved_mask.dense()
         return self._dense_mask
 
     def safe_mask(self) -> tuple[Tensor, Tensor] | None:
-        """Return a mask for fused kernels, or None if every key is visible.
+        """Return a pair of masks for fused kernels, or None if every key is visible.
 
-        It is a pair: the mask (B, 1, T, S), in which queries without a visible key see every key, and a mask
-        (B, 1, T, 1) of these queries, whose output must be set to zero.
+        The first (B, 1, T, S) is the dense mask, except that queries without a visible key see every key.  The second
+        (B, 1, T, 1) is True for these queries, whose output must then be set to zero.
         """
         dense = self.dense_mask()
         if self._safe_mask is None and dense is not None:
@@ -74,7 +77,7 @@ class AttentionContext:
         return self._safe_mask
 
     def block_mask(self) -> Any:
-        """The mask as a FlexAttention BlockMask."""
+        """Return the mask as a FlexAttention BlockMask."""
         if self._block_mask is None:
             self._block_mask = self._build_block_mask()
         return self._block_mask
@@ -89,9 +92,10 @@ class AttentionContext:
         return build(mask, batch if batch > 1 else None, None, q.length, k.length, device=q.positions.device)
 
     def fused_mask(self, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mask argument of a fused kernel and a mask (B, 1, T, 1) of the queries without a visible key.
+        """Return the mask argument for a fused kernel, and a mask (B, 1, T, 1) of the queries without a visible key.
 
-        The argument is boolean or, with a bias, the bias with -inf where the mask is False; None: no mask is needed.
+        The mask argument is boolean or, if there is a bias, the bias with -inf where the mask is False.  Either result
+        is None if it is not needed.
         """
         if bias is None:
             return (self.safe_mask() or (None, None)) if self.resolved_mask.kind == "dense" else (None, None)

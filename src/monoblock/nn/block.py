@@ -1,10 +1,13 @@
 """The Transformer block: attention, optional cross-attention and feed-forward, each with norm and residual.
 
-By `norm_place`, with f one of the three sublayers, and by `residual`:
+With f one of these three sublayers, `norm_place` decides how f is applied to x:
 
 pre        x + f(norm(x))             post     norm(x + f(x))
 output     x + norm(f(x))             sandwich x + norm'(f(norm(x)))
-parallel   x + attention(norm(x)) + feedforward(norm'(x)), with norm' = norm when shared
+
+With `residual` "parallel" or "parallel_shared", attention and feed-forward read the same x:
+
+parallel   x + attention(norm(x)) + feedforward(norm'(x)), where norm' is norm if it is shared
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.norm import Norm
-from monoblock.nn.tap import Tap, apply_tap, prefix_tap
+from monoblock.nn.tap import Tap, apply_tap, tap_argument
 
 
 class Block(nn.Module):
@@ -61,22 +64,21 @@ class Block(nn.Module):
         cross_cache: CrossAttentionCache | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
+        """Apply the block to x (B, T, D); the output has the same shape."""
         x = apply_tap(tap, "input", x)
 
         def attention(h: Tensor) -> Tensor:
-            return self.attention(
-                h, context, layer_cache=layer_cache, cache_write=cache_write, tap=prefix_tap(tap, "attention")
-            )
+            options = tap_argument(self.attention, tap, "attention")
+            return self.attention(h, context, layer_cache=layer_cache, cache_write=cache_write, **options)
 
         def cross(h: Tensor) -> Tensor:
             assert self.cross is not None
             assert memory_context is not None
-            return self.cross(h, memory_context, memory=memory, layer_cache=cross_cache, tap=prefix_tap(tap, "cross"))
+            options = tap_argument(self.cross, tap, "cross")
+            return self.cross(h, memory_context, memory=memory, layer_cache=cross_cache, **options)
 
         def feedforward(h: Tensor) -> Tensor:
-            # Without a tap any module of one argument may replace the feed-forward.
-            return self.feedforward(h) if tap is None else self.feedforward(h, tap=prefix_tap(tap, "feedforward"))
+            return self.feedforward(h, **tap_argument(self.feedforward, tap, "feedforward"))
 
         if self.config.residual != "sequential":
             return apply_tap(tap, "output", self._apply_parallel(x, attention, feedforward, tap))
@@ -99,7 +101,7 @@ class Block(nn.Module):
     def _apply_parallel(
         self, x: Tensor, attention: Callable[[Tensor], Tensor], feedforward: Callable[[Tensor], Tensor], tap: Tap | None
     ) -> Tensor:
-        """Apply attention and feed-forward to the same x."""
+        """Apply attention and feed-forward to the same x, and add both outputs to x."""
         attention_norm, feedforward_norm = (getattr(self, f"{name}_norm") for name in ("attention", "feedforward"))
         attention_input = x if attention_norm is None else attention_norm(x)
         feedforward_input = attention_input if feedforward_norm is None else feedforward_norm(x)

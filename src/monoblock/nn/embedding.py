@@ -1,4 +1,4 @@
-"""Input embeddings: tokens (with positions and segments added), patches of an image, frames of audio features."""
+"""Input embeddings of tokens (with positions and segments added), of image patches, and of audio frames."""
 
 from __future__ import annotations
 
@@ -19,18 +19,25 @@ from monoblock.nn.token_positions import TokenPositions
 
 
 def tied_table(token: nn.Module) -> Tensor | nn.Module:
-    """Return the matrix of a tied output: the weight of a token embedding, or the module if it is quantized."""
+    """Return what a tied output multiplies by: the weight of the token embedding, or the module if it is quantized."""
     return token if hasattr(token, "linear") else cast(Tensor, token.weight)
 
 
 def _table_rows(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
-    """Return the first rows (count, D) of an embedding; if it is not plain (see `is_plain`), call it to get them."""
+    """Return the first `count` rows (count, D) of an embedding.
+
+    They are read from its weight, or looked up by calling it if it is not plain (see `is_plain`).
+    """
     weight = weight_if_plain(embedding, nn.Embedding)
     return weight[:count] if isinstance(weight, Tensor) else weight(torch.arange(count, device=device))
 
 
 class Embedding(nn.Module):
-    """Token embedding with positions, segments and norm; a target tied to the source is passed `tied_token`."""
+    """Token embedding, with positions, segments and a norm if configured.
+
+    With `owns_tokens=False` it has no token embedding of its own, and `forward` is given that of the source as
+    `tied_token`.
+    """
 
     def __init__(self, width: int, config: EmbeddingConfig, *, owns_tokens: bool = True) -> None:
         super().__init__()
@@ -60,7 +67,7 @@ class Embedding(nn.Module):
         tied_token: nn.Module | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """ids (B, T) -> (B, T, D)."""
+        """Embed ids (B, T); the output is (B, T, D)."""
         token = self.token if self.token is not None else tied_token
         assert token is not None
         x: Tensor = token(ids)
@@ -84,7 +91,8 @@ class Embedding(nn.Module):
     def _drop_words(self, x: Tensor, token_positions: TokenPositions) -> Tensor:
         """Zero the embeddings of random tokens and scale up the rest; the first token of each text is left alone.
 
-        The first token sees only itself: were it zero, the norm of zeros in every block would blow up its gradient.
+        In a causal model the first token sees only itself.  If it were zero, every norm would divide by almost zero and
+        blow up its gradient.
         """
         kept = F.dropout(torch.ones_like(x[..., :1]), self.config.word_dropout)
         return x * torch.where(token_positions.positions[..., None] == 0, 1.0, kept)
@@ -103,7 +111,10 @@ class Embedding(nn.Module):
         """Check that ids, positions and segments are in range; values on a GPU are not read, which would be slow."""
         limit = self.config.context if self.position is not None else None
         if segments is not None and self.segment is None:
-            raise InputError("this model has no segments; drop them, or build it with segments=2")
+            raise InputError(
+                "segments were given, but this model has no segment embedding; leave them out, "
+                "or build the model with segments=2"
+            )
         if limit is not None and token_positions.start is not None and token_positions.start + ids.shape[1] > limit:
             raise InputError(_too_long_message(token_positions.start + ids.shape[1], limit))
         if ids.device.type != "cpu" or not ids.numel():
@@ -112,8 +123,9 @@ class Embedding(nn.Module):
         if low < 0 or high >= self.config.vocab:
             wrong = low if low < 0 else high
             raise InputError(
-                f"id {wrong} is outside the vocabulary of {self.config.vocab} (0 to {self.config.vocab - 1}); "
-                f"is this the model's own tokenizer?"
+                f"token id {wrong} is outside the vocabulary of {self.config.vocab} tokens "
+                f"(0 to {self.config.vocab - 1}); "
+                f"use the tokenizer that the model was trained with"
             )
         if segments is not None and not 0 <= int(segments.min()) <= int(segments.max()) < self.config.segments:
             wrong = int(segments.min()) if int(segments.min()) < 0 else int(segments.max())
@@ -126,13 +138,13 @@ class Embedding(nn.Module):
 
 def _too_long_message(length: int, limit: int) -> str:
     return (
-        f"a sequence of {length} tokens is longer than the {limit} learned positions; shorten it, "
-        f"or build the model with context={length} or with other positions"
+        f"a sequence of {length} tokens is longer than the {limit} learned positions of this model; shorten it, "
+        f"or build the model with context={length} or with positions that are not learned, such as rotary"
     )
 
 
 class PatchEmbedding(nn.Module):
-    """An image cut into patches, each a token (Dosovitskiy et al. 2021)."""
+    """Image embedding: the image is cut into patches, and each patch becomes a token (Dosovitskiy et al. 2021)."""
 
     def __init__(self, width: int, config: PatchConfig) -> None:
         super().__init__()
@@ -146,10 +158,10 @@ class PatchEmbedding(nn.Module):
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
     def forward(self, pixels: Tensor, masked_patches: Tensor | None = None, tap: Tap | None = None) -> Tensor:
-        """pixels (B, channels, height, width) -> (B, T, D), the patches row by row.
+        """Embed pixels (B, channels, height, width) as tokens (B, T, D), one for each patch, row by row.
 
-        Class token, distillation token and registers come first, if the model has them.  `masked_patches` (B, patches)
-        is True for patches to replace by the mask token.
+        The class token, the distillation token and the registers come first, if the model has them.  `masked_patches`
+        (B, patches) is True for patches that are replaced by the mask token.
         """
         dtype = next(self.patch.parameters()).dtype
         x = self.patch(pixels).flatten(2).mT.to(dtype)  # (B, N, D); in full precision under autocast
@@ -170,7 +182,10 @@ class PatchEmbedding(nn.Module):
         return apply_tap(tap, "output", F.dropout(x, self.config.dropout, self.training))
 
     def position_table(self) -> Tensor:
-        """Positions of class tokens and patches (N, D): a learned table, or sinusoids, which are 0 for class tokens."""
+        """Return the position embeddings (N, D) of class tokens and patches.
+
+        They are learned, or sinusoids, which are zero for class tokens.
+        """
         device = next(self.patch.parameters()).device
         if self.position is not None:
             return _table_rows(self.position, self.config.num_positions, device)
@@ -184,22 +199,27 @@ class PatchEmbedding(nn.Module):
 
     def check_inputs(self, pixels: Tensor, masked_patches: Tensor | None = None) -> None:
         if masked_patches is not None and self.mask_token is None:
-            raise InputError("flags mark patches to hide, but this model has no mask token; drop them")
+            raise InputError(
+                "flags mark patches to replace by the mask token, but this model has no mask token; leave flags out"
+            )
         shape = (self.config.channels, self.config.image, self.config.image)
         if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
             raise InputError("pixels must be a tensor of floating-point numbers; write pixels.float() / 255")
         if pixels.dim() != 4 or tuple(pixels.shape[1:]) != shape:
             raise InputError(
                 f"pixels of shape {tuple(pixels.shape)} do not fit: this model takes (batch, "
-                f"{', '.join(map(str, shape))}); resize the images, or see mb.interpolate"
+                f"{', '.join(map(str, shape))}); resize the images, or resize the model with mb.interpolate"
             )
         patches = (self.config.image // self.config.patch) ** 2
         if masked_patches is not None and masked_patches.shape != (pixels.shape[0], patches):
-            raise InputError(f"flags of shape {tuple(masked_patches.shape)} do not fit; give (batch, {patches})")
+            raise InputError(
+                f"flags of shape {tuple(masked_patches.shape)} do not fit; give one flag for each patch, "
+                f"in the shape ({pixels.shape[0]}, {patches})"
+            )
 
 
 class FrameEmbedding(nn.Module):
-    """Audio features through two convolutions over three frames each (Radford et al. 2022)."""
+    """Audio embedding: two convolutions over three frames each, the second with stride two (Radford et al. 2022)."""
 
     def __init__(self, width: int, config: FramesConfig) -> None:
         super().__init__()
@@ -210,8 +230,8 @@ class FrameEmbedding(nn.Module):
         self.norm = Norm(width, config.norm) if config.norm is not None else None
 
     def forward(self, features: Tensor, tap: Tap | None = None) -> Tensor:
-        """features (B, channels, frames) -> (B, T, D), one position for every two frames."""
-        x = F.gelu(self.second(F.gelu(self.first(features)))).mT.contiguous()  # each projection would copy it
+        """Embed features (B, channels, frames) as (B, T, D), with one position for every two frames."""
+        x = F.gelu(self.second(F.gelu(self.first(features)))).mT.contiguous()  # else every projection would copy it
         x = apply_tap(tap, "frames", x)
         if self.position is not None:
             x = x + _table_rows(self.position, x.shape[1], x.device)
@@ -225,7 +245,7 @@ class FrameEmbedding(nn.Module):
     def check_inputs(self, features: Tensor) -> None:
         channels, max_frames = self.config.channels, 2 * self.config.context
         if not isinstance(features, Tensor) or not features.is_floating_point():
-            raise InputError("features must be floating-point numbers; give a tensor (batch, channels, frames)")
+            raise InputError("features must be floating-point; give a float tensor of shape (batch, channels, frames)")
         if features.dim() != 3 or features.shape[1] != channels or not 0 < features.shape[2] <= max_frames:
             raise InputError(
                 f"features of shape {tuple(features.shape)} do not fit: this model takes (batch, {channels}, "

@@ -1,8 +1,8 @@
 """Mixture of experts (Shazeer et al. 2017): a router sends each token through `top_k` feed-forward networks.
 
-The weights of all experts form one tensor for each projection.  The plain path runs every token through every expert,
-so that a token's result does not depend on its batch; the fast path gathers the tokens of each expert first.  No token
-is dropped.
+Each projection (up, gate and down) is one tensor with the weights of all experts.  `_run_all` runs every token through
+every expert, so that the result for a token does not depend on its batch; `_run_selected` is faster, because it runs
+each expert only on the tokens routed to it.  No token is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 
 def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Select the experts of each token by router logits (N, E); return their indices and weights, each (N, top_k)."""
+    """Select the `top_k` experts of each token from router logits (N, E).
+
+    Return their indices and their weights, both of shape (N, top_k).
+    """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if config.router == "top_k_softmax":
         top_logits, expert_ids = wide.topk(config.top_k, dim=-1)
@@ -29,9 +32,10 @@ def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 
 
 def load_balancing_loss(logits: Tensor, top_k: int, valid: Tensor | None = None) -> Tensor:
-    """E * Σ_experts (share of tokens routed there) * (mean probability): 1 if balanced (Fedus et al. 2022, eq. 4).
+    """Compute the load-balancing loss (Fedus et al. 2022, eq. 4), which is 1 if all experts are used equally.
 
-    `logits` (…, E) is the activation `feedforward.router`; `valid` (…) is False on padding, which is not counted.
+    It is E * Σ_e (share of tokens routed to expert e) * (mean router probability of expert e).  `logits` (…, E) are the
+    router logits, which taps see as `feedforward.router`; `valid` (…) is False on padding, which is not counted.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     counts = torch.ones(flat.shape[0], device=flat.device) if valid is None else valid.reshape(-1).float()
@@ -58,7 +62,7 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
+        """Apply the selected experts to each token of x (B, T, D); the output has the same shape."""
         B, T, D = x.shape
         logits = apply_tap(tap, "router", self.router(x))  # (B, T, E)
         tokens = x.reshape(-1, D)
@@ -82,14 +86,14 @@ class Experts(nn.Module):
         return F.linear(hidden, self.down[expert], bias(self.down_bias))
 
     def _run_all(self, x: Tensor, expert_ids: Tensor, weights: Tensor, tap: Tap | None) -> Tensor:
-        """Run every expert on every token of x (N, D), and add the outputs of the selected experts by `weights`."""
+        """Run every expert on every token of x (N, D); return the weighted sum of the selected experts' outputs."""
         outputs = torch.stack([self.run_expert(e, x) for e in range(self.experts_config.count)], dim=1)  # (N, E, D)
         outputs = apply_tap(tap, "outputs", outputs)
         all_weights = torch.zeros(x.shape[0], self.experts_config.count, dtype=x.dtype, device=x.device)
         return (outputs * all_weights.scatter(1, expert_ids, weights)[..., None]).sum(1)
 
     def _run_selected(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Run each expert on those tokens of x (N, D) that are routed to it, and add the outputs by `weights`."""
+        """Run each expert on the tokens of x (N, D) routed to it; return the weighted sum of the experts' outputs."""
         out = torch.zeros_like(x)
         for expert in range(self.experts_config.count):
             token, rank = (expert_ids == expert).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward network: down(act(up(x))), or gated: down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+"""The position-wise feed-forward network down(act(up(x))), or down(act(gate(x)) * up(x)) if gated (Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def apply_activation(
     activation: Callable[[Tensor], Tensor], up: Tensor, gate: Tensor | None, clamp: float | None = None
 ) -> Tensor:
-    """act(up), or act(gate) * up if gated; with a clamp, act(gate) * (up + 1) of clamped values (gpt-oss)."""
+    """Return activation(up), or activation(gate) * up if there is a gate.
+
+    With a `clamp`, a gated network computes activation(gate) * (up + 1) instead, with gate limited to at most `clamp`
+    and up to the range ±`clamp` (gpt-oss).
+    """
     if gate is None:
         return activation(up)
     if clamp is None:
@@ -60,7 +64,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
+        """Apply the network to every position of x (B, T, D); the output has the same shape."""
         hidden = apply_activation(self.activation, *self._up_and_gate(x), self.config.clamp)  # (B, T, F)
         hidden = F.dropout(apply_tap(tap, "hidden", hidden), self.config.dropout, self.training)
         return self.down(hidden)

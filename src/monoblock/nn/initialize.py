@@ -1,6 +1,7 @@
-"""Initialize weights by tables of name patterns, one for each scheme; the first pattern that matches decides.
+"""Initialize the weights of a model.
 
-In every scheme norms, gains and sinks keep the values they are built with, and biases start at zero.
+Each scheme is a table of name patterns and initializers; the first pattern that matches the name of a weight decides.
+In every scheme norms, gains and sinks keep the values they were built with, and biases are zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Initializer = Callable[[Tensor, ModelConfig, str], None]
 
 
 def keep_as_built(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Leave the weight as its module initialized it."""
+    """Leave the weight unchanged, as its module initialized it."""
 
 
 def zeros(weight: Tensor, config: ModelConfig, name: str) -> None:
@@ -30,18 +31,24 @@ def normal(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def residual_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Normal with std / sqrt(N) for a stack of N residual additions, two per block (Radford et al. 2019)."""
+    """Draw from a normal distribution with standard deviation std / sqrt(N) (Radford et al. 2019).
+
+    N is the number of residual additions in the stack of this weight, counted as two per block.
+    """
     nn.init.normal_(weight, std=config.init.std / math.sqrt(2 * config.stacks[name.split(".")[0]].depth))
 
 
 def xavier(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Uniform, by fan in and fan out (Glorot and Bengio 2010); stacked experts are initialized one by one."""
+    """Draw from Xavier's uniform distribution (Glorot and Bengio 2010); stacked experts are initialized one by one."""
     for matrix in weight.unbind() if weight.dim() == 3 else [weight]:
         nn.init.xavier_uniform_(matrix)
 
 
 def normal_by_width(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Normal with variance 1/D: embeddings scaled by sqrt(D), and logits of a tied output, then have unit variance."""
+    """Draw from a normal distribution with variance 1/D, where D is the width of the model.
+
+    Embeddings that are scaled by sqrt(D), and the logits of a tied output, then have unit variance.
+    """
     nn.init.normal_(weight, std=config.width**-0.5)
 
 
@@ -54,7 +61,10 @@ def unit_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def t5_query(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Normal with std 1/sqrt(D·K): includes the factor 1/sqrt(K) that T5 omits from attention (Raffel et al. 2020)."""
+    """Draw from a normal distribution with standard deviation 1/sqrt(D·K), where K is the head size.
+
+    It includes the factor 1/sqrt(K) that T5 leaves out of attention (Raffel et al. 2020).
+    """
     stack, layer, kind = name.split(".")[:3]
     attention = getattr(list(config.stacks[stack].layers())[int(layer)], kind)
     size = attention.key_size(config.width)
@@ -62,12 +72,18 @@ def t5_query(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def small_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Normal with std sqrt(2 / 5D) (Nguyen and Salazar 2019)."""
+    """Draw from a normal distribution with standard deviation sqrt(2 / (5 D)), where D is the width of the model.
+
+    This is the "small" initialization of Nguyen and Salazar (2019).
+    """
     nn.init.normal_(weight, std=math.sqrt(2 / (5 * config.width)))
 
 
 def wang_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Normal with std 2 / (L sqrt(D)), for projections into the residual stream (Black et al. 2022)."""
+    """Draw from a normal distribution with standard deviation 2 / (L sqrt(D)), where L is the depth and D the width.
+
+    It is used for projections into the residual stream (Black et al. 2022).
+    """
     nn.init.normal_(weight, std=2 / (config.depth * math.sqrt(config.width)))
 
 
@@ -115,6 +131,6 @@ def initialize(model: nn.Module, config: ModelConfig) -> None:
     table = COMMON_RULES + SCHEMES[config.init.kind]
     for name, weight in model.named_parameters():
         if weight.is_meta:
-            continue  # no values, and drawing none still takes time
+            continue  # a meta tensor has no values, but initializing it would still take time
         initializer = next(initializer for pattern, initializer in table if fnmatchcase(name, pattern))
         initializer(weight, config, name)

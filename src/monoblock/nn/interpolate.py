@@ -16,10 +16,10 @@ POSITION_WEIGHT = "input.position.weight"
 
 
 def interpolate(model: Transformer, image: int) -> Transformer:
-    """Return a copy of a model for images of image × image pixels.
+    """Return a copy of a vision model for images of `image` × `image` pixels.
 
-    Positions of patches, learned or sinusoidal, are interpolated (bicubic) and become a learned table; positions of
-    class tokens stay the same.
+    The position embeddings of patches, learned or sinusoidal, are resized by bicubic interpolation and become learned
+    ones; those of class tokens stay the same.
     """
     embedding, config = model.input, model.config.input
     if not (isinstance(embedding, PatchEmbedding) and isinstance(config, PatchConfig)):
@@ -28,14 +28,16 @@ def interpolate(model: Transformer, image: int) -> Transformer:
         )
     if image < 1 or image % config.patch:
         nearest = max(1, round(image / config.patch)) * config.patch
-        raise InputError(f"image={image} cannot be cut into patches of {config.patch}; try image={nearest}")
+        raise InputError(
+            f"image={image} cannot be cut into whole patches of {config.patch} pixels; try image={nearest}"
+        )
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     positions = config.positions
     if positions is not None:
         table, first = embedding.position_table().detach(), config.num_class_tokens
         weights[POSITION_WEIGHT] = torch.cat((table[:first], interpolate_grid(table[first:], image // config.patch)))
         positions = Learned()
-    with torch.device("meta"):  # no weights are drawn
+    with torch.device("meta"):  # skips the random initialization
         copy = Transformer(replace(model.config, input=replace(config, image=image, positions=positions)))
     copy.load_state_dict(weights, assign=True)
     return copy.train(model.training)

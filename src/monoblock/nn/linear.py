@@ -1,4 +1,4 @@
-"""Compute several linear layers of the same input as one product, joining their weights where that is faster."""
+"""Apply several linear layers to the same input as one matrix product, by concatenating their weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from monoblock.kernels.cpu.autograd import split_columns
 from monoblock.nn.module_hooks import is_plain
 
-FUSE_MIN_TOKENS = 512  # from here one wide product is faster, although the weights are concatenated first
+FUSE_MIN_TOKENS = 512  # with fewer, concatenating the weights costs more than one wide product saves
 
 
 def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Whether one product is possible and faster: x (B, T, D) has many tokens; layers are plain and can be joined."""
+    """Return whether applying the layers to x (B, T, D) as one product is possible and faster.
+
+    It is if x has many tokens and the layers are plain (see `is_plain`) linear layers that can be joined.
+    """
     return (
         x.shape[0] * x.shape[1] >= FUSE_MIN_TOKENS
         and all(is_plain(layer, nn.Linear) for layer in layers)
@@ -24,17 +27,17 @@ def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 
 def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Apply every layer to x (B, T, D) with one product; return the output of each."""
+    """Apply every layer to x (B, T, D) with one matrix product; return the output of each layer."""
     return split_columns(F.linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> bool:
-    """Whether all layers are linear, and all or none have a bias."""
+    """Return whether all layers are linear, and either all of them or none have a bias."""
     has_bias = {layer.bias is not None for layer in layers if isinstance(layer, nn.Linear)}
     return all(isinstance(layer, nn.Linear) for layer in layers) and len(has_bias) == 1
 
 
 def join_weights(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the weights (ΣN, K) and the biases (ΣN,) of layers with the same input."""
+    """Concatenate the weights, and the biases if there are any, of layers with the same input."""
     weight = torch.cat([layer.weight for layer in layers])
     return weight, None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])

@@ -5,8 +5,8 @@
     merge_lora(model); unmerge_lora(model)                                    # in place; unmerging is exact
     merged = fold_lora(model)                                                 # a copy without adapters
 
-A (r, inputs) is random at first and B (outputs, r) zero, so that the model is unchanged before training.  W may be
-quantized: it is dequantized only to be merged.
+A (r, inputs) is initialized randomly and B (outputs, r) with zeros, so that the model is unchanged before training.  W
+may be quantized; it then stays quantized until `fold_lora` merges the adapter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoraLinear(nn.Module):
         self.b = nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=weight.device))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.original: Tensor | None
-        self.register_buffer("original", None, persistent=False)  # the base's weight while it is merged
+        self.register_buffer("original", None, persistent=False)  # copy of the base weight while merged
         self.train(base.training)
 
     @property
@@ -51,7 +51,7 @@ class LoraLinear(nn.Module):
 
     @property
     def delta(self) -> Tensor:
-        """The update of the weight, (alpha / r) B A."""
+        """The matrix (alpha / r) B A, which merging adds to the weight."""
         return (self.b @ self.a) * self.scale
 
     @property
@@ -85,7 +85,10 @@ class LoraLinear(nn.Module):
     def _base_weight(self) -> nn.Parameter:
         weight = self.base._parameters.get("weight")
         if weight is None:
-            raise InputError("an adapter cannot be merged into a quantized weight; use fold_lora, which makes a copy")
+            raise InputError(
+                "an adapter cannot be merged into a quantized weight; use fold_lora(model), which returns "
+                "a copy with dequantized weights"
+            )
         return weight
 
     @torch.no_grad()
@@ -103,7 +106,7 @@ class LoraLinear(nn.Module):
 
 
 def linear_shape(projection: nn.Module) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer, which may be quantized or adapted."""
+    """Return the shape (outputs, inputs) of a linear layer, which may be quantized or have an adapter."""
     if isinstance(projection, LoraLinear):
         return projection.b.shape[0], projection.a.shape[1]
     if isinstance(projection, nn.Linear):
@@ -126,13 +129,15 @@ def add_lora(
 ) -> list[str]:
     """Freeze a model and add adapters to projections of its blocks; return the names of those projections.
 
-    A target is the end of a projection's name, as in "query", "cross.value" or "decoder.3.feedforward.up"; q, k, v
-    and o abbreviate the projections of attention, and "all" means all projections.
+    A target is the end of a projection's name, such as "query", "cross.value" or "decoder.3.feedforward.up".  "q", "k",
+    "v" and "o" stand for "query", "key", "value" and "output", and "all" for every projection.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank={rank!r} is not a whole number above 0; write 1 or more")
     if any(True for _ in lora_layers(model)):
-        raise InputError("this model has adapters already; remove them first with fold_lora(model)")
+        raise InputError(
+            "this model has adapters already; use fold_lora(model), which returns a copy with the adapters merged"
+        )
     names = match_targets(projection_names(model), targets)
     for weight in model.parameters():
         weight.requires_grad_(False)
@@ -142,7 +147,7 @@ def add_lora(
 
 
 def projection_names(model: nn.Module) -> list[str]:
-    """The names of the linear layers inside blocks."""
+    """Return the names of the linear layers inside blocks, except routers."""
     linear = [name for name, module in model.named_modules() if hasattr(module, "bias") and _is_linear(module)]
     return [name for name in linear if name.startswith(STACK_PREFIXES) and not name.endswith("router")]
 
@@ -153,7 +158,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def match_targets(names: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Return the names that end in one of the targets; refuse a target that matches none."""
+    """Return the names that end in one of the targets; raise ConfigError if a target matches none."""
     matches: set[str] = set()
     for target in targets:
         ending = TARGET_ALIASES.get(target, target)
@@ -162,25 +167,26 @@ def match_targets(names: Sequence[str], targets: Sequence[str]) -> list[str]:
             known = sorted({name.rsplit(".", 1)[-1] for name in names})
             choices = ", ".join([*known, ALL_TARGETS])
             raise ConfigError(
-                f"LoRA target {target!r} is no projection of this model ({choices}){did_you_mean(target, known)}"
+                f"LoRA target {target!r} matches no projection of this model; choose from {choices}"
+                f"{did_you_mean(target, known)}"
             )
         matches.update(matching)
     return [name for name in names if name in matches]
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the sub-module of this name."""
+    """Replace the submodule `name` of a model by `module`."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, module)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """Iterate over the adapters of a model and the names of their projections."""
+    """Iterate over the projections that have an adapter, with their names."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Add every adapter to its weight: the same outputs, as fast as without adapters."""
+    """Merge every adapter into its weight, in place; the outputs stay the same, and adapters cost no time any more."""
     for _, module in _require_lora_layers(model):
         module.merge()
 

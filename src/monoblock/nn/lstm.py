@@ -24,7 +24,7 @@ Number of parameters (V' = V unless target_vocab is given; an LSTM layer with I 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,9 +65,10 @@ StepOutput = tuple[Tensor, LSTMState]  # logits, and the state after them
 
 
 def additive_attention(query: Tensor, keys: Tensor, score: Tensor | nn.Module, valid: Tensor | None) -> Tensor:
-    """softmax of v · tanh(W_s s + W_h h) over valid tokens: (B, S).
+    """Return the attention weights (B, S), the softmax of v · tanh(W_s s + W_h h) over the valid tokens.
 
-    query W_s s (B, D), keys W_h h (B, S, D); score is the vector v (D), or a module that maps (B, S, D) to (B, S, 1).
+    `query` is W_s s (B, D) and `keys` are W_h h (B, S, D).  `score` is the vector v (D,), or a module that maps
+    (B, S, D) to (B, S, 1).
     """
     hidden = torch.tanh(query.unsqueeze(1) + keys)
     scores: Tensor = hidden @ score if isinstance(score, Tensor) else score(hidden).squeeze(-1)  # (B, S)
@@ -86,7 +87,7 @@ class Recurrent(nn.Module):
             raise ConfigError(f"target_vocab={config.target_vocab} has no meaning in a language model; leave it out")
         D, L, V = config.width, config.depth, config.target_vocab or config.vocab
         self.dropout = nn.Dropout(config.dropout)
-        self.layer_dropout = config.dropout if L > 1 else 0.0  # torch warns if there is one layer
+        self.layer_dropout = config.dropout if L > 1 else 0.0  # torch warns about dropout with one layer
         self.input = nn.Embedding(config.vocab, D)
         self.target = None if config.target_vocab is None else nn.Embedding(V, D)
         # Tied weights are stored once, as the embedding.
@@ -117,19 +118,22 @@ class Recurrent(nn.Module):
     ) -> Tensor:
         """Return the logits (B, T, V) of model(ids, mask) or of model(source, target, source_mask, target_mask).
 
-        `tap("attention.weights", w)` gets the attention of the encoder-decoder (B, T, S).
+        An encoder-decoder calls `tap("attention.weights", w)` with its attention weights w (B, T, S).
         """
         if self.config.kind == "language_model":
             masks = [mask for mask in (target, attention_mask) if mask is not None]
             if len(masks) > 1 or source_mask is not None or target_mask is not None:
-                raise InputError("a language model takes one text; write model(ids, attention_mask=…)")
+                raise InputError("a language model takes one text and one mask; write model(ids, attention_mask=…)")
             return self.forward_with_state(source, masks[0] if masks else None, state)[0]
         if target is None or (attention_mask is not None and source_mask is not None):
-            raise InputError("an encoder-decoder takes two texts; write model(source, target, source_mask=…)")
+            raise InputError("an encoder-decoder takes two texts; write model(source, target, source_mask=mask)")
         _check_ids("target", target, self._output_embedding.num_embeddings, "BT")
-        _valid_lengths("target_mask", target_mask, target)  # only checked: padding comes after all valid tokens
+        _valid_lengths("target_mask", target_mask, target)  # only checked, since padding comes after all valid tokens
         memory = self.encode(source, attention_mask if source_mask is None else source_mask)
         return self._decode(target, state or self.initial_state(memory), memory, tap)
+
+    if TYPE_CHECKING:  # nn.Module types a call as Any
+        __call__ = forward
 
     def forward_with_state(
         self, ids: Tensor, attention_mask: Tensor | None = None, state: LSTMState | None = None
@@ -167,14 +171,15 @@ class Recurrent(nn.Module):
         *,
         tap: Tap | None = None,
     ) -> StepOutput:
-        """Read one token (B,); return the logits of the next token (B, V) and the new state; None: the first state.
+        """Read one token per row (B,); return the logits (B, V) of the next token and the new state.
 
-        `tap("attention.weights", w)` gets the attention weights w (B, S), which its result replaces.
+        `state=None` is the state before the first token.  `tap("attention.weights", w)` is called with the attention
+        weights w (B, S) and returns the weights to use.
         """
         _check_ids("token", token, self._output_embedding.num_embeddings, "B")
         if (memory is None) != (self.config.kind == "language_model"):
             raise InputError(
-                "an encoder-decoder needs memory=model.encode(source) in step, and a language model takes none"
+                "step needs memory=model.encode(source) for an encoder-decoder, and a language model takes none"
             )
         if memory is None:
             logits, state = self.forward_with_state(token.unsqueeze(1), None, state)
@@ -195,7 +200,10 @@ class Recurrent(nn.Module):
             steps.append((state.hidden[-1], context, step_weights))
         states, contexts, weights = (torch.stack(tensors, 1) for tensors in zip(*steps, strict=True))
         if tap_wants(tap, "attention.weights") and apply_tap(tap, "attention.weights", weights) is not weights:
-            raise InputError("a tap cannot change the attention of a full pass; change it in model.step(…, tap=…)")
+            raise InputError(
+                "a tap cannot replace the attention weights in model(source, target), which computes all steps at "
+                "once; replace them in model.step(…, tap=…)"
+            )
         return self._logits(self._maxout(states, contexts, x))
 
     def _decoder_step(
@@ -238,14 +246,16 @@ class Recurrent(nn.Module):
 
     def _check_batch(self, rows: int, state: LSTMState | None, memory: EncoderMemory | None = None) -> None:
         if memory is not None and len(memory.values) != rows:
-            raise InputError(f"the source has {len(memory.values)} rows and the target {rows}; give them in pairs")
+            raise InputError(
+                f"the source has {len(memory.values)} rows, but the target has {rows}; give one source for each target"
+            )
         shape = (self.config.depth, rows, self.config.width)
         if state is not None and state.hidden.shape != shape:
-            raise InputError(f"state has shape {tuple(state.hidden.shape)}; for these ids give {shape}")
+            raise InputError(f"state has shape {tuple(state.hidden.shape)}, but these ids need a state of {shape}")
 
 
 def _run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
-    """Run an LSTM over rows of given lengths; return outputs (0 on padding) and the state after each last token."""
+    """Run an LSTM over rows; return the outputs, 0 on padding, and the state after the last token of each row."""
     if lengths is None:
         out, last = lstm(x, state)
     else:
@@ -257,23 +267,28 @@ def _run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMSta
 
 def _check_ids(name: str, ids: Tensor, vocab: int, axes: str) -> None:
     if ids.dim() != len(axes) or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise InputError(f"{name} is {ids.dtype} of shape {tuple(ids.shape)}; give whole numbers ({', '.join(axes)})")
+        raise InputError(
+            f"{name} has dtype {ids.dtype} and shape {tuple(ids.shape)}; give whole numbers of shape "
+            f"({', '.join(axes)}), at least one"
+        )
     if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= vocab):  # on a GPU it would synchronize
         wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
-        raise InputError(f"{name} holds the id {wrong}, outside the vocabulary; give ids from 0 to {vocab - 1}")
+        raise InputError(f"{name} holds the id {wrong}, which is not in the vocabulary; give ids from 0 to {vocab - 1}")
 
 
 def _valid_lengths(name: str, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """The number of valid tokens at the start of each row (B,), or None without a mask."""
+    """Return the number of valid tokens in each row, a tensor (B,), or None without a mask."""
     if mask is None:
         return None
     if mask.shape != ids.shape:
-        raise InputError(f"{name} has shape {tuple(mask.shape)}, its ids {tuple(ids.shape)}; give a 1 or 0 for each id")
+        raise InputError(
+            f"{name} has shape {tuple(mask.shape)}, but its ids have {tuple(ids.shape)}; give a 1 or 0 for each id"
+        )
     if ((mask != 0) & (mask != 1)).any():
         raise InputError(f"{name} has values other than 0 and 1; write 1 for a real token and 0 for padding")
     valid = mask.bool()
     if (valid[:, 1:] & ~valid[:, :-1]).any():
-        raise InputError(f"{name} has padding before a real token, and an LSTM reads in order; pad on the right")
+        raise InputError(f"{name} has padding before a real token, which an LSTM would read first; pad on the right")
     if not valid[:, 0].all():
         raise InputError(f"{name} leaves a row without a real token; drop that row")
     return valid.sum(1)

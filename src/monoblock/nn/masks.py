@@ -1,4 +1,4 @@
-"""Attention masks as predicates on positions: `causal & window(128) & same_document`.
+"""Attention masks as predicates on positions, such as `causal & window(128) & same_document`.
 
 A mask compares the `TokenPositions` of queries and keys, not rows and columns of a matrix, so the same mask holds in
 training, under padding, for packed documents and in cached decoding.  `dense` writes it out as a matrix, `to_mask_mod`
@@ -50,7 +50,7 @@ class Mask:
         return allowed
 
     def dense(self, q: TokenPositions, k: TokenPositions) -> Tensor:
-        """The mask as booleans (B, 1, T, S), True where a query may see a key; padding keys are never seen."""
+        """Return the mask as booleans (B, 1, T, S), True where a query may see a key; padding keys are never seen."""
         queries, keys = q.map_tensors(lambda t: t[:, None, :, None]), k.map_tensors(lambda t: t[:, None, None, :])
         allowed = self.allows(queries, keys)
         if keys.valid is not None:
@@ -62,7 +62,7 @@ class Mask:
         return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, q.length, k.length)))
 
     def to_mask_mod(self, q: TokenPositions, k: TokenPositions) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The mask as a FlexAttention mask_mod(batch, head, query index, key index)."""
+        """Return the mask as a FlexAttention function mask_mod(batch, head, query index, key index)."""
 
         def pick(tokens: TokenPositions, b: Tensor, i: Tensor) -> TokenPositions:
             return tokens.map_tensors(lambda t: t[b if t.shape[0] > 1 else 0, i])
@@ -77,7 +77,7 @@ class Mask:
         return mask_mod
 
     def resolve(self, q: TokenPositions, k: TokenPositions) -> ResolvedMask:
-        """Find the cheapest way to apply the mask to these tokens, without reading a tensor."""
+        """Find the cheapest way to apply the mask to these queries and keys, without reading the values of a tensor."""
         terms = tuple(term for term in self.terms if not _is_vacuous(term, q, k))
         if k.valid is not None or (terms and (q.start is None or k.start != 0)):
             return ResolvedMask("dense", Mask(terms), q, k)
@@ -92,7 +92,7 @@ class Mask:
 
 
 def _is_vacuous(term: MaskTerm, q: TokenPositions, k: TokenPositions) -> bool:
-    """Whether a term is known to allow every pair of these tokens."""
+    """Return whether a term is known to allow every pair of these queries and keys."""
     if term.name == "same_document":
         return q.document is None or k.document is None
     return (
@@ -105,7 +105,10 @@ def _is_vacuous(term: MaskTerm, q: TokenPositions, k: TokenPositions) -> bool:
 
 @dataclass(frozen=True)
 class ResolvedMask:
-    """A mask on given tokens; the kinds "all" and "causal" need no matrix, "dense" does."""
+    """A mask for given queries and keys.
+
+    `kind` is "all" if every key is visible, "causal", or "dense"; only "dense" needs the mask as a matrix.
+    """
 
     kind: str
     mask: Mask
@@ -128,7 +131,10 @@ prefix = Mask((MaskTerm("prefix", lambda q, k: False if k.prefix_or_global is No
 
 
 def window(size: int) -> Mask:
-    """Allow positions closer than `size`: with `causal` the last `size` tokens, without it `size - 1` to each side."""
+    """Return a mask that allows positions closer than `size`.
+
+    Together with `causal` a token sees the last `size` tokens including itself, without it `size - 1` to each side.
+    """
     return Mask((MaskTerm(f"window({size})", lambda q, k: (q.positions - k.positions).abs() < size, reach=size),))
 
 
@@ -142,10 +148,11 @@ global_tokens = Mask((MaskTerm("global_tokens", lambda q, k: _is_global(q) | _is
 
 
 def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
-    """BigBird (Zaheer et al. 2020): link each block of `size` positions to up to `count` random earlier blocks.
+    """Return BigBird's mask (Zaheer et al. 2020), which links each block of positions to random earlier blocks.
 
-    Positions in linked blocks see each other.  The links of a block are a hash of its index and the seed, so they do
-    not depend on the length of the text.
+    Each block of `size` positions is linked to itself and to up to `count` earlier blocks, and positions in linked
+    blocks see each other.  The links are computed by hashing the index of the block and the seed, so they do not depend
+    on the length of the text.
     """
 
     def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:

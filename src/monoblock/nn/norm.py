@@ -12,15 +12,18 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last axis; sums run in fp32 for 16-bit input."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over the last axis.
+
+    The statistics of 16-bit input are computed in fp32.
+    """
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast_after_scale: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+    """Return x / sqrt(mean(x^2) + eps) * weight, with the mean over the last axis.
 
     16-bit input is squared in fp32, since squares overflow fp16.  Published models differ in whether the result is cast
-    back to 16 bits before or after the scale.
+    back to 16 bits before or after it is multiplied by the weight, which `cast_after_scale` selects.
     """
     if x.dtype not in HALF_DTYPES:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -32,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast
 
 
 class Norm(nn.Module):
-    """A norm over the last axis; with a shape (heads, size) each head has its own weights."""
+    """Layer norm or RMS norm over the last axis; if `shape` is (heads, size), each head has its own weights."""
 
     def __init__(self, shape: int | tuple[int, ...], config: NormConfig) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Position encodings: sinusoids (added), rotary angles, ALiBi and T5 buckets (biases on the scores).
+"""Position encodings: sinusoids added to the embedding, rotary angles, and ALiBi and T5 biases on attention scores.
 
 All are functions of positions, not of an index into a buffer, so padding, packing and caches need no special case.
-Angles are computed in fp32 at every dtype, as in the published models.
+Angles are computed in fp32 whatever the dtype of the model, as in the published models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from monoblock.config.model import Alibi, Buckets, Rotary, Scaling, Sinusoid
 
 
 def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Tensor:
-    """PE(pos, 2i) = sin(pos / base^(2i/D)), PE(pos, 2i+1) = cos(the same) (Vaswani et al. 2017, 3.5): (…, D)."""
+    """Return sinusoidal encodings (…, D) of positions (…), where D is `width` (Vaswani et al. 2017, 3.5).
+
+    PE(pos, 2i) = sin(pos / base^(2i/D)) and PE(pos, 2i+1) = cos(pos / base^(2i/D)); `config.form` selects other orders
+    of the sines and cosines.
+    """
     half = width // 2 if config.form == "fairseq" else (width + 1) // 2
     spread = max(half - 1, 1) if config.form == "fairseq" else width / 2
     exponents = torch.arange(half, device=positions.device, dtype=torch.float64) / spread
@@ -32,7 +36,10 @@ def sinusoid(positions: Tensor, width: int, config: Sinusoid = Sinusoid()) -> Te
 
 
 def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device) -> Tensor:
-    """Sinusoids of a patch's row in the first half of the width and of its column in the second: (side * side, D)."""
+    """Return sinusoidal encodings (side * side, D) of the patches of a square image.
+
+    The first half of the features encodes the row of a patch, the second half its column.
+    """
     half, halves = width // 2, Sinusoid(form="halves", base=config.base)
     positions = torch.arange(side, device=device)
     rows = sinusoid(positions, half, halves)[:, None].expand(side, side, half)
@@ -41,9 +48,10 @@ def grid_sinusoid(side: int, width: int, config: Sinusoid, device: torch.device)
 
 
 def interpolate_grid(table: Tensor, side: int) -> Tensor:
-    """Resize position embeddings of a square grid (N, D), row by row, to side × side by bicubic interpolation.
+    """Resize the position embeddings (N, D) of a square grid of patches to side × side by bicubic interpolation.
 
-    Both grids cover the whole image: its edges coincide, not the centres of outer patches (Dosovitskiy et al. 2021).
+    Patches are stored row by row.  The old and the new grid cover the whole image, so that their edges coincide and not
+    the centres of their outer patches (Dosovitskiy et al. 2021).
     """
     old_side = math.isqrt(table.shape[0])
     grid = table.detach().float().mT.unflatten(-1, (old_side, old_side))[None]  # (1, D, old side, old side)
@@ -63,10 +71,10 @@ class RotaryAngles(NamedTuple):
 
 
 def rotary_frequencies(config: Rotary, head_dim: int, positions: Tensor | None = None) -> tuple[Tensor, float]:
-    """Return the angle by which each pair turns per position (pairs,), and a factor for cosine and sine.
+    """Return the angle by which each pair of features turns per position, and a factor for cosine and sine.
 
-    With dynamic or longrope scaling the angles depend on the length of each text, which is read from `positions`
-    (B, T), and have the shape (B, pairs).
+    The angles have shape (pairs,).  With dynamic or longrope scaling they depend on the length of each text, which is
+    read from `positions` (B, T), and have shape (B, pairs).
     """
     dim = config.dim if config.dim is not None else head_dim
     device = positions.device if positions is not None else None
@@ -90,9 +98,9 @@ def rotary_frequencies(config: Rotary, head_dim: int, positions: Tensor | None =
 
 
 def _scaled_base(base: float, scaling: Scaling, dim: int, positions: Tensor | None) -> float | Tensor:
-    """Return the larger base of NTK-aware scaling, which stretches slow pairs most.
+    """Return the larger base of NTK-aware scaling, which slows down slowly turning pairs most.
 
-    Dynamic scaling enlarges it only as far as the longest position of each text needs: (B, 1).
+    Dynamic scaling enlarges the base only as far as the last position of each text needs; the result is then (B, 1).
     """
     power = dim / (dim - 2) if dim > 2 else 1.0
     if scaling.kind == "ntk":
@@ -156,7 +164,7 @@ def _longrope_frequencies(frequencies: Tensor, scaling: Scaling, positions: Tens
 
 
 def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
-    """Rotary angles of heads of size `head_dim` at `positions` (B, T) (Su et al. 2021)."""
+    """Compute the rotary angles at `positions` (B, T) for heads of size `head_dim` (Su et al. 2021)."""
     frequencies, factor = rotary_frequencies(config, head_dim, positions)
     frequencies = frequencies.to(positions.device).unflatten(0, (-1, 1, 1)) if frequencies.dim() > 1 else frequencies
     angles = positions[:, None, :, None].float() * frequencies.to(positions.device)  # (B, 1, T, pairs)
@@ -179,9 +187,9 @@ _DEVICE_CONSTANTS: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
 def device_constant(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device; on a GPU it is kept for later calls.
+    """Return numbers as a tensor on a device; a tensor on a GPU is kept for later calls.
 
-    A copy to a GPU synchronizes and cannot be recorded in a CUDA graph.
+    Copying the numbers to the GPU again would synchronize, and cannot be recorded in a CUDA graph.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(numbers, device=device)
@@ -198,7 +206,8 @@ def device_constant(numbers: Sequence[float], device: torch.device) -> Tensor:
 def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
     """Return the slopes 2^(-8k/H), k = 1…H, if the number of heads H is a power of two (Press et al. 2022).
 
-    Else they are those of the next smaller power of two P, and every second slope of 2P.  8 is `config.max_bias`.
+    For other numbers, with P the next smaller power of two, they are the slopes for P heads followed by every second
+    slope for 2P heads.  The 8 is `config.max_bias`.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** -(config.max_bias * k / power) for k in range(1, power + 1)]
@@ -207,7 +216,10 @@ def alibi_slopes(heads: int, config: Alibi = Alibi()) -> list[float]:
 
 
 def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """Return -slope * |distance| (B, H, T, S).  Falcon's form is rounded to bf16 and scaled like the scores."""
+    """Return the ALiBi bias (B, H, T, S), which is -slope * |distance|.
+
+    The form "falcon" is slope * key position, rounded to bf16 and scaled like the scores.
+    """
     slopes = device_constant(alibi_slopes(heads, config), q_positions.device).view(1, heads, 1, 1)
     distance = (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs()
     if config.form == "falcon":
@@ -217,7 +229,10 @@ def alibi_bias(config: Alibi, heads: int, head_dim: int, q_positions: Tensor, k_
 
 
 def relative_position_bucket(config: Buckets, relative_position: Tensor, *, bidirectional: bool) -> Tensor:
-    """Return T5's bucket index of key - query position: exact if near, logarithmic if far (Raffel et al. 2020)."""
+    """Return the T5 bucket of each relative position, which is key position - query position (Raffel et al. 2020).
+
+    Small distances have a bucket each; large distances share buckets that are spaced logarithmically.
+    """
     count = config.count
     buckets = torch.zeros_like(relative_position)
     if bidirectional:
@@ -240,7 +255,10 @@ def bucket_bias(
     *,
     bidirectional: bool,
 ) -> Tensor:
-    """Return the learned bias (B, H, T, S) of queries and keys, from a table (count, H) or a lookup module."""
+    """Return the learned bias (B, H, T, S) for every query and key by their relative position.
+
+    `table` is a matrix (count, H), or a function that looks up buckets in such a matrix.
+    """
     relative_position = k_positions[:, None, :] - q_positions[:, :, None]
     buckets = relative_position_bucket(config, relative_position, bidirectional=bidirectional)
     bias = table[buckets] if isinstance(table, Tensor) else table(buckets)

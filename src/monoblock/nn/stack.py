@@ -5,6 +5,7 @@ Blocks with one attention configuration share one `AttentionContext` (mask, rota
 
 from __future__ import annotations
 
+import operator
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from monoblock.nn.masks import Mask, everything, mask_from_config
 from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
-from monoblock.nn.tap import Tap, apply_tap, prefix_tap
+from monoblock.nn.tap import Tap, apply_tap, tap_argument
 from monoblock.nn.token_positions import TokenPositions
 
 
@@ -38,7 +39,7 @@ class Stack(nn.Module):
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
         self.attention_configs = list(dict.fromkeys(block.attention for block in config.layers()))
         self.attention_config_index = [self.attention_configs.index(block.attention) for block in config.layers()]
-        self.masks: list[Mask] = [mask_from_config(attention) for attention in self.attention_configs]
+        self._build_masks()
         self.position_bias = self._shared_position_bias()
 
     def _shared_position_bias(self) -> nn.Embedding | None:
@@ -57,13 +58,24 @@ class Stack(nn.Module):
         """Whether any block reads `flags`, which mark a prefix or global tokens."""
         return any(attention.mask == "prefix" or attention.global_tokens for attention in self.attention_configs)
 
+    def _build_masks(self) -> None:
+        self._config_masks = tuple(mask_from_config(attention) for attention in self.attention_configs)
+        self.masks: list[Mask] = list(self._config_masks)
+
+    @property
+    def has_config_masks(self) -> bool:
+        """Whether `masks` are those of the configuration; users may replace them."""
+        return len(self.masks) == len(self._config_masks) and all(map(operator.is_, self.masks, self._config_masks))
+
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the masks, whose functions cannot be pickled; __setstate__ builds them from the configuration."""
-        return {key: value for key, value in self.__dict__.items() if key != "masks"}
+        """Leave out the masks of the configuration, whose functions cannot be pickled; __setstate__ builds them."""
+        left_out = {"_config_masks", "masks"} if self.has_config_masks else {"_config_masks"}
+        return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.masks = [mask_from_config(attention) for attention in self.attention_configs]
+        self._build_masks()
+        self.masks = state.get("masks", self.masks)
 
     def forward(
         self,
@@ -94,7 +106,7 @@ class Stack(nn.Module):
                 layer_cache=None if cache is None else cache.layers[layer],
                 cache_write=write,
                 cross_cache=None if cache is None else cache.cross_layers[layer],
-                tap=prefix_tap(tap, str(layer)),
+                **tap_argument(block, tap, str(layer)),
             )
         return x if self.norm is None else apply_tap(tap, "norm", self.norm(x))
 

@@ -6,9 +6,12 @@ are computed only if it returns True.  A tap without it wants everything.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Tap = Callable[[str, Tensor], Tensor]
 
@@ -40,3 +43,23 @@ def tap_wants(tap: Tap | None, name: str) -> bool:
 
 def apply_tap(tap: Tap | None, name: str, tensor: Tensor) -> Tensor:
     return tensor if tap is None else tap(name, tensor)
+
+
+def tap_argument(module: nn.Module, tap: Tap | None, prefix: str) -> dict[str, Any]:
+    """Return {"tap": …} for a call of `module`, or {} if there is no tap or the module's `forward` takes none.
+
+    So a module that replaces a feed-forward or an attention need not have the argument.
+    """
+    if tap is None or not _takes_tap(getattr(module, "_orig_mod", module).forward):  # _orig_mod: under torch.compile
+        return {}
+    return {"tap": PrefixedTap(tap, prefix)}
+
+
+def _takes_tap(forward: Callable[..., Any]) -> bool:
+    return _has_tap_parameter(getattr(forward, "__func__", forward))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_tap_parameter(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "tap" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

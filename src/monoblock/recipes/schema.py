@@ -62,7 +62,7 @@ class DataSection:
     packing: Literal["stream", "documents"] = "stream"  # one running text, or documents that do not see each other
     limit: int | None = None  # use at most this many training rows
     validation_rows: int = 0  # hold out this many last training rows for validation; 0: use the split `valid`, if any
-    max_length: int | None = None  # tokens in a block or a text (cut to it) or in each side of a pair (longer: left out)
+    max_length: int | None = None  # tokens: longer texts are cut, longer pairs left out; None: the model's context
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -36,7 +36,7 @@ def build_task_data(
 ) -> TaskData:
     """Read the corpus of a recipe and prepare its training and validation batches.
 
-    context: longest sample in tokens; None means no limit.
+    context: the context of the model in tokens; None means no limit.
     task: a task that is not in the package.
     config: the configuration of the model; its vocabulary and number of classes do not matter.
     data_folder: folder with corpora.

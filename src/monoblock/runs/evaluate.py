@@ -12,11 +12,11 @@ from pathlib import Path
 from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import find_path, is_single_file
 from monoblock.errors import InputError
-from monoblock.recipes.schema import DataSection
 from monoblock.runs.pipeline import Pipeline
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.table import EVALUATORS, objective_of
+from monoblock.tasks.table import task_of_model
+from monoblock.tasks.text_to_text.section import TextToTextSection
 
 LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}
 
@@ -24,15 +24,14 @@ LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}
 def evaluate(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evaluation:
     """Evaluate a model on a corpus; a single file that the model was not trained on is evaluated as a whole."""
     loaded = model.loaded if isinstance(model, Pipeline) else model
-    objective = objective_of(loaded)
-    if objective not in EVALUATORS:
-        raise InputError(
-            f"evaluate has no metrics for {objective or loaded.model.config.family} models; give another model"
-        )
-    return EVALUATORS[objective](loaded, resolve_split(request, loaded.data_section))
+    task = (model.task if isinstance(model, Pipeline) else None) or task_of_model(loaded)
+    if task is None or task.evaluate is None:
+        name = loaded.model.config.family if task is None else task.name
+        raise InputError(f"evaluate has no metrics for {name} models; give another model")
+    return task.evaluate(loaded, resolve_split(request, loaded))
 
 
-def resolve_split(request: EvaluationRequest, section: DataSection | None) -> EvaluationRequest:
+def resolve_split(request: EvaluationRequest, loaded: LoadedModel) -> EvaluationRequest:
     """Return the request with split="all" if the data are a single file.
 
     The request is unchanged if it names a split, if the model was trained on the file, or if word frequencies are tuned
@@ -41,7 +40,14 @@ def resolve_split(request: EvaluationRequest, section: DataSection | None) -> Ev
     path = None if request.data in CORPORA else find_path(request.data, request.folder)
     if path is None or not is_single_file(path) or request.split is not None or request.rescore:
         return request
-    trained = [] if section is None else [section.corpus, section.synthetic, *(task.corpus for task in section.tasks)]
-    paths = [find_path(corpus, request.folder) for corpus in trained if corpus is not None]
+    paths = [find_path(corpus, request.folder) for corpus in _training_corpora(loaded)]
     known = any(Path(one).resolve() == Path(path).resolve() for one in paths if one is not None)
     return request if known else replace(request, split="all")
+
+
+def _training_corpora(loaded: LoadedModel) -> list[str]:
+    """Return the names and paths of the corpora that a model was trained on."""
+    section = loaded.section(TextToTextSection)
+    synthetic = getattr(loaded.task_section, "synthetic", None)
+    names = [None if loaded.data_section is None else loaded.data_section.corpus, synthetic]
+    return [name for name in [*names, *(task.corpus for task in section.tasks)] if name is not None]

@@ -8,45 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from monoblock.config.model import ModelConfig
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.corpora.table import CORPORA
-from monoblock.errors import ConfigError, did_you_mean
-from monoblock.recipes.parse import parse_recipe
-from monoblock.recipes.schema import OBJECTIVES, Recipe
+from monoblock.errors import ConfigError
+from monoblock.recipes.schema import Recipe
 from monoblock.recipes.stored_config import read_stored_config
-from monoblock.tasks.table import CORPUS_KINDS
+from monoblock.runs.recipe import parse_recipe
+from monoblock.tasks.table import find_task, task_of_corpus
+from monoblock.tasks.task import Task
 
-# Kind of corpus -> objective; for text it depends on the family of the model.
-OBJECTIVE_BY_KIND = {
-    "labelled": "classify",
-    "images": "classify",
-    "tagged": "label",
-    "pairs": "pairs",
-    "questions": "answers",
-    "chat": "chat",
-}
-TEXT_OBJECTIVE_BY_FAMILY = {"decoder-only": "causal", "encoder-only": "masked", "encoder-decoder": "spans"}
-
-
-class TrainingDefaults(NamedTuple):
-    epochs: float
-    batch: int
-    max_length: int  # tokens in a sample, if the context of the model allows
-
-
-TRAINING_DEFAULTS = {
-    "classify": TrainingDefaults(3, 32, 512),
-    "label": TrainingDefaults(3, 32, 512),
-    "answers": TrainingDefaults(2, 16, 384),
-    "pairs": TrainingDefaults(3, 16, 512),
-    "chat": TrainingDefaults(3, 8, 1024),
-    "causal": TrainingDefaults(1, 8, 512),
-    "masked": TrainingDefaults(3, 32, 128),
-    "spans": TrainingDefaults(1, 16, 512),
-}
 REFERENCE_WIDTH = 768
 LEARNING_RATE, LORA_LEARNING_RATE = 5e-5, 2e-4
 MAX_VALIDATION_ROWS = 1000  # held out of the training rows if there is no validation split
@@ -71,73 +44,68 @@ def build_finetuning_recipe(
     config = read_stored_config(model)
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"{model} is an LSTM; continue training it with monoblock train RECIPE model.folder={model}")
-    if objective is not None and objective not in OBJECTIVES:
+    task = None if objective is None else find_task(objective)
+    corpus = _load_training_corpus(data, config, task, folder)
+    task = task or _infer_task(corpus, config)
+    if corpus.kind not in task.corpus_kinds:
         raise ConfigError(
-            f"--objective {objective} is not one of {', '.join(OBJECTIVES)}{did_you_mean(objective, OBJECTIVES)}"
-        )
-    corpus = _load_training_corpus(data, config, objective, folder)
-    objective = objective or _infer_objective(corpus, config)
-    if corpus.kind not in CORPUS_KINDS[objective]:
-        raise ConfigError(
-            f"the objective {objective} needs {' or '.join(CORPUS_KINDS[objective])}, "
+            f"the objective {task.name} needs {' or '.join(task.corpus_kinds)}, "
             f"and {data} is {corpus.kind}; give other data or another --objective"
         )
-    overrides = list(overrides)
-    max_length = TRAINING_DEFAULTS[objective].max_length
+    overrides, max_length = list(overrides), task.defaults.max_length
     return parse_recipe(
         {
             "name": f"{Path(data).stem}-{Path(model).resolve().stem}",
-            "about": f"{Path(model).name} taught {objective} by {data}.",
+            "about": f"{Path(model).name} taught {task.name} by {data}.",
             "data": {
                 "corpus": data,
-                "longest": min(max_length, config.context or max_length),
-                "held": _validation_count(data, corpus, folder),
+                "max_length": min(max_length, config.context or max_length),
+                "validation_rows": _validation_count(data, corpus, folder),
             },
             "model": {"folder": model},
-            "train": _train_section(objective, config.width, overrides),
+            "train": _train_section(task, config.width, overrides),
         },
         overrides,
     )
 
 
-def _train_section(objective: str, width: int, overrides: list[str]) -> dict[str, Any]:
-    epochs, batch, _ = TRAINING_DEFAULTS[objective]
+def _train_section(task: Task, width: int, overrides: list[str]) -> dict[str, Any]:
+    epochs, batch, _ = task.defaults
     lora = any(word.startswith("lora.rank=") and word != "lora.rank=0" for word in overrides)
     rate = (LORA_LEARNING_RATE if lora else LEARNING_RATE) * REFERENCE_WIDTH / width
     interval = min(1 / epochs, 0.5)  # of evaluations, as a fraction of all steps
     return {
-        "objective": objective,
+        "objective": task.name,
         "epochs": epochs,
         "batch": batch,
         "lr": float(f"{rate:.2g}"),
         "schedule": "linear",
-        "floor": 0.0,
+        "min_lr_ratio": 0.0,
         "warmup": 0.06,
         "weight_decay": 0.01,
         "beta2": 0.999,
         "eval_every": interval,
         "save_every": interval,
-        "keep": 1,
-        "best": True,
+        "keep_checkpoints": 1,
+        "load_best": True,
     }
 
 
-def _load_training_corpus(data: str, config: ModelConfig, objective: str | None, folder: Path | None) -> Corpus:
+def _load_training_corpus(data: str, config: ModelConfig, task: Task | None, folder: Path | None) -> Corpus:
     """Load the training rows; two columns are labelled texts for an encoder-only model, pairs for others."""
-    if objective is not None and data not in CORPORA:
-        kind = infer_corpus_kind(data, CORPUS_KINDS[objective], folder=folder)
+    if task is not None and data not in CORPORA:
+        kind = infer_corpus_kind(data, task.corpus_kinds, folder=folder)
         return load_corpus(data, "train", folder=folder, kind=kind)
     corpus = load_corpus(data, "train", folder=folder)
     labelled = corpus.kind == "pairs" and config.family == "encoder-only" and data not in CORPORA
     return load_corpus(data, "train", folder=folder, kind="labelled") if labelled else corpus
 
 
-def _infer_objective(corpus: Corpus, config: ModelConfig) -> str:
-    if corpus.kind == "text":
-        if config.family not in TEXT_OBJECTIVE_BY_FAMILY:
-            raise ConfigError(f"{corpus.name} is text, and a {config.family} model reads none; give it labelled images")
-        return TEXT_OBJECTIVE_BY_FAMILY[config.family]
-    return OBJECTIVE_BY_KIND[corpus.kind]
+def _infer_task(corpus: Corpus, config: ModelConfig) -> Task:
+    task = task_of_corpus(corpus.kind, config.family)
+    if task is None:
+        raise ConfigError(f"{corpus.name} is text, and a {config.family} model reads none; give it labelled images")
+    return task
 
 
 def _validation_count(data: str, corpus: Corpus, folder: Path | None) -> int:

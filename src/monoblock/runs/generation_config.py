@@ -15,6 +15,7 @@ from monoblock.interop.folder import CONFIG_FILE
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import GenerateSection
 from monoblock.tasks.loaded_model import GenerationDefaults, exceeds
+from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 
@@ -67,19 +68,19 @@ def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> i
     return value
 
 
-def build_generation_config(section: GenerateSection, objective: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the content of generation_config.json for a run: sampling for language models, beam search for pairs."""
+def build_generation_config(section: GenerateSection, task: Task, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the content of generation_config.json for a run, by the way in which models of the task generate text."""
     data: dict[str, Any] = {"max_new_tokens": section.max_new_tokens}
-    if objective in ("causal", "chat"):
+    if task.decoding == "sampling":
         sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}
         data = {"do_sample": section.temperature > 0, **sampling, **data}
-    elif objective == "pairs":
+    elif task.decoding == "beam_search":
         search = {"num_beams": section.num_beams, "length_penalty": section.length_penalty}
         data = {"do_sample": False, **search, **data}
     if tokenizer is None:
         return data
     tokens = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, "bos_token_id": tokenizer.bos_id}
-    if objective in ("pairs", "spans"):
-        has_bos = objective == "pairs" and tokenizer.bos_id is not None
+    if "encoder-decoder" in task.families:
+        has_bos = task.decoding != "none" and tokenizer.bos_id is not None
         tokens[DECODER_START_KEY] = tokenizer.bos_id if has_bos else tokenizer.pad_id
     return data | tokens

@@ -16,30 +16,39 @@ from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.parse import RECIPE_FILE, read_recipe
+from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
+from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.image_inputs import read_image_normalization
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
+from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
 POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
 
 
-def load(folder: str | Path, *, device: str | None = None, dtype: torch.dtype | str = torch.float32) -> Pipeline:
+def load(
+    folder: str | Path,
+    *,
+    task: Task | None = None,
+    device: str | None = None,
+    dtype: torch.dtype | str = torch.float32,
+) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
+    task: the task of the run, if it is not one of the package.
     device: None takes a CUDA GPU if there is one, else the CPU.
     """
     folder = resolve_model_path(folder)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return Pipeline(load_folder(folder, device, dtype))
+    return Pipeline(load_folder(folder, device, dtype, task), task)
 
 
-def load_folder(folder: Path, device: str, dtype: torch.dtype | str) -> LoadedModel:
+def load_folder(folder: Path, device: str, dtype: torch.dtype | str, task: Task | None = None) -> LoadedModel:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
     model = _load_model(folder, device, dtype)
     vision = isinstance(model.config, ModelConfig) and model.config.family == "vision"
@@ -48,13 +57,14 @@ def load_folder(folder: Path, device: str, dtype: torch.dtype | str) -> LoadedMo
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
     else:
         defaults = read_generation_defaults(folder, tokenizer)
-    recipe = read_recipe(str(folder / RECIPE_FILE)) if defaults.from_recipe else None
+    recipe = read_recipe(folder / RECIPE_FILE, task=task, warn=False) if defaults.from_recipe else None
     return LoadedModel(
         model.eval(),
         cast(Tokenizer, tokenizer),  # only a vision model has none
         defaults,
         None if recipe is None else recipe.data,
         None if recipe is None else recipe.train.objective,
+        None if recipe is None else recipe.task,
         _read_labels(folder, model),
         _read_pooling(folder),
         read_image_normalization(folder),

@@ -32,6 +32,7 @@ from monoblock.tasks.loaded_model import GenerationDefaults, Hypothesis, LoadedM
 from monoblock.tasks.masked_lm.predict import fill_masks
 from monoblock.tasks.question_answering.predict import answer_questions
 from monoblock.tasks.seq2seq.predict import translate_texts
+from monoblock.tasks.task import Task
 from monoblock.tasks.token_classification.predict import split_words, tag_words
 from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -41,6 +42,7 @@ class Pipeline:
     """A loaded model with methods that generate and predict; returned by `mb.load`."""
 
     loaded: LoadedModel
+    task: Task | None = None  # a task that is not in the package
 
     @property
     def model(self) -> Transformer | Recurrent:

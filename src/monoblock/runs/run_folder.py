@@ -16,7 +16,8 @@ from monoblock.interop.tokenizer_folder import format_config
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
-from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -32,9 +33,9 @@ def check_run_folder(folder: Path, resume: bool) -> None:
 def write_initial_files(
     folder: Path,
     recipe: Recipe,
+    task: Task,
     config: ModelConfig | RecurrentConfig,
-    tokenizer: Tokenizer | None,
-    labels: list[str],
+    task_data: TaskData,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
     """Write recipe, configuration, tokenizer, labels and generation_config.json, so that they exist from the start.
@@ -42,6 +43,7 @@ def write_initial_files(
     special_tokens: fields of generation_config.json taken from the initial model; they override the token ids of the
     tokenizer.
     """
+    tokenizer, labels = task_data.tokenizer, task_data.labels
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -50,7 +52,7 @@ def write_initial_files(
     write_atomically(folder / CONFIG_FILE, format_config(config, tokenizer))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    defaults = build_generation_config(recipe.generate, recipe.train.objective, tokenizer) | dict(special_tokens or {})
+    defaults = build_generation_config(recipe.generate, task, tokenizer) | dict(special_tokens or {})
     write_atomically(folder / GENERATION_CONFIG_FILE, json.dumps(defaults, indent=2) + "\n")
     if labels:
         write_atomically(folder / LABELS_FILE, json.dumps(labels, indent=2, ensure_ascii=False) + "\n")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.digest import compute_body_digest
 from monoblock.interop.folder import CONFIG_FILE, save_model
@@ -99,7 +100,8 @@ class Run:
         trainer, section = self.trainer, self.recipe.train
         steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
         if section.average_checkpoints:
-            mean = average_checkpoints([trainer.folder / f"step-{step}" for step in steps[-section.average_checkpoints :]])
+            last = [trainer.folder / f"step-{step}" for step in steps[-section.average_checkpoints :]]
+            mean = average_checkpoints(last)
             self.model.load_state_dict(mean, strict=not trainer.save_trainable_only)
         elif section.load_best and best in steps:
             tensors = checkpoint.load(trainer.folder / f"step-{best}").tensors
@@ -191,7 +193,7 @@ def _build_run(
     draft = _draft_config(recipe, task, start)
     task_data = build_task_data(
         recipe,
-        _resolve_context(recipe, draft, start),
+        _model_context(recipe, draft, start),
         task=task,
         config=draft,
         data_folder=data,
@@ -268,13 +270,11 @@ def _draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelC
     return build_model_config(recipe, 3, task=task, **sizes)
 
 
-def _resolve_context(
-    recipe: Recipe, config: ModelConfig | RecurrentConfig | None, start: WarmStart | None
-) -> int | None:
-    """Return the longest training sample in tokens, by the context and data.max_length; None means no limit."""
+def _model_context(recipe: Recipe, config: ModelConfig | RecurrentConfig | None, start: WarmStart | None) -> int | None:
+    """Return the context of the model in tokens; None means no limit."""
     if config is None:
         return None
     context = config.context if isinstance(config, ModelConfig) else DEFAULT_LSTM_CONTEXT
     if start is not None or isinstance(config, RecurrentConfig):
         context = recipe.model.get("context", context)
-    return min((length for length in (context, recipe.data.max_length) if length is not None), default=None)
+    return context

@@ -45,11 +45,11 @@ def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tup
 
     fresh: names of newly initialized weights, which are always trained.
     """
-    lora, freeze = recipe.lora, recipe.train.freeze
+    lora, freeze = recipe.lora, recipe.train.freeze_layers
     if not lora.rank and freeze is None:
         return model, None
     if not isinstance(model, Transformer):
-        raise ConfigError("an LSTM is trained as a whole; leave out lora.rank and train.freeze")
+        raise ConfigError("an LSTM is trained as a whole; leave out lora.rank and train.freeze_layers")
     _check_freeze(model, freeze)
     total = sum(weight.numel() for weight in model.parameters())
     reasons = []
@@ -65,7 +65,7 @@ def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tup
             weight.requires_grad_(True)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     if not trained:
-        raise ConfigError(f"train.freeze={freeze} leaves nothing to train; write a smaller number")
+        raise ConfigError(f"train.freeze_layers={freeze} leaves nothing to train; write a smaller number")
     return model, DecisionEvent(f"{trained:,} of {total:,} weights are trained", ", ".join(reasons))
 
 
@@ -87,7 +87,9 @@ def _add_adapters(model: Transformer, lora: LoraSection, fresh: Sequence[str]) -
 def _check_freeze(model: Transformer, layers: int | None) -> None:
     depth = max(len(list(stack.layers())) for stack in model.config.stacks.values())
     if layers is not None and layers > depth:
-        raise ConfigError(f"train.freeze={layers} is more than the {depth} layers of this model; write {depth} or less")
+        raise ConfigError(
+            f"train.freeze_layers={layers} is more than the {depth} layers of this model; write {depth} or less"
+        )
 
 
 def _freeze_layers(model: nn.Module, layers: int) -> None:

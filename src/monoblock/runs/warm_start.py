@@ -99,7 +99,8 @@ def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list
             shape = tuple(own[name].shape) if name in own else "nothing"
             raise ConfigError(
                 f"model.folder={start.folder} stores {name} of shape {tuple(tensor.shape)}, and this recipe needs "
-                f"{shape}; leave out the keys of [model] that change it (instead of model.context, write data.longest)"
+                f"{shape}; leave out the keys of [model] that change it "
+                "(instead of model.context, write data.max_length)"
             )
         own[name].copy_(tensor)
     fresh = [name for name in own if name not in copied]

@@ -106,7 +106,8 @@ class LoadedModel:
     @property
     def trained_on_documents(self) -> bool:
         """Whether a masked language model was trained on single documents rather than on blocks of running text."""
-        return self.objective == "masked_lm" and self.data_section is not None and self.data_section.packing == "documents"
+        packing = "stream" if self.data_section is None else self.data_section.packing
+        return self.objective == "masked_lm" and packing == "documents"
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
         """Return the template of special tokens around a text; empty if the model was trained on running text."""

@@ -38,8 +38,7 @@ def load_splits(
     if count:
         if count >= len(train):
             raise ConfigError(
-                f"data.validation_rows={count} leaves none of the {len(train)} rows to train on; "
-                "write a smaller number"
+                f"data.validation_rows={count} leaves none of the {len(train)} rows to train on; write a smaller number"
             )
         return replace(train, rows=train.rows[:-count]), replace(train, split="valid", rows=train.rows[-count:])
     return train, load_corpus_if_present(name, "valid", folder=folder, kind=kind)

@@ -53,7 +53,8 @@ def task_of_model(loaded: LoadedModel) -> Task | None:
         if by_head is not None:
             return by_head
     by_recipe = next((task for task in TASKS if task.name == loaded.objective), None)
-    return by_recipe or next((task for task in TASKS if config.family in task.families and (kind or "language_model") == task.head), None)
+    kind = kind or "language_model"  # LSTMs have no head configuration
+    return by_recipe or next((task for task in TASKS if config.family in task.families and kind == task.head), None)
 
 
 def task_of_corpus(kind: CorpusKind, family: str) -> Task | None:

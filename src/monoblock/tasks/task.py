@@ -33,6 +33,10 @@ class TrainingDefaults(NamedTuple):
     max_length: int  # tokens in a sample, if the context of the model allows
 
 
+CROSS_ENTROPY = CrossEntropyLoss()
+DEFAULT_TRAINING = TrainingDefaults(3, 16, 512)
+
+
 def _keep_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
     return splits
 
@@ -73,7 +77,7 @@ class Task:
     required_tokens: tuple[str, ...] = ()
     load_data: Callable[[Recipe, Sequence[CorpusKind], Path | None], tuple[Corpus, Corpus | None]] = load_splits
     prepare_data: Callable[[CorpusSplits, Recipe, Path | None], CorpusSplits] = _keep_splits
-    loss: CrossEntropyLoss | LossFunction = CrossEntropyLoss()
+    loss: CrossEntropyLoss | LossFunction = CROSS_ENTROPY
     predict: Callable[[LoadedModel, Sequence[Any]], Sequence[Any]] | None = None
     evaluate: Callable[[LoadedModel, EvaluationRequest], Evaluation] | None = None
     score_validation: Callable[[LoadedModel, Sequence[Any], int], dict[str, float]] | None = None
@@ -81,6 +85,6 @@ class Task:
     decoding: Literal["none", "sampling", "beam_search"] = "none"
     verb: Literal["generate", "translate", "chat", "evaluate"] = "evaluate"
     supports_adversarial: bool = False
-    defaults: TrainingDefaults = TrainingDefaults(3, 16, 512)
+    defaults: TrainingDefaults = DEFAULT_TRAINING
     old_names: tuple[str, ...] = ()
     old_keys: Mapping[str, str] = field(default_factory=dict)

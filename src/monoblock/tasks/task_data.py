@@ -31,13 +31,19 @@ class TaskInputs:
     """What a task builds its data from."""
 
     recipe: Recipe
-    context: int | None  # longest sample in tokens; None means no limit
+    context: int | None  # of the model, in tokens; None means no limit
     tokenizer: Tokenizer | None  # None for images
     train: Corpus
     valid: Corpus | None
     labels: list[str] = field(default_factory=list)  # of the rows, or of the stored head that training continues
     config: ModelConfig | RecurrentConfig | None = None  # of the model; vocabulary and classes may differ
     decoder_start_id: int | None = None  # of the model that training starts from
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sample in tokens, by the context of the model and data.max_length; None means no limit."""
+        limits = (self.context, self.recipe.data.max_length)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def text_tokenizer(self) -> Tokenizer:

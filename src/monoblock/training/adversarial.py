@@ -47,6 +47,9 @@ class AdversarialLoss:
     def evaluation_loss(self) -> CrossEntropyLoss:
         return self.loss.evaluation_loss()
 
+    def evaluate_batch(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
+        return self.loss.evaluate_batch(model, inputs, labels)
+
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         tap = EmbeddingTap()
         loss = self.loss(model, inputs, labels, tap)

@@ -79,7 +79,7 @@ class CrossEntropyLoss:
 
     def __call__(
         self,
-        model: Callable[..., Tensor] | nn.Module,
+        model: nn.Module,
         inputs: dict[str, Tensor],
         labels: Tensor,
         tap: Tap | None = None,

@@ -18,7 +18,6 @@ from monoblock.kernels.cpu import library
 from monoblock.training import checkpoint
 from monoblock.training.optimizer import Optimizers
 
-
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.training import checkpoint, resume_state
-from monoblock.training.adversarial import AdversarialLoss
 from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import TensorBatch
 from monoblock.training.distributed import SINGLE_PROCESS, World
@@ -29,7 +28,7 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
-from monoblock.training.loss import CrossEntropyLoss
+from monoblock.training.loss import Loss
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.update_guard import UpdateGuard
@@ -50,7 +49,7 @@ class Trainer:
     model: nn.Module
     optimizers: Optimizers
     learning_rate: Callable[[int], float]
-    loss: CrossEntropyLoss | AdversarialLoss
+    loss: Loss
     batches: Callable[[int], Iterator[TensorBatch]]
     args: TrainingArguments
     runtime: RuntimeConfig

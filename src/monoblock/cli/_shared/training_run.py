@@ -67,7 +67,15 @@ def run_training(
     from monoblock.runs.train import prepare_run
 
     with stop_on_interrupt(world.rank, world.size) as stop:
-        run = prepare_run(recipe, folder, data=data, stop=stop, world=world, **options)
+        run = prepare_run(
+            recipe,
+            folder,
+            data=data,
+            stop=stop,
+            world=world,
+            resume=options["resume"],
+            tensorboard=options["tensorboard"],
+        )
         progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
         return run, run_with_progress(run, progress, resume=options["resume"])
 
@@ -85,20 +93,19 @@ def print_result(run: Run, as_json: bool) -> None:
 
 def _next_command(run: Run) -> str:
     recipe, rows = run.recipe, run.task_data.validation_rows
-    match recipe.train.objective:
-        case "chat":
-            return f"chat {run.folder}"
-        case "pairs":
-            return f"translate {run.folder} {shlex.quote(rows[0].source if rows else 'TEXT')}"
-        case "causal":
-            return f"generate {run.folder} {shlex.quote(recipe.generate.prompt or 'The')}"
-    return f"evaluate {run.folder} {shlex.quote(recipe.data.corpus)}"
+    arguments = {
+        "generate": recipe.generate.prompt or "The",
+        "translate": rows[0].source if rows else "TEXT",
+        "evaluate": recipe.data.corpus,
+    }
+    verb = run.task.verb
+    return f"{verb} {run.folder}" + (f" {shlex.quote(arguments[verb])}" if verb in arguments else "")
 
 
 def summarize_run(run: Run) -> dict[str, Any]:
     """Return the folder, the number of steps and the final metrics, as `--json` prints them."""
     metrics = dict(run.final_metrics)
-    if "val_loss" in metrics and run.recipe.train.objective not in ("classify", "label"):
+    if "val_loss" in metrics and run.task.head in ("language_model", "masked_lm"):
         metrics["val_perplexity"] = math.exp(min(metrics["val_loss"], MAX_EXPONENT))
     return {"folder": str(run.folder), "steps": run.trainer.step, "figures": metrics}
 

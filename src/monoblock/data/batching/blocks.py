@@ -1,9 +1,11 @@
-"""Samples for language models: blocks of context + 1 ids; ids[:-1] are the input and ids[1:] the targets.
+"""Samples for language models: blocks of context + 1 token ids, where ids[:-1] are the input and ids[1:] the targets.
+
+There are two ways to fill blocks, called packing:
 
     stream      concatenate all documents and cut them into blocks, from a different offset in every epoch
-    documents   pack several documents into a block, with attention only inside each; long ones are split
+    documents   pack several documents into a block, and split long ones; tokens attend only within their document
 
-A sample is a pure function of (index, epoch, seed).
+A sample depends only on (index, epoch, seed).
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import InputError
 
 Packing = Literal["stream", "documents"]
-NO_DOCUMENT = -1  # the document number of padding
+NO_DOCUMENT = -1  # the document index of padding
 
 
 class BlockDataset:
-    """Blocks of a token dataset as samples for a language model; `len()` is the number of samples per epoch.
+    """A token dataset cut into blocks, the samples of a language model; `len()` is the number of samples per epoch.
 
-    With packing="stream", every token is a target once per epoch, except fewer than `context` tokens that do not fill
-    a block, other ones in each epoch. The last block of an epoch may wrap around to the first tokens.
+    With packing="stream", every token is a target once per epoch, except for up to context − 1 tokens that do not fill
+    a block; which tokens are left out differs between epochs. The last block of an epoch may wrap around to the first
+    tokens.
     """
 
     def __init__(self, tokens: TokenDataset, context: int, *, packing: Packing = "stream") -> None:
@@ -52,10 +55,10 @@ class BlockDataset:
         return len(self._packed_rows) if self.packing == "documents" else len(self.tokens) // self.context
 
     def sample(self, index: int, epoch: int, seed: int) -> dict[str, NDArray[np.int64]]:
-        """Return "ids" (context + 1,) and, with packing="documents", also "documents" (context + 1,).
+        """Return a dict with "ids" and, if packing="documents", also "documents"; both have shape (context + 1,).
 
-        "documents" is the index of each token's document within the block, −1 for padding. A token is a target if it
-        is in the same document as the token before it.
+        "documents" holds the index of each token's document within the block, or −1 for padding. A token is a target
+        if it is in the same document as the token before it.
         """
         if not 0 <= index < len(self):
             raise InputError(f"index={index} is out of range; write 0 to {len(self) - 1}")
@@ -65,7 +68,7 @@ class BlockDataset:
         return {"ids": self._read_block(start)}
 
     def epoch_offset(self, epoch: int, seed: int) -> int:
-        """Return the token, in [0, context), at which the first block of an epoch begins."""
+        """Return the index of the token at which the first block of an epoch begins, from 0 to context − 1."""
         return int(random_uint64(seed, epoch, 1, "offset")[0] % self.context)
 
     def _read_block(self, start: int) -> NDArray[np.int64]:
@@ -88,7 +91,7 @@ class BlockDataset:
 
 
 class EvaluationWindow(NamedTuple):
-    """The ids of a window, at most context + 1; the last `num_targets` of them are targets."""
+    """A window of at most context + 1 token ids, of which the last `num_targets` are targets."""
 
     ids: NDArray[np.int64]
     num_targets: int
@@ -97,8 +100,8 @@ class EvaluationWindow(NamedTuple):
 def evaluation_windows(tokens: TokenDataset, context: int, stride: int | None = None) -> Iterator[EvaluationWindow]:
     """Yield windows over all tokens, so that every token but the first is a target exactly once.
 
-    Windows begin `stride` tokens apart (default: `context`). With a smaller stride they overlap, and every target
-    after the first window has at least context − stride + 1 tokens before it in its window.
+    Windows begin `stride` tokens apart (default: `context`). With a smaller stride the windows overlap: from the second
+    window on, every target is predicted from at least context − stride + 1 tokens before it.
     """
     stride = context if stride is None else stride
     if not 1 <= stride <= context:

@@ -1,6 +1,6 @@
 """Encode rows of a corpus (pairs, labelled texts, tagged sentences) into datasets of token ids, and collate them.
 
-Each sample keeps the index of its row in the corpus, also if rows before it were dropped.
+Each sample keeps the index of its row in the corpus, even if rows before it were dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ TEXT_FIELDS = ("source", "target", "ids")
 
 
 class RaggedArray:
-    """Rows of different lengths, stored in one flat array: compact, and not copied when a process forks."""
+    """A list of integer sequences of different lengths, stored in one flat array.
+
+    It takes less memory than a list of lists, and worker processes created by fork share it.
+    """
 
     def __init__(self, rows: Iterable[Sequence[int]]) -> None:
         flat, offsets = array("q"), array("q", [0])
@@ -44,7 +47,10 @@ class RaggedArray:
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Samples with named fields of ids; `row_numbers` are the indices of their rows in the corpus."""
+    """Encoded samples: `fields` maps names such as "source" to the ids of all samples.
+
+    `row_numbers` gives the index of each sample's row in the corpus.
+    """
 
     fields: Mapping[str, RaggedArray]
     row_numbers: NDArray[np.int64]
@@ -56,19 +62,22 @@ class EncodedDataset:
         return {name: rows[sample] for name, rows in self.fields.items()}
 
     def length(self, sample: int) -> int:
-        """Return the number of tokens of a sample, summed over its texts."""
+        """Return the number of tokens in a sample, summed over its texts."""
         return sum(len(rows[sample]) for name, rows in self.fields.items() if name in TEXT_FIELDS)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each text, (samples, texts), as `BucketBatchPlan` expects it."""
+        """Return the number of tokens in each text, an array of shape (samples, texts) for `BucketBatchPlan`."""
         return np.stack([rows.lengths for name, rows in self.fields.items() if name in TEXT_FIELDS], axis=1)
 
 
 def encode_pairs(
     rows: Iterable[Pair], encode_source: Encode, encode_target: Encode, *, longest: int | None = None
 ) -> EncodedDataset:
-    """Encode pairs to the fields "source" and "target"; drop a pair if a side is empty or exceeds `longest` tokens."""
+    """Encode pairs to the fields "source" and "target".
+
+    A pair is dropped if its source or target is empty or has more than `longest` tokens.
+    """
     encoded = ((encode_source(row.source), encode_target(row.target)) for row in rows)
     return _build_dataset(("source", "target"), encoded, longest)
 
@@ -78,7 +87,8 @@ def encode_labelled(
 ) -> EncodedDataset:
     """Encode texts to the fields "ids", "label" (one id) and, if any row is a pair of texts, "segments".
 
-    `encode(text, text_pair)` returns (ids, segments); `text_pair` is None for a single text. Label ids index `labels`.
+    `encode(text, text_pair)` returns (ids, segments); `text_pair` is None for a single text. The id of a label is its
+    index in `labels`.
     """
     label_ids = {label: number for number, label in enumerate(labels)}
     encoded = [(*encode(row.text, row.text_pair)[:2], [_label_id(label_ids, row.label)]) for row in rows]
@@ -94,9 +104,10 @@ def encode_tagged(
     encode: Callable[[Sequence[str]], tuple[Sequence[int], Sequence[int]]],
     labels: Sequence[str],
 ) -> EncodedDataset:
-    """Encode sentences to the fields "ids" and "labels": the label of a word on its first token, −100 on all others.
+    """Encode sentences to the fields "ids" and "labels", where labels[i] is the label id of token i.
 
-    `encode(words)` returns the ids and the index of each word's first token; words cut off at the end have none.
+    The first token of a word has the label of the word, and all other tokens have IGNORE_INDEX. `encode(words)` returns
+    the token ids and the index of each word's first token; it may leave out words at the end of a long sentence.
     """
     label_ids = {label: number for number, label in enumerate(labels)}
     return _build_dataset(("ids", "labels"), (align_labels(row, *encode(row.words), label_ids) for row in rows), None)
@@ -105,7 +116,7 @@ def encode_tagged(
 def align_labels(
     row: TaggedSentence, ids: Sequence[int], first_tokens: Sequence[int], label_ids: Mapping[str, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return `ids` and one label id per token: that of a word on its first token, IGNORE_INDEX on all others."""
+    """Return `ids` and one label id per token: the label of each word at its first token, elsewhere IGNORE_INDEX."""
     labels = [IGNORE_INDEX] * len(ids)
     for label in row.labels[len(first_tokens) :]:
         _label_id(label_ids, label)
@@ -132,8 +143,10 @@ def _build_dataset(
             kept.append(row)
             numbers.append(number)
     if not kept:
-        limit = "" if longest is None else f" or has more than longest={longest} tokens; raise longest"
-        raise InputError(f"every row is empty{limit}")
+        limit = (
+            "; give rows with text" if longest is None else f" or has more than longest={longest} tokens; raise longest"
+        )
+        raise InputError(f"no sample is left, because every row is empty{limit}")
     fields = {name: RaggedArray(row[index] for row in kept) for index, name in enumerate(names)}
     return EncodedDataset(fields, np.array(numbers, np.int64))
 
@@ -141,7 +154,10 @@ def _build_dataset(
 def collate(
     rows: Sequence[Mapping[str, NDArray[np.int64]]], pad_values: Mapping[str, int]
 ) -> dict[str, NDArray[np.int64]]:
-    """Stack the rows of each field to (B, T), padded on the right with `pad_values[field]` (default: 0)."""
+    """Stack samples into a batch: each field becomes an array of shape (B, T).
+
+    Shorter rows are padded on the right with `pad_values[field]` (default: 0).
+    """
     batch = {}
     for name in rows[0] if rows else ():
         width = max(len(row[name]) for row in rows)

@@ -1,4 +1,4 @@
-"""Load batches ahead of time, in order, with any number of worker processes."""
+"""Load batches ahead of time with any number of worker processes; the batches come in the order of their steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ T = TypeVar("T")
 class BatchLoader(Generic[T]):
     """Iterate over `make_batch(plan.batch_at(step))` for step = start, start + 1, … until `stop`, or without end.
 
-    With workers=0 everything happens in this process; otherwise worker processes load ahead. The batches are the same,
-    because a batch depends on its step alone. Workers end when the iterator is exhausted, closed or garbage-collected.
+    With workers=0 batches are made in this process; otherwise worker processes make them ahead of time. The batches are
+    the same, because a batch depends on its step alone. Workers end when the iterator is exhausted, closed or
+    garbage-collected.
     """
 
     def __init__(
@@ -52,15 +53,15 @@ class BatchLoader(Generic[T]):
                     raise batch.error
                 yield batch
         finally:
-            del batches  # its processes end here, not at the next garbage collection
+            del batches  # end the worker processes here, not at the next garbage collection
 
     def _start_workers(self) -> Iterator[Any]:
         import torch
         from torch.utils.data import DataLoader
 
         with warnings.catch_warnings():
-            # Python 3.12 warns about forking a process with threads; a worker takes none of their locks. PyTorch warns
-            # about more workers than cores, which is the user's choice.
+            # Python 3.12 warns about forking a process that has threads, but workers need no lock that a thread may
+            # hold. PyTorch warns about more workers than cores, which is the user's choice.
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
             return iter(
@@ -69,7 +70,7 @@ class BatchLoader(Generic[T]):
                     batch_size=None,
                     sampler=_StepSampler(self._steps),
                     num_workers=self.workers,
-                    # Without fork, `make_batch` must be picklable.
+                    # On systems without fork, `make_batch` must be picklable.
                     multiprocessing_context="fork" if sys.platform == "linux" else None,
                     collate_fn=_identity,
                     worker_init_fn=_ignore_interrupts,
@@ -80,7 +81,10 @@ class BatchLoader(Generic[T]):
 
 
 class _WorkerError:
-    """Carry a MonoblockError to the main process; PyTorch would wrap the exception in a long traceback."""
+    """A MonoblockError that a worker returns to the main process.
+
+    If the worker raised it, PyTorch would wrap it in an exception with a long traceback.
+    """
 
     def __init__(self, error: MonoblockError) -> None:
         self.error = error

@@ -1,7 +1,7 @@
-"""The order of samples: a pure function of (seed, epoch, index).
+"""The order of samples, which depends only on the seed, the epoch and the number of samples.
 
-Random numbers come from Philox, a counter-based generator (Salmon et al. 2011). Only its raw 64-bit stream is used,
-which numpy guarantees never to change, unlike `Generator.permutation`.
+Random numbers come from Philox, a counter-based generator (Salmon et al. 2011). Only its raw 64-bit integers are used,
+because numpy guarantees that they never change, which it does not for `Generator.permutation`.
 """
 
 import functools
@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from monoblock.errors import InputError
 
-# Each purpose has its own stream, so that adding one never changes another.
+# Each purpose has its own random numbers, so that a new purpose never changes the numbers of the others.
 PURPOSES = {"samples": 0, "offset": 1, "batches": 2, "augment": 3}
 SEED_LIMIT = 2**64
 
 
 def random_uint64(seed: int, epoch: int, count: int, purpose: str = "samples") -> NDArray[np.uint64]:
-    """Return `count` random 64-bit integers, a pure function of (seed, epoch) and `purpose`, a key of PURPOSES."""
+    """Return `count` random 64-bit integers, which depend only on (seed, epoch) and `purpose`, a key of PURPOSES."""
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < SEED_LIMIT:
             raise InputError(f"{name}={value} is out of range; write a whole number from 0 to 2**64 - 1")
     key = np.array([seed, epoch], dtype=np.uint64)
-    # The stream increments the low words of the counter; the highest, never reached, separates the purposes.
+    # Philox counts up in the low words of its 256-bit counter and never reaches the highest, which holds the purpose.
     counter = np.array([0, 0, 0, PURPOSES[purpose]], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
@@ -36,8 +36,11 @@ def permutation(seed: int, epoch: int, count: int, purpose: str = "samples") -> 
 
 
 def epoch_and_sample(index: int, count: int, seed: int) -> tuple[int, int]:
-    """Return the epoch and sample at position `index` of a run, counted from 0 over epochs of `count` samples."""
+    """Return (epoch, sample) at position `index` of a run.
+
+    `index` counts from 0 over all epochs; every epoch visits all `count` samples in its own random order.
+    """
     if count < 1 or index < 0:
-        raise InputError(f"index={index} or count={count} is too small; write at least 0 and at least 1")
+        raise InputError(f"index={index} or count={count} is too small; index must be at least 0, and count at least 1")
     epoch, position = divmod(index, count)
     return epoch, int(permutation(seed, epoch, count)[position])

@@ -1,4 +1,4 @@
-"""Pack documents into rows of a fixed width by best fit."""
+"""Pack documents into rows with a fixed number of tokens by best fit."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from monoblock.data.batching.shards import TokenDataset
 
 
 class TokenRange(NamedTuple):
-    """The tokens from `start` to before `stop`: a document or a part of one."""
+    """The tokens from `start` up to, but not including, `stop`: a document or a part of one."""
 
     start: int
     stop: int
 
 
 def split_documents(tokens: TokenDataset, context: int) -> Iterator[TokenRange]:
-    """Split documents into parts of at most context + 1 tokens; each begins with the last token of the one before."""
+    """Split documents into parts of at most context + 1 tokens.
+
+    A part begins with the last token of the part before, so that every token of a document but the first is a target.
+    """
     for start, stop in zip(tokens.document_offsets[:-1].tolist(), tokens.document_offsets[1:].tolist(), strict=True):
-        for first in range(start, stop - 1, context):  # a single token has nothing to predict
+        for first in range(start, stop - 1, context):  # a document of one token has no target
             yield TokenRange(first, min(first + context + 1, stop))
 
 
 def pack_best_fit(ranges: Iterator[TokenRange], width: int) -> list[list[TokenRange]]:
-    """Pack ranges into rows of `width` tokens: longest first, into the fullest row with space (best-fit decreasing)."""
+    """Pack ranges into rows of `width` tokens by best-fit decreasing and return the rows.
+
+    The longest range is packed first, and each range goes into the fullest row that still has enough space.
+    """
     rows: list[list[TokenRange]] = []
-    rows_by_space: dict[int, list[int]] = {}  # free space -> rows with exactly that
-    spaces: list[int] = []  # the keys above that have rows, sorted
+    rows_by_space: dict[int, list[int]] = {}  # the rows that have exactly this much free space
+    spaces: list[int] = []  # sorted keys of `rows_by_space` whose list is not empty
     for item in sorted(ranges, key=lambda item: (item.start - item.stop, item.start)):
         length = item.stop - item.start
         index = bisect_left(spaces, length)

@@ -1,6 +1,7 @@
-"""Batch plans: which samples form the batch of a step, computed for any step directly.
+"""Batch plans decide which samples form the batch of each training step.
 
-A plan is independent of the number of processes: `for_rank` gives each rank its share of the batch.
+The batch of any step is computed directly, without the steps before it. A plan does not depend on the number of
+processes: `for_rank` returns the share of a batch that belongs to one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class BatchPlan(Protocol):
 
 
 def batch_for_rank(batch: BatchIndices, rank: int, world_size: int) -> BatchIndices:
-    """Return a rank's share of a batch: every `world_size`-th sample, beginning with sample `rank`.
+    """Return the share of a batch that belongs to one rank: every `world_size`-th sample, from sample `rank` on.
 
     Shares differ by at most one sample, and may be empty if the batch has fewer samples than there are ranks.
     """
@@ -37,9 +38,9 @@ def batch_for_rank(batch: BatchIndices, rank: int, world_size: int) -> BatchIndi
 
 
 class FixedBatchPlan:
-    """Batches of `batch` of the `count` samples, shuffled in each epoch.
+    """Batches of `batch` samples each; every epoch visits all `count` samples in a new random order.
 
-    The last batch of an epoch is shorter, or with last="drop" left out.
+    The last batch of an epoch may have fewer samples; with last="drop" such a batch is left out.
     """
 
     for_rank = staticmethod(batch_for_rank)
@@ -59,11 +60,12 @@ class FixedBatchPlan:
 
 
 class BucketBatchPlan:
-    """Batches of samples of similar length, to avoid padding.
+    """Batches of samples with similar lengths, which need little padding.
 
-    `lengths` is (samples,), or (samples, texts) if a sample has several texts. A batch holds at most `batch` samples
-    and at most `max_tokens` tokens, padding included; for pairs that is samples × (longest source + longest target).
-    In each epoch samples are sorted by length, with ties in random order, and cut into batches, which are shuffled.
+    `lengths` has shape (samples,), or (samples, texts) if a sample has several texts. A batch holds at most `batch`
+    samples and at most `max_tokens` tokens, including padding; the tokens of a batch of pairs are counted as
+    samples × (longest source + longest target). In each epoch the samples are sorted by length, with samples of equal
+    length in random order, and cut into batches; then the batches are shuffled.
     """
 
     for_rank = staticmethod(batch_for_rank)
@@ -81,10 +83,13 @@ class BucketBatchPlan:
             self.lengths = self.lengths[:, None]
         if self.lengths.ndim != 2 or not len(self.lengths):
             raise InputError(
-                f"lengths of shape {self.lengths.shape} cannot be used; give (samples,) or (samples, texts)"
+                f"lengths of shape {self.lengths.shape} cannot be used; "
+                f"give at least one length, in the shape (samples,) or (samples, texts)"
             )
         if (max_tokens is None and batch is None) or (batch is not None and batch < 1):
-            raise InputError(f"batch={batch} and max_tokens={max_tokens} set no size; write 1 or more for one of them")
+            raise InputError(
+                f"batch={batch} and max_tokens={max_tokens} set no batch size; set at least one of them to 1 or more"
+            )
         self.seed, self.max_tokens, self.batch = seed, max_tokens, batch
         self._boundaries = self._batch_boundaries()
         self.batches = len(self._boundaries) - 1  # per epoch
@@ -96,7 +101,7 @@ class BucketBatchPlan:
         return BatchIndices(epoch, self._sorted_samples(epoch)[self._boundaries[number] : self._boundaries[number + 1]])
 
     def _sorted_samples(self, epoch: int) -> NDArray[np.int64]:
-        """Return the indices of all samples sorted by length, with ties in a random order of this epoch."""
+        """Return the indices of all samples sorted by length; samples of equal length are in random order."""
         if epoch not in self._order_cache:
             while len(self._order_cache) >= MAX_CACHED_EPOCHS:
                 del self._order_cache[next(iter(self._order_cache))]
@@ -107,14 +112,17 @@ class BucketBatchPlan:
         return self._order_cache[epoch]
 
     def _batch_boundaries(self) -> list[int]:
-        """Return the offsets of batches in the sorted samples; all epochs have the same, because sorted lengths do."""
+        """Return the offset of each batch in the sorted samples, and the end of the last batch.
+
+        They are the same in all epochs, because the sorted lengths are.
+        """
         max_samples, max_tokens = self.batch or len(self.lengths), self.max_tokens
         order = np.lexsort(tuple(self.lengths.T))
         boundaries, widths = [0], [0] * self.lengths.shape[1]
         for index, lengths in enumerate(self.lengths[order].tolist()):
             if max_tokens is not None and sum(lengths) > max_tokens:
                 excess = f"sample {order[index]} has {sum(lengths)} tokens, more than max_tokens={max_tokens}"
-                raise InputError(f"{excess}; raise max_tokens, or leave long samples out")
+                raise InputError(f"{excess}; raise max_tokens, or remove long samples")
             widened = list(map(max, widths, lengths))
             count = index - boundaries[-1] + 1
             if count > max_samples or (max_tokens is not None and count * sum(widened) > max_tokens):

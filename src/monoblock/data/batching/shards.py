@@ -1,10 +1,10 @@
-"""Token ids on disk: plain arrays in files that are memory-mapped, never unpickled.
+"""Store token ids on disk as plain arrays, in files that are memory-mapped and never unpickled. A folder holds:
 
     tokens-00000.bin …   the ids of all documents, concatenated and cut into files of equal size
     documents.bin        the offset where each document begins, and where the last one ends (uint64)
     manifest.json        vocabulary, dtype, sizes and SHA-256 of the files; written last
 
-A folder is written under a temporary name and renamed once complete, so that no incomplete one is ever read.
+A folder is written under a temporary name and renamed when it is complete, so that no incomplete folder is ever read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OFFSET_DTYPE = np.dtype("<u8")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """A file in a folder of tokens: its name, the number of items in it and its SHA-256."""
+    """An entry of the manifest for one file: its name, the number of integers in it and its SHA-256."""
 
     file: str
     count: int
@@ -47,7 +47,7 @@ class ShardFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """The content of manifest.json; `fingerprint` identifies the tokenizer."""
+    """The content of manifest.json; `fingerprint` identifies the tokenizer that made the ids."""
 
     format: Literal["monoblock-tokens"]
     dtype: Literal["uint16", "uint32"]
@@ -69,7 +69,10 @@ def write_shards(
     *,
     fingerprint: str | None = None,
 ) -> ShardManifest:
-    """Write documents of ids to a new folder, in files of `shard_tokens` tokens, one in memory at a time."""
+    """Write documents, which are sequences of token ids from 0 to vocab − 1, to a new folder of shards.
+
+    Each shard is a file of `shard_tokens` tokens (the last may have fewer). Only one shard is in memory at a time.
+    """
     folder = Path(folder)
     if folder.exists():
         raise FileError(f"{folder} already exists; give another folder, or delete it")
@@ -97,7 +100,7 @@ def _write_files(
     dtype = _token_dtype(vocab)
     offsets = array("Q", [0])
     shards: list[ShardFile] = []
-    shard, filled = np.empty(shard_tokens, dtype), 0  # pages that are never written take no memory
+    shard, filled = np.empty(shard_tokens, dtype), 0  # memory pages that are never written to cost nothing
     for number, document in enumerate(documents):
         ids = _check_ids(document, vocab, number)
         offsets.append(offsets[-1] + len(ids))
@@ -133,7 +136,7 @@ def _check_ids(document: Sequence[int], vocab: int, number: int) -> NDArray[np.i
     ids = np.asarray(document, dtype=np.int64)
     if ids.ndim != 1 or (len(ids) and not 0 <= ids.min() <= ids.max() < vocab):
         raise InputError(
-            f"document {number} is not a list of ids from 0 to {vocab - 1}; does the tokenizer fit the model?"
+            f"document {number} is not a list of ids from 0 to {vocab - 1}; is vocab={vocab} the size of the tokenizer?"
         )
     return ids
 
@@ -160,10 +163,16 @@ def _sync_folder(folder: Path) -> None:
 
 
 class TokenDataset:
-    """The concatenated ids of documents and the offsets where each begins, from a folder of shards or from memory."""
+    """The token ids of all documents, concatenated, and the offset where each document begins.
+
+    The ids come from a folder of shards, or with `from_documents` from memory.
+    """
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
-        """Open a folder read-only. Sizes are always checked; `verify` reads every file and checks its SHA-256."""
+        """Open a folder of shards read-only.
+
+        The sizes of its files are always checked; `verify` also reads every file and checks its SHA-256.
+        """
         self.folder: Path | None = Path(folder)
         manifest = read_manifest(self.folder)
         shards = [_map_file(self.folder, shard, np.dtype(manifest.dtype), verify) for shard in manifest.shards]
@@ -174,7 +183,7 @@ class TokenDataset:
     def from_documents(
         cls, documents: Iterable[Sequence[int]], vocab: int, *, fingerprint: str | None = None
     ) -> TokenDataset:
-        """Build a dataset of documents in memory."""
+        """Build a dataset from documents in memory, which are sequences of token ids from 0 to vocab − 1."""
         rows = [_check_ids(document, vocab, number) for number, document in enumerate(documents)]
         ids = np.concatenate([np.empty(0, np.int64), *rows]).astype(_token_dtype(vocab))
         tokens = cls.__new__(cls)
@@ -187,11 +196,16 @@ class TokenDataset:
     ) -> None:
         self.vocab, self.fingerprint = vocab, fingerprint
         self._shards = shards
-        self._shard_starts = np.cumsum([0, *map(len, shards)])  # of each shard, and the end of the last
-        self.document_offsets = offsets  # of each document, and the end of the last
+        self._shard_starts = np.cumsum(
+            [0, *map(len, shards)]
+        )  # the first token of each shard, and the end of the last shard
+        self.document_offsets = offsets  # the first token of each document, and the end of the last
         complete = len(offsets) and offsets[0] == 0 and offsets[-1] == self._shard_starts[-1]
         if not complete or bool(np.any(offsets[1:] < offsets[:-1])):
-            raise FileError(f"{self.folder}: {DOCUMENTS_FILE} does not fit the tokens; write the folder again")
+            raise FileError(
+                f"{self.folder}: {DOCUMENTS_FILE} does not fit the tokens, because its offsets do not ascend from 0 to "
+                f"{len(self)}; write the folder again"
+            )
         if not len(self):
             raise InputError("there are no tokens; give at least one document that is not empty")
 
@@ -203,9 +217,9 @@ class TokenDataset:
         return len(self.document_offsets) - 1
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the ids from `start` to before `stop`, across shards."""
+        """Return ids[start:stop] of the concatenated documents as one array, even if it spans several shards."""
         if not 0 <= start <= stop <= len(self):
-            raise InputError(f"tokens {start} to {stop} are out of range; there are {len(self)}")
+            raise InputError(f"tokens {start} to {stop} are out of range; there are {len(self)} tokens")
         ids = np.empty(stop - start, np.int64)
         shard = int(np.searchsorted(self._shard_starts, start, side="right")) - 1
         position = start
@@ -214,14 +228,16 @@ class TokenDataset:
             ids[position - start : end - start] = self._shards[shard][position - first : end - first]
             position, shard = end, shard + 1
         if len(ids) and ids.max() >= self.vocab:
-            raise FileError(f"{self.folder} holds the id {ids.max()}, beyond its vocabulary of {self.vocab}")
+            raise FileError(
+                f"{self.folder} holds the id {ids.max()}, beyond its vocabulary of {self.vocab}; write the folder again"
+            )
         return ids
 
     def document(self, number: int) -> NDArray[np.int64]:
         """Return the ids of document `number`, counted from 0."""
         return self.read(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
 
-    # Pickling a memory map would copy its whole content; the folder is enough.
+    # Pickling a memory map would copy its whole content, so only the folder is pickled, and opened again.
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder} if self.folder is not None else self.__dict__
 
@@ -236,9 +252,11 @@ def read_manifest(folder: str | Path) -> ShardManifest:
     """Read the manifest of a folder of shards."""
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
-        raise FileError(f"{folder} is not a folder of tokens: it has no {MANIFEST_FILE}")
+        raise FileError(f"{folder} is not a folder of tokens, because it has no {MANIFEST_FILE}")
     if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise FileError(f"{path} is larger than any manifest; is it the right file?")
+        raise FileError(
+            f"{path} has more than {MAX_MANIFEST_BYTES:,} bytes, too many for a manifest; is it the right file?"
+        )
     try:
         return from_dict(ShardManifest, json.loads(path.read_text(encoding="utf-8")), MANIFEST_FILE)
     except (ConfigError, ValueError, RecursionError) as problem:
@@ -258,7 +276,9 @@ def _map_file(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool
     if verify:
         with open(path, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise FileError(f"{path} is damaged: its SHA-256 is not the manifest's; write the folder again")
+                raise FileError(
+                    f"{path} is damaged: its SHA-256 differs from the one in the manifest; write the folder again"
+                )
     if not shard.count:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")

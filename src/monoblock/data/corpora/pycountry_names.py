@@ -12,7 +12,7 @@ HELD_OUT_PERCENTILES = {"valid": (0, 10), "test": (10, 20)}
 
 
 def read_translations(language: str) -> Iterator[tuple[str, str]]:
-    """Yield (English name, translation) for all names in a language, given by its code: "hi"."""
+    """Yield (English name, translation) for all names that pycountry translates to `language`, a code such as "hi"."""
     # Importing pycountry would read all of its tables.
     spec = find_spec("pycountry")
     assert spec is not None
@@ -23,7 +23,7 @@ def read_translations(language: str) -> Iterator[tuple[str, str]]:
         raise FileError(f"{folder} has no .mo files; install a newer pycountry: pip install 'pycountry>=26.2.16'")
     for path in files:
         with open(path, "rb") as file:
-            # gettext has no public way to list its messages.
+            # gettext has no public function that lists all messages.
             catalogue = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
         for key, value in catalogue.items():
             if isinstance(key, str) and isinstance(value, str) and key:
@@ -36,6 +36,6 @@ def stable_hash(word: str) -> int:
 
 
 def split_of_word(word: str) -> str:
-    """Return the split of a word by its hash: a tenth of all words each in valid and test, the rest in train."""
+    """Return the split of a word, which its hash decides: "valid" and "test" have a tenth of all words each."""
     percentile = stable_hash(word) % 100
     return next((split for split, (low, high) in HELD_OUT_PERCENTILES.items() if low <= percentile < high), "train")

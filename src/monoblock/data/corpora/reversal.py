@@ -1,6 +1,7 @@
-"""Strings of letters and their reversal: a synthetic task that an encoder-decoder solves only by attending back.
+"""Generate strings of letters and their reversal, a synthetic task that an encoder-decoder solves only with attention.
 
-Strings are generated from a fixed seed, so that the corpus is the same everywhere; no string is in two splits.
+The strings are generated from a fixed seed, so that the corpus is always the same. No string of "valid" or "test" is in
+another split.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ SEED = 8
 
 
 def generate_pairs(split: str) -> Iterator[Pair]:
-    """Yield the pairs of one split: "k x a", "a x k"."""
+    """Yield the pairs of one split: letters and the same letters reversed, such as "k x a" and "a x k"."""
     held_out: set[str] = set()
     rng = Random(SEED)
-    for name in ("test", "valid", "train"):  # held-out splits first: they do not depend on the size of train
+    for name in ("test", "valid", "train"):  # held-out splits first, so that they do not depend on the size of train
         remaining = SPLIT_SIZES[name]
         while remaining:
             length = MIN_LENGTH + int(rng.random() * (MAX_LENGTH - MIN_LENGTH + 1))

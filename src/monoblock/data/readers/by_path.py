@@ -1,10 +1,13 @@
 """Read a user's own files: choose the reader by the path, and find the files of a split.
 
-notes.txt           one file: the first nine tenths train, the last tenth validates
-folder/             train.*, valid.*, test.* in it
-mine/{split}.tsv    one file per split, with {split} for its name
+A path may have one of these forms:
+
+notes.txt           one file: the first nine tenths are for training, the last tenth is for validation
+mine/               a folder with the files train.*, valid.* and test.*
+mine/{split}.tsv    one file per split; {split} is written as it is here and stands for train, valid or test
 mine/{split}.de-en  two aligned files per split, mine/train.de and mine/train.en
-mine/               MNIST's own names: train-images-idx3-ubyte.gz, t10k-images-idx3-ubyte.gz and their labels
+mine/               a folder of images named as in MNIST, train-images-idx3-ubyte.gz and t10k-images-idx3-ubyte.gz, and
+                    of their labels, train-labels-idx1-ubyte.gz and t10k-labels-idx1-ubyte.gz
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class FileContent(NamedTuple):
 
 
 def find_path(name: str, folder: str | Path | None) -> str | None:
-    """Return the path of `name` in the working directory, or else in `folder`; None if neither has such a file."""
+    """Return the path of `name` in the working directory, or else in `folder`; None if it exists in neither."""
     for path in [Path(name), *([Path(folder) / name] if folder is not None else [])]:
         if (
             path.exists()
@@ -67,19 +70,19 @@ def find_path(name: str, folder: str | Path | None) -> str | None:
 
 
 def read_split(path: str, split: str, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
-    """Read one split of a path that `find_path` returned."""
+    """Read one split of the corpus at a path that `find_path` returned."""
     if is_single_file(path):
         content = _read_file(Path(path), kind, document_boundaries)
         return FileContent(content.kind, take_split(content.rows, split, path))
     contents = [_read_file(file, kind, document_boundaries) for file in _split_files(Path(path), split)]
     kinds = sorted({content.kind for content in contents})
     if len(kinds) > 1:
-        raise FileError(f"{path} mixes {' and '.join(kinds)}; keep one kind of file, or choose it with kind=…")
+        raise FileError(f"{path} has files of several kinds ({', '.join(kinds)}); keep one kind, or set kind=…")
     return FileContent(contents[0].kind, [row for content in contents for row in content.rows])
 
 
 def expand_aligned_path(path: Path) -> tuple[Path, ...]:
-    """Return the file itself, or the two files that a path such as train.de-en stands for."""
+    """Return both files, train.de and train.en, for a path such as train.de-en, and any other path unchanged."""
     languages = ALIGNED_SUFFIX.search(path.name)
     if languages is None:
         return (path,)
@@ -88,12 +91,15 @@ def expand_aligned_path(path: Path) -> tuple[Path, ...]:
 
 
 def is_single_file(path: str) -> bool:
-    """Whether a path is one file for all splits, not a folder or a pattern with {split}."""
+    """Return whether a path is one file for all splits, and neither a folder nor a pattern with {split}."""
     return "{split}" not in path and not Path(path).is_dir()
 
 
 def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
-    """Guess the kind of a path by its suffix or first JSON object; if that leaves a choice, return one of `allowed`."""
+    """Guess the kind of corpus at a path from the suffix of its files or from their first JSON object.
+
+    If that does not determine the kind, return one of `allowed`.
+    """
     files = (_first_existing(_candidate_paths(Path(path), split)) for split in SPLIT_FILE_NAMES)
     file = Path(path) if is_single_file(path) else next((file for file in files if file is not None), None)
     suffix = None if file is None else _known_suffix(file)
@@ -108,7 +114,10 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
 
 
 def take_split(rows: list[Any], split: str, name: str) -> list[Any]:
-    """Return a split of the rows of a file: valid is the last tenth, train the rest. A text is cut by characters."""
+    """Return one split of the rows of a single file: "valid" is the last tenth, "train" the rest, "all" every row.
+
+    If the only row is a text, its characters are divided instead. `name` is the path that an error names.
+    """
     if split == "all":
         return rows
     if split == "test":
@@ -127,13 +136,16 @@ def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: Documen
     if kind is None:
         suffix = _known_suffix(path)
         if suffix is None:
-            raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename it, or choose with kind=…")
+            raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename the file, or set kind=…")
         kind = _jsonl_kind(path) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
     if kind == "text":
         documents = read_documents(path) if path.suffix == ".jsonl" else read_text(path, document_boundaries)
         return FileContent(kind, list(documents))
     if kind not in READER_BY_KIND:
-        raise FileError(f"kind={kind!r} is unknown{did_you_mean(kind, ['text', *READER_BY_KIND])}")
+        raise FileError(
+            f"kind={kind!r} is unknown{did_you_mean(kind, ['text', *READER_BY_KIND])}; "
+            f"write one of text, {', '.join(READER_BY_KIND)}"
+        )
     return FileContent(kind, list(READER_BY_KIND[kind](path)))
 
 
@@ -142,7 +154,7 @@ def _known_suffix(path: Path) -> str | None:
 
 
 def _has_pairs(path: Path) -> bool:
-    """Whether a .json file has one JSON object per line, the first of which is a pair."""
+    """Return whether a .json file has one JSON object per line, the first of which is a pair."""
     try:
         return _jsonl_kind(path) == "pairs"
     except FileError:
@@ -150,7 +162,7 @@ def _has_pairs(path: Path) -> bool:
 
 
 def _jsonl_kind(path: Path) -> CorpusKind:
-    """Return the kind of a .jsonl file by the keys of its first object."""
+    """Return the kind of corpus in a .jsonl file, decided by the keys of its first object."""
     first = next(read_jsonl(path))[1]
     if "messages" in first:
         return "chat"
@@ -164,7 +176,7 @@ def _split_files(path: Path, split: str) -> list[Path]:
     files = [_first_existing(_candidate_paths(path, name)) for name in splits]
     present = [file for file in files if file is not None]
     if not present:
-        detail = "" if "{split}" in str(path) else f": it holds no {splits[0]}{{{','.join(KIND_BY_SUFFIX)}}}"
+        detail = "" if "{split}" in str(path) else f"; add a file named {splits[0]}{{{','.join(KIND_BY_SUFFIX)}}}"
         raise SplitError(f"{path} has no split {split!r}{detail}")
     return present
 

@@ -1,4 +1,4 @@
-"""Tagged sentences in the columns of the CoNLL shared tasks (Tjong Kim Sang and De Meulder 2003)."""
+"""Read tagged sentences in the column format of the CoNLL shared tasks (Tjong Kim Sang and De Meulder 2003)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from monoblock.data.readers.records import TaggedSentence
 
 
 def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
-    """Yield the sentences of a file with one word per line, the label in its last column, blank lines in between."""
+    """Yield the sentences of a file that has one word per line and a blank line between sentences.
+
+    Columns are separated by white space; the first is the word and the last its label. A line that begins with
+    -DOCSTART- separates sentences like a blank line.
+    """
     words: list[str] = []
     labels: list[str] = []
     empty, columns = True, 0

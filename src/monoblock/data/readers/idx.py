@@ -1,8 +1,8 @@
-"""Read images and labels in IDX files, the format of MNIST (LeCun et al. 1998), plain or compressed by gzip.
+"""Read images and labels from IDX files, the format of MNIST (LeCun et al. 1998), plain or compressed by gzip.
 
-A file is a magic number 00 00 08 n (bytes, n axes), the n sizes as big-endian 32-bit numbers, then the bytes. The
-header is untrusted: the size it states is checked against the size of the file before memory is allocated, and never
-more than this size is decompressed.
+A file begins with the four bytes 00 00 08 n, where 08 is the code of unsigned bytes and n the number of axes. The sizes
+of the n axes follow as big-endian 32-bit integers, then the data. The header is untrusted: the size that it states is
+compared with the size of the file before memory is allocated, and no more than this size is decompressed.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ if TYPE_CHECKING:
 
 IMAGES, LABELS = "images", "labels"
 IMAGE_FILE_SUFFIXES = tuple(f"-images{dash}idx3-ubyte{gz}" for dash in "-." for gz in ("", ".gz"))
-UINT8_TYPE_CODE = 8  # IDX's code of the element type
-MAX_DEFLATE_RATIO = 1032  # the best that deflate can do
+UINT8_TYPE_CODE = 8  # the code of unsigned bytes in an IDX header
+MAX_DEFLATE_RATIO = 1032  # the highest compression ratio that deflate can reach
 MAX_BYTES = 2**32
 
 
 def is_idx_images(path: Path) -> bool:
-    """Whether a file is named like train-images-idx3-ubyte.gz."""
+    """Return whether a file is named like train-images-idx3-ubyte.gz."""
     return path.name.endswith(IMAGE_FILE_SUFFIXES)
 
 
 def labels_path(path: Path) -> Path:
-    """Return the path of the labels for a file of images, as in train-labels-idx1-ubyte.gz."""
+    """Return the path of the labels for a file of images.
+
+    The labels of train-images-idx3-ubyte.gz are in train-labels-idx1-ubyte.gz.
+    """
     stem, _, ending = path.name.rpartition(IMAGES)
     return path.with_name(f"{stem}{LABELS}{ending.replace('idx3', 'idx1')}")
 
 
 def read_idx(path: str | Path) -> Iterator[LabelledImage]:
-    """Yield the images of a file, with labels from the file at `labels_path`."""
+    """Yield the images of a file with their labels, which are read from the file at `labels_path(path)`."""
     import numpy as np
 
     path = Path(path)
     images, labels = read_idx_array(path, ndim=3), read_idx_array(labels_path(path), ndim=1)
     if len(images) != len(labels):
         raise FileError(
-            f"{path} holds {len(images)} images and {labels_path(path).name} {len(labels)} labels; give one each"
+            f"{path} holds {len(images)} images, but {labels_path(path).name} holds {len(labels)} labels; "
+            f"give one label for each image"
         )
     pixels = images[:, None].astype(np.float32) / np.float32(255)  # (count, 1, height, width)
     for image, label in zip(pixels, labels.tolist(), strict=True):
@@ -55,7 +59,7 @@ def read_idx(path: str | Path) -> Iterator[LabelledImage]:
 
 
 def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
-    """Read an IDX file of bytes with `ndim` axes into an array of the shape in its header."""
+    """Read an IDX file of unsigned bytes with `ndim` axes into an array; the header gives its shape."""
     import numpy as np
 
     try:

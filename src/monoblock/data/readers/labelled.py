@@ -1,4 +1,4 @@
-"""Texts with a class label, for classification: tab-separated columns or .jsonl objects."""
+"""Read texts with a class label, for classification, from tab-separated columns or .jsonl objects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from monoblock.data.readers.lines import column_error, empty_file_error, numbered_lines, read_jsonl, string_field
 from monoblock.data.readers.records import LabelledText
 
-FORMATS = {2: "label<TAB>text", 3: "label<TAB>text<TAB>text"}  # by number of columns
+FORMATS = {2: "label<TAB>text", 3: "label<TAB>text<TAB>text"}  # number of columns: their meaning
 
 
 def read_labelled(path: str | Path) -> Iterator[LabelledText]:
-    """Yield the rows of a tab-separated file (FORMATS), or of .jsonl objects with "text", "label" and "text_pair".
+    """Yield the labelled texts of a tab-separated file or a .jsonl file.
 
-    "text_pair" is optional.
+    The columns are the label, the text and optionally a second text. Objects of a .jsonl file have the keys "label",
+    "text" and optionally "text_pair", the second text.
     """
     if Path(path).suffix == ".jsonl":
         yield from _read_jsonl_labelled(path)

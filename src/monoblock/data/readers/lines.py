@@ -1,7 +1,7 @@
-"""Numbered lines and JSON objects of UTF-8 files.
+"""Read numbered lines and JSON objects from UTF-8 files.
 
-Readers are generators, so a file of any size is streamed. A malformed file raises a FileError of one line that names
-the file and the line.
+Readers are generators, so that a file is never in memory as a whole. A malformed file raises FileError, whose message
+names the file and the line.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from monoblock.errors import FileError
 
-BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the beginning of a file
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) of a UTF-8 file."""
+    """Yield (number, line) for each line of a UTF-8 file, counted from 1 and without the line break."""
     number = 0
     try:
         with open(path, "rb") as file:
@@ -31,7 +31,7 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a file with one JSON object per line; blank lines are skipped."""
+    """Yield (line number, object) for each line of a file with one JSON object per line; blank lines are skipped."""
     empty = True
     for number, line in numbered_lines(path):
         if not line.strip():
@@ -41,7 +41,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as problem:
             raise FileError(f"{path}, line {number}: not JSON ({problem!s:.60})") from None
         if not isinstance(row, dict):
-            raise FileError(f'{path}, line {number}: not an object; write {{"text": "…"}}')
+            raise FileError(f'{path}, line {number}: not an object; write a JSON object such as {{"text": "…"}}')
         empty = False
         yield number, row
     if empty:
@@ -49,7 +49,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def string_field(path: str | Path, number: int, row: dict[str, Any], name: str) -> str:
-    """Return the string `name` of the JSON object `row`, read from line `number`; a "label" may also be an integer."""
+    """Return the string at the key `name` of `row`, the JSON object on line `number`; a "label" may be an integer."""
     value = row.get(name)
     if name == "label" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -59,7 +59,7 @@ def string_field(path: str | Path, number: int, row: dict[str, Any], name: str) 
 
 
 def column_error(path: str | Path, number: int, columns: int, expected: str) -> FileError:
-    return FileError(f"{path}, line {number}: {columns} column{'s' * (columns != 1)}; write {expected}")
+    return FileError(f"{path}, line {number}: {columns} column{'s' * (columns != 1)}; write {expected} on each line")
 
 
 def empty_file_error(path: str | Path) -> FileError:

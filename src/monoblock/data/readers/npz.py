@@ -1,4 +1,4 @@
-"""Labelled images in numpy's .npz files."""
+"""Read labelled images from .npz files of numpy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def read_images(path: str | Path) -> Iterator[LabelledImage]:
-    """Yield the images of a file of two arrays, "images" and "labels".
+    """Yield the labelled images of a .npz file with the arrays "images" and "labels".
 
-    "images" is (count, height, width) or (count, channels, height, width), "labels" is (count,).
+    "images" has shape (count, height, width) or (count, channels, height, width), and "labels" has shape (count,).
     """
     import numpy as np
 
@@ -32,22 +32,29 @@ def _load_arrays(path: str | Path) -> tuple[NDArray[Any], NDArray[Any]]:
     import numpy as np
 
     try:
-        # Never unpickle: an array of objects in the file is an error here.
+        # Never unpickle: np.load raises ValueError for an array of Python objects.
         with np.load(path, allow_pickle=False) as file:
             missing = {"images", "labels"} - set(file.files)
             if missing:
-                raise FileError(f"{path} lacks the array {min(missing)!r}; save it with images=… and labels=…")
+                raise FileError(
+                    f"{path} lacks the array {min(missing)!r}; save the file with np.savez(path, images=…, labels=…)"
+                )
             images, labels = file["images"], file["labels"]
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as problem:
         if isinstance(problem, FileError):
             raise
         raise FileError(f"{path} is not a .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-        shapes = f"images {images.shape} and labels {labels.shape} of {labels.dtype}"
-        raise FileError(f"{path} holds {shapes}; write images (count, height, width) and integer labels (count,)")
+        shapes = f"images of shape {images.shape} and {labels.dtype} labels of shape {labels.shape}"
+        raise FileError(
+            f"{path} holds {shapes}; give images of shape (count, height, width) or (count, channels, height, width) "
+            f"and integer labels of shape (count,)"
+        )
     if images.dtype.kind not in "uf" or not len(images):
-        shape = f"{images.dtype} {images.shape}"
-        raise FileError(f"{path} holds images of {shape}; give at least one, as uint8 or as floats from 0 to 1")
+        shape = f"{images.shape} and dtype {images.dtype}"
+        raise FileError(
+            f"{path} holds images of shape {shape}; give at least one image, as uint8 or as floats from 0 to 1"
+        )
     return images, labels
 
 

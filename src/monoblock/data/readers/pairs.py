@@ -1,4 +1,4 @@
-"""Pairs of texts: tab-separated columns, .jsonl objects, or two aligned files."""
+"""Read pairs of texts from tab-separated columns, .jsonl objects or two aligned files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from monoblock.data.readers.lines import column_error, empty_file_error, numbere
 from monoblock.data.readers.records import Pair
 from monoblock.errors import FileError
 
-# The keys of source and target in a .jsonl file: ours, and those of Aksharantar (Madhani et al. 2023).
+# The keys of source and target in a .jsonl file: our own, and those in Aksharantar (Madhani et al. 2023).
 PAIR_KEYS = (("source", "target"), ("english word", "native word"))
 
 
 def read_pairs(path: str | Path) -> Iterator[Pair]:
-    """Yield the pairs of a file: `source<TAB>target` lines, with counts as an optional third column, or .jsonl."""
+    """Yield the pairs of a tab-separated file or of a .jsonl or .json file with one JSON object per line.
+
+    The columns are the source, the target and optionally how often the pair was observed. PAIR_KEYS lists the keys of
+    the JSON objects.
+    """
     if Path(path).suffix in (".jsonl", ".json"):
         yield from _read_jsonl_pairs(path)
         return
@@ -51,11 +55,15 @@ def read_aligned_pairs(source: str | Path, target: str | Path) -> Iterator[Pair]
     for source_line, target_line in zip_longest(numbered_lines(source), numbered_lines(target)):
         if source_line is None or target_line is None:
             short, number = (source, target_line[0]) if source_line is None else (target, source_line[0])
-            raise FileError(f"{short} ends before line {number} of the other file; give files of equal length")
+            raise FileError(
+                f"{short} ends before line {number} of the other file; give files with the same number of lines"
+            )
         left, right = source_line[1].strip(), target_line[1].strip()
         if bool(left) != bool(right):
             file = source if not left else target
-            raise FileError(f"{file}, line {source_line[0]}: empty where the other file has text; fill both or neither")
+            raise FileError(
+                f"{file}, line {source_line[0]}: empty where the other file has text; fill both lines or neither"
+            )
         if left:
             empty = False
             yield Pair(left, right)
@@ -64,4 +72,4 @@ def read_aligned_pairs(source: str | Path, target: str | Path) -> Iterator[Pair]
 
 
 def _empty_side_error(path: str | Path, number: int) -> FileError:
-    return FileError(f"{path}, line {number}: one side of the pair is empty; fill it or delete the line")
+    return FileError(f"{path}, line {number}: one side of the pair is empty; fill it, or delete the line")

@@ -1,4 +1,4 @@
-"""The rows of a corpus, one type for each kind; a row of plain text is a `str`."""
+"""The classes of corpus rows, one for each kind of corpus; a row of plain text is a `str`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CorpusKind = Literal["text", "pairs", "labelled", "tagged", "images", "questions", "chat"]
-DocumentBoundaries = Literal["file", "blank-lines"]  # where a document of a text file ends
+DocumentBoundaries = Literal["file", "blank-lines"]  # a text file is one document, or one for each paragraph
 
 
 class Pair(NamedTuple):
-    """A source text and its target; `frequency` is how often the pair was observed, 1 if the file does not say."""
+    """A source text and its target; `frequency` is how often the pair was observed (1 if unknown)."""
 
     source: str
     target: str
@@ -29,7 +29,7 @@ class LabelledText(NamedTuple):
 
 
 class TaggedSentence(NamedTuple):
-    """Words and one label per word."""
+    """The words of a sentence and one label for each word."""
 
     words: tuple[str, ...]
     labels: tuple[str, ...]
@@ -41,7 +41,10 @@ class LabelledImage(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question about a context, its accepted answers, and the offset of each in it; without answers, unanswerable."""
+    """A question about a context, with its accepted answers and the character offset of each answer in the context.
+
+    A question without answers is unanswerable.
+    """
 
     question: str
     context: str

@@ -1,10 +1,10 @@
-"""Read and write questions in the JSON of SQuAD (Rajpurkar et al. 2016, 2018); answers are spans of the context.
+"""Read and write questions in the JSON format of SQuAD (Rajpurkar et al. 2016, 2018); answers are spans of the context.
 
     {"data": [{"paragraphs": [{"context": "…", "qas": [{"id": "…", "question": "…",
                                                         "answers": [{"text": "…", "answer_start": 17}]}]}]}]}
 
-In version 2 a question may have no answer: `"is_impossible": true` and no answers. A malformed file raises a FileError
-of one line that names the location: data[0].paragraphs[2].qas[1].
+In version 2 of the format a question may be unanswerable: it has `"is_impossible": true` and an empty list of answers.
+A malformed file raises FileError, whose message names the location, such as data[0].paragraphs[2].qas[1].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from monoblock.data.readers.records import Question
 from monoblock.errors import FileError
 
-MAX_QUOTED_CHARACTERS = 40  # of an answer in an error
+MAX_QUOTED_CHARACTERS = 40  # how much of an answer an error message quotes
 
 
 def read_questions(path: str | Path) -> Iterator[Question]:
@@ -57,14 +57,16 @@ def _parse_question(path: str | Path, location: str, question_object: Any, conte
     question = _string_field(path, location, question_object, "question")
     question_id = str(question_object.get("id", location))
     if not question.strip():
-        raise _format_error(path, location, '"question" is empty; write one or leave it out')
+        raise _format_error(path, location, '"question" is empty; write a question, or delete this entry of "qas"')
     impossible = question_object.get("is_impossible", False)
     if not isinstance(impossible, bool):
-        raise _format_error(path, location, '"is_impossible" is neither true nor false')
+        raise _format_error(path, location, '"is_impossible" is neither true nor false; write one of them')
     answers = _list_field(path, location, question_object, "answers")
     if impossible or not answers:
         if bool(answers) == impossible:
-            reason = "is impossible and has answers" if answers else 'has no answers; write "is_impossible": true'
+            reason = (
+                'has answers, but "is_impossible" is true' if answers else 'has no answers; write "is_impossible": true'
+            )
             raise _format_error(path, location, reason)
         return Question(question, context, id=question_id)
     spans = dict.fromkeys(
@@ -78,14 +80,14 @@ def _parse_answer(path: str | Path, location: str, answer: Any, context: str) ->
     text = _string_field(path, location, answer, "text")
     start = answer.get("answer_start")
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise _format_error(path, location, '"answer_start" is missing or not an integer')
+        raise _format_error(path, location, '"answer_start" is missing or not an integer of at least 0')
     if not text.strip():
-        raise _format_error(path, location, '"text" is empty; a question without an answer is "is_impossible": true')
+        raise _format_error(path, location, '"text" is empty; if there is no answer, write "is_impossible": true')
     if context[start : start + len(text)] != text:
         found_at = context.find(text)
-        where = f"it is at {found_at}" if found_at >= 0 else "it does not occur there"
+        where = f"it is at {found_at}" if found_at >= 0 else "the context does not contain it"
         quote = repr(text[:MAX_QUOTED_CHARACTERS])
-        raise _format_error(path, location, f"the answer {quote} is not at {start} of the context; {where}")
+        raise _format_error(path, location, f"the answer {quote} is not at character {start} of the context; {where}")
     return text, start
 
 
@@ -108,7 +110,7 @@ def _format_error(path: str | Path, location: str, reason: str) -> FileError:
 
 
 def to_squad_json(rows: Iterable[Question], title: str = "") -> dict[str, Any]:
-    """Return the content of a SQuAD file; consecutive rows with the same context form a paragraph."""
+    """Return questions as the JSON object of a SQuAD file; consecutive rows with the same context form a paragraph."""
     paragraphs: list[dict[str, Any]] = []
     for row in rows:
         if not paragraphs or paragraphs[-1]["context"] != row.context:

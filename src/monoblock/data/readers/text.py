@@ -1,4 +1,4 @@
-"""Documents of plain text: whole files, paragraphs, lines, WikiText articles, .jsonl objects."""
+"""Read documents of plain text: whole files, paragraphs, lines, WikiText articles or .jsonl objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monoblock.data.readers.records import DocumentBoundaries
 
 
 def read_text(path: str | Path, document_boundaries: DocumentBoundaries = "file") -> Iterator[str]:
-    """Yield the documents of a text file: the whole file as one, or with "blank-lines" each of its paragraphs."""
+    """Yield the documents of a text file: the whole file, or with "blank-lines" each of its paragraphs."""
     empty = True
     for document in _split_at_blank_lines(path) if document_boundaries == "blank-lines" else _read_whole_file(path):
         empty = empty and not document.strip()
@@ -28,13 +28,19 @@ def read_text(path: str | Path, document_boundaries: DocumentBoundaries = "file"
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """Yield every line as a document, empty lines too: word-level language models count each as an end of sentence."""
+    """Yield every line of a file as a document, including empty lines.
+
+    Word-level language models predict an end-of-sentence token after every line, even after an empty one.
+    """
     for _, line in numbered_lines(path):
         yield line
 
 
 def read_wikitext_articles(path: str | Path) -> Iterator[str]:
-    """Yield the articles of a WikiText file, each beginning with ` = Title = `; concatenated, they are the file."""
+    """Yield the articles of a WikiText file, each of which begins with the line ` = Title = `.
+
+    Concatenated, the articles are the whole file.
+    """
     article: list[str] = []
     for _, line in numbered_lines(path):
         # Section headings have more equals signs: ` = = Early life = = `.
@@ -49,7 +55,7 @@ def read_wikitext_articles(path: str | Path) -> Iterator[str]:
 
 
 def read_documents(path: str | Path) -> Iterator[str]:
-    """Yield the texts of a .jsonl file of {"text": …}, one document per line."""
+    """Yield the documents of a .jsonl file, the value of "text" in the JSON object on each line."""
     for number, row in read_jsonl(path):
         yield string_field(path, number, row, "text")
 

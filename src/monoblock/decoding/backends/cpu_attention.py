@@ -1,4 +1,4 @@
-"""Attention with one query per row on a CPU, as in a step of a beam search."""
+"""Attention on a CPU for one query per row, as in a step of a beam search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def supports_row_kernel(
     layer_cache: LayerCache | CrossAttentionCache | None,
     cache_write: CacheWrite | None,
 ) -> bool:
-    """Whether `attend_one_query` supports this attention and input: x (B, 1, D) in fp32, a cache, no position bias."""
+    """Return whether `attend_one_query` supports this attention layer and this input.
+
+    It does for x (B, 1, D) in fp32 with a key/value cache, without position bias, softcap, sinks and gradients.
+    """
     if (
         x.shape[1] != 1
         or x.dtype != torch.float32
@@ -36,7 +39,11 @@ def supports_row_kernel(
 
 
 def attend_one_query(attention: Attention, queries: Tensor, key_values: KeyValues, context: AttentionContext) -> Tensor:
-    """Return softmax(scale · q kᵀ) v for one query per row, with the heads concatenated: (B, 1, H K)."""
+    """Return softmax(scale · q kᵀ) v for one query per row, with the heads concatenated.
+
+    queries: the projected queries (B, 1, H · K), without rotary positions.
+    The result has shape (B, 1, H · K).
+    """
     config = attention.config
     q = attention._split_heads(queries, config.heads, attention.query_norm)
     if context.rotary_angles is not None:

@@ -1,4 +1,4 @@
-"""The position tables that the CPU operator reads: rotary angles by position, attention biases by distance."""
+"""Position tables for the C++ operator of cpu_step.py: rotary angles by position, attention biases by distance."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from monoblock.nn.stack import Stack
 
 
 class _Tables(NamedTuple):
-    """Tables for positions below `length`."""
+    """Tables for the positions 0 to `length` - 1."""
 
     length: int
-    rotary_cos: list[Tensor]  # (length, K/2) for each rotary scheme
+    rotary_cos: list[Tensor]  # one table (length, K/2) for each rotary scheme
     rotary_sin: list[Tensor]
-    distances: list[Tensor]  # for each bias its values (H, length) or bucket indices (length,) by distance
+    distances: list[Tensor]  # for each bias, by distance: ALiBi's values (H, length) or bucket indices (length,)
 
 
 class PositionTables:
     """The position tables of a stack; blocks with the same position scheme share a table.
 
-    `rotary_index` and `bias_index` register the scheme of a block and return its index in the lists of `get`.
+    `rotary_index` and `bias_index` register a block's position scheme and return its index in the lists that `get`
+    returns.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -35,7 +36,7 @@ class PositionTables:
         self._tables = _Tables(0, [], [], [])
 
     def rotary_index(self, config: AttentionConfig) -> int:
-        """Return the index of an attention layer's rotary tables, -1 if its positions are not rotary."""
+        """Return the index of an attention layer's rotary tables, or -1 if its positions are not rotary."""
         if not isinstance(config.positions, Rotary):
             return -1
         if config not in self.rotary_configs:
@@ -43,7 +44,7 @@ class PositionTables:
         return self.rotary_configs.index(config)
 
     def bias_index(self, attention: Attention) -> int:
-        """Return the index of an attention layer's bias table, -1 if it has none."""
+        """Return the index of an attention layer's bias table, or -1 if the layer has no position bias."""
         config = attention.config
         if not isinstance(config.positions, (Alibi, Buckets)):
             return -1
@@ -53,9 +54,10 @@ class PositionTables:
         return self.bias_sources.index((config, table))
 
     def get(self, length: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return lists of cosines and sines (N, K/2) by position and of biases (H, N) by distance, with N ≥ length.
+        """Return three lists of tables for at least `length` positions: rotary cosines, rotary sines, attention biases.
 
-        Biases are computed from the current weights of the model.
+        Cosines and sines have shape (N, K/2) and are indexed by position.  Biases have shape (H, N), are indexed by
+        distance, and are computed from the current weights of the model.  N is `length` or more.
         """
         tables = self._at_least(length)
         sources = zip(self.bias_sources, tables.distances, strict=True)
@@ -63,7 +65,10 @@ class PositionTables:
         return tables.rotary_cos, tables.rotary_sin, biases
 
     def _at_least(self, length: int) -> _Tables:
-        """Return tables for at least `length` positions; shorter ones are replaced in one assignment (thread-safe)."""
+        """Return tables for at least `length` positions; build longer ones if the present tables are too short.
+
+        They are replaced in one assignment, so that several threads may call this at once.
+        """
         tables = self._tables
         if length > tables.length:
             with torch.inference_mode(False), torch.no_grad():
@@ -82,7 +87,7 @@ class PositionTables:
 
 
 def _distance_table(config: AttentionConfig, positions: Tensor, width: int) -> Tensor:
-    """Return, by distance, ALiBi's bias (H, length) or the index (length,) of the relative-position bucket."""
+    """Return, for each distance, ALiBi's bias (H, length) or the index of the relative-position bucket (length,)."""
     if isinstance(config.positions, Buckets):
         return relative_position_bucket(config.positions, -positions[0], bidirectional=False)
     assert isinstance(config.positions, Alibi)

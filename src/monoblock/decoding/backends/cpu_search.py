@@ -1,8 +1,8 @@
 """Beam search on a CPU: one C++ operator runs whole steps of all searches and keeps their beams until the search ends.
 
-Beams change rows at every step.  The operator leaves keys and values in the row where they were written and records
-which row that is.  `end_search` moves them to the rows of their beams and copies the beams back to `BeamSearch`; every
-other method that reads the cache or the beams calls it first.
+Beams change rows at every step.  The operator does not move their keys and values: it leaves them in the row where they
+were written and records which row that is.  `end_search` moves them to the rows of their beams and copies the beams
+back to `BeamSearch`; every other method that reads the cache or the beams calls it first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from monoblock.nn.transformer import Transformer
 
 
 class CpuSearchDecoderState(CachedDecoderState):
-    """Rows with a key/value cache whose beam searches may run in the C++ operator."""
+    """A decoder state with a key/value cache that can run the steps of a beam search in a C++ operator."""
 
     capabilities = frozenset({"search", "rollback"})
 
@@ -47,11 +47,14 @@ class CpuSearchDecoderState(CachedDecoderState):
         self.operators = operators
         self.search: Any = None  # the operator's beams while it searches
         self.embeds_tokens = False  # whether the operator embeds tokens itself
-        self.searches: list[BeamSearch] = []  # what the operator searches for
-        self.first_tokens: list[int] | None = None  # of searches that have not taken a step
+        self.searches: list[BeamSearch] = []  # the searches that the operator runs
+        self.first_tokens: list[int] | None = None  # the prompt's token of each search, before the first step
 
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
-        """Add rows for prompts of one token, which the first `step_search` runs; return False if not supported."""
+        """Add rows for prompts of one token each; the first `step_search` runs these tokens.
+
+        Return False if the operator does not support the prompts.
+        """
         rows = len(prompts) * self.rows_per_prompt
         if rows <= MAX_TOKENS or self.cache is not None or any(len(prompt.ids) != 1 for prompt in prompts):
             return False
@@ -72,7 +75,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return True
 
     def _allocate_cache(self, cache: Cache, rows: int) -> None:
-        """Place each layer's cache in the operator's memory, where the keys of all rows in one step are contiguous."""
+        """Allocate each layer's cache in the operator's memory, so that the keys of one step are contiguous."""
         assert self.model.decoder is not None
         views: list[tuple[Any, str, tuple[int, ...]]] = []
         for block, layer in zip(self.model.decoder.blocks, cache.layers, strict=True):
@@ -85,9 +88,10 @@ class CpuSearchDecoderState(CachedDecoderState):
             setattr(layer, name, part.view(shape).permute(1, 2, 0, 3))
 
     def _encode_sources(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor | None] | None:
-        """Encode the prompts' sources: the output (B, S, D) and the mask of valid tokens; None without an encoder.
+        """Encode the prompts' sources; return the encoder's output (B, S, D) and the mask (B, S) of valid tokens.
 
-        The encoder operator, if there is one, reads the sources concatenated, without padding.
+        The mask is None if no source is padded.  The result is None if the model has no encoder.  The encoder operator,
+        if there is one, takes the sources concatenated, without padding.
         """
         if self.operators.encoder is None:
             padded = pad_sources(self.model, prompts)
@@ -106,7 +110,10 @@ class CpuSearchDecoderState(CachedDecoderState):
         return memory, mask
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance unfinished searches by one token; return the indices of those that end here, None if unsupported."""
+        """Advance the unfinished searches by one token, without the tokens in `suppressed`.
+
+        Return the indices of the searches that end with this step, or None if the operator does not support them.
+        """
         if self.search is None and not self._start_search(searches):
             return None
         x = None if self.embeds_tokens else self._embed_tokens(*self.search.next_inputs())
@@ -119,7 +126,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return done
 
     def _start_search(self, searches: list[BeamSearch]) -> bool:
-        """Hand the cache and the beams over to the operator; False if it does not support them."""
+        """Pass the cache and the beams to the operator; return False if it does not support them."""
         cache = self.cache
         if (
             cache is None
@@ -208,12 +215,15 @@ class CpuSearchDecoderState(CachedDecoderState):
 
 
 def _is_sequential(cache: Cache) -> bool:
-    """Whether the cache stores the tokens of each row in the order of their positions."""
+    """Return whether the cache stores the tokens of each row in the order of their positions."""
     return not cache.is_static and all(index.is_sequential for index in cache.index_by_capacity.values())
 
 
 def _position_table(embedding: Embedding, count: int, width: int) -> Tensor | None:
-    """Return the vectors (count, D) an embedding adds at the first positions, fewer if its table ends; None without."""
+    """Return the position vectors (count, D) that an embedding adds at positions 0 to `count` - 1.
+
+    There are fewer if the embedding's own table is shorter.  Return None if the embedding adds no position vectors.
+    """
     positions = embedding.config.positions
     if isinstance(positions, Sinusoid):
         return sinusoid(torch.arange(count), width, positions)
@@ -230,7 +240,7 @@ def _source_keys_values(attention: Attention, memory: Tensor) -> tuple[Tensor, T
 
 
 def _copy_beams(batch: Any, index: int, search: BeamSearch) -> None:
-    """Copy the hypotheses of search `index` in the operator's `batch` into a BeamSearch."""
+    """Copy the hypotheses of the search with this index from the operator's `batch` into a BeamSearch."""
     group = search.groups[0]
     group.running, group.finished = (_make_hypotheses(*beams) for beams in batch.hypotheses(index))
 

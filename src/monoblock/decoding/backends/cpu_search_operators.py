@@ -1,4 +1,4 @@
-"""Build the C++ operators that run whole steps of a beam search and encode its sources."""
+"""Build the C++ operators that run whole steps of a beam search and the encoder."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ ENCODER_SUPPORTED: AllowList = {
 
 
 class SearchOperators(NamedTuple):
-    search_model: Any  # the decoder and the output table
-    embedding: Embedding | None  # the embedding that the operator computes; None: it takes embedded tokens
-    encoder: Any  # None: the encoder runs in `nn/`
+    search_model: Any  # the C++ object with the decoder and the output table
+    embedding: Embedding | None  # what the operator uses to embed tokens; None if it takes embedded tokens
+    encoder: Any  # the C++ object with the encoder; None if the encoder runs in PyTorch
 
 
 def build_search_operators(model: Transformer) -> SearchOperators | None:
-    """Build the beam-search operators of an inference copy; None if its decoder or its head is not supported."""
+    """Build the beam-search operators for an inference copy; return None if its decoder or head is not supported."""
     embedding = _find_plain_embedding(model)
     search_model = _build_search_model(model, embedding)
     return None if search_model is None else SearchOperators(search_model, embedding, _build_encoder(model.encoder))
 
 
 def _find_plain_embedding(model: Transformer) -> Embedding | None:
-    """Return the embedding of target tokens if it only scales a table and adds positions, else None."""
+    """Return the embedding of target tokens if it does no more than scale a table and add positions, else None."""
     embedding = model.target if model.target is not None else model.input
     if not isinstance(embedding, Embedding) or _token_table(model, embedding) is None:
         return None
@@ -63,7 +63,10 @@ def _find_plain_embedding(model: Transformer) -> Embedding | None:
 
 
 def _token_table(model: Transformer, embedding: Embedding) -> Tensor | None:
-    """Return an embedding's token table (V, D), its own or the one shared with the source; None if not plain fp32."""
+    """Return an embedding's token table (V, D): its own, or the encoder's if the two share one.
+
+    Return None if the table is not a contiguous fp32 tensor on the CPU.
+    """
     shared = model.input.token if isinstance(model.input, Embedding) else None
     table = embedding.token if embedding.token is not None else shared
     return table.weight.detach() if isinstance(table, nn.Embedding) and is_plain_fp32(table.weight) else None
@@ -102,7 +105,7 @@ def _build_encoder(encoder: Stack | None) -> Any:
 
 
 def _is_plain_encoder_block(block: Block) -> bool:
-    """Whether the encoder operator supports a block: every token attends to every other, plain fp32 weights."""
+    """Return whether the encoder operator supports a block: full attention, plain fp32 weights on the CPU."""
     if unsupported_field(block.config, ENCODER_SUPPORTED) is not None:
         return False
     return has_plain_matrices(block) and all(is_plain_fp32(t) for t in (*block.parameters(), *block.buffers()))

@@ -1,8 +1,8 @@
 """A decoding step on a CPU: run a few tokens through the whole decoder in one C++ operator.
 
-A step has one token per row, or several when the tokens of a draft are checked.  What the operator does not support
-(experts, prefixes, packed documents, many rows, gradients) runs in `nn/`.  Both read and write the same cache, so each
-step may run in either.
+A step has one token per row, or several when speculative decoding checks proposed tokens.  What the operator does not
+support (experts, prefixes, packed documents, many rows, gradients) runs in the PyTorch modules of `nn/`.  Both use the
+same cache, so each step may run in either.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from monoblock.nn.tap import Tap
 from monoblock.nn.token_positions import TokenPositions
 from monoblock.quantization.cpu_linear import KernelLinear
 
-MAX_TOKENS = 8  # in one call, all rows together
-# The matrices that the operator reads; the keys and values of a source are in the cache.
+MAX_TOKENS = 8  # maximum number of tokens in one call, of all rows together
+# The weight matrices that the operator uses.  Cross-attention has no key and value here: those are in the cache.
 OPERATOR_MATRICES = {
     "attention": ("query", "key", "value", "output"),
     "cross": ("query", "output"),
@@ -96,25 +96,25 @@ class InferenceStack(Stack):
 
 
 def fuse_stack(stack: Stack) -> FusedStack | None:
-    """Build the operator of a stack; return None if the operator does not support one of the blocks."""
+    """Build the C++ operator for a stack; return None if it does not support one of the blocks."""
     return FusedStack(stack) if all(supports_block(block) for block in stack.blocks) else None
 
 
 def supports_block(block: Block) -> bool:
-    """Whether the operator computes everything that a block does."""
+    """Return whether the operator supports everything that a block computes."""
     if unsupported_field(block.config, SUPPORTED) is not None:
         return False
     return has_plain_matrices(block) and all(_has_readable_weights(module) for module in block.modules())
 
 
 def has_plain_matrices(block: Block) -> bool:
-    """Whether the projections that the operator reads are plain linear layers, without an adapter."""
+    """Return whether all projections that the operator uses are plain linear layers, without a LoRA adapter."""
     layers = (getattr(getattr(block, part), name, None) for part, names in OPERATOR_MATRICES.items() for name in names)
     return all(layer is None or isinstance(layer, (nn.Linear, KernelLinear)) for layer in layers)
 
 
 def _has_readable_weights(module: nn.Module) -> bool:
-    """Whether the operator can read the weights that a module owns."""
+    """Return whether the operator supports the dtype and layout of a module's own weights."""
     if isinstance(module, KernelLinear):
         return module.tensors[0].dtype != torch.bfloat16
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -122,7 +122,7 @@ def _has_readable_weights(module: nn.Module) -> bool:
 
 
 def is_plain_fp32(t: Tensor) -> bool:
-    """Whether the operator can read a tensor without conversion: fp32, on the CPU, contiguous."""
+    """Return whether a tensor is fp32, on the CPU and contiguous, so that the operator can use it directly."""
     return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
@@ -180,7 +180,10 @@ class FusedStack:
         return fields
 
     def supports_pass(self, x: Tensor, token_positions: TokenPositions, cache: Cache) -> bool:
-        """Whether the operator supports a pass: at most MAX_TOKENS tokens in x (B, T, D), a cache that is not empty."""
+        """Return whether the operator supports a pass of x (B, T, D).
+
+        It does for at most MAX_TOKENS tokens in fp32, without gradients, if the cache is not empty and has room left.
+        """
         is_small = x.shape[0] * x.shape[1] <= MAX_TOKENS and x.dtype == torch.float32 and x.device.type == "cpu"
         if not is_small or self.stack.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
@@ -245,7 +248,7 @@ def _norm_fields(name: str, norm: Norm | None) -> dict[str, Any]:
 
 
 def _matrix_fields(name: str, layer: Any) -> dict[str, Any]:
-    """Return a projection's weight, its scales and minima if it is quantized, and its bias, by name."""
+    """Return a projection's weight and bias by name and, if it is quantized, the scales and minima of the weight."""
     if layer is None:
         return {}
     tensors = layer.tensors if isinstance(layer, KernelLinear) else (layer.weight,)

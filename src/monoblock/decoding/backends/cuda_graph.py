@@ -1,4 +1,4 @@
-"""Record a decoding step as a CUDA graph and replay it: launching a hundred small kernels takes longer than they run.
+"""Record a decoding step as a CUDA graph and replay it, since launching its many small kernels one by one is slow.
 
 The cache has one shape for all steps (`Cache.make_static`); tokens and lengths are in fixed buffers.  A burst replays
 several steps, including the choice of each token, before Python looks at the result.
@@ -47,13 +47,16 @@ SUPPORTED: AllowList = {
 
 
 def supports_cuda_graph(model: Transformer) -> bool:
-    """Whether a model's steps can be recorded: it is on a GPU and the SUPPORTED table allows all its blocks."""
+    """Return whether the steps of a model can be recorded: it is on a GPU, and SUPPORTED allows all its blocks."""
     blocks = () if model.decoder is None else dict.fromkeys(model.decoder.config.layers())
     return model.device.type == "cuda" and all(unsupported_field(block, SUPPORTED) is None for block in blocks)
 
 
 class CudaGraphDecoderState(CachedDecoderState):
-    """Rows decoded by replaying a CUDA graph; when all are finished, `give_back` keeps the state for later prompts."""
+    """A decoder state that replays a recorded CUDA graph at every step.
+
+    When all rows are finished, it calls `give_back` with itself, so that later prompts can reuse the recording.
+    """
 
     capabilities = frozenset({"burst"})
 
@@ -66,26 +69,26 @@ class CudaGraphDecoderState(CachedDecoderState):
         give_back: Callable[[CudaGraphDecoderState], None] | None = None,
     ) -> None:
         super().__init__(model, _round_up(capacity), rows_per_prompt, prefill_chunk)
-        self.give_back = give_back  # takes the state when all rows are finished
+        self.give_back = give_back  # called with this state when all rows are finished
         self.graph: torch.cuda.CUDAGraph | None = None
         self.choose: ChooseTokens | None = None
         self.key: object = None  # what the recorded choice of tokens depends on
         self.is_idle = False
 
     def fits(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> bool:
-        """Whether this idle state can be reused for a batch of these sizes."""
+        """Return whether this idle state can be reused for a batch of these sizes."""
         sizes = (self.capacity, self.rows_per_prompt, self.prefill_chunk)
         return sizes == (_round_up(capacity), rows_per_prompt, prefill_chunk)
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         recorded = self.cache if self.is_idle and self.graph is not None else None
         if self.is_idle:
-            self.cache = None  # of rows that are finished
+            self.cache = None  # its rows are finished
         else:
             self._discard_graph()
         logits = super().prefill(prompts)
         if recorded is not None and self.cache is not None and recorded.copy_from(self.cache):
-            self.cache = recorded  # the same shapes again: the recorded step is still right
+            self.cache = recorded  # the shapes are the same, so the recording is still valid
         elif recorded is not None:
             self.graph = None
         self.is_idle = False

@@ -11,7 +11,7 @@ from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import ACTIVATIONS, FeedForward
 from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear
-from monoblock.nn.module_hooks import is_customized
+from monoblock.nn.module_hooks import is_customized, is_patched
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
@@ -26,24 +26,54 @@ OWN_MODULES = {
 
 
 def reason_to_run_as_is(model: nn.Module) -> str | None:
-    """Say why a model's modules must not be replaced (another class, hooks); None if they may."""
+    """Say why a model's modules must not be replaced (another class, hooks, a patched class); None if they may."""
+    kinds: set[type[nn.Module]] = set()
     for name, module in model.named_modules():
+        kinds.add(type(module))
         if type(module) not in OWN_MODULES:
             return f"{name or 'the model'} is a {type(module).__name__}"
         if is_customized(module):
             return f"{name or 'the model'} has hooks or a forward of its own"
         if (attribute := _replaced_attribute(module)) is not None:
             return f"{name or 'the model'} has its own {attribute}"
-    return None
+    patched = next((kind for kind in kinds if is_patched(kind)), None)
+    return None if patched is None else f"a method of {patched.__name__} was replaced"
 
 
 def _replaced_attribute(module: nn.Module) -> str | None:
-    """Name a method, activation or tensor class of a module that is not the package's own; None if all are."""
+    """Name a method, mask, configuration, activation or tensor class that is not the package's own; None if all are."""
     method = next((key for key in module.__dict__ if callable(getattr(type(module), key, None))), None)
     if method is not None:
         return method
     if isinstance(module, FeedForward) and module.activation is not ACTIVATIONS[module.config.activation]:
         return "activation"
+    if isinstance(module, Stack):
+        return _replaced_in_stack(module)
+    if isinstance(module, Block) and (part := _part_with_own_config(module)) is not None:
+        return f"{part}.config"
     tensors = {**module._parameters, **module._buffers}
     plain = (nn.Parameter, Tensor, type(None))
     return next((key for key, tensor in tensors.items() if type(tensor) not in plain), None)
+
+
+def _replaced_in_stack(stack: Stack) -> str | None:
+    """Name what a stack does not compute by the configurations of its blocks, or None."""
+    if not stack.has_config_masks:
+        return "masks"
+    blocks = [block for block in stack.blocks if type(block) is Block]
+    used = [stack.attention_configs[index] for index in stack.attention_config_index]
+    same = len(blocks) == len(used) and all(
+        config is block.config.attention or config == block.config.attention
+        for config, block in zip(used, blocks, strict=True)
+    )
+    return None if same else "attention_configs"
+
+
+def _part_with_own_config(block: Block) -> str | None:
+    """Name the part of a block whose configuration differs from the block's; None if all agree."""
+    for name in ("attention", "cross", "feedforward"):
+        config, part = getattr(block.config, name), getattr(block, name)
+        part_config = None if part is None else getattr(part, "config", None)
+        if part_config is not config and part_config != config:
+            return name
+    return None

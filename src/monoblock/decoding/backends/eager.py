@@ -16,18 +16,18 @@ from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
-Sources = tuple[Tensor, Tensor | None]  # ids (B, S) padded on the right, mask of valid tokens
+Sources = tuple[Tensor, Tensor | None]  # ids (B, S) padded on the right, and the mask (B, S) of valid tokens or None
 
 
 def pad_sources(model: Transformer, prompts: Sequence[Prompt]) -> Sources | None:
-    """Pad the sources of the prompts to one length; None if the model has no encoder."""
+    """Pad the sources of the prompts to one length; return None if the model has no encoder."""
     if model.encoder is None:
         return None
     return pad_right([prompt.source or () for prompt in prompts], model.device)
 
 
 class CachedDecoderState:
-    """Rows with a key/value cache; the `rows_per_prompt` rows of a prompt attend to one source."""
+    """A decoder state with a key/value cache; the `rows_per_prompt` rows of a prompt share its encoded source."""
 
     capabilities: frozenset[str] = frozenset({"rollback"})
 
@@ -40,7 +40,7 @@ class CachedDecoderState:
         tap: Tap | None = None,
     ) -> None:
         self.model, self.capacity, self.rows_per_prompt, self.tap = model, capacity, rows_per_prompt, tap
-        self.prefill_chunk = prefill_chunk  # tokens of a prompt in one pass; None: all
+        self.prefill_chunk = prefill_chunk  # maximum number of prompt tokens in one pass; None for all
         self.device = model.device
         self.cache: Cache | None = None
 
@@ -76,7 +76,7 @@ class CachedDecoderState:
     ) -> Tensor:
         if sources is None:
             return self.model(ids, valid, cache=cache, logits_at=logits_at, tap=self.tap)
-        source, mask = sources if cache.memory_positions is None else (None, None)  # encoded by the first chunk
+        source, mask = sources if cache.memory_positions is None else (None, None)  # the first chunk encodes them
         return self.model(source, ids, mask, valid, cache=cache, logits_at=logits_at, tap=self.tap)
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
@@ -104,7 +104,7 @@ class CachedDecoderState:
 
 
 class UncachedDecoderState:
-    """Rows without a cache: every step runs all tokens of every row."""
+    """A decoder state without a cache: every step runs all tokens of every row again."""
 
     capabilities: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""Compute several linear layers of one input as one matrix product: query, key and value, or gate and up."""
+"""Compute several linear layers with the same input, such as query, key and value, in one matrix product."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from monoblock.quantization.cpu_linear import ROW_MULTIPLE
 
 
 class FusedLinear:
-    """Several linear layers as one: their weights (ΣN, K) and biases (ΣN,), concatenated along the output features.
+    """Several linear layers with the same input, computed as one.
 
-    These are views of the layers' parameters if those are adjacent in memory (`join_storage`), else copies, which
-    `refresh` updates.
+    `weight` (ΣN, K) and `bias` (ΣN,) are the layers' weights (N, K) and biases (N,), concatenated.  They are views of
+    the layers' parameters if those are adjacent in memory (see `join_storage`), otherwise copies, which `refresh`
+    updates.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -31,7 +32,7 @@ class FusedLinear:
         self.weight, self.bias = join_weights(linears) if weight is None or self.is_copy else (weight, bias)
 
     def refresh(self) -> None:
-        """Copy the layers' current weights, unless they are views."""
+        """Copy the layers' current parameters again; do nothing if `weight` and `bias` are views of them."""
         if self.is_copy:
             weight, bias = join_weights(self.linears)
             self.weight.copy_(weight)
@@ -43,7 +44,10 @@ class FusedLinear:
 
 
 def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """View tensors that are adjacent in one storage as one, concatenated along dimension 0; None if they are not."""
+    """Return a view of several tensors as one tensor, concatenated along dimension 0.
+
+    Return None if they do not follow each other in one storage.
+    """
     first = tensors[0]
     storage = first.untyped_storage()
     ends = [tensor.data_ptr() + tensor.numel() * tensor.element_size() for tensor in tensors]
@@ -59,7 +63,7 @@ def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def join_storage(tensors: Sequence[Tensor]) -> None:
-    """Move tensors into one storage, one after the other; each becomes a view of it."""
+    """Move tensors into one storage, one after the other, so that `adjacent_view` can view them as one tensor."""
     if adjacent_view(tensors) is None:
         joined = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, joined.split([tensor.shape[0] for tensor in tensors]), strict=True):
@@ -67,13 +71,16 @@ def join_storage(tensors: Sequence[Tensor]) -> None:
 
 
 def is_single_gpu_vector(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is one 16-bit vector on a GPU, for which there is a matrix-vector kernel."""
+    """Return whether x is a single 16-bit vector on a GPU, for which this package has a matrix-vector kernel."""
     single = x.is_cuda and x.numel() == x.shape[-1] and x.dtype in HALF_DTYPES and x.dtype == weight.dtype
     return single and weight.is_contiguous() and kernels.is_available()
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_rows: range = range(0)) -> Tensor:
-    """F.linear; this package's kernels compute one vector on a GPU, and row counts in `kernel_rows` on a CPU."""
+    """Compute F.linear(x, weight, bias), with a kernel of this package where that is faster.
+
+    This is so for a single vector on a GPU and, on a CPU, if the number of rows of x is in `kernel_rows`.
+    """
     if is_single_gpu_vector(x, weight):
         return kernels.matvec(x, weight, bias)
     rows = x.numel() // x.shape[-1]

@@ -1,10 +1,10 @@
 """A copy of a model for decoding: faster modules that share the model's weights.
 
-    copy = build_inference_copy(model)      # a Transformer in evaluation mode; the model is left as it is
+    copy = build_inference_copy(model)      # a Transformer in evaluation mode; the model itself is not changed
 
-Parameters are shared, not copied, so training the model also changes the copy.  The exceptions are joined projections
-and a padded vocabulary on a GPU (fused_linear.py, padded_vocabulary.py), which are copied unless `optimize(model)` has
-arranged the weights in memory; `refresh` copies them again.
+Parameters are shared, not copied, so training the model also changes the copy.  There are two exceptions on a GPU:
+projections that are computed together (fused_linear.py) and an output table with padding (padded_vocabulary.py).  These
+are copied, unless `optimize(model)` has arranged the weights in memory; `refresh` updates them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from monoblock.quantization.cpu_linear import KERNEL_ROWS, use_cpu_kernels
 
 M = TypeVar("M", bound=nn.Module)
 
-MIN_NATIVE_WEIGHTS = 2_000_000  # smaller models are not worth compiling the CPU kernels for
+MIN_NATIVE_WEIGHTS = 2_000_000  # for smaller models, compiling the CPU kernels takes longer than they save
 
 INFERENCE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: InferenceLinear,
@@ -77,22 +77,25 @@ SUPPORTED: AllowList = {
 
 
 def reason_for_no_copy(model: Transformer) -> str | None:
-    """Say why a model must decode without a copy; None if an inference copy computes the same."""
+    """Return why a model cannot be decoded with an inference copy, or None if the copy would give the same results."""
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
     for stack in (model.encoder, model.decoder):
         for block in dict.fromkeys(stack.config.layers()) if stack is not None else ():
             if (field := unsupported_field(block, SUPPORTED)) is not None:
-                return f"the inference copy does not know {field}"
+                return f"the inference copy does not support {field}"
     return reason_to_run_as_is(model)
 
 
-# Attributes of every nn.Module that do not change what a copy computes: tensors are compared by themselves.
+# Attributes that every nn.Module has.  `signature` leaves them out: it lists parameters and buffers separately.
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 
 
 def signature(model: Transformer) -> tuple[object, ...]:
-    """Identify a model's tensors and attributes; if the signature changes, the copy is rebuilt."""
+    """Return a tuple that changes when a tensor or an attribute of the model is replaced, but not when it is trained.
+
+    The inference copy is built again when the signature of its model has changed.
+    """
     tensors = (*model.parameters(), *model.buffers())
     layouts = ((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
     attributes = (
@@ -105,9 +108,10 @@ def signature(model: Transformer) -> tuple[object, ...]:
 
 
 def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Transformer:
-    """Build the inference copy; on a CPU with a compiler its decoder runs a few tokens in one operator (cpu_step.py).
+    """Build the inference copy of a model.
 
-    `fuse` joins projections and pads the vocabulary; None does so on a GPU only, where it is faster.
+    On a CPU with a C++ compiler, its decoder runs a few tokens at a time in one C++ operator (cpu_step.py).  `fuse` is
+    whether to join projections and pad the output table; None does so only on a GPU, where it is faster.
     """
     with torch.inference_mode(False), torch.no_grad():
         if model.config.quantize is not None:
@@ -127,7 +131,7 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
 
 
 def refresh(copied: Transformer) -> None:
-    """Update the weights that an inference copy does not share: joined projections and a padded vocabulary."""
+    """Update the weights that an inference copy does not share with its model: joined projections, a padded table."""
     with torch.inference_mode(False), torch.no_grad():
         for module in copied.modules():
             if isinstance(module, (InferenceAttention, InferenceFeedForward)) and module.fused is not None:
@@ -148,7 +152,7 @@ def _use_fused_stack(model: Transformer) -> Transformer:
 
 
 def _copy_module(module: M) -> M:
-    """Copy a module and its children but not their tensors, and change each class to its inference class if any."""
+    """Copy a module and its children but not their tensors; give each copy its class in INFERENCE_CLASSES, if any."""
     copied = copy.copy(module)
     copied.training = False
     copied._modules = {name: None if child is None else _copy_module(child) for name, child in module._modules.items()}

@@ -1,6 +1,6 @@
-"""The modules of an inference copy: each computes what its base class does, faster for the few tokens of a step.
+"""The modules of an inference copy: each computes the same as its base class, but faster for the few tokens of a step.
 
-Whatever a module does not speed up (a tap, a longer input, another dtype) runs in its base class in `nn/`.
+Where a module has no faster way (with a tap, a longer input, another dtype), it runs the `forward` of its base class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from monoblock.nn.tap import Tap
 
 
 class _PendingResidual(threading.local):
-    """The residual to add to the next output of `layer`, separate for each thread."""
+    """A residual that `layer` must add to its next output.  Each thread has its own."""
 
     layer: nn.Module | None = None
     residual: Tensor | None = None
@@ -38,7 +38,7 @@ _pending = _PendingResidual()
 
 
 class InferenceLinear(nn.Linear):
-    kernel_rows = range(0)  # row counts for which the CPU has a kernel
+    kernel_rows = range(0)  # numbers of input rows for which the CPU kernel is used
 
     def forward(self, x: Tensor) -> Tensor:
         if _pending.layer is not self:
@@ -48,7 +48,10 @@ class InferenceLinear(nn.Linear):
 
 
 class InferenceBlock(Block):
-    """A block that, if it is pre-norm, lets the last projection of each sublayer add the residual in its kernel."""
+    """A block in which the last projection of each sublayer also adds the residual, in one kernel.
+
+    This is done for a pre-norm block and a single vector on a GPU.
+    """
 
     def _apply_sublayer(self, x: Tensor, name: str, sublayer: Callable[[Tensor], Tensor], tap: Tap | None) -> Tensor:
         layers = {"attention": self.attention.output, "feedforward": getattr(self.feedforward, "down", None)}
@@ -61,7 +64,7 @@ class InferenceBlock(Block):
         _pending.layer, _pending.residual = last, x
         try:
             return sublayer(norm(x))
-        finally:  # also if the sublayer fails before its last product
+        finally:  # also if the sublayer fails before its last projection
             _pending.layer = _pending.residual = None
 
 
@@ -71,7 +74,10 @@ class InferenceHead(Head):
     padded: PaddedVocabulary | None = None
 
     def pad(self, table: object) -> None:
-        """Pad the output matrix, or `table` if the output is tied to it, where that makes the product faster."""
+        """Pad the matrix that computes the logits, if that makes the product faster.
+
+        This is the head's own matrix, or the embedding `table` if the head is tied to it.
+        """
         weight = table if self.output is None else getattr(self.output, "weight", None)
         self.padded = PaddedVocabulary.build(weight) if isinstance(weight, Tensor) else None
 
@@ -111,7 +117,7 @@ class InferenceFeedForward(FeedForward):
 
 class InferenceAttention(Attention):
     fused: FusedLinear | None = None
-    uses_row_kernel = False  # whether the CPU has a kernel for one query a row
+    uses_row_kernel = False  # whether to use the CPU kernel for one query per row
 
     def fuse(self) -> None:
         layers = [self.query, self.key, self.value]
@@ -143,7 +149,7 @@ class InferenceAttention(Attention):
         return super().forward(x, context, memory=memory, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
 
     def _step_on_gpu(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> Tensor:
-        """Run one token per row, x (B, 1, D): rotate, write the cache and attend in one kernel."""
+        """Attend with one token per row, x (B, 1, D); one kernel rotates, writes the cache and attends."""
         q, k, v = self.project_qkv(x, x, False)
         assert k is not None
         assert v is not None

@@ -1,4 +1,4 @@
-"""The backend of LSTM models: one recurrent state per row and, with an encoder, the source it attends to."""
+"""The backend of LSTM models: each row has a recurrent state and, with an encoder, the source it attends to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monoblock.nn.lstm import EncoderMemory, LSTMState, Recurrent
 
 
 class LSTMDecoderState:
-    """Rows of an LSTM; every row has a copy of its source."""
+    """A decoder state of an LSTM; every row has its own copy of the encoded source."""
 
     capabilities: frozenset[str] = frozenset()
 
@@ -57,7 +57,7 @@ class LSTMDecoderState:
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
         if self.state is not None:
             self.state = self.state.select(rows)
-        if self.memory is not None and sources is not None:  # otherwise rows move only among those of one source
+        if self.memory is not None and sources is not None:  # otherwise rows move only among rows with the same source
             self.memory = self.memory.select(rows)
 
     def release(self) -> None:

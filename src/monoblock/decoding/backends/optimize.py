@@ -2,9 +2,9 @@
 
     model = mb.optimize(mb.Transformer.from_pretrained(folder).to("cuda"))
 
-Decoding on a GPU joins query, key and value (gate and up) into one product and pads the vocabulary.  For a model that
-is not optimized it holds those weights a second time; an optimized one keeps them side by side, so that nothing is
-stored twice.  Parameters keep their names, shapes and values; training, saving and loading work as before.
+On a GPU, decoding computes query, key and value in one matrix product, as well as gate and up, and pads the output
+table.  This needs a second copy of those weights, unless `optimize` has placed them next to each other in memory.
+Parameters keep their names, shapes and values; training, saving and loading work as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from monoblock.nn.transformer import Transformer
 
 
 def optimize(model: Transformer) -> Transformer:
-    """Place weights that decoding joins next to each other, in place, and return the model; no effect on a CPU."""
+    """Place weights that decoding multiplies together next to each other in memory, and return the same model.
+
+    This does nothing to a model on a CPU, a quantized model, or a model that is decoded without an inference copy.
+    """
     if model.device.type != "cuda" or model.config.quantize is not None or reason_for_no_copy(model) is not None:
         return model
     join_projection_storage(model)
@@ -33,7 +36,7 @@ def optimize(model: Transformer) -> Transformer:
 
 
 def join_projection_storage(model: Transformer) -> None:
-    """Place query, key and value of every block in one storage, and gate and up in another."""
+    """Place the query, key and value weights of each attention layer in one storage, and likewise gate and up."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, Attention):

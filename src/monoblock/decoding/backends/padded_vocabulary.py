@@ -1,7 +1,7 @@
 """Pad an output table (V, D) with rows of zeros if V is not a multiple of 8.
 
-Tensor cores write eight 16-bit results at a time.  With GPT-2's 50,257 rows they write one by one, and the last product
-of a step takes six times as long.
+Tensor cores write eight 16-bit results at a time.  With GPT-2's V = 50,257 they write one by one, and the product that
+computes the logits takes six times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ ROW_MULTIPLE = 8
 
 
 class PaddedVocabulary:
-    """An output table with rows of zeros added: a view if its storage has room for them (`make_room`), else a copy."""
+    """An output table with rows of zeros added.
+
+    `table` is a view of the weight if the zeros are already stored after it (see `make_room`), otherwise a copy.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         view = padded_view(weight)
@@ -25,11 +28,14 @@ class PaddedVocabulary:
 
     @classmethod
     def build(cls, weight: Tensor) -> PaddedVocabulary | None:
-        """Pad a 16-bit table (V, D) on a GPU; return None if it needs no padding."""
+        """Return `weight` (V, D) with padding, or None if it needs no padding.
+
+        It does if it is a 16-bit tensor on a GPU and V is not a multiple of 8.
+        """
         return cls(weight) if needs_padding(weight) else None
 
     def refresh(self) -> None:
-        """Copy the current table, unless it is a view."""
+        """Copy the current weight into `table`; do nothing if `table` is a view of it."""
         if self.is_copy:
             self.table[: len(self.weight)].copy_(self.weight.detach())
 
@@ -39,14 +45,14 @@ def needs_padding(weight: Tensor) -> bool:
 
 
 def output_table(model: Transformer) -> Tensor | None:
-    """Return the matrix (V, D) that computes the logits, None if it is not a plain tensor."""
+    """Return the matrix (V, D) that computes the logits, or None if it is not a plain tensor."""
     head = model.head
     table = model.output_embedding if head is None or head.output is None else getattr(head.output, "weight", None)
     return table if isinstance(table, Tensor) else None
 
 
 def make_room(weight: Tensor) -> None:
-    """Move a table into a storage that ends with the rows of zeros; its shape and its values stay the same."""
+    """Move a weight into a larger storage with rows of zeros after it; the shape and values of the weight stay."""
     if padded_view(weight) is None:
         weight.data = _pad(weight)[: len(weight)]
 
@@ -59,7 +65,7 @@ def _pad(weight: Tensor) -> Tensor:
 
 
 def padded_view(weight: Tensor) -> Tensor | None:
-    """View a table together with the rows of zeros after it; None if its storage has no room for them."""
+    """Return a view of a weight and the rows of zeros stored after it; None if there are none (see `make_room`)."""
     rows, width = weight.shape
     if rows % ROW_MULTIPLE == 0:
         return None

@@ -1,12 +1,12 @@
 """Everything that decoding prepares for a model, in one object that is freed with the model.
 
-    prepared = prepare(model)       # None if the model has to decode without a copy
+    prepared = prepare(model)       # None if the model cannot be decoded with an inference copy
     prepared.model                  # the inference copy
     release(model)                  # free everything now
 
-A `PreparedModel` owns the inference copy (with the weights it joins), the operators of a beam search, recorded CUDA
-graphs that wait for the next call, and the quantized copies that propose tokens.  It never refers to the model itself,
-so all of it is freed when the model is.
+A `PreparedModel` owns the inference copy, the beam-search operators, a recorded CUDA graph that waits for the next
+call, and the quantized copies that propose tokens in speculative decoding.  It never refers to the model itself, so all
+of this is freed when the model is freed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _lock = threading.RLock()
 
 
 class PreparedModel:
-    """The inference copy of a model, its operators, graphs and drafts.  Several threads may decode with it at once."""
+    """What decoding has prepared for one model: its inference copy, search operators, CUDA graph and quantized drafts.
+
+    Several threads may decode with it at the same time.
+    """
 
     def __init__(self, model: Transformer) -> None:
         self.signature = signature(model)
@@ -46,7 +49,7 @@ class PreparedModel:
             return self._search_operators
 
     def make_graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
-        """Return a state that replays a CUDA graph: the idle one if it fits, else a new one."""
+        """Return a state that replays a CUDA graph: the one that an earlier call has kept, if it fits, or a new one."""
         with _lock:
             state, self._idle_graph = self._idle_graph, None
         if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
@@ -59,7 +62,10 @@ class PreparedModel:
 
 
 def prepare(model: Transformer) -> PreparedModel | None:
-    """Prepare a model for decoding, or refresh what was prepared before; None if it has to decode without a copy."""
+    """Return what decoding has prepared for a model: build it in the first call, update its weights in later ones.
+
+    Return None if the model cannot be decoded with an inference copy (see `reason_for_no_copy`).
+    """
     if reason_for_no_copy(model) is not None:
         return None
     with _lock:
@@ -72,7 +78,7 @@ def prepare(model: Transformer) -> PreparedModel | None:
 
 
 def release(model: Transformer) -> None:
-    """Free what decoding has prepared for a model; the next call prepares it again."""
+    """Free everything that decoding has prepared for a model; the next call of `prepare` builds it again."""
     with _lock:
         _PREPARED.pop(model, None)
     if torch.cuda.is_available():
@@ -80,6 +86,6 @@ def release(model: Transformer) -> None:
 
 
 def get_inference_copy(model: Transformer) -> Transformer:
-    """Return the inference copy of a model, or the model itself if it has to decode without a copy."""
+    """Return the inference copy of a model, or the model itself if it cannot be decoded with a copy."""
     prepared = prepare(model)
     return model if prepared is None else prepared.model

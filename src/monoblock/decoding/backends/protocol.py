@@ -1,8 +1,8 @@
-"""The protocols that the engine uses a backend through.
+"""The methods through which the engine uses a backend.
 
 A `DecoderState` holds the rows that are decoded together: their key/value cache, or whatever the backend keeps instead.
 Every backend has `prefill`, `step`, `reorder` and `release`.  BurstState, SearchState and RollbackState are optional;
-`can_burst`, `can_search` and `can_roll_back` say which of them a state implements.
+`can_burst`, `can_search` and `can_roll_back` return whether a state implements them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ class DecoderState(Protocol):
 
     device: torch.device
     rows_per_prompt: int
-    capabilities: frozenset[str]  # of "burst", "search" and "rollback"
+    capabilities: frozenset[str]  # a subset of {"burst", "search", "rollback"}
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         """Append rows for new prompts to the batch; return the logits (new rows, V) after each prompt."""
         ...
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Append tokens (rows,) and return the logits (rows, V) after them; rows not `active` stay the same."""
+        """Append one token (rows,) to each row and return the logits (rows, V) after it; skip rows not in `active`."""
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep the rows with these indices, in order; `sources` are the indices of the prompts kept, None for all."""
+        """Keep only the rows with these indices, and put them in this order.
+
+        `sources` are the indices of the prompts that are kept; None keeps all.
+        """
         ...
 
     def release(self) -> None:
-        """End the batch, whose rows are all finished; its memory may be reused by the next state or freed."""
+        """End the batch when all its rows are finished; its memory is freed, or kept for the next batch."""
         ...
 
 
 class BurstState(DecoderState, Protocol):
-    """A state that runs several steps, the choice of tokens included, before Python reads the result."""
+    """A state that can run several steps, including the choice of tokens, before Python reads the result."""
 
     def burst(
         self,
@@ -57,25 +60,32 @@ class BurstState(DecoderState, Protocol):
     ) -> Tensor:
         """Run `count` steps from tokens (rows,), choosing a token in each, and return the tokens (rows, count).
 
-        `uniforms` (rows, count) are the uniform numbers that sample the tokens, None if every row is greedy.
-        `key` identifies `choose`: a recorded step is reused while the key stays the same.
+        `uniforms` (rows, count) are the uniform random numbers with which tokens are sampled, None if every row is
+        greedy.  `choose` chooses the tokens of a step; `key` identifies it: a recorded step is reused while `key` is
+        the same.
         """
         ...
 
 
 class SearchState(DecoderState, Protocol):
-    """A state that runs whole steps of a beam search, the choice of beams included."""
+    """A state that can run whole steps of a beam search, including the choice of beams."""
 
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
-        """Append rows for new prompts, which the first `step_search` runs; return False if this is not supported."""
+        """Append rows for new prompts; the first `step_search` runs their tokens.
+
+        Return False if the state does not support the prompts.
+        """
         ...
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance unfinished searches by one token; return the indices of those that end here, None if unsupported."""
+        """Advance the unfinished searches by one token, without the tokens in `suppressed`.
+
+        Return the indices of the searches that end with this step, or None if the state does not support them.
+        """
         ...
 
     def end_search(self) -> None:
-        """Write the beams and their cache back, so that any other method may read them."""
+        """Write the beams back to their `BeamSearch` objects and to the cache, so that other methods can be called."""
         ...
 
 
@@ -83,11 +93,11 @@ class RollbackState(DecoderState, Protocol):
     """A state that can drop tokens again, as speculative decoding does with rejected proposals."""
 
     def score_tokens(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Run tokens (rows, T) and return the logits (rows, T, V) after each; `commit` then says how many are kept."""
+        """Run tokens (rows, T) and return the logits (rows, T, V) after each; then call `commit` to keep some."""
         ...
 
     def commit(self, counts: int | Tensor) -> None:
-        """Keep the first `counts` of the tokens scored last: one count for all rows, or one per row (rows,)."""
+        """Keep the first `counts` of the tokens scored last: one number for all rows, or a tensor (rows,)."""
         ...
 
 

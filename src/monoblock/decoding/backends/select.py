@@ -1,4 +1,4 @@
-"""Choose the backend that decodes with a model.
+"""Choose the backend that decodes a model.
 
 | backend    | when                                                                                             |
 |------------|--------------------------------------------------------------------------------------------------|
@@ -31,7 +31,7 @@ from monoblock.nn.transformer import Transformer
 
 
 class Backend(Protocol):
-    """A model and the kind of decoder state that decodes with it."""
+    """A model that can be decoded; `make_state` makes the decoder states of its backend."""
 
     device: torch.device
     vocab_size: int
@@ -42,17 +42,20 @@ class Backend(Protocol):
 
     @property
     def context(self) -> int | None:
-        """The maximum number of tokens in a sequence, None if there is no limit."""
+        """The maximum number of tokens in a sequence, or None if there is no limit."""
         ...
 
     def make_state(
         self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
     ) -> DecoderState:
-        """Make a state for rows of at most `capacity` tokens; if `speculative`, one that can drop proposed tokens."""
+        """Make a decoder state for rows of at most `capacity` tokens.
+
+        If `speculative`, the state can drop rejected tokens (see `RollbackState`).
+        """
         ...
 
     def inference(self) -> AbstractContextManager[object]:
-        """Return the context manager for every pass: no gradients, evaluation mode."""
+        """Return the context manager in which every pass runs: no gradients, evaluation mode."""
         ...
 
 
@@ -62,7 +65,9 @@ def choose_backend(
     """Choose the backend for a model; `optimize=False` runs the model itself instead of an inference copy."""
     if isinstance(model, Recurrent):
         if not use_cache or tap is not None:
-            raise InputError("an LSTM always decodes from its state and has no tap; leave out use_cache=False and tap")
+            raise InputError(
+                "an LSTM always decodes from its state and supports no tap; leave out use_cache=False and tap"
+            )
         return LSTMBackend(model)
     return TransformerBackend(model, use_cache=use_cache, optimize=optimize, tap=tap)
 
@@ -78,7 +83,9 @@ class LSTMBackend:
         self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
     ) -> DecoderState:
         if speculative:
-            raise InputError("an LSTM cannot drop rejected tokens, as a draft requires; leave out the draft")
+            raise InputError(
+                "an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out the draft"
+            )
         return LSTMDecoderState(self.model, rows_per_prompt)
 
     def inference(self) -> AbstractContextManager[object]:
@@ -92,7 +99,7 @@ class TransformerBackend:
     def __init__(self, model: Transformer, *, use_cache: bool, optimize: bool, tap: Tap | None) -> None:
         if model.decoder is None or model.head is None or model.head.config.kind != "language_model":
             kind = with_article(model.config.family)
-            raise InputError(f"{kind} model without a language-model head generates no text; give one with it")
+            raise InputError(f"{kind} model without a language-model head generates no text; use a model with one")
         self.device, self.family, self.context = model.device, model.config.family, model.config.context
         self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
         self.has_encoder = model.encoder is not None
@@ -117,7 +124,8 @@ class TransformerBackend:
 
     def inference(self) -> AbstractContextManager[object]:
         stack = ExitStack()
-        stack.enter_context(torch.inference_mode() if self.is_plain else torch.no_grad())
+        stack.enter_context(torch.inference_mode(self.is_plain))  # left by a draft that needs no_grad
+        stack.enter_context(torch.no_grad())
         if self.prepared is None:
             stack.enter_context(evaluation_mode(self.model))
         return stack

@@ -34,22 +34,22 @@ EXPERTS = "count top_k router router_bias"
 
 
 def anything(value: object) -> bool:
-    """Allow every value."""
+    """Allow every value of a field."""
     return True
 
 
 def one_of(*values: object) -> Rule:
-    """Allow these values only."""
+    """Return a rule that allows only these values."""
     return lambda value: value in values
 
 
 def allow(names: str, prefix: str = "") -> dict[str, Rule]:
-    """Allow every value of the fields in `names`, separated by spaces, each with `prefix` before its name."""
+    """Return rules that allow every value of the fields in `names`, separated by spaces, with `prefix` before each."""
     return {f"{prefix}{name}": anything for name in names.split()}
 
 
 def unsupported_field(config: object, allowed: AllowList) -> str | None:
-    """Return the first field that is not allowed, as `attention.window=128`, or None if all are."""
+    """Return the first field that is not allowed, such as "attention.window=128", or None if all are allowed."""
     for path, value in flatten(config):
         rule = allowed.get(path)
         if rule is None or not rule(value):
@@ -58,7 +58,7 @@ def unsupported_field(config: object, allowed: AllowList) -> str | None:
 
 
 def flatten(config: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted path, value) of each field of a configuration and of the configurations inside it."""
+    """Yield (dotted path, value) for each field of a configuration, including fields of nested configurations."""
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if is_dataclass(value):

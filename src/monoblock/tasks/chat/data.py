@@ -69,7 +69,7 @@ def _answer_span(chat: Chat, index: int, text: str, tokenizer: Tokenizer) -> tup
 
 def build_chat_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: conversations in which the tokens of the answers are labels."""
-    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    recipe, context, tokenizer = inputs.recipe, inputs.max_length, inputs.text_tokenizer
     train, valid, special = inputs.train, inputs.valid, special_token_ids(tokenizer)
     samples, num_truncated = encode_chats(train.rows, tokenizer, context)
     validation = None if valid is None else encode_chats(valid.rows, tokenizer, context)[0]

@@ -16,13 +16,19 @@ from monoblock.tasks.classification.section import ClassificationSection
 from monoblock.tasks.input_template import InputTemplate
 from monoblock.tasks.labels import check_labels
 from monoblock.tasks.special_tokens import special_token_ids
-from monoblock.tasks.task_data import TaskData, TaskInputs, build_bucket_plan, iterate_evaluation_batches, truncation_note
+from monoblock.tasks.task_data import (
+    TaskData,
+    TaskInputs,
+    build_bucket_plan,
+    iterate_evaluation_batches,
+    truncation_note,
+)
 from monoblock.training.collate import SpecialTokenIds, TensorBatch, collate_classification
 
 
 def build_classification_data(inputs: TaskInputs) -> TaskData:
     """Build training data with one label for each image, text or pair of texts; texts are truncated to the context."""
-    recipe, context, train, valid, labels = inputs.recipe, inputs.context, inputs.train, inputs.valid, inputs.labels
+    recipe, context, train, valid, labels = inputs.recipe, inputs.max_length, inputs.train, inputs.valid, inputs.labels
     section = inputs.section(ClassificationSection)
     if train.kind == "images":
         return build_image_data(recipe, section, train, valid, labels)

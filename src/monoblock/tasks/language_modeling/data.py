@@ -36,7 +36,7 @@ def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
 def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: blocks of running text, with the next token as label."""
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
-    context = _require_context(inputs.context)
+    context = _require_context(inputs.max_length)
     tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
     blocks = BlockDataset(tokens, context, packing=recipe.data.packing)
     seed = recipe.train.seed
@@ -105,12 +105,10 @@ def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:
     return TensorBatch({"source": ids[:, :-1].contiguous()}, labels, 0, [])
 
 
-def build_denoising_data(
-    inputs: TaskInputs, *, collate: Callable[..., tuple[dict[str, Tensor], Tensor]]
-) -> TaskData:
+def build_denoising_data(inputs: TaskInputs, *, collate: Callable[..., tuple[dict[str, Tensor], Tensor]]) -> TaskData:
     """Build the training data of a recipe: blocks of fixed length, whose tokens `collate` corrupts."""
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
-    context, special, section = _require_context(inputs.context), special_token_ids(tokenizer), recipe.train
+    context, special, section = _require_context(inputs.max_length), special_token_ids(tokenizer), recipe.train
 
     def build(blocks: BlockDataset, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
         rows = [{"ids": blocks.sample(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]

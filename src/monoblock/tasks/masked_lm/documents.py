@@ -30,7 +30,7 @@ from monoblock.training.collate import TensorBatch, collate_masked_lm
 
 def build_masked_document_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: each row is a document, truncated to the context."""
-    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    recipe, context, tokenizer = inputs.recipe, inputs.max_length, inputs.text_tokenizer
     mask_rate, valid = inputs.section(CorruptionSection).mask_rate, inputs.valid
     section, special, template = recipe.train, special_token_ids(tokenizer), InputTemplate(tokenizer, context)
     texts = nonempty_texts(inputs.train)

@@ -24,10 +24,12 @@ def build_question_answering_data(inputs: TaskInputs) -> TaskData:
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
     section = inputs.section(QuestionAnsweringSection)
     if recipe.train.label_smoothing:
-        raise ConfigError("train.label_smoothing has no meaning for question answering, whose classes are positions; leave it out")
+        raise ConfigError(
+            "train.label_smoothing has no meaning for question answering, whose classes are positions; leave it out"
+        )
     for corpus in (train, valid):
         _check_answers(corpus, section.unanswerable)
-    encoder, special = QuestionEncoder(tokenizer, inputs.context, section.stride), special_token_ids(tokenizer)
+    encoder, special = QuestionEncoder(tokenizer, inputs.max_length, section.stride), special_token_ids(tokenizer)
     with_segments = inputs.has_segments
     samples = _encode_samples(train.rows, encoder, with_segments)
     note = f" ({encoder.num_truncated:,} of them cut to half a window)" if encoder.num_truncated else ""
@@ -47,7 +49,7 @@ def build_question_answering_data(inputs: TaskInputs) -> TaskData:
 
 
 def _check_answers(corpus: Corpus | None, unanswerable: bool) -> None:
-    """Raise ConfigError if questions have no answer and the recipe does not allow it (question_answering.unanswerable)."""
+    """Raise ConfigError if questions have no answer and question_answering.unanswerable is false."""
     if corpus is None or unanswerable:
         return
     count = sum(not row.answers for row in corpus.rows)

@@ -11,7 +11,13 @@ from monoblock.data.batching.encode import encode_pairs
 from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.tags import TagAwareEncoder
-from monoblock.tasks.task_data import TaskData, TaskInputs, build_fixed_plan, iterate_evaluation_batches, samples_per_step
+from monoblock.tasks.task_data import (
+    TaskData,
+    TaskInputs,
+    build_fixed_plan,
+    iterate_evaluation_batches,
+    samples_per_step,
+)
 from monoblock.training.collate import TensorBatch, collate_seq2seq
 
 
@@ -43,8 +49,9 @@ def build_seq2seq_data(inputs: TaskInputs) -> TaskData:
         inputs, labels = collate_seq2seq(rows, special, start=start, pad_to=pad_to)
         return TensorBatch(inputs, labels, batch.epoch, batch.indices.tolist())
 
-    batch_size = None if section.batch_tokens else samples_per_step(recipe)
-    plan: BatchPlan = BucketBatchPlan(samples.lengths, seed=section.seed, max_tokens=section.batch_tokens, batch=batch_size)
+    max_tokens = section.batch_tokens
+    batch_size = None if max_tokens else samples_per_step(recipe)
+    plan: BatchPlan = BucketBatchPlan(samples.lengths, seed=section.seed, max_tokens=max_tokens, batch=batch_size)
     if pad_to is not None:
         plan = build_fixed_plan(recipe, len(samples))  # batches of one shape
     evaluation = None

@@ -4,8 +4,8 @@
     translate to modern English: Ye know not.       ->  You don't know.
     question: Who wept? context: Jesus wept.        ->  Jesus
 
-A recipe has a prefix for its corpus (`[text_to_text] prefix`) and may have further tasks (`[[text_to_text.tasks]]`), all
-learnt by one model. The first word of a prefix decides which metrics are computed.
+A recipe has a prefix for its corpus (`[text_to_text] prefix`) and may have further tasks (`[[text_to_text.tasks]]`),
+all learnt by one model. The first word of a prefix decides which metrics are computed.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def first_word(prefix: str) -> str:
     return prefix.split()[0].rstrip(":").lower() if prefix.strip() else ""
 
 
-def load_text_splits(
-    recipe: Recipe, kinds: Sequence[CorpusKind], folder: Path | None
-) -> tuple[Corpus, Corpus | None]:
+def load_text_splits(recipe: Recipe, kinds: Sequence[CorpusKind], folder: Path | None) -> tuple[Corpus, Corpus | None]:
     """Read the training and the validation rows of a recipe as pairs: labels and answers become target texts."""
     section, corpus = _recipe_section(recipe), recipe.data.corpus
     kind = task_corpus_kind(corpus, section.prefix, folder) if section.prefix else None
     train, valid = load_splits(recipe, kinds, folder, kind=kind)
-    return (convert_to_pairs(train), None if valid is None else convert_to_pairs(valid)) if section.prefix else (train, valid)
+    if not section.prefix:
+        return train, valid
+    return convert_to_pairs(train), None if valid is None else convert_to_pairs(valid)
 
 
 def prepare_text_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
@@ -122,7 +122,8 @@ def load_extra_tasks(section: TextToTextSection, split: Split, data: Path | None
         pairs = convert_to_pairs(corpus)
         if pairs.kind != "pairs":
             raise ConfigError(
-                f"text_to_text.tasks: the corpus {task.corpus} is {corpus.kind}; give pairs, labelled texts or questions"
+                f"text_to_text.tasks: the corpus {task.corpus} is {corpus.kind}; "
+                "give pairs, labelled texts or questions"
             )
         rows += add_prefix(pairs.rows[: task.limit if split == "train" else None], task.prefix)
     return rows
@@ -137,7 +138,7 @@ def prefix_for(section: TextToTextSection, corpus: str, data: DataSection | None
     data: the [data] section that the model was trained with.
     """
     prefixes = {task.corpus: task.prefix for task in section.tasks}
-    if data is not None and corpus == data.corpus or not section.tasks:
+    if (data is not None and corpus == data.corpus) or not section.tasks:
         return section.prefix
     return prefixes.get(corpus, "")
 
@@ -156,4 +157,3 @@ def group_by_task(rows: Sequence[Pair], section: TextToTextSection) -> dict[str,
             )
         groups.setdefault(prefix, []).append(row)
     return groups
-

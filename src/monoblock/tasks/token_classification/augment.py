@@ -24,7 +24,12 @@ class TaggedAugmenter:
     """Call with a row index and an epoch to get the augmented sentence and its encoding."""
 
     def __init__(
-        self, rows: Sequence[TaggedSentence], words: WordEncoder, section: TokenClassificationSection, dropout: float, seed: int
+        self,
+        rows: Sequence[TaggedSentence],
+        words: WordEncoder,
+        section: TokenClassificationSection,
+        dropout: float,
+        seed: int,
     ) -> None:
         self.rows, self.words, self.section, self.dropout, self.seed = rows, words, section, dropout, seed
         self.mentions = collect_mentions(rows) if section.replace_entities else {}

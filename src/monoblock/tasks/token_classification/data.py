@@ -32,7 +32,7 @@ from monoblock.training.collate import TensorBatch, collate_token_classification
 
 def build_token_classification_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe; the first token of a word has its label. IOB1 labels become BIO."""
-    recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
+    recipe, context, tokenizer = inputs.recipe, inputs.max_length, inputs.text_tokenizer
     train, valid, labels = inputs.train, inputs.valid, inputs.labels
     words = WordEncoder(tokenizer, InputTemplate(tokenizer, context))
     rows, validation_rows = train.rows, [] if valid is None else valid.rows
