@@ -26,14 +26,14 @@ RESULTS = Path(__file__).with_name("results") / "backtranslation.md"
 PUBLISHED = "+2.1 to +3.4 BLEU (Sennrich et al. 2016, low-resource pairs, plain beam)"
 # A small model, so that several share a GPU: a step of it is limited by kernel launches.
 OVERRIDES = (
-    "data.direction=backward",
+    "seq2seq.direction=backward",
     "model.depth=3",
     "tokenizer.dropout=0.0",  # it needs one or two cores per process
     "train.compile=graphs",
     "train.workers=0",
     "train.eval_every=0",
     "train.save_every=100",
-    "generate.measure=0",
+    "generate.scored_rows=0",
 )
 SMOKE_OVERRIDES = (
     "model.width=16",

@@ -36,7 +36,12 @@ TINY_MODEL = ["model.width=16", "model.heads=2", "model.depth=1", "tokenizer.voc
 
 
 # The recipe is for training from scratch; a pretrained model needs less regularization and a lower learning rate.
-MINILM_OVERRIDES = ("tokenizer.dropout=0", "data.exchange=0.1", "model.dropout=0.1", "train.label_smoothing=0")
+MINILM_OVERRIDES = (
+    "tokenizer.dropout=0",
+    "token_classification.replace_entities=0.1",
+    "model.dropout=0.1",
+    "train.label_smoothing=0",
+)
 MINILM_OVERRIDES += (
     "train.optimizer=adamw",
     "train.lr=2e-4",

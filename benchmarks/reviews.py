@@ -43,7 +43,7 @@ from monoblock.training import metrics_file
 TINY_MODEL = ["model.width=16", "model.heads=2"]
 SMOKE_OVERRIDES = ["data.limit=90", "train.epochs=1", "train.save_every=2", "train.eval_every=0.5", "train.warmup=1"]
 MINILM_OVERRIDES = [  # no validation split: the model of the last epoch is evaluated
-    *("data.held=0", "train.best=false", "train.eval_every=0", "model.pooling=mean"),
+    *("data.validation_rows=0", "train.load_best=false", "train.eval_every=0", "model.pooling=mean"),
     *("train.lr=1e-4", "train.layer_decay=0.9", "train.warmup=0.1"),
 ]
 
@@ -60,7 +60,7 @@ def evaluate_run(folder: Path, args: argparse.Namespace, summary: Metrics, pretr
 
 
 def validation_overrides(args: argparse.Namespace) -> list[str]:
-    return ["data.held=1000", "train.eval_every=0.25"] if args.choose else []
+    return ["data.validation_rows=1000", "train.eval_every=0.25"] if args.choose else []
 
 
 def scratch(seed: int, folder: Path, args: argparse.Namespace) -> Metrics:
@@ -147,7 +147,7 @@ def write_toy_data(folder: Path) -> tuple[Path, Path]:
         rows = [f"{'positive' if n % 2 else 'negative'}\t{'fine' if n % 2 else 'dull'} {' '.join(words[n % 7 :])}\n"
                 for n in range(count)]  # fmt: skip
         (folder / "reviews" / f"{split}.tsv").write_text("".join(rows))
-    overrides = ["data.corpus=reviews-text", *TINY_MODEL, "model.depth=1", *SMOKE_OVERRIDES, "data.held=9"]
+    overrides = ["data.corpus=reviews-text", *TINY_MODEL, "model.depth=1", *SMOKE_OVERRIDES, "data.validation_rows=9"]
     train_or_load("reviews-masked", overrides, folder / "encoder", folder)
     return folder, folder / "encoder"
 

@@ -41,7 +41,10 @@ WORD_NOTE = (
 JOBS = {
     "de-en": Job("Multi30k de→en", "multi30k", (), published="36.52 lower-cased BLEU, 9.04 M parameters, greedy"),
     "en-de": Job(
-        "Multi30k en→de", "multi30k", ("data.direction=backward",), published="41.02 tokenised BLEU4, transformer-tiny"
+        "Multi30k en→de",
+        "multi30k",
+        ("seq2seq.direction=backward",),
+        published="41.02 tokenised BLEU4, transformer-tiny",
     ),
     "de-en-cpu": Job("Multi30k de→en, two CPU cores", "multi30k-cpu"),
     "lstm": Job("Multi30k de→en, LSTM with attention", "multi30k-lstm"),
@@ -55,12 +58,12 @@ JOBS = {
     "hi-back": Job(
         "Dakshina Hindi, native→Roman",
         "dakshina-hi",
-        ("data.direction=backward",),
+        ("seq2seq.direction=backward",),
         WORD_METRICS,
     ),
     "names": Job("names of places and languages, Roman→Hindi", "transliterate-hi", (), WORD_METRICS),
     "names-back": Job(
-        "names of places and languages, Hindi→Roman", "transliterate-hi", ("data.direction=backward",), WORD_METRICS
+        "names of places and languages, Hindi→Roman", "transliterate-hi", ("seq2seq.direction=backward",), WORD_METRICS
     ),
     "reverse": Job("reversed strings", "reverse", (), ("accuracy",)),
 }

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import monoblock
 from monoblock.cli.main import run as cli
-from monoblock.recipes.parse import read_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.runs.train import prepare_run
 from monoblock.training import metrics_file
 from monoblock.training.events import StepEvent
@@ -40,12 +40,12 @@ SEQ2SEQ_RECIPE = {
     "data": {"corpus": "pairs.tsv"},
     "tokenizer": {"kind": "bpe", "vocab": 60, "marker": "@@", "dropout": 0.1},
     "model": {"family": "vaswani", "width": 21, "depth": 1, "heads": 3, "hidden": 34, "context": 47, "dropout": 0.1},
-    "train": {"objective": "pairs", "tokens": 260, "label_smoothing": 0.1, "schedule": "noam", "optimizer": "adam"},
+    "train": {"objective": "seq2seq", "tokens": 260, "label_smoothing": 0.1, "schedule": "noam", "optimizer": "adam"},
 }
 MASKED_LM_RECIPE = {
     "tokenizer": {"kind": "char"},
     "model": {"family": "bert", "width": 21, "depth": 1, "heads": 3, "hidden": 34, "context": 13, "head": "masked_lm"},
-    "train": {"objective": "masked"},
+    "train": {"objective": "masked_lm"},
 }
 RECIPE_VARIATIONS = {
     "a stream of text": {},

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     changes = {
         "model": masked,
         "tokenizer": {"kind": "bpe", "vocab": 300},
-        "train": {"objective": "masked", "steps": 2},
+        "train": {"objective": "masked_lm", "steps": 2},
     }
     train_to_end(write_recipe(folder, changes), folder / "encoder")
     arguments = ["<|im_start|>", "<|im_end|>", "eos", "pad"]

@@ -9,7 +9,7 @@ import torch
 
 from monoblock.cli._shared.training_run import print_resume_command
 from monoblock.cli.main import run
-from monoblock.recipes.parse import read_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training import metrics_file
 
@@ -153,7 +153,7 @@ def test_a_validation_text_shorter_than_the_context_is_still_evaluated(workspace
     (workspace / "two").mkdir()
     shutil.copy("book.txt", "two/train.txt")
     (workspace / "two/valid.txt").write_text("And the king.\n", encoding="utf-8")
-    arguments = ["data.corpus=two", "model.family=bert", "model.head=masked_lm", "train.objective=masked"]
+    arguments = ["data.corpus=two", "model.family=bert", "model.head=masked_lm", "train.objective=masked_lm"]
     assert run(["train", "toy.toml", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"]["val_loss"] > 0
 
@@ -162,7 +162,7 @@ def test_a_limit_on_samples_loses_no_label(workspace, capsys):
     rows = [{"text": f"{override} {n}", "label": override} for n in range(20) for override in ("yes", "no", "perhaps")]
     (workspace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     arguments = ["data.corpus=rows.jsonl", "data.limit=1", "model.family=bert", "model.head=classifier"]
-    assert run(["train", "toy.toml", *arguments, "train.objective=classify", "--json"]) == 0
+    assert run(["train", "toy.toml", *arguments, "train.objective=classification", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["figures"]["val_loss"] > 0
 
 
@@ -200,7 +200,7 @@ def test_ls_runs_without_runs_is_not_an_error(capsys):
 # -- errors
 
 
-MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked"]
+MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked_lm"]
 
 
 @pytest.mark.parametrize(
@@ -221,13 +221,13 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked"]
         (["toy.toml", "model.heads=3"], 2, "heads"),
         (["toy.toml", "model.vocab=40"], 2, "less than the 270 tokens of the tokenizer"),
         (["toy.toml", "train.schedule=cosin"], 2, "did you mean 'cosine'?"),
-        (["toy.toml", "train.objective=pairs"], 2, "trains encoder-decoder models with the head 'language_model'"),
+        (["toy.toml", "train.objective=seq2seq"], 2, "trains encoder-decoder models with the head 'language_model'"),
         (["toy.toml", *MASKED, "model.head=pooled"], 2, "this one is encoder-only with 'pooled'"),
         (["toy.toml", "train.lr=-1"], 2, "train.lr=-1 is too small; write 0 or more"),
         (["toy.toml", "train.ema=1"], 2, "train.ema=1 is not a rate"),
         (["toy.toml", "model.dropout=x"], 2, "model.dropout='x' is not a number"),
         (
-            ["toy.toml", "model.family=bert", "train.objective=classify", "data.corpus=digits"],
+            ["toy.toml", "model.family=bert", "train.objective=classification", "data.corpus=digits"],
             2,
             "the corpus digits is images, and this model reads text",
         ),
@@ -237,7 +237,11 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked"]
         (["toy.toml", "data.corpus=empty.txt"], 1, "empty.txt"),
         (["toy.toml", "data.corpus=short.txt"], 1, "too few for context=19"),
         (["toy.toml", "tokenizer.folder=nowhere"], 1, "tokenizer.folder=nowhere has no tokenizer.json"),
-        (["toy.toml", "tokenizer.folder=plain", *MASKED], 1, "has no mask token, which train.objective='masked' needs"),
+        (
+            ["toy.toml", "tokenizer.folder=plain", *MASKED],
+            1,
+            "has no mask token, which train.objective='masked_lm' needs",
+        ),
         (["nowhere.toml"], 1, "there is no recipe file nowhere.toml"),
         (["bad.toml"], 1, "bad.toml is not TOML"),
         (["bare.toml"], 2, "lacks the field 'data'"),

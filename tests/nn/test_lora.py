@@ -18,7 +18,7 @@ import monoblock as mb
 from monoblock.errors import ConfigError, InputError
 from monoblock.nn.lora import LoraLinear, add_lora, fold_lora, lora_layers, merge_lora, projection_names, unmerge_lora
 from monoblock.quantization.convert import dequantize, quantize
-from monoblock.recipes.parse import read_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.runs.train import prepare_run
 from monoblock.training.optimizer import build_optimizers, count_layers_above
 
@@ -320,7 +320,7 @@ def test_small_weights_and_frozen_layers_are_recipe_keys(base_folder, tmp_path):
     with pytest.raises(ConfigError, match=r"lora\.bits=8 quantizes the weights beside adapters"):
         read_recipe(str(path), ["lora.bits=8"])
     with pytest.raises(ConfigError, match=r"train\.freeze=9 is more than the \d layers of this model"):
-        prepare_run(read_recipe(str(path), ["train.freeze=9"]), tmp_path / "many")
+        prepare_run(read_recipe(str(path), ["train.freeze_layers=9"]), tmp_path / "many")
     with pytest.raises(ConfigError, match=r"train\.layer_decay=0\.0 is not in"):
         read_recipe(str(path), ["train.layer_decay=0.0"])
     path = recipe(base_folder, tmp_path / "lora.toml", LORA, {"train": {"freeze": 1}})

@@ -12,8 +12,8 @@ from monoblock.data.augment import random_flip, random_shift, uniform_numbers
 from monoblock.data.batching.plans import BatchIndices
 from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.nn.positions import interpolate_grid
-from monoblock.recipes.parse import read_recipe
 from monoblock.runs.build_data import build_task_data
+from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.image_inputs import read_pixels
 
 SIZES = {"image": 12, "patch": 4, "width": 20, "depth": 2, "heads": 2, "classes": 7}
@@ -145,7 +145,7 @@ def corpus(tmp_path):
 
 
 def recipe(corpus, *options):
-    return read_recipe("digits", [f"data.corpus={corpus}", "data.augment={}", "train.batch=7", *options])
+    return read_recipe("digits", [f"data.corpus={corpus}", "classification.augment={}", "train.batch=7", *options])
 
 
 def test_batches_are_the_images_from_minus_one_to_one_and_labels_are_numbered(corpus):
@@ -161,7 +161,7 @@ def test_batches_are_the_images_from_minus_one_to_one_and_labels_are_numbered(co
 
 def test_training_images_are_varied_by_sample_and_epoch_and_evaluation_is_not(corpus):
     plain = build_task_data(recipe(corpus), None)
-    task_data = build_task_data(recipe(corpus, "data.augment={shift=1, flip=0.5}", "train.seed=5"), None)
+    task_data = build_task_data(recipe(corpus, "classification.augment={shift=1, flip=0.5}", "train.seed=5"), None)
     assert "varied by shift, flip" in task_data.summary
     pixels = torch.from_numpy(np.load(corpus / "train.npz")["images"][:, None] / 255).float()
     for epoch in (0, 1):
@@ -175,11 +175,11 @@ def test_training_images_are_varied_by_sample_and_epoch_and_evaluation_is_not(co
 
 
 def test_rows_can_be_held_back_for_validation(corpus):
-    task_data = build_task_data(recipe(corpus, "data.held=4"), None)
+    task_data = build_task_data(recipe(corpus, "data.validation_rows=4"), None)
     assert "19 images" in task_data.summary
     assert sum(part.batch_size for part in task_data.evaluation_batches()) == 4
     with pytest.raises(ConfigError, match=r"data\.held=23 leaves none of the 23 rows"):
-        build_task_data(recipe(corpus, "data.held=23"), None)
+        build_task_data(recipe(corpus, "data.validation_rows=23"), None)
 
 
 def test_bad_images_are_one_line(corpus):
@@ -192,7 +192,7 @@ def test_bad_images_are_one_line(corpus):
     with pytest.raises(InputError, match="split valid: the label 9 was not seen in training; known are 0, 1, 2, 3"):
         list(build_task_data(recipe(corpus), None).evaluation_batches())
     with pytest.raises(ConfigError, match="shift"):
-        recipe(corpus, "data.augment={shift=-1}")
+        recipe(corpus, "classification.augment={shift=-1}")
     np.savez(corpus / "valid.npz", images=np.zeros((1, 12, 12)), labels=np.array([1]))
     with pytest.raises(FileError, match="training images of 1 × 8 × 8 and validation images of 1 × 12 × 12"):
         build_task_data(recipe(corpus), None)
@@ -202,17 +202,17 @@ def test_bad_images_are_one_line(corpus):
             build_task_data(recipe(corpus), None)
         with pytest.raises(FileError, match=r"train\.npz: pixels range from"):
             read_pixels(corpus / "train.npz", mb.tiny("deit-base").input)
-    assert recipe(corpus, "data.augment.turn=5", "data.augment.flip=0.5").data.augment.turn == 5
+    assert recipe(corpus, "classification.augment.rotate=5", "classification.augment.flip=0.5").data.augment.rotate == 5
     with pytest.raises(ConfigError, match="trun"):
-        recipe(corpus, "data.augment.trun=5")
+        recipe(corpus, "classification.augment.trun=5")
     with pytest.raises(ConfigError, match=r"data\.augment varies images, and the corpus reverse is pairs"):
-        build_task_data(read_recipe("reverse", ["data.augment={shift=1}", "data.limit=9"]), 32)
+        build_task_data(read_recipe("reverse", ["classification.augment={shift=1}", "data.limit=9"]), 32)
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "fashion"])
 def test_recipes_for_images_stay_small(name):
     from monoblock.accounting.report import account
-    from monoblock.recipes.model_config import build_model_config
+    from monoblock.runs.recipe import build_model_config
 
     image = 8 if name == "digits" else 28
     config = build_model_config(read_recipe(name), None, classes=10, channels=1, image=image)

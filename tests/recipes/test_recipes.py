@@ -18,10 +18,10 @@ from monoblock.cli.main import run
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.interop.folder import load_model
 from monoblock.nn.lstm import Recurrent
-from monoblock.recipes.model_config import build_model_config
-from monoblock.recipes.parse import list_recipes, read_recipe
+from monoblock.recipes.parse import list_recipes
 from monoblock.recipes.schema import OBJECTIVE_REQUIREMENTS, OBJECTIVES
 from monoblock.runs.build_data import build_task_data
+from monoblock.runs.recipe import build_model_config, read_recipe
 from monoblock.tasks.task_data import validate
 from monoblock.training.loss import CrossEntropyLoss
 
@@ -130,7 +130,7 @@ def tiny_overrides(recipe):
     if recipe.data.corpus not in ("digits", "languages"):
         overrides += ["data.limit=200" if recipe.train.objective in ("pairs", "label") else "data.limit=40"]
     if "valid" not in CORPORA[recipe.data.corpus].split_names:
-        overrides += ["data.held=20"]
+        overrides += ["data.validation_rows=20"]
     if recipe.train.objective in ("causal", "masked", "spans") and recipe.model.get("family") != "lstm":
         overrides += ["model.context=32"]
     if recipe.model.get("family") != "lstm":

@@ -10,14 +10,12 @@ import torch
 from monoblock.cli._shared.training_progress import TrainingProgress
 from monoblock.config.families import bert
 from monoblock.config.knobs import vary
-from monoblock.config.schema import from_dict
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.readers.conll import read_conll
 from monoblock.errors import ConfigError, FileError
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.model_config import build_model_config
-from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data
+from monoblock.runs.recipe import build_model_config, parse_recipe
 from monoblock.runs.train import prepare_run
 from monoblock.tasks.task_data import validate
 from monoblock.training.events import FinishedEvent, StepEvent
@@ -57,7 +55,7 @@ def make_recipe(objective, corpora, **parts):
         "model": MODELS[objective],
         "train": {"objective": objective, "batch": 7, "steps": 3, **parts.pop("train", {})},
     }
-    return from_dict(Recipe, data)
+    return parse_recipe(data)
 
 
 def build_data(recipe):
@@ -134,12 +132,11 @@ def test_a_limit_keeps_the_labels_of_the_whole_corpus(objective, corpora):
 def test_a_folder_of_arrays_is_read_as_images(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "train.npz", images=rng.random((13, 8, 8), np.float32), labels=np.arange(13) % 3)
-    recipe = from_dict(
-        Recipe,
+    recipe = parse_recipe(
         {
             "data": {"corpus": str(tmp_path)},
             "model": {"family": "vit", "patch": 2, **SIZES},
-            "train": {"objective": "classify", "batch": 5},
+            "train": {"objective": "classification", "batch": 5},
         },
     )
     data = build_task_data(recipe, None)
@@ -151,7 +148,7 @@ def test_a_folder_of_arrays_is_read_as_images(tmp_path):
 @pytest.mark.parametrize(("objective", "model"), [("causal", "masked"), ("masked", "causal"), ("label", "classify")])
 def test_a_model_that_the_objective_cannot_train_is_refused(objective, model, corpora):
     recipe = make_recipe(objective, corpora)
-    wrong = from_dict(Recipe, {"data": {"corpus": "kjv"}, "model": MODELS[model], "train": {"objective": objective}})
+    wrong = parse_recipe({"data": {"corpus": "kjv"}, "model": MODELS[model], "train": {"objective": objective}})
     assert build_model_config(recipe, 31)
     with pytest.raises(ConfigError, match=f"train.objective='{objective}' trains"):
         build_model_config(wrong, 31)
@@ -172,7 +169,7 @@ def test_a_published_encoder_gets_the_head_its_objective_needs(name, objective, 
         "model": {"preset": name, "context": 19, **SIZES},
         "train": {"objective": objective, "batch": 7, "steps": 1},
     }
-    recipe = from_dict(Recipe, data)
+    recipe = parse_recipe(data)
     data = build_task_data(recipe, 19)
     config = build_model_config(recipe, data.tokenizer.vocab_size, **data.model_sizes)
     assert config.head.kind == HEADS[objective]
@@ -188,10 +185,10 @@ def test_an_explicit_head_is_not_replaced(corpora):
     data = {
         "data": {"corpus": "kjv"},
         "model": {"preset": "bert-base", "head": "pooled"},
-        "train": {"objective": "masked"},
+        "train": {"objective": "masked_lm"},
     }
     with pytest.raises(ConfigError, match="this one is encoder-only with 'pooled'"):
-        build_model_config(from_dict(Recipe, data), 31)
+        build_model_config(parse_recipe(data), 31)
 
 
 def test_a_masked_lm_head_added_to_a_preset_is_that_of_bert():
@@ -208,9 +205,9 @@ def test_a_preset_trains_on_images_like_a_family(model, tmp_path):
     data = {
         "data": {"corpus": str(tmp_path)},
         "model": {**model, **SIZES},
-        "train": {"objective": "classify", "batch": 5, "steps": 2, "device": "cpu"},
+        "train": {"objective": "classification", "batch": 5, "steps": 2, "device": "cpu"},
     }
-    run = prepare_run(from_dict(Recipe, data), tmp_path / "run")
+    run = prepare_run(parse_recipe(data), tmp_path / "run")
     events = list(run.events())
     torch.use_deterministic_algorithms(False)
     assert run.model.config.head.classes == 3

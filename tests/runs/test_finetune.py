@@ -21,9 +21,8 @@ import monoblock as mb
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.model_config import build_model_config
-from monoblock.recipes.parse import read_recipe
 from monoblock.runs.finetune import build_finetuning_recipe
+from monoblock.runs.recipe import build_model_config, read_recipe
 from monoblock.runs.train import prepare_run
 from monoblock.training.events import DecisionEvent
 
@@ -53,7 +52,7 @@ def folder(tmp_path_factory):
         data={"corpus": str(folder / "text.txt")},
         tokenizer={"kind": "wordpiece", "vocab": 60},
         model={**SIZES, "head": "masked_lm"},
-        train={**TRAIN, "objective": "masked"},
+        train={**TRAIN, "objective": "masked_lm"},
     )
     train_to_end(recipe, folder / "masked")
     return folder
@@ -159,7 +158,7 @@ def test_labels_keep_the_order_of_the_head(folder, classifier, tmp_path):
         tmp_path / "warm.toml",
         data={"corpus": str(tmp_path / "one.tsv")},
         model={"folder": str(classifier)},
-        train={**TRAIN, "objective": "classify"},
+        train={**TRAIN, "objective": "classification"},
     )
     run = prepare_run(read_recipe(str(recipe)), tmp_path / "out")
     assert run.task_data.labels == ["bad", "good"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import monoblock as mb
-from monoblock.recipes.parse import read_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.runs.train import prepare_run
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "version-0.1"

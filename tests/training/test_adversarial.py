@@ -6,7 +6,7 @@ from support import build_model
 
 from monoblock.config.families import bert, vit
 from monoblock.errors import ConfigError, InputError
-from monoblock.recipes.parse import read_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.training.adversarial import EMBEDDING_NAME, AdversarialLoss, EmbeddingTap, adversarial_perturbation
 from monoblock.training.loss import CrossEntropyLoss
 

@@ -53,7 +53,7 @@ class TaskKeys(Protocol):
 
     @property
     def old_keys(self) -> Mapping[str, str]:
-        """Former key ("data.stride") to the key in the section of the task ("stride")."""
+        """Former key ("question_answering.stride") to the key in the section of the task ("stride")."""
 
 
 @dataclass(frozen=True, kw_only=True)

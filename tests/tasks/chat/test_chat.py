@@ -8,14 +8,13 @@ import torch
 from packages import package_file
 
 import monoblock as mb
-from monoblock.config.schema import from_dict
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.data.readers.chat import read_chats
 from monoblock.data.readers.records import Chat, Message
 from monoblock.errors import FileError, InputError
-from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
+from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.chat.data import build_chat_data, collate_chats, encode_chat
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
@@ -98,9 +97,7 @@ def test_labels_are_shifted_by_one_and_padding_is_ignored(tokenizer):
 def test_a_conversation_is_truncated_to_the_context_and_dropped_without_an_answer(tokenizer, tmp_path):
     path = write(tmp_path / "chat.jsonl", [CONVERSATIONS[0]] * 9 + [[("user", "word " * 99), ("assistant", "Yes.")]])
     model = {"family": "gpt", "width": 8, "depth": 1, "heads": 1, "context": 61}
-    recipe = from_dict(
-        Recipe, {"data": {"corpus": str(path)}, "model": model, "train": {"objective": "chat", "batch": 2}}
-    )
+    recipe = parse_recipe({"data": {"corpus": str(path)}, "model": model, "train": {"objective": "chat", "batch": 2}})
     data = build_chat_data(recipe, 61, tokenizer, load_corpus(path, "all"), None)
     assert data.summary == "9 conversations to train on (1 without an answer in their first 61 tokens left out)"
     assert data.build_batch(data.batch_plan.batch_at(0)).inputs["source"].shape[1] <= 61
@@ -114,7 +111,7 @@ def test_a_conversation_is_truncated_to_the_context_and_dropped_without_an_answe
 def test_the_summary_counts_truncated_answers(tokenizer):
     conversations = [CONVERSATIONS[0]] * 5 + [[("user", "So?"), ("assistant", "yes " * 99)]] * 2
     conversations += [[("user", "So?"), ("assistant", "Yes."), ("user", "word " * 99)]]  # nothing of an answer is lost
-    recipe = from_dict(Recipe, {"data": {"corpus": "x"}, "model": {"family": "gpt"}, "train": {"objective": "chat"}})
+    recipe = parse_recipe({"data": {"corpus": "x"}, "model": {"family": "gpt"}, "train": {"objective": "chat"}})
     data = build_chat_data(recipe, 61, tokenizer, Corpus("x", "chat", "train", chats(conversations)), None)
     assert data.summary == "8 conversations to train on (2 of them cut to 61 tokens)"
 

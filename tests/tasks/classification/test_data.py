@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.config.schema import from_dict
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.readers.conll import read_conll
 from monoblock.data.readers.labelled import read_labelled
 from monoblock.data.readers.records import LabelledText, TaggedSentence
 from monoblock.errors import FileError
-from monoblock.recipes.schema import DataSection, Recipe
+from monoblock.recipes.schema import DataSection
 from monoblock.runs.build_data import build_task_data
+from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.input_template import InputTemplate, WordEncoder
 from monoblock.tasks.token_classification.augment import (
     TaggedAugmenter,
@@ -105,7 +105,7 @@ def build_data(tmp_path, name, text, objective, *, context=31, **sections):
         "model": model | sections.pop("model", {}),
         "train": {"objective": objective, "batch": 5},
     }
-    return build_task_data(from_dict(Recipe, recipe), context)
+    return build_task_data(parse_recipe(recipe), context)
 
 
 def batch_at(task_data, step):

@@ -7,10 +7,10 @@ from training_support import train_to_end, write_recipe
 
 import monoblock as mb
 from monoblock.data.corpora.load import load_corpus
-from monoblock.recipes.parse import read_recipe
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.evaluate import evaluate
 from monoblock.runs.finetune import build_finetuning_recipe
+from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 
 MODEL = {"family": "bert", "head": "masked_lm", "width": 16, "depth": 1, "heads": 2, "hidden": 23, "context": 19}
@@ -33,7 +33,7 @@ def workspace(tmp_path_factory):
 
 def make_recipe(folder, corpus, **data):
     sections = {"data": {"corpus": corpus, **data}, "tokenizer": {"kind": "char", "vocab": 64}, "model": MODEL}
-    train = {"objective": "masked", "steps": 2, "eval_every": 2, "mask_rate": 0.15}
+    train = {"objective": "masked_lm", "steps": 2, "eval_every": 2, "mask_rate": 0.15}
     return write_recipe(folder, {**sections, "train": train})
 
 
@@ -61,7 +61,7 @@ def test_fine_tuning_reads_labelled_files_by_their_kind(workspace, document_run,
     for module in ("data.corpora.load", "runs.finetune"):
         monkeypatch.setattr(f"monoblock.{module}.load_corpus", record_kind)
     for name in ("labelled.tsv", "tagged.conll"):
-        build_finetuning_recipe(str(workspace / "documents"), str(workspace / name), objective="masked")
+        build_finetuning_recipe(str(workspace / "documents"), str(workspace / name), objective="masked_lm")
     assert set(kinds) == {"labelled", "tagged"}
 
 

@@ -8,14 +8,13 @@ import torch
 
 import monoblock as mb
 from monoblock.cli.main import run
-from monoblock.config.schema import from_dict
 from monoblock.data.readers.records import Question
 from monoblock.data.readers.squad import to_squad_json
 from monoblock.errors import ConfigError, InputError
 from monoblock.metrics.squad import exact_match, f1_score, normalize_answer, score_answers
-from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.pipeline import Pipeline
+from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.question_answering.predict import answer_questions, best_spans
 from monoblock.tasks.question_answering.windows import NO_ANSWER, ContextWindow, QuestionEncoder
@@ -87,7 +86,7 @@ def test_spaces_around_a_gold_answer_are_ignored(tmp_path):
     data.write_text(json.dumps(to_squad_json(questions)), encoding="utf-8")
     model = {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 31}
     recipe = {"data": {"corpus": str(data)}, "tokenizer": {"kind": "word", "vocab": 64}, "model": model}
-    task_data = build_task_data(from_dict(Recipe, recipe | {"train": {"objective": "answers", "batch": 18}}), 31)
+    task_data = build_task_data(parse_recipe(recipe | {"train": {"objective": "question_answering", "batch": 18}}), 31)
     batch = task_data.build_batch(task_data.batch_plan.batch_at(0))
     first_tokens = {
         int(ids[first]) for ids, (first, _) in zip(batch.inputs["source"], batch.labels.tolist(), strict=True)
@@ -274,7 +273,7 @@ depth = 2
 heads = 2
 context = 24
 [train]
-objective = "answers"
+objective = "question_answering"
 steps = {}
 batch = 16
 lr = 2e-2
@@ -378,15 +377,16 @@ def test_questions_without_answers_are_refused_unless_the_recipe_allows_them(tmp
     data.write_text(json.dumps(to_squad_json(make_questions(True))), encoding="utf-8")
     (tmp_path / "recipe.toml").write_text(RECIPE.format(data, "false", 1), encoding="utf-8")
     assert run(["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run")]) != 0
-    recipe = from_dict(
-        Recipe,
+    recipe = parse_recipe(
         {
             "data": {"corpus": str(data)},
             "model": {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 31},
-            "train": {"objective": "answers"},
+            "train": {"objective": "question_answering"},
         },
     )
-    with pytest.raises(ConfigError, match=r"57 of 115 questions of .* have no answer; write data.impossible=true"):
+    with pytest.raises(
+        ConfigError, match=r"57 of 115 questions of .* have no answer; write question_answering.unanswerable=true"
+    ):
         build_task_data(recipe, 31)
 
 
@@ -396,7 +396,7 @@ def test_the_target_of_a_window_is_the_position_of_the_answer(tmp_path):
     section = {"corpus": str(data), "stride": 2}
     model = {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 11}
     recipe = {"data": section, "tokenizer": {"kind": "word", "vocab": 64}, "model": model}
-    task_data = build_task_data(from_dict(Recipe, recipe | {"train": {"objective": "answers", "batch": 13}}), 11)
+    task_data = build_task_data(parse_recipe(recipe | {"train": {"objective": "question_answering", "batch": 13}}), 11)
     batches = [task_data.build_batch(task_data.batch_plan.batch_at(step)) for step in range(9)]
     num_answers = 0
     said = task_data.tokenizer.id("said")
@@ -451,5 +451,5 @@ def test_the_summary_counts_truncated_questions(tmp_path):
     data.write_text(json.dumps(to_squad_json(questions)), encoding="utf-8")
     model = {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 19}
     recipe = {"data": {"corpus": str(data)}, "tokenizer": {"kind": "word", "vocab": 64}, "model": model}
-    task_data = build_task_data(from_dict(Recipe, recipe | {"train": {"objective": "answers"}}), 19)
+    task_data = build_task_data(parse_recipe(recipe | {"train": {"objective": "question_answering"}}), 19)
     assert task_data.summary == "57 questions to train on (9 of them cut to half a window)"

@@ -9,7 +9,6 @@ import torch
 
 import monoblock as mb
 from monoblock.cli.main import run
-from monoblock.config.schema import from_dict
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.corpora.table import CORPORA, CorpusSpec
@@ -17,9 +16,9 @@ from monoblock.data.readers.records import LabelledText, Pair, Question
 from monoblock.data.readers.squad import to_squad_json
 from monoblock.errors import ConfigError, FileError
 from monoblock.metrics.rouge import rouge
-from monoblock.recipes.parse import read_recipe
-from monoblock.recipes.schema import DataSection, Recipe, TaskSection
+from monoblock.recipes.schema import DataSection, TaskSection
 from monoblock.runs.build_data import build_task_data
+from monoblock.runs.recipe import parse_recipe, read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.text_to_text.data import convert_to_pairs, first_word, group_by_task, load_extra_tasks, prefix_for
 from monoblock.tasks.text_to_text.evaluate import METRICS_BY_TASK, evaluate_text_to_text
@@ -89,13 +88,12 @@ def make_recipe(files, **train):
         "prefix": "swap:",
         "tasks": [{"corpus": files["parity"], "prefix": "classify:", "limit": 11}],
     }
-    return from_dict(
-        Recipe,
+    return parse_recipe(
         {
             "data": data,
             "tokenizer": {"kind": "word", "vocab": 128},
             "model": {"family": "t5", "context": 19, **SIZES},
-            "train": {"objective": "pairs", "batch": 7, "steps": 2, "device": "cpu", "compile": "no", **train},
+            "train": {"objective": "seq2seq", "batch": 7, "steps": 2, "device": "cpu", "compile": "no", **train},
             "generate": {"max_new_tokens": 5, "num_beams": 1},
         },
     )
@@ -134,7 +132,10 @@ def test_a_recipe_with_tasks_reads_back_the_same(files, tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"corpus": "digits", "prefix": "describe:"}, "data.prefix needs pairs, but the corpus digits is images"),
+        (
+            {"corpus": "digits", "prefix": "describe:"},
+            "text_to_text.prefix needs pairs, but the corpus digits is images",
+        ),
         ({"tasks": [{"corpus": "digits", "prefix": "describe:"}]}, "the corpus digits is images"),
         ({"tasks": [{"corpus": "nothing.tsv", "prefix": "x:"}]}, "no corpus, file or folder 'nothing.tsv'"),
         ({"tasks": [{"corpus": "x", "prefx": "x:"}]}, "did you mean 'prefix'"),
@@ -145,7 +146,7 @@ def test_corpora_that_cannot_be_converted_to_pairs_are_refused(data, message, fi
     data = {"corpus": files["swap"], **data}
     model = {"family": "t5", "context": 19, **SIZES}
     with pytest.raises((ConfigError, FileError), match=message):
-        build_task_data(from_dict(Recipe, {"data": data, "model": model, "train": {"objective": "pairs"}}), 19)
+        build_task_data(parse_recipe({"data": data, "model": model, "train": {"objective": "seq2seq"}}), 19)
 
 
 def test_labels_are_not_targets_without_a_prefix(monkeypatch):
@@ -160,11 +161,11 @@ def test_labels_are_not_targets_without_a_prefix(monkeypatch):
     )
     monkeypatch.setitem(CORPORA, "small", small)
     recipe = {"data": {"corpus": "small"}, "model": {"family": "t5", "context": 19, **SIZES}}
-    recipe |= {"train": {"objective": "pairs"}, "tokenizer": {"kind": "char", "vocab": 64}}
+    recipe |= {"train": {"objective": "seq2seq"}, "tokenizer": {"kind": "char", "vocab": 64}}
     with pytest.raises(ConfigError, match="needs pairs, but the corpus small is labelled"):
-        build_task_data(from_dict(Recipe, recipe), 19)
+        build_task_data(parse_recipe(recipe), 19)
     recipe["data"] |= {"prefix": "sort:", "limit": 7}
-    data = build_task_data(from_dict(Recipe, recipe), 31)
+    data = build_task_data(parse_recipe(recipe), 31)
     assert data.validation_rows[5] == Pair("sort: a text 5", "sort 2")
     assert data.summary.startswith("7 pairs")
 
@@ -200,13 +201,19 @@ def pretraining_recipe(tmp_path):
     """The path of a recipe for span corruption on a small text."""
     text = tmp_path / "book.txt"
     text.write_text("".join(f"the {n} sons and the {n % 7} kings went up\n" for n in range(90)), encoding="utf-8")
-    recipe = from_dict(
-        Recipe,
+    recipe = parse_recipe(
         {
             "data": {"corpus": str(text)},
             "tokenizer": {"kind": "bpe", "vocab": 400},
             "model": {"family": "t5", "context": 23, **SIZES},
-            "train": {"objective": "spans", "batch": 5, "steps": 2, "device": "cpu", "compile": "no", "eval_every": 0},
+            "train": {
+                "objective": "span_corruption",
+                "batch": 5,
+                "steps": 2,
+                "device": "cpu",
+                "compile": "no",
+                "eval_every": 0,
+            },
         },
     )
     (tmp_path / "spans.toml").write_text(recipe.to_toml(), encoding="utf-8")
@@ -218,7 +225,7 @@ def test_a_pretrained_model_is_fine_tuned_on_pairs_with_its_own_tokenizer(files,
     fine = tomllib.loads(make_recipe(files).to_toml())
     fine["model"] = {"folder": str(tmp_path / "spans")}
     fine["train"] |= {"steps": 1, "lr": 0.0, "weight_decay": 0.0}
-    (tmp_path / "pairs.toml").write_text(from_dict(Recipe, fine).to_toml(), encoding="utf-8")
+    (tmp_path / "pairs.toml").write_text(parse_recipe(fine).to_toml(), encoding="utf-8")
     assert run(["train", str(tmp_path / "pairs.toml"), "--out", str(tmp_path / "pairs")]) == 0
     torch.use_deterministic_algorithms(False)
     first, second = (mb.Transformer.from_pretrained(tmp_path / name) for name in ("spans", "pairs"))
@@ -235,7 +242,7 @@ def test_the_pretraining_experiment_varies_only_the_initial_weights(files, pretr
     pytest.importorskip("sacrebleu")
     (tmp_path / "task.toml").write_text(make_recipe(files).to_toml(), encoding="utf-8")
     options = [f"recipe={tmp_path / 'task.toml'}", f"pretraining={pretraining_recipe}"]
-    options += ["train.lr=0.0", "train.weight_decay=0.0", "data.tasks=[]", "figure=accuracy"]
+    options += ["train.lr=0.0", "train.weight_decay=0.0", "text_to_text.tasks=[]", "figure=accuracy"]
     assert run(["compare", "pretraining", *options, "--smoke", "--out", str(tmp_path / "both")]) == 0
     torch.use_deterministic_algorithms(False)
     result = json.loads((tmp_path / "both" / "result.json").read_text())
@@ -257,8 +264,8 @@ def recipe_for_file(path, prefix, text):
     """Write a corpus file and return a recipe for it."""
     path.write_text(text, encoding="utf-8")
     data = {"data": {"corpus": str(path), "prefix": prefix}, "tokenizer": {"kind": "char", "vocab": 64}}
-    data |= {"model": {"family": "t5", "context": 97, **SIZES}, "train": {"objective": "pairs"}}
-    return from_dict(Recipe, data)
+    data |= {"model": {"family": "t5", "context": 97, **SIZES}, "train": {"objective": "seq2seq"}}
+    return parse_recipe(data)
 
 
 @pytest.mark.parametrize("line", ["{label}\t{text}\n", "{text}\t{label}\n"])
