@@ -362,9 +362,7 @@ def test_masks_must_fit_and_leave_a_token(language_model):
 def test_ids_outside_the_vocabulary_are_named(language_model, wrong):
     ids = random_ids(B, T)
     ids[1, 3] = wrong
-    with pytest.raises(
-        mb.InputError, match=f"the id {wrong}, which is not in the vocabulary; .* 0 to {V - 1}"
-    ):
+    with pytest.raises(mb.InputError, match=f"the id {wrong}, which is not in the vocabulary; .* 0 to {V - 1}"):
         language_model(ids)
 
 

@@ -22,7 +22,7 @@ class CacheWrite(NamedTuple):
 
     columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
     key_positions: TokenPositions
-    num_visible: int  # the number of columns returned
+    num_visible: int  # the number of columns that the queries see
     cached_lengths: Tensor | None  # (B,) in a static cache with one new token a row, which sees all columns up to it
     is_concatenated: bool  # a chunk too long for the ring: return the old columns followed by all new tokens
 
@@ -108,15 +108,19 @@ class CacheIndex:
         return TokenPositions(self.positions[:, :num_visible].clone(), document, valid, prefix_or_global)
 
     def last_positions(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the position and the document of each row's last token, (B, 1) each; position -1: an empty row."""
+        """Return the position and the document of each row's last token, both (B, 1).
+
+        An empty row has position -1, and the document is None if there are no documents.
+        """
         column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
         positions = self.positions.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
         return positions, None if self.document is None else self.document.gather(1, column)
 
     def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
-        """Return for each row (B,) whether a ring to which `max_written` tokens were written can be cut to `lengths`.
+        """Return for each row, as booleans (B,), whether it can be cut to `lengths` tokens.
 
-        It can if no token in the window of the next token has been overwritten.
+        A ring to which `max_written` tokens were written can if no token in the window of the next token has been
+        overwritten.
         """
         if self.window is None:
             return torch.ones_like(lengths, dtype=torch.bool)
@@ -137,7 +141,7 @@ class CacheIndex:
         self.token_index = torch.cat((self.token_index, other.token_index))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name."""
+        """Return the fields that are set, by name."""
         fields = {name: getattr(self, name) for name in POSITION_FIELDS}
         return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
