@@ -31,7 +31,7 @@ from monoblock.nn.transformer import Transformer
 
 
 class Backend(Protocol):
-    """A model that can be decoded; `make_state` makes the decoder states of its backend."""
+    """A way to decode one model: it makes the decoder states, which run the steps."""
 
     device: torch.device
     vocab_size: int
