@@ -192,6 +192,10 @@ class CpuSearchDecoderState(CachedDecoderState):
         self.end_search()
         super().reorder(rows, sources)
 
+    def _give_cache(self) -> Cache | None:
+        self.end_search()
+        return self.cache
+
     def end_search(self) -> None:
         """End the search in C++: move keys and values to the rows of their beams, copy the beams to `BeamSearch`."""
         cache, search = self.cache, self.search

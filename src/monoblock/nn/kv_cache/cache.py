@@ -220,6 +220,17 @@ class Cache:
         if self.memory_positions is not None:
             self.memory_positions = self.memory_positions.map_tensors(lambda t: fn(t) if t.shape[0] > 1 else t)
 
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of the cache by fn(tensor), as to copy it to another device or dtype."""
+        self.lengths, self.max_written, self.spare_buffer = fn(self.lengths), fn(self.max_written), None
+        for index in self.index_by_capacity.values():
+            index.map_tensors(fn)
+        for layer in (*self.layers, *self.cross_layers):
+            if layer is not None:
+                layer.map_tensors(fn)
+        if self.memory_positions is not None:
+            self.memory_positions = self.memory_positions.map_tensors(fn)
+
     # -- fixed shapes ----------------------------------------------------------------------------------------------
 
     def make_static(self) -> None:

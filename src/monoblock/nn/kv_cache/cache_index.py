@@ -6,6 +6,7 @@ every token or, for windowed attention, a ring of window + chunk - 1 columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -127,8 +128,12 @@ class CacheIndex:
         return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
 
     def select(self, rows: Tensor) -> None:
+        self.map_tensors(lambda t: t[rows])
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by fn(tensor)."""
         for name, tensor in self.tensors().items():
-            setattr(self, name, tensor[rows])
+            setattr(self, name, fn(tensor))
 
     def append_rows(self, other: CacheIndex) -> None:
         for name in OPTIONAL_FIELDS:
