@@ -51,7 +51,10 @@ class BlockConfig:
                 "cross-attention has no window: source and target positions are not comparable; write window=None"
             )
         if cross.mask != "full" or cross.positions is not None:
-            raise ConfigError("cross-attention sees the whole source: write mask='full' and positions=None")
+            raise ConfigError(
+                "cross-attention sees the whole source and has no relative positions; "
+                "write mask='full' and positions=None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ class Stack(nn.Module):
     def _attention_context(
         self, config_index: int, q: TokenPositions, cache_write: CacheWrite | None, x: Tensor
     ) -> AttentionContext:
-        """Return the context of self-attention for blocks with one configuration: mask, rotary angles and bias."""
+        """Return the mask, rotary angles and bias of self-attention for all blocks with the same configuration."""
         config: AttentionConfig = self.attention_configs[config_index]
         k = q if cache_write is None else cache_write.key_positions
         size, positions = config.key_size(x.shape[-1]), config.positions

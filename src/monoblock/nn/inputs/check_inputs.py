@@ -16,7 +16,7 @@ INTEGER_DTYPES = (torch.int64, torch.int32)
 
 
 def reject_arguments(family: str, **arguments: Tensor | None) -> None:
-    """Refuse arguments that a model of this family does not use."""
+    """Raise InputError if an argument is given that a model of this family does not use."""
     for name, value in arguments.items():
         if value is not None:
             raise InputError(f"{name} was given, but this {family} model has no use for it; drop it")
@@ -30,9 +30,9 @@ def either_argument(name: str, value: Tensor | None, other_name: str, other_valu
 
 
 def check_target(source: Tensor | None, target: Tensor | None, memory: Tensor | None, is_cached: bool) -> Tensor:
-    """Return the target of an encoder-decoder; refuse a call without a target or without a source.
+    """Return the target of an encoder-decoder; raise InputError if the target or the source is missing.
 
-    The source is given as ids, as memory (encoded) or by the cache, but not as both ids and memory.
+    The source is given as ids, as encoded `memory` or by the cache, but not as both ids and memory.
     """
     if target is None:
         raise InputError(

@@ -51,7 +51,7 @@ def token_positions(
 
 
 def memory_positions(memory: Tensor | None, mask: Tensor | None, cache: Cache | None, width: int) -> TokenPositions:
-    """Return the positions of the encoded source, memory (B, S, D); a cache keeps them after the first pass."""
+    """Return the positions of the encoded source, `memory` (B, S, D); after the first pass they are in the cache."""
     if cache is not None and cache.memory_positions is not None:
         return cache.memory_positions
     if memory is None:

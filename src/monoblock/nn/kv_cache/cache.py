@@ -221,7 +221,7 @@ class Cache:
             self.memory_positions = self.memory_positions.map_tensors(lambda t: fn(t) if t.shape[0] > 1 else t)
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of the cache by fn(tensor), as to copy it to another device or dtype."""
+        """Replace every tensor of the cache by fn(tensor), for example to copy it to another device or dtype."""
         self.lengths, self.max_written, self.spare_buffer = fn(self.lengths), fn(self.max_written), None
         for index in self.index_by_capacity.values():
             index.map_tensors(fn)
@@ -294,6 +294,6 @@ def _pad_axis(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
 
 
 def _expand_valid(positions: TokenPositions, batch: int) -> Tensor:
-    """Return a mask (batch, S) of the valid tokens, also if there is no padding or all rows are equal."""
+    """Return a mask (batch, S) of the valid tokens, which is True everywhere if there is no padding."""
     valid = torch.ones_like(positions.positions, dtype=torch.bool) if positions.valid is None else positions.valid
     return valid.expand(batch, -1)

@@ -19,7 +19,10 @@ OPTIONAL_FIELDS = ("document", "prefix_or_global")
 
 
 class CacheWrite(NamedTuple):
-    """Where one pass writes in all layers of one capacity, and the positions of the keys that its queries see."""
+    """The columns that one forward pass writes to, and the positions of the keys that its queries see.
+
+    It is the same in all layers of one capacity.
+    """
 
     columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
     key_positions: TokenPositions
@@ -29,7 +32,10 @@ class CacheWrite(NamedTuple):
 
 
 class CacheIndex:
-    """The positions of the tokens in layers of one capacity; each field is (B, capacity + 1), by column."""
+    """The position, document and flag of the token in each column, the same in all layers of one capacity.
+
+    Each field has shape (B, capacity + 1).
+    """
 
     def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
         self.capacity, self.window = capacity, window
@@ -99,7 +105,7 @@ class CacheIndex:
             stored.scatter_(1, columns, new)
 
     def _visible_positions(self, limit: Tensor, num_visible: int) -> TokenPositions:
-        """Return the positions in the first `num_visible` columns; tokens from `limit` (B, 1) on are not valid."""
+        """Return the positions in the first `num_visible` columns; only the first `limit` (B, 1) tokens are valid."""
         token_index = self.token_index[:, :num_visible]
         document, prefix_or_global = (
             None if field is None else field[:, :num_visible].clone()
