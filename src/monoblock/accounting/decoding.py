@@ -150,7 +150,7 @@ def _quantization_savings(config: ModelConfig, setup: DecodingSetup, shape: Batc
     """Count how many fewer bytes of weights are read because the model is quantized."""
     head_weights = sum(linear.num_weights for linear in head_linears(config))
     savings = setup.new_tokens * (stored_bytes(head_weights, dtype) - head_bytes(config, dtype))
-    passes = {  # stack -> (steps, rows in each)
+    passes = {  # for each stack, pairs of a number of steps and the rows in each of them
         "decoder": ((1, shape.batch * setup.prompt_length), (setup.new_tokens - 1, _rows_per_step(setup, shape))),
         "encoder": ((1, shape.batch * shape.source),),
     }

@@ -46,7 +46,7 @@ from monoblock.config.model import (
 from monoblock.errors import InputError
 
 DEFAULT_LENGTH = 512  # for a model without a context
-NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is data
+NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is data, which needs no gradient
 
 
 class BatchShape(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
-FLEX_FROM = 128  # queries, as in nn/attention.py
+FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/attention_context.py
 
 
 class SavedActivations(NamedTuple):

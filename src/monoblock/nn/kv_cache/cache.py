@@ -50,12 +50,12 @@ class Cache:
         self.common_length: int | None = 0  # the length of all rows, if the host knows that they are equally long
         self.max_length = 0
         self.is_static = False  # every pass has the same shapes and writes in place, so that a CUDA graph can replay it
-        self.rows_per_source = 1  # rows that share one source: the beams of one sentence
-        self.spare_buffer: Tensor | None = None  # receives the next keys or values whose rows are reordered
+        self.rows_per_source = 1  # number of rows that share one source, as beams do
+        self.spare_buffer: Tensor | None = None  # the next keys or values to be reordered are copied into it
         self.layers: list[LayerCache] = []
         self.cross_layers: list[CrossAttentionCache | None] = []
         self.index_by_capacity: dict[int, CacheIndex] = {}
-        self.memory_positions: TokenPositions | None = None  # of the source
+        self.memory_positions: TokenPositions | None = None  # positions of the source
         for block in stack_config.layers():
             size, window = self._layer_capacity(block.attention, chunk)
             self.layers.append(LayerCache(size))
@@ -79,7 +79,7 @@ class Cache:
         """Prepare a pass over new tokens; return one `CacheWrite` for each block."""
         counts = new_positions.length if new_positions.valid is None else new_positions.valid.sum(-1)
         required = self.max_length + new_positions.length
-        if required > self.capacity:  # padding takes no room, and the longest rows may be gone: read the lengths
+        if required > self.capacity:  # an upper bound: padding is not stored, and long rows may be gone
             self.max_length = int(self.lengths.max())
             required = int((self.lengths + counts).max())
         if required > self.capacity:

@@ -27,8 +27,8 @@ class CacheWrite(NamedTuple):
     columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
     key_positions: TokenPositions
     num_visible: int  # the number of columns that the queries see
-    cached_lengths: Tensor | None  # (B,) in a static cache with one new token a row, which sees all columns up to it
-    is_concatenated: bool  # a chunk too long for the ring: return the old columns followed by all new tokens
+    cached_lengths: Tensor | None  # (B,) if the cache is static and each row has one new token, which sees all before
+    is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
 
 
 class CacheIndex:
@@ -40,7 +40,7 @@ class CacheIndex:
     def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
         self.capacity, self.window = capacity, window
         self.positions = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
-        self.token_index = torch.full_like(self.positions, -1)  # which token of its row a column holds, from 0
+        self.token_index = torch.full_like(self.positions, -1)  # index of a column's token in its row; -1: empty
         self.document: Tensor | None = None
         self.prefix_or_global: Tensor | None = None
 
