@@ -186,7 +186,7 @@ def test_a_model_that_no_family_can_express_is_refused_with_the_reason(tmp_path)
         match=r"this decoder-only model cannot be written as llama: llama cannot express input.scale='sqrt_width'",
     ):
         export_hf(tiny_model("gemma2-2b"), tmp_path, family="llama")
-    with pytest.raises(ConfigError, match="there is no family 'lama'; did you mean 'llama'"):
+    with pytest.raises(ConfigError, match="there is no Hugging Face family 'lama'; did you mean 'llama'"):
         export_hf(tiny_model("llama-7b"), tmp_path, family="lama")
     assert not list(tmp_path.iterdir())
 

@@ -241,7 +241,7 @@ def _build_adapters(
     for name, pair in pairs.items():
         mapping = names.find(name)
         if mapping is None or set(pair) != {"A", "B"} or mapping.ours[0].startswith(("input.", "target.", "head.")):
-            raise FileError(f"{folder} is an adapter for another model: this one has no {short_repr(name)}")
+            raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(name)}")
         a, b = pair["A"], pair["B"]
         alpha = _lora_scale(name, a.shape[0], config) * a.shape[0]
         modules = module_names(mapping)
@@ -250,7 +250,8 @@ def _build_adapters(
         if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != expected or a.shape[0] != b.shape[1]:
             product = f"{tuple(b.shape)} times {tuple(a.shape)}"
             raise FileError(
-                f"{folder} is an adapter for another model: {short_repr(name)} is {product}, but {expected} in this one"
+                f"{folder} is an adapter for another model: the product B A of {short_repr(name)} is {product}, "
+                f"but the weight in this model has shape {expected}"
             )
         if len(modules) == 1:
             yield modules[0], _create_adapter(model, modules[0], a, b, alpha, dropout)
@@ -291,8 +292,8 @@ def _load_head_weights(
             for key, tensor in zip(mapping.ours, tensors, strict=True):
                 if state[key].shape != tensor.shape:
                     name = short_repr(mapping.theirs[0])
-                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this one"
-                    raise FileError(f"{folder} is an adapter for another model: {name} is {shapes}")
+                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this model"
+                    raise FileError(f"{folder} is an adapter for another model: {name} has shape {shapes}")
                 yield key, tensor
     if keys:
-        raise FileError(f"{folder} is an adapter for another model: this one has no {short_repr(min(keys))}")
+        raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(min(keys))}")

@@ -188,7 +188,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
             repeated = next((name for name in entries if name in self.entries), None)
             if repeated is not None:
                 locations = f"{self.file_of[repeated].name} and {path.name}"
-                raise FileError(f"{short_repr(repeated)} is stored twice, in {locations}")
+                raise FileError(f"{short_repr(repeated)} is stored twice, in {locations}; remove one of them")
             self.entries |= entries
             self.file_of |= dict.fromkeys(entries, path)
             if len(self.entries) > MAX_TENSORS:
@@ -238,7 +238,7 @@ def open_weights(folder: str | Path) -> SafetensorsWeights:
     if pickles:
         hint = f"{min(pickles)} is a pickle: write monoblock convert {folder} --to FOLDER first"
         raise FileError(f"{folder} has no {WEIGHTS_FILE}; {hint}")
-    raise FileError(f"{folder} has no {WEIGHTS_FILE}")
+    raise FileError(f"{folder} has no {WEIGHTS_FILE}, the file with the weights of a model")
 
 
 def _list_files(folder: str | Path) -> list[str]:

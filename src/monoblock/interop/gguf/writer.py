@@ -62,7 +62,7 @@ def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
     """Return the first architecture of llama.cpp that can express a model, and the fields of its GGUF file."""
     if model.config.family != "decoder-only":
         raise ConfigError(
-            f"GGUF is written for decoders, and this model is {model.config.family}; write the format hf or monoblock"
+            f"GGUF is written only for decoders, but this model is {model.config.family}; choose hf or monoblock"
         )
     reasons = []
     for family in ARCHITECTURES.values():

@@ -28,7 +28,7 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
     If `model_type` is given, only the family with this model_type is tried.
     """
     if model_type is not None and model_type not in FAMILIES:
-        raise ConfigError(f"there is no family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
+        raise ConfigError(f"there is no Hugging Face family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
     reason = ""
     for family in [FAMILIES[model_type]] if model_type is not None else FAMILIES.values():
         for name, head in family.classes.items():
