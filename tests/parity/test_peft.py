@@ -45,6 +45,12 @@ CASES = {
         ["q", "v"],
         ["query", "value"],
     ),
+    "regression": (
+        "BertForSequenceClassification",
+        HF_SIZES | NO_DROPOUT | {"num_labels": 3, "problem_type": "regression"},
+        ["q", "v"],
+        ["query", "value"],
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         {

@@ -31,7 +31,12 @@ from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 DIGEST_KEY = "monoblock_base"  # key in the metadata of the weights file, which peft ignores
-PEFT_TASK_TYPES = {"classifier": "SEQ_CLS", "tagger": "TOKEN_CLS", "spans": "QUESTION_ANS"}
+PEFT_TASK_TYPES = {
+    "classifier": "SEQ_CLS",
+    "regression": "SEQ_CLS",
+    "tagger": "TOKEN_CLS",
+    "spans": "QUESTION_ANS",
+}
 SUPPORTED_VALUES = {
     "bias": "none",
     "use_dora": False,
@@ -119,7 +124,7 @@ def _join_adapters(
 
 
 def _collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:
-    """Return the trained weights that are not adapters, by name in the file; always with a classifier's head."""
+    """Return the trained weights that are not adapters, by name in the file; always a head of PEFT_TASK_TYPES."""
     state = model.state_dict()
     has_classifier = model.config.head is not None and model.config.head.kind in PEFT_TASK_TYPES
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monoblock.config.model import HeadConfig, ModelConfig
+from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
 from monoblock.interop.huggingface.config_tree import ConfigTree, config_difference, resolve_sizes, tree_to_config
 from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, read_fields, write_fields
 from monoblock.interop.huggingface.ignored_fields import IGNORED_FIELDS
 from monoblock.interop.rename import Rule
-
-VOCABULARY_HEADS = ("language_model", "masked_lm")
 
 
 def head_tree(**options: Any) -> ConfigTree:

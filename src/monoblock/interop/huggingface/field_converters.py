@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.field_rules import Field, FieldGroup
@@ -112,22 +113,31 @@ def unused_field(theirs: str, default: Any) -> FieldGroup:
 
 
 def num_labels() -> FieldGroup:
-    """Rule for the number of classes: num_labels, or the size of id2label."""
+    """Rule for the number of classes, num_labels or the size of id2label, and for a regression head, problem_type."""
+
+    def has_labels(head: ConfigTree | None) -> bool:
+        """Return whether the fields state the number of classes; ELECTRA's discriminator, a tagger, always has one."""
+        if head is None or head["kind"] not in HEADS_WITH_CLASSES:
+            return False
+        return head["kind"] != "tagger" or head["classes"] != 1
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         head = tree["head"]
-        if head is not None and head["kind"] in ("classifier", "tagger") and head["classes"] != 1:
+        if has_labels(head):
             id2label = fields["id2label"]
             head["classes"] = fields["num_labels"] or (len(id2label) if isinstance(id2label, dict) else 2)
+            if fields["problem_type"] == "regression" and head["kind"] == "classifier" and not head["teacher"]:
+                head["kind"] = "regression"
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         head = tree["head"]
-        if head is None or head["kind"] not in ("classifier", "tagger") or head["classes"] == 1:
+        if not has_labels(head):
             return {}
         labels = [f"LABEL_{n}" for n in range(head["classes"])]
-        return {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+        fields = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+        return fields | ({"problem_type": "regression"} if head["kind"] == "regression" else {})
 
-    return FieldGroup({"id2label": None, "num_labels": None, "label2id": None}, read, write)
+    return FieldGroup({"id2label": None, "num_labels": None, "label2id": None, "problem_type": None}, read, write)
 
 
 def offset_positions(context: str, offset: str, default: int) -> FieldGroup:

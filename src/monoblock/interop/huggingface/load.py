@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import FileError, did_you_mean
 from monoblock.interop.huggingface.families import FAMILIES
-from monoblock.interop.huggingface.family import VOCABULARY_HEADS, Family
+from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
 from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
 from monoblock.interop.weights_reader import WeightReader
