@@ -231,7 +231,5 @@ def test_reading_a_missing_tokenizer_is_an_error(tmp_path):
 
 
 def test_a_model_that_is_no_decoder_is_refused_with_another_format(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"GGUF is written only for decoders, but this model is vision; choose hf"
-    ):
+    with pytest.raises(ConfigError, match=r"GGUF is written only for decoders, but this model is vision; choose hf"):
         save_gguf(mb.Transformer(mb.tiny("vit-b16")), tmp_path / "vit.gguf")
