@@ -29,10 +29,12 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"there is no Hugging Face family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
+    kind = None if config.head is None else config.head.kind
+    kind = "classifier" if kind == "regression" else kind  # the same classes, with another problem_type
     reason = ""
     for family in [FAMILIES[model_type]] if model_type is not None else FAMILIES.values():
         for name, head in family.classes.items():
-            if (head is None) != (config.head is None) or (head and config.head and head["kind"] != config.head.kind):
+            if (None if head is None else head["kind"]) != kind:
                 continue
             try:
                 return family, name, family.write_config(config, name)
