@@ -124,7 +124,10 @@ def _join_adapters(
 
 
 def _collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:
-    """Return the trained weights that are not adapters, by name in the file; always a head of PEFT_TASK_TYPES."""
+    """Return the trained weights that are not adapters, by their names in the file.
+
+    A head whose kind is in PEFT_TASK_TYPES is always included.
+    """
     state = model.state_dict()
     has_classifier = model.config.head is not None and model.config.head.kind in PEFT_TASK_TYPES
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}

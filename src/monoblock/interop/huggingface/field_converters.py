@@ -113,7 +113,7 @@ def unused_field(theirs: str, default: Any) -> FieldGroup:
 
 
 def num_labels() -> FieldGroup:
-    """Rule for the number of classes, num_labels or the size of id2label, and for a regression head, problem_type."""
+    """Return the rule for the number of classes (num_labels, id2label) and for regression heads (problem_type)."""
 
     def has_labels(head: ConfigTree | None) -> bool:
         """Return whether the fields state the number of classes; ELECTRA's discriminator, a tagger, always has one."""
