@@ -133,7 +133,7 @@ class Engine:
             return self._step()
 
     def follow_model_changes(self) -> None:
-        """Go on with the model as it is now; called before a step if the caller may have changed it (backend.renew)."""
+        """Use the model as it is now; call this before a step if its weights or modules may have changed."""
         if (renewed := self.backend.renew(self.state)) is not None:
             (self.backend, self.state), self.filters = renewed, None
 

@@ -103,13 +103,13 @@ class CachedDecoderState:
         self.cache = None
 
     def continue_rows(self, other: CachedDecoderState, convert: Callable[[Tensor], Tensor]) -> None:
-        """Take over the rows of another state, whose tensors `convert` copies; the other state is not used again."""
+        """Take over the rows of another state, which must not be used again; `convert` copies each of its tensors."""
         self.cache = other._give_cache()
         if self.cache is not None:
             self.cache.map_tensors(convert)
 
     def _give_cache(self) -> Cache | None:
-        """Return the cache in the form that every state can read."""
+        """Return the cache in the plain layout, which every kind of state can use."""
         return self.cache
 
 

@@ -1,10 +1,10 @@
-"""Tell whether a model was changed between two steps of a stream, in a few microseconds for each block.
+"""Find out whether a model was changed between two steps of `stream`, in a few microseconds per block.
 
     version = ModelVersion(model)
     version.has_changed()       # True after a hook, a module or a weight was added, replaced or written in place
 
-It does not see what the next call of `generate` or `stream` sees: writes through `.data`, patched classes and replaced
-attributes such as masks.
+Writes through `.data`, patched classes and replaced attributes such as masks are not noticed here; they take effect in
+the next call of `generate` or `stream`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModelVersion:
-    """The modules, tensors and hooks of a model at one moment."""
+    """A record of the modules, tensors and hooks that a model has at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())

@@ -61,9 +61,9 @@ class Backend(Protocol):
         ...
 
     def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
-        """Return a backend for the model as it is now, and the state continued with it; None if nothing has changed.
+        """Return a new backend and a new state if the model has changed since the last call, else None.
 
-        Changes are those since the previous call; the first call only begins to look for them.
+        The new state continues the rows of `state`.  The first call returns None and remembers the model.
         """
         ...
 
@@ -159,7 +159,7 @@ class TransformerBackend:
         return backend, state
 
     def _continue_rows(self, state: CachedDecoderState, dtype: torch.dtype | None) -> DecoderState:
-        """Return a state with the rows of a state of another model, whose weights had this dtype."""
+        """Return a new state of this backend with the rows of `state`, whose model had weights of this dtype."""
         shape = (state.capacity, state.rows_per_prompt, state.prefill_chunk)
         new = self.make_state(*shape, speculative=not can_burst(state))
         assert isinstance(new, CachedDecoderState)
