@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.quantization.packing import pack
@@ -241,6 +242,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "NativeStack int4": (built("NativeStack"), lambda: stack(4)),
     "NativeStack.step": (lambda **arguments: step_or_refuse(native_stack(), arguments), step),
     "NativeStack.step int4": (lambda **arguments: step_or_refuse(native_stack(bits=4), arguments), step),
+    "NativeStack.supports_batches": (lambda **arguments: native_stack().supports_batches(**arguments), dict),
     "SearchModel": (built("SearchModel"), search_model),
     "SearchModel.cache_memory": (
         lambda size: native_search_model().cache_memory(size),
@@ -253,6 +255,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         lambda: {"x": draw(B, D), "suppressed": [3]},
     ),
     "BeamSearchBatch.hypotheses": (lambda prompt: started_search().hypotheses(prompt), lambda: {"prompt": 1}),
+    "BeamSearchBatch.next_inputs": (lambda **arguments: started_search().next_inputs(**arguments), dict),
+    "BeamSearchBatch.lengths": (lambda **arguments: started_search().lengths(**arguments), dict),
+    "BeamSearchBatch.cache_rows": (lambda **arguments: started_search().cache_rows(**arguments), dict),
 }
 
 
@@ -263,6 +268,36 @@ def resized_to_nothing(t: Tensor) -> Tensor:
     wrong = t.clone()
     wrong.untyped_storage().resize_(0)
     return wrong
+
+
+class WrapperSubclass(Tensor):
+    """A tensor without memory, whose operators are in Python."""
+
+    @staticmethod
+    def __new__(cls, t: Tensor) -> "WrapperSubclass":
+        return Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device=t.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a WrapperSubclass")
+
+
+def with_null_pointer(t: Tensor) -> Tensor:
+    """A tensor whose storage has a size, but a null pointer."""
+    storage = torch._C._construct_storage_from_data_pointer(0, torch.device("cpu"), t.nbytes)
+    return torch.empty(0, dtype=t.dtype).set_(storage, 0, t.shape, t.stride())
+
+
+def tensors_without_memory(t: Tensor) -> Iterator[tuple[str, Any]]:
+    """Tensors that call themselves dense and on the CPU, though their elements are elsewhere or nowhere."""
+    yield "a FakeTensor", FakeTensorMode().from_tensor(t)
+    yield "a subclass with __torch_dispatch__", WrapperSubclass(t)
+    yield "a batched tensor of torch.func", torch._C._functorch._add_batch_dim(t[None], 0, 1)
+    yield "a functional tensor", torch._to_functional_tensor(t)
+    yield "a zero tensor", torch._efficientzerotensor(t.shape, dtype=t.dtype)
+    if t.dtype == torch.float32:
+        yield "a negated view", torch.complex(t, -t).conj().imag
+    yield "a null pointer", with_null_pointer(t)
 
 
 def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
@@ -286,6 +321,7 @@ def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
     yield "another device", t.to("meta")
     yield "sparse", t.to_sparse()
     yield "no storage", resized_to_nothing(t)
+    yield from tensors_without_memory(t)
     if t.dtype == torch.int64:
         yield "negative", t - 100
         yield "too large", t + 10**6
@@ -335,6 +371,7 @@ def wrong_fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def run_case(name: str) -> None:
     call, make = CASES[name]
     print(json.dumps([name, "", "", describe(lambda: call(**make()))]), flush=True)
+    print(json.dumps([name, "unknown", "", describe(lambda: call(**make(), unknown=1))]), flush=True)
     for argument in make():
         correct = make()
         for variant, wrong in wrong_values(correct[argument]):

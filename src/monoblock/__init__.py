@@ -1,4 +1,4 @@
-"""The Transformer, complete and usable: one block, and every published arrangement of it as a row of data.
+"""The Transformer, complete and usable: one block, and every published architecture as a configuration of it.
 
     import monoblock as mb
 
@@ -76,7 +76,7 @@ _HOME = {
     "window": "nn.masks",
 }
 
-# Old name -> new name; the old one still works in this release, with a warning.
+# Old name -> new name; the old name still works in this release, with a warning.
 _RENAMED = {"interpolated": "interpolate", "quantized": "quantize"}
 # The same for a class whose arguments were renamed too: the old class is kept in the module of the new one.
 _RENAMED_WITH_ARGUMENTS = {"Where": "TokenPositions"}
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'monoblock' has no attribute {name!r}{did_you_mean(name, _HOME)}")
     module = import_module(f"monoblock.{_HOME[public_name]}")
     value = getattr(module, name if name in _RENAMED_WITH_ARGUMENTS else public_name)
-    globals()[name] = value  # later uses are plain lookups, so that the warning comes once
+    globals()[name] = value  # later uses do not call __getattr__, so the warning comes once
     return value
 
 

@@ -5,7 +5,7 @@
         ├── ConfigError         an invalid configuration                (also a ValueError)
         ├── InputError          invalid ids, masks or shapes            (also a ValueError)
         └── FileError           an unusable file or folder              (also a ValueError)
-            └── SplitError      a missing split of a corpus
+            └── SplitError      a split that a corpus does not have
 
 A message is one line: what was given, why it is invalid, what to write instead. `assert` guards against bugs in the
 package itself.
@@ -24,7 +24,7 @@ class ConfigError(MonoblockError, ValueError):
 
 
 class InputError(MonoblockError, ValueError):
-    """Input that a model cannot process: ids, masks, shapes, lengths."""
+    """Input that a model cannot process, because its ids, masks, shapes or lengths are invalid."""
 
 
 # Not an OSError, whose constructor interprets its arguments as errno and filename.
@@ -33,16 +33,19 @@ class FileError(MonoblockError, ValueError):
 
 
 class SplitError(FileError):
-    """A split that a corpus does not have; a damaged split is a FileError."""
+    """A split that a corpus does not have. For a split that exists but is damaged, a plain FileError is raised."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return the end of an error message, "; did you mean 'width'?", or "" if no choice is close."""
+    """Return the end of an error message that suggests the choice most similar to `word`: "; did you mean 'width'?".
+
+    Return "" if no choice is similar.
+    """
     by_lowercase = {choice.lower(): choice for choice in choices}
     matches = get_close_matches(word.lower(), by_lowercase, n=1)
     return f"; did you mean {by_lowercase[matches[0]]!r}?" if matches else ""
 
 
 def with_article(words: str) -> str:
-    """Prefix "a" or "an": "a decoder-only", "an encoder-only"."""
+    """Return the words after "a" or "an", as in "a decoder-only" and "an encoder-only"."""
     return f"{'an' if words[:1] in 'aeiou' else 'a'} {words}"

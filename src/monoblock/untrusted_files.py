@@ -1,7 +1,7 @@
-"""Read files from untrusted sources: with a size limit, as strict JSON, and never outside their folder.
+"""Read files from untrusted sources: with a size limit, as strict JSON, and only from inside their folder.
 
-`parse_json` refuses what readers of JSON disagree on or what exhausts memory: duplicate keys, NaN and infinity, deep
-nesting, and more values than a configuration can have.
+`parse_json` refuses what JSON parsers interpret differently (duplicate keys, NaN and infinity) and what could exhaust
+memory (deep nesting, and more values than a configuration can have).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MB = 2**20
 MAX_BYTES = 16 * MB
 MAX_JSON_DEPTH = 32
 MAX_JSON_VALUES = 1_000_000
-MAX_REPR_LENGTH = 80  # characters of an untrusted value in a message
+MAX_REPR_LENGTH = 80  # characters of an untrusted value that a message shows
 
 
 def short_repr(value: object) -> str:
@@ -30,14 +30,17 @@ def short_repr(value: object) -> str:
 
 
 def safe_join(folder: str | Path, name: object) -> Path:
-    """Return the path of a regular file in a folder; paths and links out of the folder are refused.
+    """Return the path of the regular file `name` in a folder; raise FileError if it leads out of the folder.
 
-    Links are allowed in the Hugging Face cache only, where snapshots/REVISION links to ../../blobs.
+    Links out of the folder are allowed in the Hugging Face cache only, where files in snapshots/REVISION are links to
+    files in ../../blobs.
     """
     root = Path(os.path.realpath(folder))
     is_plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in "/\\:\0\n" for c in name)
     if not is_plain:
-        raise FileError(f"{folder} refers to the file {short_repr(name)}; write a file name without a path")
+        raise FileError(
+            f"{folder} refers to {short_repr(name)}, which is not a plain file name; write a file name without a path"
+        )
     path = root / str(name)
     try:
         real = Path(os.path.realpath(path, strict=True))
@@ -50,17 +53,17 @@ def safe_join(folder: str | Path, name: object) -> Path:
             f"{folder}: {short_repr(name)} is a link that leads out of the folder; put the file itself there"
         )
     if not is_regular:
-        raise FileError(f"{folder}: {short_repr(name)} is not a regular file")
+        raise FileError(f"{folder}: {short_repr(name)} is not a regular file; put a file there")
     return path
 
 
 def has_file(folder: str | Path, name: str) -> bool:
-    """Whether a folder has an entry of this name; a broken link counts, so that `safe_join` reports it."""
+    """Return whether a folder has an entry of this name; a broken link counts, so that `safe_join` reports it."""
     return os.path.lexists(Path(folder) / name)
 
 
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file of at most `max_bytes`."""
+    """Read a regular file; raise FileError if it has more than `max_bytes` bytes."""
     try:
         # Reading a pipe or a device may never end.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -77,7 +80,7 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
-    """Read a JSON file that contains an object."""
+    """Read a JSON file that contains an object, by the rules of `parse_json`."""
     data = parse_json(read_bytes(path, max_bytes), str(path), max_values=max_values)
     if not isinstance(data, dict):
         raise FileError(f"{path} does not contain a JSON object; is it the right file?")
@@ -85,8 +88,11 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_values: int =
 
 
 def parse_json(raw: bytes, source: str, *, max_values: int = MAX_JSON_VALUES, max_depth: int = MAX_JSON_DEPTH) -> Any:
-    """Parse strict JSON without duplicate keys, with at most `max_values` values and `max_depth` levels."""
-    # An upper bound, counted before parsing allocates memory; commas in strings count too.
+    """Parse strict JSON without duplicate keys, with at most `max_values` values and `max_depth` levels of nesting.
+
+    source: the name of the file, for error messages.
+    """
+    # An upper bound of the number of values, before parsing allocates memory; commas in strings count too.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > max_values:
         raise FileError(f"{source} has more than {max_values:,} values; is it the right file?")
     try:
@@ -97,7 +103,7 @@ def parse_json(raw: bytes, source: str, *, max_values: int = MAX_JSON_VALUES, ma
             parse_float=_parse_finite_float,
         )
     except RecursionError:
-        raise FileError(f"{source} cannot be read as JSON: it is nested too deep") from None
+        raise FileError(f"{source} cannot be read as JSON: it is nested too deep; is it the right file?") from None
     except UnicodeDecodeError as problem:
         raise FileError(f"{source} is not JSON: byte {problem.start} is not UTF-8") from None
     except ValueError as problem:
@@ -130,7 +136,7 @@ def _parse_finite_float(digits: str) -> float:
 
 
 def _is_deeper_than(value: Any, max_depth: int) -> bool:
-    """Whether lists and objects are nested deeper than `max_depth`."""
+    """Return whether lists and objects are nested deeper than `max_depth` levels."""
     level = [value]
     for _ in range(max_depth + 1):
         containers = [item for item in level if isinstance(item, (dict, list))]

@@ -12,6 +12,7 @@ from monoblock.accounting.flops import count_attention_pairs, gpu_hours, rule_of
 from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5, vaswani
 from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfig
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import InputError
 from monoblock.nn.lstm import Recurrent
@@ -77,6 +78,11 @@ def test_a_tiny_preset_has_the_flops_that_torch_counts(name, tap):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_published_model_has_the_flops_that_torch_counts(name):
     assert_flops(preset(name), identity_tap, batch=3, source=101, target=67)
+
+
+@pytest.mark.parametrize("head", HEADS_WITH_CLASSES)
+def test_a_head_with_classes_has_the_flops_that_torch_counts(head):
+    assert_flops(bert(vocab=53, width=30, depth=2, heads=3, context=29, head=head, classes=7), identity_tap)
 
 
 def test_frames_have_the_flops_that_torch_counts():

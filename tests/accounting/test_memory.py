@@ -336,6 +336,14 @@ UNUSUAL = {
     "a classifier of the mean": change_fields(
         bert(vocab=61, width=30, depth=1, heads=3, context=128, head="classifier"), HeadConfig={"pooling": "mean"}
     ),
+    "a regression": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="regression", classes=3),
+    "a regression that drops": change_fields(
+        bert(vocab=61, width=30, depth=1, heads=3, context=128, head="regression"), HeadConfig={"dropout": 0.1}
+    ),
+    "a regression of the mean": change_fields(
+        bert(vocab=61, width=30, depth=1, heads=3, context=128, head="regression"),
+        HeadConfig={"pooling": "mean", "pooler": "none"},
+    ),
     "tags": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="tagger", classes=5),
     "spans": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="spans"),
     "no head": bert(vocab=61, width=30, depth=1, heads=3, context=128, head="none"),

@@ -101,6 +101,8 @@ UNUSUAL = {
     "a head without biases": small_encoder(head=replace(MASKED, bias="none", transform_bias=False)),
     "spans": small_encoder(head=HeadConfig(kind="spans", bias="learned")),
     "tags": small_encoder(head=HeadConfig(kind="tagger", classes=11)),
+    "a number": small_encoder(head=HeadConfig(kind="regression", bias="learned")),
+    "several numbers": small_encoder(head=HeadConfig(kind="regression", classes=7, pooler="gelu", transform="gelu")),
     "a pooled vector": small_encoder(head=HeadConfig(kind="pooled", pooler="tanh")),
     "registers": replace(
         vit(image=12, patch=4, width=30, depth=2, heads=3, classes=7),
@@ -340,7 +342,7 @@ def test_choices_can_be_changed_on_the_command_line(run_account):
         (["gpt2", "depht=3"], "did you mean 'depth'"),
         (["gpt2", "depth"], "name=value"),
         (["gpt2", "--length", "2048"], "1024 or less"),
-        (["vit-b16", "--length", "30"], "length=30 contradicts the 197 tokens of an image"),
+        (["vit-b16", "--length", "30"], "length=30 is wrong, because an image has 197 tokens"),
         (["gpt2", "--target-length", "5"], "encoder-decoder"),
         (["gpt2", "--batch", "0"], "batch"),
         (["gpt2", "--tokens", "5", "--mfu", "40"], "mfu"),

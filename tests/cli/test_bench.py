@@ -95,7 +95,7 @@ def test_an_encoder_decoder_is_measured(tmp_path, capsys):
         (["gpt22"], "did you mean 'gpt2'"),
         (["bert-base"], "generates no text"),
         (["gpt2", "--only", "transfomers"], "did you mean 'transformers'"),
-        (["FOLDER", "--new", "60"], "the context is 32"),
+        (["FOLDER", "--new", "60"], "but this model has 32"),
         (["gpt2", "--new", "0"], "is not in the range"),
     ],
 )

@@ -216,7 +216,7 @@ def test_the_help_of_ls_names_everything_it_lists(capsys):
         (["gpt2", "--prompt", "3"], "--prompt 3 has no effect without --new; give both or neither"),
         (["gpt2", "--beams", "3"], "--beams 3 has no effect without --new"),
         (["gpt2", "--new", "9", "--prompt", "99999"], "is more than the 1024 learned positions"),
-        ([""], "the name of the model is empty; give a preset"),
+        ([""], "WHAT is empty; give the name of a preset"),
         (["gpt-2"], "there is no preset 'gpt-2'; did you mean 'gpt2'?"),
     ],
 )

@@ -94,7 +94,7 @@ def test_results_keep_the_order_of_lines_and_an_empty_line_has_an_empty_result(c
 
 
 def test_invalid_input_is_a_one_line_error(classifier, tagger, vision_model, run_verb, tmp_path, folder):
-    assert "there is no text" in run_verb(["predict", classifier])[2]
+    assert "there is no input" in run_verb(["predict", classifier])[2]
     code, out, err = run_verb(["predict", classifier], b"the cat\n\n" + b"the cat sat " * 20 + b"\n")
     assert (code, out) == (1, "")
     assert "error: line 3 has" in err
@@ -113,8 +113,11 @@ def test_invalid_input_is_a_one_line_error(classifier, tagger, vision_model, run
     assert "a line with a tab is read as a pair" in run_verb(["predict", classifier], b"the\tcat\nthe\tcat\n")[2]
     for arguments, message in (
         (["predict", tagger, "x", "--top", 2], "--top has no effect on tagging"),
-        (["predict", vision_model, "x.png", "--long", "cut"], "--long has no effect here: images have one size"),
-        (["evaluate", classifier, folder, "--stride", 3], "--stride is for language models"),
+        (
+            ["predict", vision_model, "x.png", "--long", "cut"],
+            "--long has no effect on this model, because images have a fixed size",
+        ),
+        (["evaluate", classifier, folder, "--stride", 3], "--stride is for models that predict the next token"),
         (
             ["evaluate", classifier, folder, "--calibrate"],
             "--calibrate has no effect without --shots",

@@ -120,7 +120,7 @@ def test_an_existing_folder_is_not_overwritten_without_force(workspace, capsys):
     ("arguments", "code", "message"),
     [
         (["train", "none.txt", "--out", "t"], 1, "none.txt cannot be read: No such file or directory"),
-        (["train", "bad.txt", "--out", "t"], 1, "bad.txt is not UTF-8 text (byte 1)"),
+        (["train", "bad.txt", "--out", "t"], 1, "bad.txt is not UTF-8 text (see byte 1)"),
         (["train", "empty.txt", "--out", "t"], 1, "there is no text to train on"),
         (["train", "empty.txt", "--kind", "bpee", "--out", "t"], 2, "did you mean 'bpe'?"),
         (["train"], 2, "Missing argument 'DATA...'"),

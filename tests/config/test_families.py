@@ -6,6 +6,7 @@ from support import B, T, block_configs, build_model, random_pixels, random_sour
 
 from monoblock.config.families import bart, bert, build_stack, gpt, llama, t5, vaswani, vit
 from monoblock.config.model import Buckets, Learned, NormConfig, Rotary, Sinusoid
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.errors import ConfigError
 
 SIZES = {"vocab": 61, "width": 12, "depth": 2, "heads": 3}
@@ -83,11 +84,11 @@ def test_bart_has_positions_for_source_and_target_and_one_token_table():
 
 @pytest.mark.parametrize(
     ("head", "shape"),
-    [("pooled", (B, 12)), ("masked_lm", (B, T, 61)), ("classifier", (B, 5)), ("tagger", (B, T, 5)),
-     ("spans", (B, T, 2))],
+    [("pooled", (B, 12)), ("masked_lm", (B, T, 61)), ("classifier", (B, 5)), ("regression", (B, 5)),
+     ("tagger", (B, T, 5)), ("spans", (B, T, 2))],
 )  # fmt: skip
 def test_bert_takes_any_head(head, shape):
-    classes = 5 if head in ("classifier", "tagger") else None
+    classes = 5 if head in HEADS_WITH_CLASSES else None
     assert build_model(bert(**SIZES, context=37, head=head, classes=classes))(random_tokens()).shape == shape
 
 
@@ -135,8 +136,9 @@ def test_an_invalid_width_is_named_in_the_error(name, width):
     [
         ({"head": "classifier", "classes": 0}, "classes=0 is too small"),
         ({"head": "tagger", "classes": "5"}, "classes='5' is not a whole number"),
-        ({"head": "pooled", "classes": 7}, "classes=7 goes with a classifier or tagger, not with head='pooled'"),
-        ({"head": "none", "classes": 7}, "classes=7 goes with a classifier or tagger"),
+        ({"head": "regression", "classes": 0}, "classes=0 is too small"),
+        ({"head": "pooled", "classes": 7}, "the heads classifier, tagger, regression, not with head='pooled'"),
+        ({"head": "none", "classes": 7}, "classes=7 goes with the heads classifier"),
         ({"head": None}, "head=None is not one of pooled"),
     ],
 )
@@ -147,6 +149,10 @@ def test_invalid_classes_and_heads_of_bert_are_errors(options, message):
 
 def test_a_bert_classifier_has_two_classes_by_default():
     assert bert(**SIZES, context=37, head="classifier").head.classes == 2
+
+
+def test_a_bert_regression_gives_one_number_by_default():
+    assert bert(**SIZES, context=37, head="regression").head.classes == 1
 
 
 @pytest.mark.parametrize("name", BUILDERS)

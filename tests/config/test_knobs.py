@@ -8,7 +8,7 @@ from support import block_configs, is_encoder_decoder, preset_names
 
 from monoblock.config.families import bert, gpt, llama, t5, vaswani, vit
 from monoblock.config.knobs import KNOBS, POSITION_SCHEMES, rebuild, resize_pattern, vary
-from monoblock.config.model import Alibi, Buckets, Learned, Repeat, Rotary, Sinusoid, StackConfig
+from monoblock.config.model import Alibi, Buckets, HeadConfig, Learned, Repeat, Rotary, Sinusoid, StackConfig
 from monoblock.config.presets import tiny
 from monoblock.config.schema import nearest_divisor
 from monoblock.errors import ConfigError
@@ -92,6 +92,14 @@ def test_knobs_of_one_call_are_applied_together():
     assert (varied.width, block_configs(varied)[0].attention.heads) == (20, 5)
 
 
+def test_a_regression_head_has_the_defaults_of_a_classifier_and_one_number():
+    regression = vary(BERT, head="regression")
+    assert regression.head == replace(vary(BERT, classes=1).head, kind="regression")
+    assert vary(BERT, head="regression", classes=3).head.classes == vary(regression, classes=3).head.classes == 3
+    assert vary(regression, head="classifier") == BERT
+    assert HeadConfig(kind="regression").classes == 1
+
+
 def test_a_specific_dropout_overrides_the_general_one_in_any_order():
     specific = {"attention_dropout": 0.1, "embedding_dropout": 0.3, "head_dropout": 0.5}
     varied = vary(GPT, **specific, dropout=0.2)
@@ -131,7 +139,7 @@ def test_positions_replace_the_old_scheme_everywhere(config, positions):
 
 
 def test_learned_positions_without_a_context_are_an_error():
-    with pytest.raises(ConfigError, match="learned positions need context"):
+    with pytest.raises(ConfigError, match="learned positions need a context"):
         vary(vaswani(vocab=11, width=12, heads=3), positions="learned")
 
 
@@ -176,7 +184,7 @@ def test_all_norms_change_their_kind_and_keep_their_eps():
         ({"qk_norm": "no"}, "qk_norm='no' is not true or false"),
         ({"qk_norm": None}, "qk_norm=None is not true or false"),
         ({"bias": "qkv"}, "bias='qkv' is not true or false"),
-        ({"tie": "three_way"}, "there is one input"),
+        ({"tie": "three_way"}, "this model has only one input"),
     ],
 )
 def test_an_invalid_knob_is_an_error_with_a_reason(knobs, message):

@@ -87,6 +87,7 @@ INVALID = {
     "learned positions need context": lambda: EmbeddingConfig(vocab=11, positions=Learned()),
     "form='grid' is for images": lambda: EmbeddingConfig(vocab=11, positions=Sinusoid(form="grid")),
     "classifier and tagger need classes": lambda: HeadConfig(kind="classifier"),
+    "teacher=True needs kind='classifier'": lambda: HeadConfig(kind="regression", teacher=True),
     "head kind='language_model' with classes=3": lambda: HeadConfig(kind="language_model", classes=3),
     "pools nothing; drop pooling": lambda: HeadConfig(kind="tagger", classes=3, pooling="mean"),
     "a pooled head has no logits": lambda: HeadConfig(kind="pooled", softcap=3.0),
@@ -112,6 +113,7 @@ INVALID = {
     ),
     "a masked_lm head needs an encoder-only model": lambda: replace(GPT, head=HeadConfig(kind="masked_lm")),
     "is for a model of one stack": lambda: replace(T5, tie="source_target", head=HeadConfig(kind="pooled")),
+    "a regression head is for": lambda: replace(T5, tie="source_target", head=HeadConfig(kind="regression")),
     # wrong types
     r"AttentionConfig.heads='3' is not a whole number": lambda: AttentionConfig(heads="3"),
     r"AttentionConfig.heads=True is not a whole number": lambda: AttentionConfig(heads=True),

@@ -1,4 +1,4 @@
-"""`generate` runs a model as its user left it: drafts, replaced modules, patched classes, changes during a stream."""
+"""`generate` runs a model as its user left it: drafts, patched classes, replaced masks and modules."""
 
 import copy
 import functools

@@ -80,8 +80,8 @@ def test_pruning_twice_equals_pruning_once():
     [
         ("gpt2", {"decoder.7.attention": [0]}, "no attention layer 'decoder.7.attention'; did you mean"),
         ("gpt2", {"decoder.0.attention": [3]}, "has heads 0 to 2"),
-        ("gpt2", {"decoder.0.attention": [0, 1, 2]}, "leave at least one"),
-        ("llama3-8b", {"decoder.0.attention": [0]}, r"prune whole groups, such as \[0, 1, 2\]"),
+        ("gpt2", {"decoder.0.attention": [0, 1, 2]}, "keep at least one"),
+        ("llama3-8b", {"decoder.0.attention": [0]}, r"prune such groups as a whole, for example heads \[0, 1, 2\]"),
         ("olmo2-7b", {"decoder.0.attention": [0]}, "across all heads"),
     ],
 )

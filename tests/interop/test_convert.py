@@ -209,7 +209,7 @@ class Payload:
 def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MONOBLOCK_CANARY", str(tmp_path / "canary"))
     torch.save({"a": torch.ones(2), "b": Payload()}, tmp_path / "x.pt")
-    with pytest.raises(mb.FileError, match=r"it holds more than tensors, it asks for (posix|nt)\.mkdir"):
+    with pytest.raises(mb.FileError, match=r"it contains more than tensors: it would call (posix|nt)\.mkdir"):
         pickle_to_safetensors(tmp_path / "x.pt", tmp_path / "x.safetensors")
     assert not (tmp_path / "canary").exists()
     assert not (tmp_path / "x.safetensors").exists()
@@ -230,7 +230,7 @@ def test_a_zip_bomb_is_refused(tmp_path):
         (["nothing", "--to", "out"], 1, "is not a model folder"),
         (["x.pt", "--to", "out"], 1, "weights without a configuration"),
         (["x.txt", "--to", "out"], 1, "is not a model; give a folder"),
-        (["here", "--to", "here"], 2, "already exists; name another"),
+        (["here", "--to", "here"], 2, "already exists; give another"),
         (["here"], 2, "Missing option '--to'"),
         (["here", "--to", "out", "--format", "onnx"], 2, "is not one of"),
     ],

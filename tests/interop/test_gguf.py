@@ -218,7 +218,7 @@ def test_a_tokenizer_without_a_gguf_name_is_refused(tmp_path):
 
 
 def test_an_encoder_and_an_unknown_storage_type_are_refused(tmp_path):
-    with pytest.raises(mb.ConfigError, match="GGUF is written for decoders"):
+    with pytest.raises(mb.ConfigError, match="GGUF is written only for decoders"):
         save_gguf(Transformer(mb.bert(heads=6, **SIZES)), tmp_path / "model.gguf")
     with pytest.raises(mb.ConfigError, match="kind='q4' is none of"):
         save_gguf(random_model("llama"), tmp_path / "model.gguf", kind="q4")
@@ -231,7 +231,5 @@ def test_reading_a_missing_tokenizer_is_an_error(tmp_path):
 
 
 def test_a_model_that_is_no_decoder_is_refused_with_another_format(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"GGUF is written for decoders, and this model is vision; write the format hf"
-    ):
+    with pytest.raises(ConfigError, match=r"GGUF is written only for decoders, but this model is vision; choose hf"):
         save_gguf(mb.Transformer(mb.tiny("vit-b16")), tmp_path / "vit.gguf")

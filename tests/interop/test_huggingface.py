@@ -186,7 +186,7 @@ def test_a_model_that_no_family_can_express_is_refused_with_the_reason(tmp_path)
         match=r"this decoder-only model cannot be written as llama: llama cannot express input.scale='sqrt_width'",
     ):
         export_hf(tiny_model("gemma2-2b"), tmp_path, family="llama")
-    with pytest.raises(ConfigError, match="there is no family 'lama'; did you mean 'llama'"):
+    with pytest.raises(ConfigError, match="there is no Hugging Face family 'lama'; did you mean 'llama'"):
         export_hf(tiny_model("llama-7b"), tmp_path, family="lama")
     assert not list(tmp_path.iterdir())
 
@@ -197,14 +197,14 @@ def test_a_model_that_no_family_can_express_is_refused_with_the_reason(tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(extra=torch.zeros(2)), "holds a tensor this family has no place for: 'extra'"),
-        (lambda t: t.pop("model.norm.weight") is None, "it lacks: 'model.norm.weight'"),
+        (lambda t: t.update(extra=torch.zeros(2)), "has a tensor that this family does not use: 'extra'"),
+        (lambda t: t.pop("model.norm.weight") is None, "it lacks the tensor: 'model.norm.weight'"),
         (
             lambda t: [t.pop(key) for key in list(t) if "layers.1.self_attn.q" in key or "input" in key] and None,
-            "it lacks: .*and 2 more",
+            "it lacks the tensor: .*and 2 more",
         ),
         (lambda t: t.update({"model.norm.weight": torch.zeros(35)}), "becomes decoder.norm.weight with shape"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(36).long()}), "holds torch.int64"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(36).long()}), "has dtype torch.int64"),
     ],
 )
 def test_a_missing_or_unexpected_tensor_is_named(folder, change, message):
@@ -257,7 +257,7 @@ def test_a_tensor_stored_under_two_names_must_be_equal(tmp_path):
     change_weights(tmp_path, lambda t: t.update({"encoder.embed_tokens.weight": t["shared.weight"].clone()}))
     assert_bit_equal(Transformer.from_pretrained(tmp_path)(*example_inputs(model)), model(*example_inputs(model)))
     change_weights(tmp_path, lambda t: t.update({"encoder.embed_tokens.weight": t["shared.weight"] + 1}))
-    assert_refused("should be one tensor, and they differ", tmp_path)
+    assert_refused("should be one tensor, but they differ", tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -25,6 +25,7 @@ from monoblock.config.model import (
     Sinusoid,
     StackConfig,
 )
+from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
 
 WIDTH, VOCAB, CONTEXT, HIDDEN = 12, 19, 29, 7
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity")
@@ -184,13 +185,13 @@ def head_configs(draw, kinds):
     if kind is None:
         return None
     has_vocabulary, is_pooled, has_logits = (
-        kind in ("language_model", "masked_lm"),
-        kind in ("classifier", "pooled"),
+        kind in VOCABULARY_HEADS,
+        kind in SEQUENCE_HEADS,
         kind != "pooled",
     )
     return HeadConfig(
         kind=kind,
-        classes=5 if kind in ("classifier", "tagger") else None,
+        classes=draw(st.sampled_from((1, 5))) if kind in HEADS_WITH_CLASSES else None,
         bias=draw(st.sampled_from(("none", "learned", "fixed"))) if has_logits else "none",
         pooling=draw(st.sampled_from(("first", "last", "mean"))) if is_pooled else "first",
         pooler=draw(st.sampled_from(("none", "tanh"))) if is_pooled else "none",
@@ -204,7 +205,7 @@ def head_configs(draw, kinds):
 
 
 INIT_CONFIGS = st.sampled_from([InitConfig(kind=kind) for kind in ("normal", "xavier", "t5", "small")])
-ENCODER_HEADS = ("masked_lm", "classifier", "tagger", "spans", "pooled", None)
+ENCODER_HEADS = ("masked_lm", "classifier", "regression", "tagger", "spans", "pooled", None)
 
 
 @st.composite
@@ -258,7 +259,7 @@ def vision_models(draw):
         positions=draw(st.sampled_from((None, Learned(), Sinusoid(), Sinusoid(form="grid")))),
         norm=draw(optional(norm_configs())),
     )
-    head = draw(head_configs(("classifier", "pooled", None)))
+    head = draw(head_configs(("classifier", "regression", "pooled", None)))
     return ModelConfig(input=patches, encoder=draw(stack_configs("full")), head=head, init=draw(INIT_CONFIGS))
 
 

@@ -53,5 +53,5 @@ def test_scores_computed_by_hand():
 
 @pytest.mark.parametrize(("texts", "golds"), [([], []), (["a"], []), (["a"], [[]])])
 def test_missing_references_are_refused(texts, golds):
-    with pytest.raises(InputError, match="lists of references; give at least one text, and a list for each"):
+    with pytest.raises(InputError, match="lists of references; give at least one text, and for each text a list"):
         rouge(texts, golds)

@@ -83,7 +83,7 @@ def test_perplexity_and_bits_per_byte_of_a_uniform_distribution():
 
 def test_empty_inputs_are_refused():
     for texts, references in (([], []), (["a"], []), (["a"], [[]])):
-        with pytest.raises(InputError, match="give at least one text, and a list for each"):
+        with pytest.raises(InputError, match="give at least one text, and for each text a list"):
             text_metrics.cer(texts, references)
     with pytest.raises(InputError, match="an empty text has no bits per byte"):
         text_metrics.bits_per_byte(1.0, 1, 0)

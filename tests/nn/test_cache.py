@@ -142,7 +142,7 @@ def test_a_cache_that_is_full_says_how_large_it_must_be(ragged):
     cache = build_cache(BLOCK, capacity=5)
     write(cache, keys(3))
     cache.advance(torch.tensor([3, 3]) if ragged else 3)
-    with pytest.raises(InputError, match=r"holds 5 tokens.*3 are in it and 3 more.*capacity=6"):
+    with pytest.raises(InputError, match=r"holds at most 5 tokens.*3 are in it and 3 more.*capacity=6"):
         cache.prepare_write(arange_positions(3, 3))
 
 

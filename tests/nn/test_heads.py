@@ -8,6 +8,7 @@ from torch.nn.functional import gelu, layer_norm, linear
 from monoblock.config.families import bert, gpt
 from monoblock.config.knobs import rebuild
 from monoblock.config.model import EmbeddingConfig, HeadConfig
+from monoblock.errors import InputError
 from monoblock.nn.heads import pool
 
 B, T, D, V = 2, 5, 6, 11
@@ -111,12 +112,20 @@ def test_a_masked_lm_may_have_no_transform(dim, tie):
 
 @pytest.mark.parametrize("pooler", ["none", "tanh"])
 @pytest.mark.parametrize("pooling", ["first", "last", "mean"])
-def test_a_classifier_reads_the_pooled_vector(pooler, pooling):
-    layer, _ = build_head(bert(**SIZES, head="classifier", classes=7), pooler=pooler, pooling=pooling)
+@pytest.mark.parametrize("kind", ["classifier", "regression"])
+def test_a_classifier_or_a_regression_reads_the_pooled_vector(kind, pooler, pooling):
+    layer, _ = build_head(bert(**SIZES, head=kind, classes=7), pooler=pooler, pooling=pooling)
     hidden = randn(B, T, D)
     x = pool(hidden, VALID, pooling)
     x = torch.tanh(layer.pooler(x)) if pooler == "tanh" else x
     assert_near(layer(hidden, valid=VALID), x @ layer.output.weight.T + layer.bias)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "regression"])
+def test_a_classifier_or_a_regression_may_have_a_transform(kind):
+    layer, _ = build_head(bert(**SIZES, head=kind, classes=7), transform="gelu", pooler="none")
+    x = gelu(linear(randn(B, T, D)[:, 0], layer.transform.weight, layer.transform.bias))
+    assert_near(layer(randn(B, T, D)), x @ layer.output.weight.T + layer.bias)
 
 
 def test_a_tagger_and_spans_read_every_token():
@@ -155,3 +164,11 @@ def test_capped_logits_stay_below_the_cap():
 def test_logits_have_one_column_for_each_class():
     assert build_model(bert(**SIZES, head="tagger", classes=7))(random_tokens(B, T, V)).shape == (B, T, 7)
     assert build_model(bert(**SIZES, head="classifier", classes=7))(random_tokens(B, T, V)).shape == (B, 7)
+
+
+def test_a_regression_gives_one_number_or_several_for_each_sequence():
+    model = build_model(bert(**SIZES, head="regression"))
+    assert model(random_tokens(B, T, V)).shape == (B, 1)
+    with pytest.raises(InputError, match="one output for a sequence"):
+        model(random_tokens(B, T, V), logits_at=torch.zeros(B, 1, dtype=torch.long))
+    assert build_model(bert(**SIZES, head="regression", classes=7))(random_tokens(B, T, V)).shape == (B, 7)

@@ -221,16 +221,16 @@ def test_learned_positions_end_in_the_cache_too():
 
 def test_a_source_needs_a_target_and_the_other_way_round():
     model = tiny_model("t5-small")
-    assert_refused(r"needs a target: model\(source, target\)", lambda: model(random_source()))
-    assert_refused(r"needs a source: model\(source, target\)", lambda: model(None, random_tokens()))
+    assert_refused(r"needs a target; write model\(source, target\)", lambda: model(random_source()))
+    assert_refused(r"needs a source; write model\(source, target\)", lambda: model(None, random_tokens()))
     assert_refused("attends to memory", lambda: model.decode(random_tokens()))
     assert_refused("ids are missing", lambda: tiny_model("gpt2")(None))
 
 
 def test_a_mask_of_another_shape_is_refused():
     ids = random_tokens()
-    assert_refused("does not fit; give the shape of ids", lambda: tiny_model("gpt2")(ids, torch.ones(B, T + 1)))
-    assert_refused("does not fit; give the shape of ids", lambda: tiny_model("gpt2")(ids, torch.ones(T)))
+    assert_refused("does not fit ids of shape", lambda: tiny_model("gpt2")(ids, torch.ones(B, T + 1)))
+    assert_refused("does not fit ids of shape", lambda: tiny_model("gpt2")(ids, torch.ones(T)))
     assert_refused("does not fit", lambda: tiny_model("t5-small")(random_source(), ids, source_mask=torch.ones(B, T)))
     assert_refused("does not fit", lambda: tiny_model("t5-small")(random_source(), ids, target_mask=torch.ones(B, S)))
 
@@ -250,7 +250,8 @@ def test_a_cache_that_overflows_is_refused():
     model(random_tokens(), cache=cache)
     cache.advance(T)
     assert_refused(
-        "holds 17 tokens a row: 13 are in it and 13 more were given", lambda: model(random_tokens(), cache=cache)
+        "holds at most 17 tokens per row, but 13 are in it and 13 more were given",
+        lambda: model(random_tokens(), cache=cache),
     )
 
 

@@ -119,6 +119,8 @@ IMAGE = {
     "num_channels": 3,
 }
 IMAGE_CLASSIFIER = IMAGE | {"num_labels": 7}
+ONE_NUMBER = {"problem_type": "regression", "num_labels": 1}
+THREE_NUMBERS = {"problem_type": "regression", "num_labels": 3}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3}
 
@@ -205,6 +207,12 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
     "bert classifier": PublishedModel(
         class_name="BertForSequenceClassification", config_fields=STANDARD | {"num_labels": 7}, padding_sides=("right",)
     ),
+    "bert regression": PublishedModel(
+        class_name="BertForSequenceClassification", config_fields=STANDARD | ONE_NUMBER, padding_sides=("right",)
+    ),
+    "bert regression of three numbers": PublishedModel(
+        class_name="BertForSequenceClassification", config_fields=STANDARD | THREE_NUMBERS, padding_sides=("right",)
+    ),
     "bert tagger": PublishedModel(class_name="BertForTokenClassification", config_fields=STANDARD | {"num_labels": 7}),
     "roberta": PublishedModel(
         class_name="RobertaModel", config_fields=ROBERTA, accepts_position_ids=False, padding_sides=("right",)
@@ -215,6 +223,12 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
     "roberta classifier": PublishedModel(
         class_name="RobertaForSequenceClassification",
         config_fields=ROBERTA | {"num_labels": 7},
+        accepts_position_ids=False,
+        padding_sides=("right",),
+    ),
+    "roberta regression": PublishedModel(
+        class_name="RobertaForSequenceClassification",
+        config_fields=ROBERTA | THREE_NUMBERS,
         accepts_position_ids=False,
         padding_sides=("right",),
     ),
@@ -234,6 +248,12 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
     "distilbert classifier": PublishedModel(
         class_name="DistilBertForSequenceClassification",
         config_fields=DISTILBERT | {"num_labels": 7},
+        accepts_position_ids=False,
+        padding_sides=("right",),
+    ),
+    "distilbert regression": PublishedModel(
+        class_name="DistilBertForSequenceClassification",
+        config_fields=DISTILBERT | ONE_NUMBER,
         accepts_position_ids=False,
         padding_sides=("right",),
     ),

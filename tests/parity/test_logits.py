@@ -242,6 +242,21 @@ def test_a_published_model_is_loaded_with_its_logits_and_exported_with_its_tenso
             assert difference <= TOLERANCE[dtype], f"written by us and read by transformers: {difference:.1e} apart"
 
 
+@pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if "regression" in name or "classifier" in name])
+def test_a_regression_keeps_its_problem_type_and_a_classifier_has_none(name, tmp_path):
+    row = PUBLISHED_MODELS[name]
+    _, ours, theirs = run_published(row, torch.float32, tmp_path / "theirs")
+    export_hf(ours, tmp_path / "ours", family=theirs.config.model_type, special_token_ids=SPECIAL_IDS)
+    loaded = load_with_transformers(row, tmp_path / "ours", theirs)
+    kind = "regression" if "regression" in name else "classifier"
+    assert (ours.config.head.kind, ours.config.head.classes) == (kind, row.config_fields["num_labels"])
+    assert loaded.config.problem_type == theirs.config.problem_type == row.config_fields.get("problem_type")
+    assert loaded.config.num_labels == theirs.config.num_labels
+    assert loaded.config.id2label == theirs.config.id2label
+    assert Transformer.from_pretrained(tmp_path / "ours").config == ours.config
+    assert ("problem_type" in (tmp_path / "ours" / "config.json").read_text()) == (kind == "regression")
+
+
 LANGUAGE_MODELS = [
     name for name, row in PUBLISHED_MODELS.items() if row.class_name.endswith(("ForCausalLM", "LMHeadModel"))
 ]

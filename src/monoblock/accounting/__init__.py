@@ -1,1 +1,1 @@
-"""The cost of a model computed from its configuration: parameters, FLOPs and bytes, without building it."""
+"""The cost of a model in parameters, FLOPs and bytes, computed from its configuration without building the model."""

@@ -60,6 +60,7 @@ from monoblock.config.model import (
     RecurrentConfig,
     StackConfig,
 )
+from monoblock.config.parts import SEQUENCE_HEADS
 
 # Activation -> the number of tensors only it saves, and whether it saves its output, which the next layer reads too.
 ACTIVATION_TENSORS = {
@@ -192,8 +193,8 @@ def _head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivation
 
 def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShape) -> SavedActivations:
     """Count what pooling saves: all positions if one is selected, the pooler activation, and vector lengths."""
-    saves_input = head.kind == "classifier" or head.pooler != "none" or head.normalize or head.project is not None
-    if head.kind not in ("classifier", "pooled") or not saves_input:
+    saves_input = head.kind != "pooled" or head.pooler != "none" or head.normalize or head.project is not None
+    if head.kind not in SEQUENCE_HEADS or not saves_input:
         return SavedActivations()
     positions = shape.target if head.pooling != "mean" else 0
     is_last = (head.kind == "pooled" and head.project is None) or head.dropout > 0  # no matrix saves the output

@@ -1,13 +1,16 @@
 """The cost of generating text token by token: positions computed, FLOPs, bytes moved.
 
-The first step computes the prompt of P tokens once. With a cache each of the n - 1 steps after it computes one new
-position for every hypothesis, without a cache the whole text so far:
+The first step computes the prompt of P tokens once. With a cache, each of the n - 1 steps after it computes one new
+position for every beam; without a cache, it computes the whole text so far. The numbers of positions with b beams
+(greedy decoding is b = 1) are
 
-    positions   P + b·(n - 1)   against   P + b·Σ (P + i), i = 1 … n - 1          with b beams; greedy: b = 1
+    with a cache      P + b·(n - 1)
+    without a cache   P + b·Σ (P + i), i = 1 … n - 1
 
 Logits are computed for the last position only. An encoder runs once; without a cache the keys and values of
-cross-attention are computed again in each step. Bytes moved are the matrices of decoder and head, read once a step for
-any number of rows (of the experts as many as the rows can be routed to), and the keys and values written and read.
+cross-attention are computed again in each step. The bytes moved are the matrices of decoder and head, which are read
+once per step for any number of rows, and the keys and values written and read. Of the experts, a step reads as many as
+its rows can be routed to.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from monoblock.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingCost:
-    """The cost of generating text; `bytes_moved` counts weights, keys and values."""
+    """The cost of generating text; `bytes_moved` counts the weights, keys and values that are read or written."""
 
     steps: int
     positions: int  # computed in the decoder, over all sequences and hypotheses
@@ -42,7 +45,7 @@ class DecodingCost:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSetup:
-    """Lengths and options of a generation; all counts are for one sequence with all its beams."""
+    """Lengths and options of text generation; all counts are for one sequence with all its beams."""
 
     prompt_length: int
     new_tokens: int
@@ -62,13 +65,14 @@ class DecodingSetup:
 
     @property
     def recomputed_positions(self) -> int:
-        """The positions computed without a cache after the first step, for one beam: the text so far in each step."""
+        """The number of positions that one beam computes after the first step without a cache."""
         return _sum_to(self.prompt_length + self.new_tokens - 1) - _sum_to(self.prompt_length)
 
     def attention_pairs(self, window: int | None) -> int:
-        """Count the (query, key) pairs that are computed.
+        """Count the (query, key) pairs for which attention is computed.
 
-        A prompt or recomputed text of T tokens has T² pairs; a cached step has one query and at most `window` keys.
+        A prompt or a recomputed text of T tokens has T² pairs; a step with a cache has one query and at most `window`
+        keys.
         """
         end = self.prompt_length + self.new_tokens - 1
         if self.use_cache:
@@ -79,7 +83,7 @@ class DecodingSetup:
         return self.prompt_length**2 + self.num_beams * generated
 
     def keys_read(self, window: int | None) -> int:
-        """Count the positions whose keys and values are read, once for each step and beam."""
+        """Count the keys read in all steps by all beams; as many values are read."""
         end = self.prompt_length + self.new_tokens - 1
         window = window or end if self.use_cache else end
         generated = count_visible_keys(end, window) - count_visible_keys(self.prompt_length, window)
@@ -107,7 +111,7 @@ def _block_flops(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
 
 
 def _block_weights_read(block: BlockConfig, rows: int) -> int:
-    """Count the weights in matrices that a step over `rows` tokens reads; few tokens use only some of the experts."""
+    """Count the matrix weights of a block that a step over `rows` tokens reads; few tokens read only some experts."""
     return block_matrix_weights(block, _experts_read(block, rows))
 
 
@@ -138,7 +142,7 @@ def _elements_moved(config: ModelConfig, setup: DecodingSetup, shape: BatchShape
 
 
 def _rows_per_step(setup: DecodingSetup, shape: BatchShape) -> int:
-    """The number of tokens computed in the second step; without a cache, later steps compute more."""
+    """Return the number of tokens computed in the second step; without a cache, later steps compute more."""
     return shape.batch * setup.num_beams * (1 if setup.use_cache else setup.prompt_length + 1)
 
 
@@ -146,7 +150,7 @@ def _quantization_savings(config: ModelConfig, setup: DecodingSetup, shape: Batc
     """Count how many fewer bytes of weights are read because the model is quantized."""
     head_weights = sum(linear.num_weights for linear in head_linears(config))
     savings = setup.new_tokens * (stored_bytes(head_weights, dtype) - head_bytes(config, dtype))
-    passes = {  # stack -> (steps, rows in each)
+    passes = {  # for each stack, pairs of a number of steps and the rows in each of them
         "decoder": ((1, shape.batch * setup.prompt_length), (setup.new_tokens - 1, _rows_per_step(setup, shape))),
         "encoder": ((1, shape.batch * shape.source),),
     }
@@ -170,7 +174,10 @@ def decoding_cost(
     source: int | None = None,
     dtype: str = "bf16",
 ) -> DecodingCost:
-    """Compute the cost of generating `new` tokens after `prompt` tokens; encoder-decoders also read `source` tokens."""
+    """Compute the cost of generating `new` tokens after a prompt of `prompt` tokens, for `batch` sequences.
+
+    An encoder-decoder also reads `source` tokens.
+    """
     if isinstance(config, RecurrentConfig) or config.decoder is None:
         raise InputError("an encoder or LSTM has no decoding cost; give a decoder-only or encoder-decoder Transformer")
     for name, value in (("prompt", prompt), ("new", new), ("beams", beams)):

@@ -1,12 +1,12 @@
-"""The floating-point operations of a pass: a multiplication and an addition for every term of a matrix product.
+"""The floating-point operations (FLOPs) of a pass: a multiplication and an addition for every term of a matrix product.
 
-    an M × N matrix on R rows       2·R·M·N
-    attention on T queries, S keys  2·H·T·S·K for the scores and 2·H·T·S·Kv for the weighted sum
+    R rows times an M × N matrix        2·R·M·N
+    attention of T queries to S keys    2·H·T·S·K for the scores and 2·H·T·S·Kv for the weighted sum
 
 `forward` counts all T·S pairs, as a dense computation does and as the FLOP counter of torch counts. `forward_needed`
-counts only the pairs that the mask allows: half of them for a causal mask, fewer in a window. (Pairs that depend on the
-batch, through global tokens or a prefix, and random blocks are not in `forward_needed`.) Of the experts only those a
-token is routed to are counted. Norms, activations, softmax and biases are left out: they are bound by memory.
+counts only the pairs that the mask allows: about half of them for a causal mask, fewer in a window. (It leaves out
+pairs that a prefix, global tokens or random blocks allow in addition.) Of the experts only those that a token is routed
+to are counted. Norms, activations, softmax and biases are not counted, because memory bandwidth limits their speed.
 
 The backward pass computes two products for each product of the forward pass, for the gradients of both factors; the
 input of the first convolution on patches or frames needs no gradient. Checkpointing runs the forward pass of the blocks
@@ -46,7 +46,7 @@ from monoblock.config.model import (
 from monoblock.errors import InputError
 
 DEFAULT_LENGTH = 512  # for a model without a context
-NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is data
+NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is data, which needs no gradient
 
 
 class BatchShape(NamedTuple):
@@ -60,9 +60,9 @@ class BatchShape(NamedTuple):
 def resolve_batch_shape(
     config: ModelConfig | RecurrentConfig, batch: int = 1, length: int | None = None, target_length: int | None = None
 ) -> BatchShape:
-    """Fill in missing lengths with the model's context, or DEFAULT_LENGTH if it has none.
+    """Return the batch size and the lengths; a missing length is the model's context, or DEFAULT_LENGTH without one.
 
-    If only `length` is given, it is the length of source and target.
+    If only `length` is given, it is the length of both source and target.
     """
     for name, value in (("batch", batch), ("length", length), ("target_length", target_length)):
         if value is not None and value < 1:
@@ -84,9 +84,11 @@ def _resolve_length(input_config: EmbeddingConfig | PatchConfig | FramesConfig, 
     if length is None:
         return context or DEFAULT_LENGTH
     if isinstance(input_config, PatchConfig) and length != context:
-        raise InputError(f"{name}={length} contradicts the {context} tokens of an image in this model; leave it out")
+        raise InputError(f"{name}={length} is wrong, because an image has {context} tokens in this model; leave it out")
     if isinstance(input_config.positions, Learned) and context is not None and length > context:
-        raise InputError(f"{name}={length} is more than the {context} learned positions; write {context} or less")
+        raise InputError(
+            f"{name}={length} is more than the {context} learned positions of this model; write {context} or less"
+        )
     return length
 
 
@@ -113,7 +115,7 @@ def matrix_flops(linears: Iterable[LinearShape], rows: int) -> int:
 
 
 def pair_flops(attention: AttentionConfig, width: int) -> int:
-    """FLOPs of one (query, key) pair in all heads: the score, and the value in the weighted sum."""
+    """Return the FLOPs of one (query, key) pair in all heads, for its score and its term in the weighted sum."""
     return 2 * attention.heads * (attention.key_size(width) + attention.value_size(width))
 
 
@@ -127,9 +129,10 @@ def feedforward_flops(block: BlockConfig, rows: int) -> int:
 def block_flops(
     block: BlockConfig, batch: int, length: int, source_length: int, *, visible_only: bool = False
 ) -> dict[str, int]:
-    """FLOPs of one block by component, on `length` tokens; cross-attention reads `source_length` tokens.
+    """Count the forward FLOPs of one block on `length` tokens by component.
 
-    `visible_only` counts only the (query, key) pairs that the mask allows.
+    Cross-attention reads `source_length` tokens.  `visible_only` counts only the (query, key) pairs that the mask
+    allows.
     """
     width = block.width
     rows = batch * length
@@ -158,7 +161,7 @@ def stack_flops(
 
 
 def head_flops(config: ModelConfig, batch: int, tokens: int) -> dict[str, int]:
-    """FLOPs of the head by layer, on `tokens` tokens of each sequence, or on one pooled vector per sequence."""
+    """Count the FLOPs of the head by layer, on `tokens` tokens of each sequence or on its one pooled vector."""
     return {
         linear.name: matrix_flops((linear,), batch * tokens if linear.applied_to == "tokens" else batch)
         for linear in head_linears(config)
@@ -175,7 +178,7 @@ def iterate_inputs(
 
 
 def _input_flops(config: ModelConfig, shape: BatchShape) -> Iterator[tuple[str, int]]:
-    """FLOPs of the inputs; an embedding lookup costs nothing."""
+    """Yield the FLOPs of each input by name; an embedding lookup costs none."""
     for name, input_config, length in iterate_inputs(config, shape):
         if isinstance(input_config, PatchConfig):
             rows = shape.batch * (length - input_config.num_prefix_tokens)
@@ -203,7 +206,11 @@ def _forward_flops(config: ModelConfig, shape: BatchShape, visible_only: bool) -
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """The FLOPs of one pass; `components` and `forward_needed` count the forward pass as explained in flops.py."""
+    """The FLOPs of one pass.
+
+    `components` counts the forward pass by component, with all (query, key) pairs; `forward_needed` counts only the
+    pairs that the mask allows.
+    """
 
     shape: BatchShape
     components: Mapping[str, int]
@@ -266,14 +273,18 @@ def flops(
 
 
 def rule_of_six(parameters: int, tokens: int) -> int:
-    """Estimate training FLOPs as 2 forward and 4 backward for every parameter and token (Kaplan et al. 2020)."""
+    """Estimate the FLOPs of training as 6 · parameters · tokens (Kaplan et al. 2020).
+
+    Every parameter costs 2 FLOPs per token in the forward pass and 4 in the backward pass.
+    """
     return 6 * parameters * tokens
 
 
 def gpu_hours(total_flops: float, *, peak: float, mfu: float) -> float:
-    """Compute the hours on one GPU of `peak` FLOP/s at a model FLOPs utilization of `mfu`."""
+    """Compute the hours that `total_flops` take on one GPU of `peak` FLOP/s at a model FLOPs utilization of `mfu`."""
     if peak <= 0 or not 0 < mfu <= 1:
         raise InputError(
-            f"peak={peak:g} FLOP/s at mfu={mfu:g} is out of range; write peak above 0 and mfu up to 1, as in 0.4"
+            f"peak={peak:g} FLOP/s with mfu={mfu:g} is out of range; write a peak above 0, and an mfu above 0 and up "
+            "to 1, such as 0.4"
         )
     return total_flops / (peak * mfu) / 3600

@@ -2,8 +2,8 @@
 
 An LSTM layer of width D on an input of size I has four gates, each with a matrix on the input, one on the state and, as
 in torch, two biases: 4·(I·D + D·D + 2·D). The encoder-decoder (Bahdanau et al. 2015) reads the source in both
-directions, attends to it by v·tanh(W s + U h), and predicts from state, attention
-context and last token with a maxout layer.
+directions, attends to it by v·tanh(W s + U h), and predicts the next token from the state, the attention context and
+the last token with a maxout layer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ def lstm_parameters(inputs: int, width: int) -> int:
 
 
 def _encoder_inputs(config: RecurrentConfig) -> list[int]:
-    """Input sizes of the encoder layers, for both directions: D for the first layer, 2·D for the layers above it."""
+    """Return the input sizes of the encoder layers in both directions: D for the first layer, 2·D for those above."""
     return 2 * ([config.width] + (config.depth - 1) * [2 * config.width])
 
 
 def _decoder_inputs(config: RecurrentConfig) -> list[int]:
-    """Input sizes of the decoder layers; with an encoder, the first also reads the attention context of size 2·D."""
+    """Return the input sizes of the decoder layers.
+
+    With an encoder, the first layer also reads the attention context, of size 2·D.
+    """
     first = config.width if config.kind == "language_model" else 3 * config.width
     return [first] + (config.depth - 1) * [config.width]
 
@@ -38,7 +41,7 @@ def recurrent_parameters(config: RecurrentConfig) -> dict[str, int]:
         if config.target_vocab is not None:
             counts["target.token"] = target * width
         counts["encoder.lstm"] = sum(lstm_parameters(inputs, width) for inputs in _encoder_inputs(config))
-        counts["decoder.attention"] = 3 * width**2 + width  # on the state, on both directions, and v
+        counts["decoder.attention"] = 3 * width**2 + width  # W, U and v
         counts["decoder.start"] = config.depth * width * (width + 1)
         counts["decoder.readout"] = 2 * width * (4 * width + 1)
     counts["decoder.lstm"] = sum(lstm_parameters(inputs, width) for inputs in _decoder_inputs(config))
@@ -47,9 +50,9 @@ def recurrent_parameters(config: RecurrentConfig) -> dict[str, int]:
 
 
 def recurrent_flops(config: RecurrentConfig, batch: int, source: int, target: int) -> dict[str, int]:
-    """Forward FLOPs by component, on `source` and `target` tokens a sequence.
+    """Count the forward FLOPs by component, for `batch` sequences of `source` and `target` tokens.
 
-    Every weight costs 2 for each token, and attention 6·D for each pair of positions.
+    Every weight costs 2 FLOPs for each token, and attention costs 6·D for each pair of positions.
     """
     width, rows, source_rows = config.width, batch * target, batch * source
     flops = {}

@@ -1,4 +1,4 @@
-"""The LSTM baseline that matches a Transformer in size."""
+"""Find the configuration of an LSTM that has as many parameters as a Transformer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ KIND_BY_FAMILY: dict[Family, LSTMKind] = {"decoder-only": "language_model", "enc
 
 
 def parameter_count(config: RecurrentConfig) -> int:
-    """The number of parameters of a `Recurrent`, by the formula in nn/lstm.py, without building it."""
+    """Return the number of parameters of an LSTM model, by the formula in nn/lstm.py, without building it."""
     return sum(recurrent_parameters(config).values())
 
 
 def matching_config(config: ModelConfig, kind: LSTMKind | None = None, *, depth: int = 2) -> RecurrentConfig:
-    """Return the LSTM configuration with a Transformer's vocabulary and tying and the nearest number of parameters.
+    """Return the configuration of the LSTM whose number of parameters is nearest to that of a Transformer.
 
-    `kind` follows from the family of the Transformer unless it is given.
+    It has the vocabulary, the weight tying and the dropout of the Transformer.  `kind` follows from the Transformer's
+    family unless it is given.
     """
     kind, target_input = kind or KIND_BY_FAMILY.get(config.family), config.target_input
     if not isinstance(config.input, EmbeddingConfig) or not isinstance(target_input, EmbeddingConfig):
         raise ConfigError("a model of images or audio has no LSTM counterpart; give a model that reads tokens")
     if kind is None:
-        raise ConfigError("an encoder alone has no LSTM counterpart; to match its size write kind='language_model'")
+        raise ConfigError(
+            "an encoder-only model has no LSTM counterpart; to compare it with a language model of its size, "
+            "write kind='language_model'"
+        )
     is_shared = kind == "language_model" or config.target is None or config.tie in ("source_target", "three_way")
     vocab, target_vocab = (target_input.vocab, None) if is_shared else (config.input.vocab, target_input.vocab)
     base = RecurrentConfig(

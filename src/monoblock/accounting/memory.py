@@ -1,8 +1,8 @@
 """The memory of a model: weights, gradients, optimizer, activations, and the key/value cache.
 
-A parameter trained in 16 bits with AdamW takes 16 bytes: weight 2, gradient 2, a master copy in fp32 4, and two moments
-in fp32 8; the master copy is counted with the optimizer. In fp32 there is no master copy, and a parameter takes
-4 + 4 + 8 bytes. The saved activations are described in activations.py.
+A parameter trained in 16 bits with AdamW takes 16 bytes: 2 for the weight, 2 for the gradient, 4 for an fp32 master
+copy of the weight, and 8 for two fp32 moments. The master copy is counted with the optimizer. In fp32 there is no
+master copy, and a parameter takes 4 + 4 + 8 bytes. The saved activations are described in activations.py.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from monoblock.errors import ConfigError, did_you_mean
 DTYPE_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 TRAINING_DTYPES = ("fp32", "bf16", "fp16")
 
-# Optimizer -> the fp32 states of a weight in a matrix of a block, and of any other weight.
+# Optimizer -> the number of fp32 states for each weight in the matrices of blocks, and for each other weight.
 OPTIMIZER_STATES = {"adamw": (2, 2), "adam": (2, 2), "muon": (1, 2), "momentum": (1, 1), "sgd": (0, 0)}
 
 
 def stored_bytes(count: int, dtype: str) -> int:
-    """The bytes of `count` elements of `dtype`, rounded up."""
+    """Return the size of `count` elements of `dtype` in bytes, rounded up."""
     if dtype not in DTYPE_BITS:
         raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPE_BITS)}{did_you_mean(dtype, DTYPE_BITS)}")
     return -(-count * DTYPE_BITS[dtype] // 8)
 
 
 def activation_bytes(saved: SavedActivations, dtype: str) -> tuple[int, int]:
-    """Return the bytes of all saved activations except attention weights, and the bytes of the attention weights."""
+    """Return the size in bytes of all saved activations except attention weights, and that of the attention weights."""
     activations = stored_bytes(saved.elements, dtype) + 4 * saved.fp32_elements + saved.raw_bytes
     return activations, stored_bytes(saved.attention_elements, dtype)
 
 
 def attention_matrix_bytes(*, batch: int = 1, heads: int = 1, queries: int, keys: int | None = None, dtype: str) -> int:
-    """The bytes of the attention weights of one block, (B, H, T, S)."""
+    """Return the size in bytes of the attention weights (B, H, T, S) of one block."""
     return stored_bytes(batch * heads * queries * (keys or queries), dtype)
 
 
@@ -46,7 +46,7 @@ def attention_matrix_bytes(*, batch: int = 1, heads: int = 1, queries: int, keys
 
 
 def kv_elements_per_position(attention: AttentionConfig, width: int) -> int:
-    """Cached elements of one position in one block: a key and a value for each key/value head."""
+    """Count the elements that one block caches for one position: a key and a value for each key/value head."""
     return attention.num_kv_heads * (attention.key_size(width) + attention.value_size(width))
 
 

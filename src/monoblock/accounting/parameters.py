@@ -31,6 +31,7 @@ from monoblock.config.model import (
     PatchConfig,
     StackConfig,
 )
+from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
 
 ParameterCounts = dict[str, int]
 RowKind = Literal["tokens", "sequences"]  # a matrix is applied to every token, or to one vector a sequence
@@ -105,7 +106,7 @@ def head_linears(config: ModelConfig) -> tuple[LinearShape, ...]:
     head = config.head
     if head is None:
         return ()
-    rows: RowKind = "sequences" if head.kind in ("classifier", "pooled") else "tokens"
+    rows: RowKind = "sequences" if head.kind in SEQUENCE_HEADS else "tokens"
     size = _output_matrix_inputs(config, head)
     linears = []
     if head.pooler != "none":
@@ -136,7 +137,7 @@ def _output_matrix_inputs(config: ModelConfig, head: HeadConfig) -> int:
 
 
 def _num_outputs(config: ModelConfig, head: HeadConfig) -> int:
-    if head.kind in ("language_model", "masked_lm"):
+    if head.kind in VOCABULARY_HEADS:
         assert isinstance(config.target_input, EmbeddingConfig)
         return config.target_input.vocab
     return {"spans": 2, "pooled": head.project or 0}.get(head.kind, head.classes or 0)

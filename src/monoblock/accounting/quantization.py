@@ -1,4 +1,4 @@
-"""The bytes of the weights of a model, quantized if `config.quantize` is set."""
+"""The size of a model's weights in bytes, quantized if `config.quantize` is set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monoblock.config.model import BlockConfig, EmbeddingConfig, ModelConfig
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """The bytes of all weights: matrices packed if the model is quantized, all other weights in `dtype`."""
+    """Return the size of all weights in bytes: matrices packed if the model is quantized, other weights in `dtype`."""
     count = sum(count_parameters(config).values())
     if config.quantize is None:
         return stored_bytes(count, dtype)
@@ -28,14 +28,17 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def block_bytes(config: ModelConfig, block: BlockConfig, dtype: str, experts: int | None = None) -> int:
-    """The bytes of a block's matrices, with only `experts` of its experts (None: all); the router is not quantized."""
+    """Return the size of a block's matrices in bytes, including those of `experts` experts (None: all).
+
+    The router is not quantized.
+    """
     router = router_linear(block.feedforward, block.width)
     router_bytes = stored_bytes(router.num_weights, dtype) if router else 0
     return _bytes_read(config, block_linears(block, experts), dtype) + router_bytes
 
 
 def head_bytes(config: ModelConfig, dtype: str) -> int:
-    """The bytes of the matrices that the head reads, including an output matrix tied to the embedding."""
+    """Return the size in bytes of the matrices that the head reads, including one that is tied to the embedding."""
     return _bytes_read(config, [_rename_head_output(linear) for linear in head_linears(config)], dtype)
 
 
@@ -56,7 +59,7 @@ def _packed_bytes(config: ModelConfig, linears: Iterable[LinearShape]) -> int:
 
 
 def _quantized_linears(config: ModelConfig) -> Iterator[LinearShape]:
-    """Yield every matrix that is quantized; tied matrices come once."""
+    """Yield every matrix that is quantized, and tied matrices only once."""
     for name, input_config in config.inputs.items():
         if isinstance(input_config, EmbeddingConfig):
             if name == "input" or config.tie not in ("source_target", "three_way"):

@@ -1,11 +1,10 @@
-"""All costs of a model in one object: `account("gpt2").parameters`, `.flops(…)`, `.training_bytes(…)`."""
+"""All costs of a model in one object, such as `account("gpt2").parameters`, `.flops(…)` and `.training_bytes(…)`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from monoblock.accounting.decoding import DecodingCost, decoding_cost
 from monoblock.accounting.flops import Flops, flops, gpu_hours, resolve_batch_shape, rule_of_six
@@ -19,7 +18,7 @@ from monoblock.config.presets import preset
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBudget:
-    """The cost of training on `tokens` tokens: counted FLOPs, FLOPs estimated as 6 · parameters · tokens, and time."""
+    """The FLOPs and the time of training on `tokens` tokens; `rule_of_six` is the estimate 6 · parameters · tokens."""
 
     tokens: int
     flops: int
@@ -35,7 +34,7 @@ class Account:
     name: str
     config: ModelConfig | RecurrentConfig
     components: Mapping[str, int]
-    active_components: Mapping[str, int]  # with only the experts of one token
+    active_components: Mapping[str, int]  # counting only the experts that one token uses
 
     @property
     def family(self) -> str:
@@ -50,7 +49,7 @@ class Account:
         return sum(self.active_components.values())
 
     def flops(self, batch: int = 1, length: int | None = None, target_length: int | None = None) -> Flops:
-        """The FLOPs of a pass over `batch` sequences of `length` tokens, by default the model's context."""
+        """Compute the FLOPs of a pass over `batch` sequences of `length` tokens, by default the model's context."""
         return flops(self.config, batch=batch, length=length, target_length=target_length)
 
     def decoding(
@@ -64,13 +63,13 @@ class Account:
         source: int | None = None,
         dtype: str = "bf16",
     ) -> DecodingCost:
-        """The cost of generating `new` tokens after `prompt` tokens; an encoder-decoder also reads `source` tokens."""
+        """Compute the cost of generating `new` tokens after `prompt` tokens; `source` is for an encoder-decoder."""
         return decoding_cost(
             self.config, prompt=prompt, new=new, batch=batch, beams=beams, cached=cached, source=source, dtype=dtype
         )
 
     def weight_bytes(self, dtype: str = "bf16") -> int:
-        """The bytes of all weights: matrices packed if the model is quantized, all other weights in `dtype`."""
+        """Return the size of all weights in bytes: matrices packed if the model is quantized, others in `dtype`."""
         if isinstance(self.config, RecurrentConfig):
             return stored_bytes(self.parameters, dtype)
         return weight_bytes(self.config, dtype)
@@ -78,9 +77,9 @@ class Account:
     def kv_cache_bytes(
         self, batch: int = 1, length: int | None = None, dtype: str = "bf16", target_length: int | None = None
     ) -> int:
-        """The bytes of the key/value cache after `length` tokens.
+        """Return the size of the key/value cache in bytes after `length` tokens.
 
-        In an encoder-decoder `length` is that of the source, and the cache also holds `target_length` target tokens.
+        In an encoder-decoder `length` counts source tokens, and the cache also holds `target_length` target tokens.
         """
         shape = resolve_batch_shape(self.config, batch, length, target_length)
         return stored_bytes(kv_cache_elements(self.config, shape), dtype)
@@ -96,7 +95,7 @@ class Account:
         target_length: int | None = None,
         gpus: int = 1,
     ) -> TrainingBytes:
-        """The memory of a training step with `batch` sequences on each GPU."""
+        """Compute the memory of a training step with `batch` sequences on each GPU."""
         return training_bytes(
             self.config,
             resolve_batch_shape(self.config, batch, length, target_length),
@@ -117,7 +116,10 @@ class Account:
         length: int | None = None,
         target_length: int | None = None,
     ) -> TrainingBudget:
-        """The cost of training on `tokens` in sequences of `length`, on GPUs of `peak` FLOP/s at utilization `mfu`."""
+        """Compute the cost of training on `tokens` tokens in sequences of `length` tokens.
+
+        It runs on `gpus` GPUs of `peak` FLOP/s at a model FLOPs utilization of `mfu`.
+        """
         sequence = self.flops(1, length, target_length)
         total = sequence.training * tokens // sequence.tokens
         hours = gpu_hours(total, peak=peak, mfu=mfu)
@@ -133,8 +135,11 @@ class Account:
         dtype: str = "bf16",
         optimizer: str = "adamw",
         gpus: int = 1,
-    ) -> dict[str, Any]:
-        """Convert all costs to JSON values; with a `dtype` not for training (int8), training and cache count bf16."""
+    ) -> dict[str, object]:
+        """Convert all costs to JSON values.
+
+        If models cannot be trained in `dtype`, as in int8, training and the key/value cache are counted in bf16.
+        """
         training_dtype = dtype if dtype in TRAINING_DTYPES else "bf16"
         training = {
             ("fused" if fused else "plain") + ("_checkpointed" if checkpointing else ""): self.training_bytes(
@@ -163,7 +168,7 @@ class Account:
 
 
 def account(config_or_preset: ModelConfig | RecurrentConfig | str, *, name: str | None = None) -> Account:
-    """Compute the costs of a configuration, or of a preset by name."""
+    """Return the costs of a model, given by its configuration or by the name of a preset."""
     config = preset(config_or_preset) if isinstance(config_or_preset, str) else config_or_preset
     if isinstance(config, RecurrentConfig):
         counts = active = recurrent_parameters(config)

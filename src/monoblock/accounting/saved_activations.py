@@ -7,11 +7,15 @@ from typing import NamedTuple
 from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
-FLEX_FROM = 128  # queries, as in nn/attention.py
+FLEX_FROM = 128  # FlexAttention is used from this many queries on, as in nn/attention_context.py
 
 
 class SavedActivations(NamedTuple):
-    """Counts of saved elements in the computing dtype, attention weights in that dtype, fp32 elements, and bytes."""
+    """The size of saved activations.
+
+    `elements` and `attention_elements` (attention weights) are in the computing dtype; `raw_bytes` counts tensors of
+    other dtypes, such as masks and indices.
+    """
 
     elements: int = 0
     attention_elements: int = 0
@@ -38,12 +42,12 @@ def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActi
 
 
 def needs_plain_attention(attention: AttentionConfig) -> bool:
-    """Whether no fused kernel supports this attention."""
+    """Return whether no fused kernel supports this attention, so that attention weights are always computed."""
     return attention.softcap is not None or attention.sinks
 
 
 def _has_mask_pattern(attention: AttentionConfig, length: int) -> bool:
-    """Whether the mask over `length` tokens is neither full nor causal."""
+    """Return whether the mask over `length` tokens is neither full nor causal."""
     exceeds_window = attention.global_tokens or attention.random_blocks > 0
     is_windowed = attention.window is not None and (length > attention.window or exceeds_window)
     return is_windowed or attention.mask == "prefix"
@@ -54,7 +58,7 @@ def _has_score_bias(attention: AttentionConfig) -> bool:
 
 
 def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
-    """Whether the fused kernel is passed a mask; queries that see no key are then zeroed after the kernel."""
+    """Return whether the fused kernel is passed a mask; the output of queries that see no key is then set to zero."""
     if _has_score_bias(attention):
         return attention.mask != "full" or _has_mask_pattern(attention, queries)
     supports_flex = attention.dropout == 0.0 and attention.key_size(width) == attention.value_size(width)
@@ -64,7 +68,7 @@ def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bo
 def attention_activations(
     attention: AttentionConfig, width: int, batch: int, queries: int, keys: int, *, fused: bool = False
 ) -> SavedActivations:
-    """Count what attention saves, from its normalized input to the input of its output matrix."""
+    """Count the activations that attention saves, from its normalized input to the input of its output matrix."""
     query, key, value, output = attention_linears(attention, width)
     copies = attention.heads // attention.num_kv_heads if needs_plain_attention(attention) else 1
     keys_and_values = keys * (key.outputs + value.outputs)
@@ -104,7 +108,10 @@ def _qk_norm_activations(attention: AttentionConfig, rows: int, size: int, heads
 
 
 def _plain_attention_activations(attention: AttentionConfig, batch: int, queries: int, keys: int) -> SavedActivations:
-    """Activations of the plain path: the softmax, the masked or dropped weights, capped scores, and masks."""
+    """Count what attention without a fused kernel saves.
+
+    These are the softmax, the weights after mask or dropout, the capped scores, and masks.
+    """
     matrix = batch * attention.heads * queries * keys
     masked = attention.mask != "full" or _has_mask_pattern(attention, queries)
     copies = 1 + (attention.softcap is not None) + (masked or attention.dropout > 0)
@@ -115,7 +122,7 @@ def _plain_attention_activations(attention: AttentionConfig, batch: int, queries
 
 
 def _fused_attention_activations(attention: AttentionConfig, width: int, queries: int, keys: int) -> SavedActivations:
-    """Count what a block saves for the fused kernel and shares with no other block: its own mask or bias."""
+    """Count the mask or bias that a block saves for the fused kernel and does not share with other blocks."""
     if isinstance(attention.positions, Buckets) and not attention.positions.shared:
         return _bias_activations(attention, queries, keys, fused=True)
     has_own_mask = not _has_score_bias(attention) and _has_kernel_mask(attention, width, queries)
@@ -123,7 +130,10 @@ def _fused_attention_activations(attention: AttentionConfig, width: int, queries
 
 
 def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fused: bool) -> SavedActivations:
-    """Count a bias, joined with the mask for a fused kernel; a learned bias also saves bucket indices and the mask."""
+    """Count the elements of a bias, which a fused kernel takes together with the mask.
+
+    A learned bias also saves bucket indices and the mask.
+    """
     matrix = attention.heads * queries * keys if fused else 0
     if isinstance(attention.positions, Alibi):
         return SavedActivations(attention_elements=matrix)
@@ -134,7 +144,7 @@ def _bias_activations(attention: AttentionConfig, queries: int, keys: int, *, fu
 def shared_attention_activations(
     attention: AttentionConfig, width: int, length: int, *, fused: bool
 ) -> SavedActivations:
-    """Count what blocks with equal attention share: rotary angles, a bias, and which queries see no key."""
+    """Count what blocks with the same attention share: rotary angles, a bias, and a mask of queries that see no key."""
     saved, positions = [], attention.positions
     fused = fused and not needs_plain_attention(attention)
     if isinstance(positions, Rotary):

@@ -1,4 +1,4 @@
-"""`monoblock account`: parameters, FLOPs and memory of a model, from its configuration alone."""
+"""`monoblock account`: count the parameters, FLOPs and memory of a model from its configuration alone."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from monoblock.config.presets import PRESETS
 from monoblock.config.schema import from_dict
 from monoblock.errors import ConfigError, FileError, InputError
 
-# Option -> (the option it depends on, its default).
+# Option -> (the option without which it has no effect, its default value).
 DEPENDENT_OPTIONS = {
     "peak_tflops": ("tokens", 989.0),
     "mfu": ("tokens", 0.4),
@@ -35,14 +35,14 @@ def load_config(what: str) -> ModelConfig | RecurrentConfig:
     if what in PRESETS:
         return PRESETS[what].config
     if not what:
-        raise ConfigError("the name of the model is empty; give a preset, a config.json or a folder with one")
+        raise ConfigError("WHAT is empty; give the name of a preset, a config.json file or a model folder")
     path = Path(what)
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.is_file():
-        raise FileError(f"{what} has no config.json; give a preset, a config.json or a folder with one")
+        raise FileError(f"the folder {what} has no config.json; give a preset, a config.json file or a model folder")
     if not file.is_file():
         if path.name != what or path.suffix == ".json":  # it looks like a path
-            raise FileError(f"there is no file or folder {what}; give a preset, a config.json or a folder with one")
+            raise FileError(f"there is no file or folder {what}; give a preset, a config.json file or a model folder")
         return account(what).config  # raises an error that names similar presets
     if file.suffix == ".gguf":
         from monoblock.interop.gguf.reader import read_gguf_config
@@ -60,7 +60,7 @@ def load_config(what: str) -> ModelConfig | RecurrentConfig:
         raise FileError(
             f"{file} is not the configuration of a monoblock model; give a config.json that monoblock wrote"
         )
-    is_lstm = "vocab" in data  # a Transformer has it in `input`
+    is_lstm = "vocab" in data  # the configuration of a Transformer has "vocab" in "input"
     return from_dict(RecurrentConfig, data) if is_lstm else ModelConfig.from_dict(data)
 
 
@@ -79,7 +79,7 @@ def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str,
     if not overrides:
         return config
     if isinstance(config, RecurrentConfig):
-        raise ConfigError(f"{overrides[0]!r} applies to Transformers, but this model is an LSTM; leave it out")
+        raise ConfigError(f"the override {overrides[0]!r} is for Transformers, but this model is an LSTM; leave it out")
     knobs = {}
     for word in overrides:
         name, equals, value = word.partition("=")
@@ -96,7 +96,7 @@ def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str,
 
 
 def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON report: `Account.to_dict`, plus the training budget, decoding cost and timing if requested."""
+    """Return the report that --json prints: `Account.to_dict`, and what --tokens, --new and --measure add to it."""
     sizes = {key: options[key] for key in ("batch", "length", "target_length")}
     report = model_account.to_dict(
         **sizes, dtype=options["dtype"], optimizer=options["optimizer"], gpus=options["gpus"]
@@ -122,7 +122,7 @@ def _measure_components(model_account: Account, options: dict[str, Any]) -> dict
 
     config = model_account.config
     if isinstance(config, RecurrentConfig):
-        raise ConfigError("--measure profiles Transformers, but this model is an LSTM; leave it out")
+        raise ConfigError("--measure profiles only Transformers, but this model is an LSTM; leave out --measure")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = model_account.flops(**{key: options[key] for key in ("batch", "length", "target_length")}).shape
     batch = shape.batch
@@ -133,7 +133,7 @@ def _measure_components(model_account: Account, options: dict[str, Any]) -> dict
         else:
             if not isinstance(config.input, EmbeddingConfig):
                 raise ConfigError(
-                    "--measure profiles models that read tokens or images, and this one reads neither; leave it out"
+                    "--measure profiles models that read tokens or images, but this one reads neither; leave it out"
                 )
             lengths = (shape.source, shape.target) if model_account.family == "encoder-decoder" else (shape.source,)
             inputs = [torch.randint(config.input.vocab, (batch, length)) for length in lengths]
@@ -159,7 +159,7 @@ POSITIVE_INT = click.IntRange(min=1)
 
 
 def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the defaults of DEPENDENT_OPTIONS; raise if one is given without the option it needs."""
+    """Fill in the defaults of DEPENDENT_OPTIONS; raise UsageError for an option without the one it depends on."""
     for name, (needed, default) in DEPENDENT_OPTIONS.items():
         if options[name] is not None and options[needed] is None:
             flag = f"--{name.replace('_', '-')}"
@@ -169,27 +169,47 @@ def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command(
-    name="account", help="Count parameters, FLOPs and memory of a preset, a config.json or a folder with one."
+    name="account",
+    help="Count the parameters, FLOPs and memory of WHAT: a preset from `monoblock ls presets`, a model folder, a "
+    "config.json or a GGUF file.\n\nArguments of the form key=value change the configuration first, as in depth=24.",
 )
 @click.argument("what")
 @click.argument("overrides", nargs=-1, metavar="[key=value …]")
-@click.option("--batch", type=POSITIVE_INT, default=1, show_default=True, help="Sequences in a pass (on each GPU).")
+@click.option("--batch", type=POSITIVE_INT, default=1, show_default=True, help="Sequences per pass on each GPU.")
 @click.option(
-    "--length", type=POSITIVE_INT, help="Tokens per sequence; source tokens in an encoder-decoder.  [the context]"
+    "--length",
+    type=POSITIVE_INT,
+    help="Tokens per sequence; for an encoder-decoder, source tokens.  [default: the context length]",
 )
-@click.option("--target-length", type=POSITIVE_INT, help="Target tokens in an encoder-decoder.  [as the source]")
+@click.option(
+    "--target-length",
+    type=POSITIVE_INT,
+    help="Target tokens per sequence, for an encoder-decoder.  [default: as many as source tokens]",
+)
 @click.option(
     "--dtype", type=click.Choice(list(DTYPE_BITS)), default="bf16", show_default=True, help="Dtype of the weights."
 )
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZER_STATES)), default="adamw", show_default=True)
-@click.option("--gpus", type=POSITIVE_INT, default=1, show_default=True, help="Shard the training state over N GPUs.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(list(OPTIMIZER_STATES)),
+    default="adamw",
+    show_default=True,
+    help="Optimizer whose state is counted in the training memory.",
+)
+@click.option(
+    "--gpus", type=POSITIVE_INT, default=1, show_default=True, help="Shard the training state over this many GPUs."
+)
 @click.option("--tokens", type=POSITIVE_INT, help="Also report the time to train on this many tokens.")
-@click.option("--peak-tflops", type=float, help="With --tokens: peak of one GPU.  [989, an H100 in bf16, dense]")
-@click.option("--mfu", type=float, help="With --tokens: model FLOPs utilization.  [0.4]")
+@click.option(
+    "--peak-tflops",
+    type=float,
+    help="With --tokens: peak speed of one GPU in TFLOP/s.  [default: 989, an H100 with dense bf16]",
+)
+@click.option("--mfu", type=float, help="With --tokens: model FLOPs utilization, from 0 to 1.  [default: 0.4]")
 @click.option("--new", type=POSITIVE_INT, help="Also report the cost of generating this many tokens.")
-@click.option("--prompt", type=POSITIVE_INT, help="With --new: tokens of the prompt.  [1]")
-@click.option("--beams", type=POSITIVE_INT, help="With --new: number of beams.  [1]")
-@click.option("--measure", is_flag=True, help="Also build the model and profile a forward pass by component.")
+@click.option("--prompt", type=POSITIVE_INT, help="With --new: tokens in the prompt.  [default: 1]")
+@click.option("--beams", type=POSITIVE_INT, help="With --new: number of beams.  [default: 1]")
+@click.option("--measure", is_flag=True, help="Also build the model and time each component in a forward pass.")
 @json_option
 def command(what: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     options = fill_dependent_options(options)

@@ -1,4 +1,4 @@
-"""`monoblock backtranslate MODEL MONOLINGUAL --out FILE`: synthetic sources for target sentences."""
+"""`monoblock backtranslate MODEL MONOLINGUAL --out FILE`: generate a synthetic source for each target sentence."""
 
 from __future__ import annotations
 
@@ -20,20 +20,38 @@ from monoblock.errors import ConfigError, FileError
 
 @click.command(
     name="backtranslate",
-    help="Generate a source for each line of MONOLINGUAL (- is standard input) with MODEL, which translates from the "
-    "target language into the source language.",
+    help="Make synthetic training pairs from sentences in the target language.\n\nMONOLINGUAL is a text file with one "
+    "target sentence per line, or - for standard input. MODEL translates from the target language into the source "
+    "language; it generates the source of each pair. `monoblock train` reads the pairs with data.synthetic=FILE.",
 )
 @click.argument("model")
 @click.argument("monolingual")
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="File of pairs to write, source<TAB>target."
+    "--out", type=click.Path(path_type=Path), required=True, help="File to write: source<TAB>target on each line."
 )
-@click.option("--method", default="beam", show_default=True, help="beam, sample, restricted or noised.")
-@click.option("--noise", help="With --method noised: permutation, drop, blank, separated by commas.  [all three]")
+@click.option(
+    "--method",
+    default="beam",
+    show_default=True,
+    help="How sources are generated: beam (beam search), sample, restricted (sample from the top k tokens) or noised "
+    "(beam search, then noise).",
+)
+@click.option(
+    "--noise",
+    help="With --method noised: one or more of permutation, drop, blank, separated by commas.  [default: all three]",
+)
 @click.option("--tag", is_flag=True, help="Put the tag <bt> before every generated source.")
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True)
-@click.option("--num-beams", type=click.IntRange(min=1), help="With --method beam or noised: number of beams.  [5]")
-@click.option("--top-k", type=click.IntRange(min=1), help="With --method restricted: sample from the top k.  [10]")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Seed of the sampling and the noise."
+)
+@click.option(
+    "--num-beams", type=click.IntRange(min=1), help="With --method beam or noised: number of beams.  [default: 5]"
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=1),
+    help="With --method restricted: sample from the k most probable tokens.  [default: 10]",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Use only the first N lines.")
 @click.option(
     "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
@@ -62,7 +80,7 @@ def command(
     noises = tuple(name.strip() for name in noise.split(",")) if noise else ()
     backtranslation = BacktranslationMethod(method, noises, tag)
     if out.exists():
-        raise ConfigError(f"{out} already exists; name another file with --out, or remove it")
+        raise ConfigError(f"{out} already exists; give another file with --out, or remove this one")
     if (num_beams and method in ("sample", "restricted")) or (top_k and method != "restricted"):
         option = "--num-beams" if num_beams else "--top-k"
         raise ConfigError(f"{option} has no effect with --method {method}; leave it out")

@@ -1,4 +1,4 @@
-"""`monoblock bench [MODEL|PRESET]`: decoding speed and memory, compared with other installed libraries."""
+"""`monoblock bench [MODEL|PRESET]`: measure decoding speed and memory, and compare with other libraries."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights",
 
 @click.command(
     name="bench",
-    help="Measure tokens per second and memory of WHAT (a model folder or a preset), and of other libraries.",
+    help="Measure the tokens per second and the memory of WHAT: a model folder, or a preset, which gets random weights "
+    "(default: gpt2). Other installed libraries that can run the same weights are measured for comparison.",
 )
 @click.argument("what", default="gpt2")
 @click.option("--prompt", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens in the prompt.")
 @click.option("--new", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to generate.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences in a batch.")
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds; the median is reported."
+    "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Repetitions; the median is reported."
 )
-@click.option("--only", multiple=True, help="Run only this runner; may be repeated.")
-@click.option("--no-peers", is_flag=True, help="Run only this package.")
+@click.option(
+    "--only",
+    multiple=True,
+    help="Measure only this runner, such as transformers or 'monoblock, 8 bits'; may be repeated.",
+)
+@click.option("--no-peers", is_flag=True, help="Measure monoblock alone, without other libraries.")
 @device_option
 @dtype_option
 @json_option
@@ -68,7 +73,7 @@ def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
 
     for name in only:
         if name not in RUNNERS:
-            raise ConfigError(f"--only {name!r} is not one of {', '.join(RUNNERS)}{did_you_mean(name, RUNNERS)}")
+            raise ConfigError(f"there is no runner {name!r}; write one of {list(RUNNERS)}{did_you_mean(name, RUNNERS)}")
     names = list(only) or DEFAULT_RUNNERS
     return [name for name in names if name.startswith("monoblock")] if only_monoblock else names
 
@@ -90,16 +95,18 @@ def _load_model(what: str, device: str | None, dtype: str | None, length: int) -
         torch.manual_seed(0)
         model = Transformer(preset(what)).to(device=device, dtype=torch_dtype)
     else:
-        raise ConfigError(f"{what!r} is neither a model folder nor a preset{did_you_mean(what, PRESETS)}")
+        raise ConfigError(
+            f"{what!r} is neither a model folder nor a preset (see `monoblock ls presets`){did_you_mean(what, PRESETS)}"
+        )
     return model.eval()
 
 
 def _check_config(config: ModelConfig, length: int) -> None:
     if config.decoder is None or config.head is None or config.head.kind != "language_model":
-        raise ConfigError(f"{with_article(config.family)} model generates no text; give a decoder, such as gpt2")
+        raise ConfigError(f"{with_article(config.family)} model generates no text; give a language model, such as gpt2")
     if config.context is not None and length > config.context:
         raise ConfigError(
-            f"--prompt and --new need {length} tokens but the context is {config.context}; lower one of them"
+            f"--prompt and --new need a context of {length} tokens, but this model has {config.context}; lower them"
         )
 
 
@@ -115,9 +122,9 @@ def measure_runners(
 ) -> dict[str, Any]:
     """Time the named runners and return the report as `--json` prints it.
 
-    folder: where the model is exported for other libraries.
-    prompt, new: tokens in a prompt, and tokens to generate.
-    prompts: batches of token ids, one for each round in turn; None makes one random batch (batch, prompt).
+    folder: the folder to which the model is exported, for other libraries to load.
+    prompt, new: the number of tokens in a prompt, and the number of tokens to generate.
+    prompts: batches of token ids, of which each round uses the next; None uses one random batch (batch, prompt).
     """
     import torch
 
@@ -150,7 +157,7 @@ def measure_runners(
 
 
 def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Return the named runners, and for each one that is not available the reason."""
+    """Build the named runners; return them by name, and for each one that is not available the reason."""
     from monoblock.cli._shared.bench_runners import RUNNERS, RunnerUnavailable, export_for_peers
 
     peers = [name for name in names if not name.startswith("monoblock")]
@@ -170,9 +177,10 @@ def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runne
 def _time_runners(
     runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any
 ) -> dict[str, Any]:
-    """Return for each runner the seconds per round to the first token and to all tokens, and the peak GPU memory.
+    """Time the runners; return for each its seconds to the first token and to all tokens by round, and its peak memory.
 
-    The runners take turns within a round, so that a change in the load of the machine affects all of them.
+    The runners take turns within a round, so that a change in the load of the machine affects all of them. The peak
+    memory is that of the GPU; it is None on a CPU.
     """
     import torch
 
@@ -198,7 +206,7 @@ def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: in
     first, total = statistics.median(times["first"]), statistics.median(times["all"])
     return {
         "prefill_tokens_per_second": prompt_tokens / first,
-        "decode_tokens_per_second": new_tokens / (total - first) if total > first else None,  # None: below the noise
+        "decode_tokens_per_second": new_tokens / (total - first) if total > first else None,  # too short to measure
         "seconds_first": first,
         "seconds_all": total,
         "weight_bytes": weight_bytes,
@@ -207,7 +215,7 @@ def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: in
 
 
 def _decode_speed(rate: float | None, batch: int) -> tuple[float | None, float | None]:
-    """Return the rounded tokens per second of a batch, and the milliseconds per token of one sequence."""
+    """Round `rate`, the tokens per second of a whole batch; return it, and the milliseconds per token of a sequence."""
     return (None, None) if rate is None else (round(rate, 1), round(1000 * batch / rate, 2))
 
 

@@ -1,4 +1,4 @@
-"""`monoblock chat MODEL`: a conversation on the terminal, or one user message per line of a pipe."""
+"""`monoblock chat MODEL`: chat with a model on the terminal, or send it one message per line of standard input."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 Message = dict[str, str]  # role and content
 
 
-@click.command(name="chat", help="Chat with a model that has a chat template; /reset starts over, /exit quits.")
+@click.command(
+    name="chat",
+    help="Chat with MODEL, which must have a chat template: every line of input is a user message. The line /reset "
+    "starts a new conversation, and /exit quits.",
+)
 @click.argument("model")
-@click.option("--system", help="System message.")
+@click.option("--system", help="System message at the start of the conversation.")
 @add_options(SAMPLING_OPTIONS)
 @stop_option
 @device_option
@@ -48,7 +52,7 @@ def command(
     pipe = load_pipeline(model, device, dtype)
     if pipe.model.encoder is not None or pipe.tokenizer.chat_template is None:
         verb = "translate" if pipe.model.encoder is not None else "generate"
-        raise InputError(f"{model} has no chat template; write monoblock {verb} {model}")
+        raise InputError(f"{model} has no chat template, so it cannot chat; use monoblock {verb} {model} instead")
     options = drop_unset(options)
     resolve_settings(pipe, options)  # report invalid options before the first message is typed
     system_messages = [] if system is None else [{"role": "system", "content": system}]
@@ -63,7 +67,7 @@ def command(
         prompt = [*messages, {"role": "user", "content": line}]
         try:
             messages = [*prompt, _generate_reply(pipe, prompt, stop, options, as_json)]
-        except InputError as problem:  # usually: the conversation is longer than the context
+        except InputError as problem:  # usually because the conversation is longer than the context
             if not sys.stdin.isatty():
                 raise
             click.echo(f"{problem} (/reset starts over)", err=True)
@@ -82,7 +86,7 @@ def _generate_reply(
 
 
 def _read_user_messages() -> Iterator[str]:
-    """Yield the lines typed or piped in, without empty ones, until the end of input or /exit."""
+    """Yield the non-empty lines of standard input, until it ends or a line is /exit."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")

@@ -1,4 +1,4 @@
-"""`monoblock compare EXPERIMENT [key=value …]`: train the arms of an experiment and compare them in a table."""
+"""`monoblock compare EXPERIMENT [key=value …]`: train the arms (variants) of an experiment, and tabulate them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from monoblock.errors import ConfigError, did_you_mean
 EXPERIMENTS = {
     "backtranslation": (
         "monoblock.experiments.backtranslation",
-        "few pairs plus synthetic sources from beam search, sampling, noise and tags",
+        "translation from few pairs, without and with synthetic pairs from back-translation",
     ),
     "pretraining": (
         "monoblock.experiments.pretraining",
-        "a text-to-text task from few samples, with and without span-corruption pretraining",
+        "a text-to-text task from few samples, without and with span-corruption pretraining",
     ),
     "recurrence": (
         "monoblock.experiments.recurrence",
-        "the Transformer and an LSTM with attention, with equal numbers of parameters",
+        "a Transformer and an LSTM with attention that has about as many parameters",
     ),
 }
 EXPERIMENT_HELP = "\n".join(f"\b\n  {name}: {about}" for name, (_, about) in EXPERIMENTS.items())
@@ -32,15 +32,21 @@ EXPERIMENT_HELP = "\n".join(f"\b\n  {name}: {about}" for name, (_, about) in EXP
 
 @click.command(
     name="compare",
-    help=f"Train the arms of EXPERIMENT with the same budget and seeds, and compare them.\n\n{EXPERIMENT_HELP}\n\n"
-    "Keys with a dot change the recipe (train.steps=500), other keys the experiment (seeds=1,2 arms=none,beam).",
+    help="Train the arms of EXPERIMENT, which are variants of a model, with the same budget and seeds, and compare "
+    f"their results in a table. The experiments are:\n\n{EXPERIMENT_HELP}\n\n"
+    "An argument whose key has a dot, such as train.steps=500, changes the recipe of all arms. Other arguments, such "
+    "as seeds=1,2 or arms=none,beam, are options of the experiment.",
 )
 @click.argument("experiment")
 @click.argument("words", nargs=-1, metavar="[key=value …]")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the arms.  [runs/compare-<experiment>]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/compare-<experiment>]")
 @click.option("--data", type=folder_type, help=FOLDER_HELP)
-@click.option("--jobs", type=click.IntRange(min=1), help="Arms trained at once, each in its own process.")
-@click.option("--smoke", is_flag=True, help="Run only a few steps, if the experiment supports it (smoke=true).")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Only for backtranslation: number of processes that train arms at the same time.  [default: 1]",
+)
+@click.option("--smoke", is_flag=True, help="Only for pretraining: train for a few steps, to see that it runs.")
 @json_option
 def command(
     experiment: str,
@@ -53,7 +59,9 @@ def command(
 ) -> None:
     if experiment not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS)
-        raise ConfigError(f"{experiment!r} is not one of {known}{did_you_mean(experiment, EXPERIMENTS)}")
+        raise ConfigError(
+            f"there is no experiment {experiment!r}; write one of {known}{did_you_mean(experiment, EXPERIMENTS)}"
+        )
     values, overrides = _split_overrides(words)
     values |= {"smoke": True} if smoke else {}
     values |= {} if jobs is None else {"jobs": jobs}
@@ -70,12 +78,12 @@ def command(
             else:
                 click.echo(event, err=True)
     finally:
-        if not any(folder.iterdir()):  # the options were refused
+        if not any(folder.iterdir()):  # nothing was written, because the options are invalid
             folder.rmdir()
 
 
 def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
-    """Split `key=value` arguments into options of the experiment and overrides of the recipe."""
+    """Split `key=value` arguments into options of the experiment, and overrides of the recipe (keys with a dot)."""
     from monoblock.recipes.parse import parse_value
 
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`monoblock convert`: convert a model between formats, with a certificate of how its logits compare."""
+"""`monoblock convert`: convert a model between formats, and compare its logits with those of transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from monoblock.errors import ConfigError
     "--format",
     "target_format",
     type=click.Choice(["monoblock", "hf", "gguf"]),
-    help="Format to write.  [gguf if --to ends in .gguf, else monoblock]",
+    help="Format to write.  [default: gguf if --to ends in .gguf, else monoblock]",
 )
-@click.option("--kind", default="f16", show_default=True, help="GGUF: type of the matrices, f32, f16 or q8_0.")
-@click.option("--family", help="Hugging Face: family to write, if several can express the model.")
-@click.option("--adapter", type=click.Path(path_type=Path), help="LoRA adapter (ours or peft's) to merge first.")
-@click.option("--force", is_flag=True, help="Write into a folder that exists.")
+@click.option("--kind", default="f16", show_default=True, help="For GGUF: type of the weight matrices: f32, f16, q8_0.")
+@click.option("--family", help="For hf: model_type to write, if more than one Hugging Face family fits the model.")
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    help="LoRA adapter folder, written by monoblock or by peft, to merge into the weights first.",
+)
+@click.option("--force", is_flag=True, help="Write even if --to exists already.")
 def command(
     source: str,
     target: str,
@@ -33,14 +37,15 @@ def command(
     adapter: Path | None,
     force: bool,
 ) -> None:
-    """Convert SOURCE: a monoblock folder, a Hugging Face folder (weights may be pickled) or a GGUF file.
+    """Convert SOURCE to another format. SOURCE is a monoblock or Hugging Face model folder, or a GGUF file.
 
-    The last line printed is the certificate: family, parameters, tensors and, if transformers is installed, the largest
-    difference between its logits and ours.
+    The weights of a Hugging Face folder may be safetensors or pickles. The last line printed is a JSON object, the
+    parity certificate: the family, the number of parameters, the number of tensors and, if transformers is installed,
+    the largest difference between the logits of monoblock and of transformers.
     """
     target_format = target_format or ("gguf" if target.endswith(".gguf") else "monoblock")
     if Path(target).exists() and not force:
-        raise ConfigError(f"{target} already exists; name another with --to, or write into it with --force")
+        raise ConfigError(f"{target} already exists; give another path with --to, or add --force to write there anyway")
     from monoblock.interop.certificate import certify
     from monoblock.interop.convert import merge_adapter, open_model, write_model
 

@@ -24,17 +24,21 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 
 
 @click.command(
-    name="demo", help="Train a small GPT, sample from it and count its parameters; --families shows every architecture."
+    name="demo",
+    help="Train a small GPT on the King James Bible, print a text that it generates, and count its parameters. With "
+    "--families, build a toy model of every architecture instead.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
-    help="Folder in which demo-N is created.",
+    help="Folder in which the new folder demo-1 (demo-2, …) is created.",
 )
-@click.option("--families", is_flag=True, help="Build, check and draw a model of every family.")
-@click.option("--seed", type=int, default=1, show_default=True)
+@click.option(
+    "--families", is_flag=True, help="Build and check a toy model of every architecture, and draw masks and positions."
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the training run.")
 @json_option
 def command(out: Path, families: bool, seed: int, as_json: bool) -> None:
     folder = make_numbered_folder(out, "demo")

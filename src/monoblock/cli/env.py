@@ -51,7 +51,7 @@ def usable_cores() -> int:
 
 
 def usable_memory() -> int | None:
-    """Return the physical memory in bytes, or the limit of the container if that is lower; None if unknown."""
+    """Return the physical memory in bytes, or the memory limit of the container if that is lower; None if unknown."""
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -86,7 +86,7 @@ def collect_environment() -> dict[str, Any]:
     }
 
 
-@click.command(name="env", help="Show versions, devices and the defaults chosen on this machine, with reasons.")
+@click.command(name="env", help="Show installed versions, devices, and the default device and dtype, with reasons.")
 @json_option
 def command(as_json: bool) -> None:
     environment = collect_environment()
@@ -107,7 +107,7 @@ def _machine_rows(info: dict[str, Any]) -> dict[str, str]:
     rows = {
         "system": info["system"],
         "cores": str(info["cores"]),
-        "threads": f"{info['threads']} (torch, within one operation)",
+        "threads": f"{info['threads']} (torch.get_num_threads)",
         "memory": _format_memory(info["memory_bytes"]),
         "compiler": info["compiler"] or "none (torch.compile does not work on the CPU)",
     }

@@ -34,33 +34,62 @@ class Bound(NamedTuple):
 
 
 @click.command(
-    name="evaluate", help="Evaluate MODEL on DATA: a corpus from `monoblock ls corpora`, a file or a folder."
+    name="evaluate",
+    help="Evaluate MODEL on DATA: a corpus from `monoblock ls corpora`, a file or a folder. The metrics depend on the "
+    "task of the model: perplexity, BLEU, accuracy, F1 and others.",
 )
 @click.argument("model")
 @click.argument("data", metavar="DATA")
 @add_options(SEARCH_OPTIONS)
-@click.option("--split", type=click.Choice(["train", "valid", "test", "all"]), help="Split to use.  [test, else valid]")
-@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N rows.")
-@click.option("--samples", type=click.IntRange(min=0), default=0, help="Show N sources with reference and output.")
 @click.option(
-    "--n-best", type=click.IntRange(min=1), default=5, show_default=True, help="Single words: the k of top-k accuracy."
+    "--split",
+    type=click.Choice(["train", "valid", "test", "all"]),
+    help="Split to use.  [default: test if there is one, else valid]",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first N rows.")
+@click.option("--samples", type=click.IntRange(min=0), default=0, help="Print N inputs with reference and prediction.")
+@click.option(
+    "--n-best",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Transliteration: the k of top-k accuracy.",
 )
 @click.option("--lowercase", is_flag=True, help="Compute BLEU on lower-cased text.")
-@click.option("--language", help="Target language, for the Moses tokenizer.  [from the file names, else en]")
 @click.option(
-    "--rescore", is_flag=True, help="Single words: also rerank hypotheses by frequencies of the training targets."
+    "--language",
+    help="Translation: target language, for the Moses tokenizer of BLEU.  [default: from the file names, else en]",
 )
-@click.option("--save-words", type=click.Path(path_type=Path), help="Save these frequencies for `translate --words`.")
-@click.option("--stride", type=click.IntRange(min=1), help="Language models: move the window by N tokens.")
-@click.option("--context", type=click.IntRange(min=2), help="Language models: tokens in a block.")
+@click.option(
+    "--rescore",
+    is_flag=True,
+    help="Transliteration: also rerank the hypotheses by how often each word is a target in the training split.",
+)
+@click.option(
+    "--save-words",
+    type=click.Path(path_type=Path),
+    help="As --rescore, and save the word frequencies to this file, for `translate --words`.",
+)
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1),
+    help="Language models: evaluate in windows that begin N tokens apart.  [default: windows do not overlap]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    help="Language models: tokens in a window.  [default: the context length of the model]",
+)
 @click.option("--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size.")
 @add_fewshot_options
 @interpolate_option
-@click.option("--at-least", multiple=True, metavar="METRIC=NUMBER", help="Exit with 3 if the metric is lower.")
-@click.option("--at-most", multiple=True, metavar="METRIC=NUMBER", help="Exit with 3 if the metric is higher.")
+@click.option("--at-least", multiple=True, metavar="METRIC=NUMBER", help="Exit with code 3 if METRIC is lower.")
+@click.option("--at-most", multiple=True, metavar="METRIC=NUMBER", help="Exit with code 3 if METRIC is higher.")
 @click.option("--card", is_flag=True, help="Add the metrics to the model card of the run folder.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path), help="Plot the confusion matrix and the worst mistakes to this file."
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Classification and tagging: plot the confusion matrix and the worst mistakes to this file.",
 )
 @click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
 @device_option
@@ -89,12 +118,12 @@ def command(
 
 
 def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:
-    """Refuse options that have no effect on this model."""
+    """Raise ConfigError for an option that has no effect on this model."""
     from monoblock.plots.figure import check_plot_path
 
     method = pipe.loaded.prediction_method
     if options["stride"] is not None and (method or pipe.model.config.family == "encoder-decoder"):
-        raise ConfigError("--stride is for language models that predict the next token; leave it out")
+        raise ConfigError("--stride is for models that predict the next token, and this is not one; leave it out")
     if options["picture"] is not None:
         if method not in ("classify", "tag") or options["shots"] is not None:
             raise ConfigError("--picture plots a confusion matrix, and this task has none; leave it out")
@@ -102,7 +131,7 @@ def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:
 
 
 def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
-    """Build an EvaluationRequest from the options named like its fields, and evaluate."""
+    """Build an EvaluationRequest from the options of the same names as its fields, and evaluate it."""
     from monoblock.runs.evaluate import evaluate
     from monoblock.tasks.evaluation_report import EvaluationRequest
 
@@ -141,7 +170,7 @@ def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None
     if rescored is not None:
         print_table(["metric", "value", "rescored"], [[*row, rescored.get(str(row[0]))] for row in rows])
         click.echo(
-            f"gain {rescored['gain']:+.2f} from frequencies of the training targets, weight {rescored['weight']:g}"
+            f"reranking by word frequencies changes accuracy by {rescored['gain']:+.2f} (weight {rescored['weight']:g})"
         )
     else:
         print_table(["metric", "value"], rows)
@@ -164,7 +193,10 @@ def _parse_bound(text: str, *, is_lower: bool) -> Bound:
 
 
 def _failed_bounds(metrics: dict[str, Any], bounds: list[Bound]) -> list[str]:
-    """Return a line for each bound that is not met (NaN meets none); raise ConfigError for an unknown metric."""
+    """Return a message for each bound that a metric does not meet; NaN meets no bound.
+
+    Raise ConfigError if a bound names a metric that this evaluation does not have.
+    """
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     failures = []
     for name, limit, is_lower in bounds:

@@ -1,4 +1,4 @@
-"""`monoblock finetune MODEL DATA [section.key=value …]`: fine-tune a model by a recipe for model and data."""
+"""`monoblock finetune MODEL DATA [section.key=value …]`: fine-tune a model with a recipe built for it."""
 
 from __future__ import annotations
 
@@ -29,27 +29,42 @@ DEFAULT_RANK = 8
 
 @click.command(
     name="finetune",
-    help="Fine-tune MODEL (a run, a Hugging Face folder or a GGUF file) on DATA (a corpus, a file or a folder).\n\n"
-    "The data decides the task: labelled texts train a classifier, tagged words a tagger, pairs a translator, "
-    "conversations a chat model (with the loss on the replies alone), and plain text a language model or a masked one.",
+    help="Fine-tune MODEL (a run folder, a Hugging Face folder or a GGUF file) on DATA (a corpus from `monoblock ls "
+    "corpora`, a file or a folder).\n\n"
+    "The kind of data decides the task. Labelled texts train a classifier, tagged words train a tagger, and pairs "
+    "train a translator. Conversations train a chat model, with the loss computed on its replies only. Plain text "
+    "trains a causal or a masked language model, whichever MODEL is.\n\n"
+    "A recipe is built for MODEL and DATA. Arguments such as train.batch=8 change it; --dry-run prints all its keys.",
 )
 @click.argument("model")
 @click.argument("data", metavar="DATA")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value …]")
-@click.option("--objective", help="Training objective.  [depends on the data and the model]")
+@click.option(
+    "--objective",
+    help="causal, masked, spans, pairs, classify, label, answers or chat.  [default: chosen by the data and the model]",
+)
 @click.option("--epochs", type=float, help="Passes over the data.")
 @click.option("--lr", type=float, help="Peak learning rate.")
-@click.option("--lora", is_flag=True, help="Train low-rank adapters and freeze the weights.")
-@click.option("--rank", type=click.IntRange(min=1), help=f"Rank of the adapters.  [{DEFAULT_RANK}]")
-@click.option("--alpha", type=float, help="LoRA alpha: adapters are scaled by alpha / rank.  [16]")
-@click.option("--targets", help="Projections with an adapter: q,v or query,up … or all.  [query,value]")
-@click.option("--bits", type=click.Choice(["8", "4"]), help="Quantize the frozen weights to this many bits.")
-@click.option("--freeze", type=click.IntRange(min=0), help="Freeze the embedding and this many layers above it.")
-@click.option("--layer-decay", type=float, help="Learning rate of a layer relative to the layer above it, such as 0.9.")
-@click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [runs/<data>-<model>]")
+@click.option("--lora", is_flag=True, help="Train low-rank adapters (LoRA) and freeze all other weights.")
+@click.option(
+    "--rank", type=click.IntRange(min=1), help=f"With --lora: rank of the adapters.  [default: {DEFAULT_RANK}]"
+)
+@click.option("--alpha", type=float, help="With --lora: adapters are scaled by alpha / rank.  [default: 16]")
+@click.option(
+    "--targets",
+    help="With --lora: projections that get an adapter, separated by commas, or all.  [default: query,value]",
+)
+@click.option("--bits", type=click.Choice(["8", "4"]), help="With --lora: quantize the frozen weights to N bits.")
+@click.option("--freeze", type=click.IntRange(min=0), help="Freeze the embedding and the first N layers.")
+@click.option(
+    "--layer-decay",
+    type=float,
+    help="Learning rate of each layer as a fraction of that of the layer above it, such as 0.9.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/<data>-<model>]")
 @click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
-@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Print the recipe, which `monoblock train` can also run, and exit.")
+@click.option("--resume", is_flag=True, help="Resume the run in --out from its newest checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Print the recipe as TOML, which `monoblock train` can read, and exit.")
 @json_option
 @click.pass_context
 def command(

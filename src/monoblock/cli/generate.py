@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    name="generate", help="Continue PROMPT (- reads standard input; without PROMPT, start from the start token)."
+    name="generate",
+    help="Generate text with MODEL that continues PROMPT; - reads the prompt from standard input. Without PROMPT, a "
+    "decoder begins at its start token. For an encoder-decoder, PROMPT is the source.\n\nDecoding options that are not "
+    "given come from the model's generation_config.json.",
 )
 @click.argument("model")
 @click.argument("prompt", required=False)
 @add_options(SAMPLING_OPTIONS, BEAM_OPTIONS)
-@click.option("--num-return-sequences", "num_return_sequences", type=int, help="Number of texts.  [1]")
+@click.option("--num-return-sequences", "num_return_sequences", type=int, help="Number of texts to generate.")
 @stop_option
 @device_option
 @dtype_option
@@ -51,7 +54,9 @@ def command(
     options = drop_unset(options)
     settings = resolve_settings(pipe, options)
     if pipe.model.encoder is not None and not text:
-        raise InputError("an encoder-decoder needs a source; give a PROMPT, or - to read it from standard input")
+        raise InputError(
+            "an encoder-decoder needs a source text; give it as PROMPT, or write - to read it from standard input"
+        )
     if as_json:
         print_json(_generate_json(pipe, text, stop, options))
     elif settings.num_return_sequences > 1 or (settings.num_beams > 1 and "num_beams" in options):

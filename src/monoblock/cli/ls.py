@@ -11,7 +11,7 @@ from monoblock.errors import did_you_mean
 
 Record = dict[str, Any]
 RUNS_FOLDER = Path("runs")
-SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the recipe sets the size of their vocabulary
+SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the vocabulary size is set in the recipe
 
 
 def _list_recipes() -> list[Record]:
@@ -32,7 +32,7 @@ def _list_recipes() -> list[Record]:
 
 
 def _count_parameters(recipe: Any) -> int | None:
-    """Return the number of parameters of a recipe's model; None if it depends on the data (vocabulary or classes)."""
+    """Return the number of parameters of a recipe's model; None if it depends on the data (vocabulary, classes)."""
     from monoblock.accounting.report import account
     from monoblock.config.parts import HEADS_WITH_CLASSES
     from monoblock.runs.recipe import build_model_config, task_of_recipe
@@ -90,7 +90,10 @@ def _list_runs() -> list[Record]:
 
 
 def _describe_run(folder: Path) -> Record:
-    """Describe a run folder; a value is None (steps: 0) if the file it is read from is missing or unreadable."""
+    """Return a description of a run folder.
+
+    If a file is missing or unreadable, the values that come from it are None, and the number of steps is 0.
+    """
     from monoblock.errors import MonoblockError
     from monoblock.runs.recipe import read_recipe
     from monoblock.training import metrics_file
@@ -127,11 +130,20 @@ LISTINGS = {
 
 def _check_listing(ctx: click.Context, argument: click.Parameter, what: str | None) -> str | None:
     if what is not None and what not in LISTINGS:
-        raise click.UsageError(f"{what!r} is not one of {', '.join(LISTINGS)}{did_you_mean(what, LISTINGS)}", ctx)
+        raise click.UsageError(
+            f"{what!r} cannot be listed; write one of {', '.join(LISTINGS)}{did_you_mean(what, LISTINGS)}", ctx
+        )
     return what
 
 
-@click.command(name="ls", help=f"List WHAT: {', '.join(LISTINGS)}, or all of them.")
+@click.command(
+    name="ls",
+    help="List WHAT, or all of the following if WHAT is not given:\n\n"
+    "\b\n  recipes: descriptions of what `monoblock train` can train"
+    "\n  presets: configurations of published models"
+    "\n  corpora: data sets to train and evaluate on"
+    "\n  runs:    models trained into the folder runs",
+)
 @click.argument("what", required=False, callback=_check_listing)
 @json_option
 def command(what: str | None, as_json: bool) -> None:

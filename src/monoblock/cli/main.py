@@ -1,6 +1,6 @@
 """The command `monoblock`: run a verb, and turn every error into one line and an exit code.
 
-Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (a verb calls `ctx.exit(3)`), 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (such as `evaluate --at-least`), 130 interrupted.
 """
 
 import sys
@@ -17,23 +17,23 @@ VERBS = {
     "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and count its parameters."),
     "ls": ("monoblock.cli.ls", "List recipes, presets, corpora and runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
-    "train": ("monoblock.cli.train", "Train a recipe."),
+    "train": ("monoblock.cli.train", "Train the model that a recipe describes."),
     "finetune": ("monoblock.cli.finetune", "Fine-tune a model on other data: all weights, some layers, or LoRA."),
-    "generate": ("monoblock.cli.generate", "Continue a text."),
+    "generate": ("monoblock.cli.generate", "Generate text that continues a prompt."),
     "chat": ("monoblock.cli.chat", "Chat with a model that has a chat template."),
-    "translate": ("monoblock.cli.translate", "Translate or transliterate lines."),
-    "predict": ("monoblock.cli.predict", "Classify, tag, fill masks, answer questions or embed."),
+    "translate": ("monoblock.cli.translate", "Translate or transliterate lines of text."),
+    "predict": ("monoblock.cli.predict", "Classify, tag, fill masks, answer questions or embed texts."),
     "evaluate": ("monoblock.cli.evaluate", "Compute perplexity, BLEU, accuracy, … of a model on a corpus."),
-    "backtranslate": ("monoblock.cli.backtranslate", "Generate synthetic sources for target sentences."),
-    "compare": ("monoblock.cli.compare", "Train the arms of an experiment and compare them."),
+    "backtranslate": ("monoblock.cli.backtranslate", "Make synthetic training pairs from target sentences."),
+    "compare": ("monoblock.cli.compare", "Run an experiment: train variants of a model and compare them."),
     "bench": ("monoblock.cli.bench", "Measure tokens per second and memory, and compare with other libraries."),
     "convert": (
         "monoblock.cli.convert",
-        "Convert between monoblock, Hugging Face and GGUF, with a parity certificate.",
+        "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits.",
     ),
     "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
-    "account": ("monoblock.cli.account", "Count parameters, FLOPs and memory of a model without building it."),
-    "env": ("monoblock.cli.env", "Show versions, devices and the defaults chosen on this machine."),
+    "account": ("monoblock.cli.account", "Count the parameters, FLOPs and memory of a model without building it."),
+    "env": ("monoblock.cli.env", "Show installed versions, devices, and the default device and dtype."),
 }
 
 
@@ -74,13 +74,17 @@ class VerbGroup(click.Group):
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """The Transformer, complete and usable."""
+    """The Transformer, complete and usable.
+
+    `monoblock VERB --help` shows the arguments and options of a verb. MODEL is a run folder (such as runs/demo-1),
+    a Hugging Face folder, a GGUF file, or the owner/name of a model on the Hugging Face Hub.
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; `argv` excludes the name of the program."""
+    """Run the command line and return its exit code; `argv` does not include the name of the program."""
     words, debug = _extract_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         result = cli.main(words, prog_name="monoblock", standalone_mode=False)
@@ -108,7 +112,7 @@ def _extract_debug(words: list[str]) -> tuple[list[str], bool]:
 def _describe_error(error: Exception) -> tuple[str, int]:
     """Return the line to print for an error, and the exit code."""
     match error:
-        case click.Abort(__cause__=EOFError()):  # click raises Abort for the end of the input as well
+        case click.Abort(__cause__=EOFError()):  # click also raises Abort when the input ends
             return "unexpected end of input (use --debug for details)", 1
         case click.Abort():
             return "interrupted", 130
@@ -133,7 +137,7 @@ def _print_error(line: str, code: int) -> int:
 
 
 def _handle_closed_pipe() -> int:
-    """Return exit code 1 without a message if the reader of stdout closed the pipe, as in `monoblock ls | head -1`."""
+    """Return exit code 1 and print nothing, after the reader of stdout closed the pipe (`monoblock ls | head -1`)."""
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`monoblock predict MODEL [TEXT …]`: classify, tag, fill masks, answer questions or embed, by the model's head."""
+"""`monoblock predict MODEL [TEXT …]`: classify, tag, fill masks, answer questions or embed texts."""
 
 from __future__ import annotations
 
@@ -28,31 +28,43 @@ VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
 
 @click.command(
     name="predict",
-    help="Classify, tag, fill masks, answer questions or embed: what the head of MODEL is for.\n\n"
+    help="Classify, tag, fill masks, answer questions or embed, depending on the head of MODEL.\n\n"
     "Reads one input per line, from TEXT, --file or standard input, and prints one result per line in the same order; "
-    "an empty line gives an empty result. A line is text<TAB>text for a classifier of pairs, question<TAB>text for "
-    "question answering, and the path of a .npz or .png file for images.",
+    "an empty line gives an empty result. A line is a text, or text<TAB>text for a classifier of text pairs, "
+    "question<TAB>text for question answering, and the path of a .npz or .png file for a vision model.",
 )
 @click.argument("model")
 @click.argument("texts", metavar="[TEXT …]", nargs=-1)
-@click.option("--file", type=click.Path(path_type=Path), help="Read lines from this file.  [standard input]")
+@click.option("--file", type=click.Path(path_type=Path), help="Read lines from this file.  [default: standard input]")
 @click.option(
-    "--top", type=click.IntRange(min=1), help="Number of results, best first.  [1 class, 5 tokens or neighbours]"
+    "--top",
+    type=click.IntRange(min=1),
+    help="Print the N best results for a line, best first.  [default: 1 class or answer; 5 tokens or neighbours]",
 )
-@click.option("--embed", is_flag=True, help="Embed, with any head.")
+@click.option("--embed", is_flag=True, help="Print an embedding of each line, whatever the head of MODEL is.")
 @click.option(
-    "--pooling", type=click.Choice(["mean", "cls"]), help="Pooling of embeddings.  [from the folder, or mean]"
+    "--pooling",
+    type=click.Choice(["mean", "cls"]),
+    help="An embedding is the mean of the token vectors, or the vector of the first token (cls).  [default: as stored "
+    "with the model, else mean]",
 )
-@click.option("--nearest", type=click.Path(path_type=Path), help="Embed, and print the nearest lines of this file.")
+@click.option(
+    "--nearest",
+    type=click.Path(path_type=Path),
+    help="Embed each line, and print the lines of this file that have the most similar embeddings.",
+)
 @click.option(
     "--words",
     type=click.Choice(["signs", "spaces"]),
     default="signs",
-    help="Tagging: split words at punctuation (signs), or at spaces only.  [signs]",
+    help="Tagging: treat punctuation marks as separate words (signs), or split at spaces only.  [default: signs]",
 )
 @click.option("--columns", is_flag=True, help="Tagging: print one word per line, as in CoNLL files.")
 @click.option(
-    "--long", type=click.Choice(["refuse", "cut", "split"]), help="What to do with text beyond the context.  [refuse]"
+    "--long",
+    type=click.Choice(["refuse", "cut", "split"]),
+    help="Refuse a text that is longer than the context, truncate it (cut), or split it into parts and combine their "
+    "results.  [default: refuse]",
 )
 @click.option(
     "--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
@@ -74,13 +86,13 @@ def command(model: str, texts: tuple[str, ...], device: str | None, dtype: str |
             sys.stdout.flush()
             num_lines += len(lines)
     if not num_lines:
-        raise InputError("there is no text; give TEXT, --file, or lines on standard input")
+        raise InputError("there is no input; give TEXT, --file, or lines on standard input")
     verb = f"account {shlex.quote(model)}" if predictor.method == "embed" else f"evaluate {shlex.quote(model)} DATA"
     suggest_next(verb)
 
 
 class LinePredictor:
-    """Run the pipeline method that fits the model's head (or embed) on lines, and print the results."""
+    """Call the Pipeline method for the model's head, or `embed` if it is asked for, on lines, and print the results."""
 
     def __init__(self, pipe: Pipeline, model: str, options: dict[str, Any]) -> None:
 
@@ -89,7 +101,7 @@ class LinePredictor:
         self.method = "embed" if options["embed"] or options["nearest"] is not None else pipe.loaded.prediction_method
         if self.method not in PRINTERS:
             verb = VERB_BY_FAMILY.get(pipe.model.config.family, "account")
-            raise ConfigError(f"{model} has no head for predictions; write monoblock {verb} {shlex.quote(model)}")
+            raise ConfigError(f"{model} has no head for predictions; use monoblock {verb} {shlex.quote(model)} instead")
         self._check_options()
         self.call_options = {"batch": options["batch"]}
         if not self._reads_any_length():
@@ -101,20 +113,26 @@ class LinePredictor:
             self.candidate_lines, self.candidate_vectors = self._embed_candidates(options["nearest"])
 
     def _reads_any_length(self) -> bool:
-        """Whether --long has no effect: images have one size, and questions are answered in sliding windows."""
+        """Return whether inputs of any length can be read, so that --long has no effect.
+
+        Images have a fixed size, and question answering reads long texts in sliding windows.
+        """
         return self.is_vision or self.method == "answer"
 
     def _check_options(self) -> None:
-        """Refuse options that have no effect on this model."""
+        """Raise ConfigError for an option that has no effect on this model."""
         if self._reads_any_length() and self.options["long"] is not None:
-            reason = "images have one size" if self.is_vision else "long texts are read in windows"
-            raise ConfigError(f"--long has no effect here: {reason}; leave it out")
+            reason = "images have a fixed size" if self.is_vision else "long texts are read in windows"
+            raise ConfigError(f"--long has no effect on this model, because {reason}; leave it out")
         single_result = {"tag": "tagging", "embed": "embeddings without --nearest"}.get(self.method)
         if self.options["top"] is not None and single_result is not None and self.options["nearest"] is None:
             raise ConfigError(f"--top has no effect on {single_result}; leave it out")
 
     def __call__(self, lines: list[str], first: int, progress: Callable[[int], None]) -> list[Any]:
-        """Return one result per line, None for an empty line; `first` is the index of lines[0] in the whole input."""
+        """Return one result per line; None for an empty line.
+
+        first: the index of lines[0] in the whole input, for the line numbers in error messages.
+        """
         kept = [index for index, line in enumerate(lines) if line.strip()]
         results: list[Any] = [None] * len(lines)
         inputs = [self._parse_line(lines[index]) for index in kept]
@@ -125,7 +143,7 @@ class LinePredictor:
             options |= {"lines": [first + index for index in kept], "progress": progress}
         try:
             predictions = getattr(self.pipe, self.method)(inputs, **options)
-        except InputError as problem:  # name the options of the command line
+        except InputError as problem:  # name the command-line option instead of the Python argument
             message = str(problem).replace("long='split'", "--long split").replace("long='cut'", "--long cut")
             raise InputError(message) from None
         for index, prediction in zip(kept, predictions, strict=True):
@@ -138,11 +156,13 @@ class LinePredictor:
 
             images = read_pixels(line.strip(), self.pipe.model.config.input)  # type: ignore[union-attr, arg-type]
             if len(images) > 1:
-                raise InputError(f"{line.strip()} holds {len(images)} images; use monoblock evaluate for many at once")
+                raise InputError(
+                    f"{line.strip()} has {len(images)} images, but predict reads one per file; try monoblock evaluate"
+                )
             return images[0]
         text, tab, text_pair = line.partition("\t")
         if self.method == "answer" and not (text.strip() and text_pair.strip()):
-            raise InputError(f"{line[:40]!r} is not a question and a text; write question<TAB>text")
+            raise InputError(f"{line[:40]!r} is not a question and a text separated by a tab; write question<TAB>text")
         if tab and self.method == "classify" and not self.has_noted_pairs:
             self.has_noted_pairs = True
             click.echo("note: a line with a tab is read as a pair of texts", err=True)
@@ -159,7 +179,10 @@ class LinePredictor:
         return {} if self.options["top"] is None else {"top": self.options["top"]}
 
     def _embed_candidates(self, path: Path) -> tuple[list[str], Any]:
-        """Return the lines of a file and their embeddings (lines, D); for a vision model, lines are paths of images."""
+        """Return the non-empty lines of a file and their embeddings (lines, D).
+
+        For a vision model, each line is the path of an image.
+        """
         lines = [line for line in read_lines(file=path) if line.strip()]
         if not lines:
             raise InputError(f"{path} is empty; give a file with at least one line of text")

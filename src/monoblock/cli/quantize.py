@@ -24,7 +24,7 @@ MAX_TOKENS = 50_000
 
 
 def _progress_callback(action: str) -> Callable[..., None]:
-    """Return a callback (done, of) that prints a line on stderr at every tenth of the total `of`."""
+    """Return a function of (done, of) that prints `action` and a percentage on stderr at every tenth of `of`."""
     last_tenth = -1
 
     def report(done: int, of: int) -> None:
@@ -47,7 +47,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list[int]]:
-    """Encode `text` (a file, or a corpus of which the validation split is read) as one list of ids per document."""
+    """Encode a text file, or the validation split of the corpus named `text`, as one list of ids per document."""
     from monoblock.data.corpora.load import load_corpus
 
     split = "all" if Path(text).is_file() else "valid"
@@ -55,7 +55,7 @@ def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list
 
 
 def compare_perplexity(before: Any, after: Any, documents: list[list[int]], max_tokens: int) -> dict[str, Any]:
-    """Return the loss and the perplexity of both models on the same documents, and the relative increase."""
+    """Return the loss and the perplexity of both models on the same documents, and by how much the latter increases."""
     from monoblock.quantization.evaluate import evaluate_loss
 
     total = min(max_tokens, sum(map(len, documents)))
@@ -72,22 +72,24 @@ def compare_perplexity(before: Any, after: Any, documents: list[list[int]], max_
     }
 
 
-@click.command(name="quantize", help="Quantize the matrices of MODEL to 8 or 4 bits, and compare the perplexity.")
+@click.command(name="quantize", help="Quantize the weight matrices of MODEL, and compare the perplexity.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
-@click.option("--group", type=int, help="Number of weights that share a scale.  [64 for 8 bits, 32 for 4]")
+@click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True, help="Bits per weight.")
+@click.option("--group", type=int, help="Number of weights that share a scale.  [default: 64 for 8 bits, 32 for 4]")
 @click.option(
     "--table-bits",
     type=click.Choice(["8", "4"]),
     default="8",
     show_default=True,
-    help="Bits of the embedding and the output matrix.",
+    help="Bits per weight of the embedding and the output matrix.",
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
 @click.option("--text", default=DEFAULT_TEXT, show_default=True, help="Text file or corpus to measure perplexity on.")
-@click.option("--data", type=click.Path(path_type=Path, exists=True), help="Folder with corpora, or a text file.")
 @click.option(
-    "--tokens", type=click.IntRange(min=1), default=MAX_TOKENS, show_default=True, help="Evaluate at most N tokens."
+    "--data", type=click.Path(path_type=Path, exists=True), help="Folder with corpora, or a text file to use as --text."
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=1), default=MAX_TOKENS, show_default=True, help="Measure on at most N tokens."
 )
 @json_option
 def command(
@@ -102,7 +104,7 @@ def command(
     as_json: bool,
 ) -> None:
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name another folder with --out")
+        raise ConfigError(f"the folder {out} is not empty; give another folder with --out")
     if data is not None and data.is_file():
         text, data = str(data), None
     from monoblock.nn.transformer import Transformer
@@ -149,5 +151,5 @@ def print_report(result: dict[str, Any]) -> None:
         rows.append((f"perplexity on {result['text']}", before, after, f"{100 * result['perplexity_loss']:+.3f} %"))
     print_table(("", "before", f"{result['bits']} bits, groups of {result['group']}", "change"), rows)
     if "perplexity" not in result:
-        click.echo("No perplexity: it needs a decoder-only model with a tokenizer.", err=True)
+        click.echo("Perplexity was not measured, because it needs a decoder-only model with a tokenizer.", err=True)
     click.echo(f"Saved {result['folder']}")

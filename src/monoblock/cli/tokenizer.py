@@ -1,4 +1,4 @@
-"""`monoblock tokenizer`: train a tokenizer on text files, or show how one splits a text."""
+"""`monoblock tokenizer`: train a tokenizer on text files, or show how a tokenizer splits a text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VISIBLE_WHITESPACE = {"\n": "↵\n", "\t": "→\t"}
 
 
 def read_blocks(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the text of files (`-` is standard input) in blocks of whole lines."""
+    """Yield the text of files in blocks of whole lines; the name `-` means standard input."""
     for name in names:
         try:
             if name == "-":
@@ -33,7 +33,7 @@ def read_blocks(names: tuple[str, ...]) -> Iterator[str]:
                 with open(name, encoding="utf-8", newline="") as file:
                     yield from _split_blocks(file)
         except UnicodeDecodeError as problem:
-            raise FileError(f"{name} is not UTF-8 text (byte {problem.start}); convert it first") from None
+            raise FileError(f"{name} is not UTF-8 text (see byte {problem.start}); convert it to UTF-8 first") from None
         except OSError as problem:
             raise FileError(f"{name} cannot be read: {problem.strerror or problem}") from None
 
@@ -66,7 +66,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def piece_text(tokenizer: Tokenizer, piece: Piece, text: str) -> str:
-    """Return the characters of a piece, or its bytes as <E2><82> if they are only part of a character."""
+    """Return the text of a piece; if it is only a part of a UTF-8 character, return its bytes in the form <E2><82>."""
     raw = tokenizer.token_bytes(piece.id)
     if raw is None:
         return text[piece.start : piece.end] or piece.piece
@@ -97,14 +97,14 @@ def _print_pieces(tokenizer: Tokenizer, text: str, pieces: list[Piece]) -> None:
 @click.group(name="tokenizer", invoke_without_command=True, no_args_is_help=False)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Train a tokenizer, or show how one splits a text."""
+    """Train a tokenizer, or show how a tokenizer splits a text."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-@command.command(name="train", help="Train a tokenizer on text files (- is standard input).")
+@command.command(name="train", help="Train a tokenizer on DATA: text files, or - for standard input.")
 @click.argument("data", nargs=-1, required=True)
-@click.option("--kind", default="bpe", show_default=True, help="char, byte, word, bpe, wordpiece or unigram.")
+@click.option("--kind", default="bpe", show_default=True, help="Algorithm: char, byte, word, bpe, wordpiece, unigram.")
 @click.option(
     "--vocab",
     type=click.IntRange(min=1),
@@ -112,23 +112,31 @@ def command(ctx: click.Context) -> None:
     show_default=True,
     help="Size of the vocabulary, special tokens included.",
 )
-@click.option("--marker", help="BPE on characters: @@ (inside a word) or ▁ (start of a word).  [BPE on bytes]")
+@click.option(
+    "--marker",
+    help="Train BPE on characters instead of bytes, with one of two marks: @@ after every piece but the last of a "
+    "word, or ▁ before the first piece of a word.",
+)
 @click.option(
     "--specials",
     default="causal",
     show_default=True,
-    help="Special tokens: causal, seq2seq, masked, spans, none, or a list a,b,…",
+    help="Special tokens: those of an objective (causal, seq2seq, masked, spans, none), or a list such as pad,eos.",
 )
-@click.option("--lowercase", is_flag=True, help="Convert text to lower case.")
+@click.option("--lowercase", is_flag=True, help="Convert all text to lower case before encoding it.")
 @click.option(
-    "--min-frequency", type=click.IntRange(min=1), default=1, show_default=True, help="Drop tokens that are rarer."
+    "--min-frequency",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Leave out tokens that are rarer than this.",
 )
 @click.option("--out", default="runs/tokenizer", show_default=True, help="Folder to write.")
-@click.option("--force", is_flag=True, help="Overwrite the tokenizer of an existing folder.")
+@click.option("--force", is_flag=True, help="Write even if the folder --out exists already.")
 @json_option
 def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     if Path(out).exists() and not force:
-        raise ConfigError(f"{out} already exists; name another folder with --out, or overwrite it with --force")
+        raise ConfigError(f"{out} already exists; give another folder with --out, or overwrite it with --force")
     from monoblock.tokenizers.special_tokens import ROLES_BY_OBJECTIVE
     from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -150,7 +158,10 @@ def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options
     suggest_next(f'tokenizer show {out} "In the beginning"')
 
 
-@command.command(name="show", help="Show how the tokenizer of FOLDER splits TEXT (- is standard input).")
+@command.command(
+    name="show",
+    help="Show how the tokenizer in FOLDER splits TEXT (- reads standard input); without TEXT, describe it.",
+)
 @click.argument("folder")
 @click.argument("text", required=False)
 @json_option

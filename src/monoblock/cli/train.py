@@ -1,4 +1,4 @@
-"""`monoblock train RECIPE [section.key=value …]`: train a recipe into a model folder."""
+"""`monoblock train RECIPE [section.key=value …]`: train the model that a recipe describes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from monoblock.cli._shared.output import json_option
 from monoblock.cli._shared.training_run import print_result, print_resume_command, run_training
 
 
-@click.command(name="train", help="Train RECIPE: a name from `monoblock ls recipes`, or a TOML file.")
+@click.command(
+    name="train",
+    help="Train the model that RECIPE describes: a name from `monoblock ls recipes`, or a TOML file.\n\n"
+    "Arguments such as train.steps=500 change keys of the recipe; --dry-run prints it with all its keys.",
+)
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[section.key=value …]")
-@click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [runs/<recipe>]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/<recipe>]")
 @click.option("--data", type=folder_type, help=FOLDER_HELP)
-@click.option("--resume", is_flag=True, help="Resume from the newest checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and exit.")
-@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Number of data-parallel processes.  [1]")
-@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard files.")
+@click.option("--resume", is_flag=True, help="Resume the run in --out from its newest checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Print the recipe, with the changes applied, and exit.")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Number of data-parallel processes.  [default: 1]")
+@click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard.")
 @json_option
 @click.pass_context
 def command(

@@ -1,4 +1,4 @@
-"""`monoblock translate MODEL [TEXT]`: translate lines, in input order."""
+"""`monoblock translate MODEL [TEXT]`: translate lines of text, and print the results in the same order."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ if TYPE_CHECKING:
     from monoblock.tasks.loaded_model import Hypothesis
 
 SCORE_DECIMALS = 4  # the digits that do not depend on the batch size
-RERANKED_HYPOTHESES = 5  # hypotheses per line to choose from with --words
+RERANKED_HYPOTHESES = 5  # with --words, the best of this many hypotheses per line is printed
 
 
-@click.command(name="translate", help="Translate TEXT, or the lines of standard input; empty lines stay empty.")
+@click.command(name="translate", help="Translate TEXT, or each line of standard input; empty lines stay empty.")
 @click.argument("model")
 @click.argument("text", required=False)
 @add_options(SEARCH_OPTIONS)
 @click.option("--n-best", type=click.IntRange(min=1), help="Print N hypotheses per line, with scores.")
-@click.option("--alignment", is_flag=True, help="Also print the word alignment, source-target: 0-0 2-1.")
-@click.option("--to", help="Target script of a multilingual model: devanagari, tamil, latin, …")
+@click.option(
+    "--alignment", is_flag=True, help="Also print the word alignment: source-target word indices, as in 0-0 2-1."
+)
+@click.option("--to", help="Target script, for a model that writes several: devanagari, tamil, latin, …")
 @click.option(
     "--long",
     type=click.Choice(["refuse", "split"]),
     default="refuse",
     show_default=True,
-    help="Refuse lines beyond the context, or split them into sentences.",
+    help="Refuse a line that is longer than the context, or split it into sentences.",
 )
 @click.option(
-    "--words", type=click.Path(path_type=Path), help="Rerank hypotheses by a file of `evaluate --save-words`."
+    "--words",
+    type=click.Path(path_type=Path),
+    help="Rerank the hypotheses by the word frequencies in this file, which `evaluate --save-words` writes.",
 )
 @click.option(
     "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
@@ -65,7 +69,9 @@ def command(
     search = drop_unset(options)
     resolve_settings(pipe, search)
     if pipe.model.encoder is None:
-        raise ConfigError(f"{model} is not an encoder-decoder; write monoblock generate {shlex.quote(model)}")
+        raise ConfigError(
+            f"{model} is not an encoder-decoder, so it cannot translate; use monoblock generate {shlex.quote(model)}"
+        )
     printer = HypothesisPrinter(pipe, n_best, alignment, to, words, as_json)
     search |= {"batch": batch_size, "to": to, "long": long}
     truncated = 0
@@ -76,7 +82,7 @@ def command(
             truncated += source_hypotheses[0].finish_reason == "length"
         sys.stdout.flush()
     if truncated:
-        click.echo(f"warning: {truncated} targets reached the length limit; raise --max-new-tokens", err=True)
+        click.echo(f"warning: {truncated} targets were cut off at the length limit; raise --max-new-tokens", err=True)
     if text is not None:
         suggest_next(f"evaluate {shlex.quote(model)} DATA")
 
@@ -86,14 +92,14 @@ def _translate_lines(
 ) -> list[list[Hypothesis]]:
     if options.get("temperature"):
         if n_best > 1:
-            raise ConfigError("--n-best needs a beam search; leave out --temperature")
+            raise ConfigError("--n-best needs beam search, but --temperature samples; leave out one of them")
         from monoblock.tasks.loaded_model import Hypothesis
 
         texts = pipe.translate(lines, first_index=first, **options)
         return [[Hypothesis(text, finish_reason="stop")] for text in texts]
     try:
         return pipe.translate(lines, n_best=n_best, first_index=first, **options)
-    except InputError as problem:  # name the option of the command line
+    except InputError as problem:  # name the command-line option instead of the Python argument
         raise InputError(str(problem).replace("long='split'", "--long split")) from None
 
 

@@ -85,7 +85,7 @@ def bert(
     depth: int,
     heads: int,
     context: int,
-    head: Literal["pooled", "masked_lm", "classifier", "tagger", "spans", "none"] = "pooled",
+    head: Literal["pooled", "masked_lm", "classifier", "regression", "tagger", "spans", "none"] = "pooled",
     classes: int | None = None,
     **knobs: Any,
 ) -> ModelConfig:

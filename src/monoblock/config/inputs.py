@@ -18,15 +18,15 @@ class EmbeddingConfig:
     kind: Literal["tokens"] = "tokens"
     vocab: int  # V
     context: int | None = None  # length of the longest sequence in training; a limit for learned positions
-    dim: int | None = None  # if smaller than the width, projected to it (ALBERT, ELECTRA)
-    projection: Literal["last", "first"] = "last"  # after positions and norm (ALBERT), or before them (OPT-350m)
+    dim: int | None = None  # size of the token embedding, which is projected to the width (ALBERT); None: the width
+    projection: Literal["last", "first"] = "last"  # project after positions and norm (ALBERT) or before (OPT-350m)
     projection_bias: bool = True
     scale: float | Literal["sqrt_width"] = 1.0
     positions: Learned | Sinusoid | None = None
     segments: int = 0  # token types; 0: none
     norm: NormConfig | None = None
     dropout: float = 0.0
-    word_dropout: float = 0.0  # of whole tokens, at all their positions (Gal and Ghahramani 2016)
+    word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -34,7 +34,7 @@ class EmbeddingConfig:
         check_at_least(self, 0, "segments")
         check_fraction(self, "dropout", "word_dropout")
         if isinstance(self.positions, Learned) and self.context is None:
-            raise ConfigError("learned positions need context, the number of positions; write context=…")
+            raise ConfigError("learned positions need a context, which is the number of positions; write context=…")
         if isinstance(self.positions, Sinusoid) and self.positions.form == "grid":
             raise ConfigError("form='grid' is for images; write 'interleaved', 'halves' or 'fairseq' for tokens")
 

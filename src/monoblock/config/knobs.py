@@ -31,6 +31,7 @@ from monoblock.config.model import (
     Sinusoid,
     StackConfig,
 )
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.stack import MAX_LAYERS
 from monoblock.errors import ConfigError, did_you_mean
 
@@ -185,20 +186,25 @@ def _set_embedding_norm(part: ModelConfig, values: FieldValues, enabled: bool) -
 
 
 def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> HeadConfig | None:
-    """Build the usual head of kind `head`, or None for "none"; a classifier or tagger has two classes by default."""
+    """Build the usual head of kind `head`, or None for "none".
+
+    By default a classifier or tagger has two classes, and a regression head gives one number.
+    """
     num_classes = 2 if classes is None else classes
     heads: dict[str, Callable[[], HeadConfig | None]] = {
         "pooled": lambda: HeadConfig(kind="pooled", pooler="tanh"),
         "masked_lm": lambda: HeadConfig(kind="masked_lm", transform="gelu", norm=norm, bias="learned"),
         "classifier": lambda: HeadConfig(kind="classifier", classes=num_classes, pooler="tanh", bias="learned"),
+        "regression": lambda: HeadConfig(kind="regression", classes=classes, pooler="tanh", bias="learned"),
         "tagger": lambda: HeadConfig(kind="tagger", classes=num_classes, bias="learned"),
         "spans": lambda: HeadConfig(kind="spans", bias="learned"),
         "none": lambda: None,
     }
     if not isinstance(head, str) or head not in heads:
         raise ConfigError(f"head={head!r} is not one of {', '.join(heads)}{did_you_mean(str(head), heads)}")
-    if classes is not None and head not in ("classifier", "tagger"):
-        raise ConfigError(f"classes={classes} goes with a classifier or tagger, not with head={head!r}; leave it out")
+    if classes is not None and head not in HEADS_WITH_CLASSES:
+        kinds = ", ".join(HEADS_WITH_CLASSES)
+        raise ConfigError(f"classes={classes} goes with the heads {kinds}, not with head={head!r}; leave it out")
     return heads[head]()
 
 

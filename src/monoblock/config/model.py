@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from monoblock.config.inputs import EmbeddingConfig, FramesConfig, PatchConfig
 from monoblock.config.parts import (
+    VOCABULARY_HEADS,
     Activation,
     AttentionConfig,
     ExpertsConfig,
@@ -145,9 +146,7 @@ class ModelConfig:
             and self._embedding_shape(self.target) != self._embedding_shape(self.input)
         ):
             raise ConfigError("tied source and target need the same vocab and dim; write tie='output' or 'none'")
-        if self.tie in ("output", "three_way") and (
-            not self.head or self.head.kind not in ("language_model", "masked_lm")
-        ):
+        if self.tie in ("output", "three_way") and (not self.head or self.head.kind not in VOCABULARY_HEADS):
             raise ConfigError(f"tie={self.tie!r} needs a language_model or masked_lm head to tie; write tie='none'")
 
     def _check_head(self) -> None:
@@ -160,7 +159,7 @@ class ModelConfig:
             raise ConfigError(
                 "a masked_lm head needs an encoder-only model of tokens; for a decoder write 'language_model'"
             )
-        if kind in ("tagger", "spans", "pooled", "classifier") and self.family == "encoder-decoder":
+        if kind is not None and kind not in VOCABULARY_HEADS and self.family == "encoder-decoder":
             raise ConfigError(f"a {kind} head is for a model of one stack; drop the decoder, or write 'language_model'")
         if self.head and self.head.teacher and not getattr(self.input, "distillation_token", False):
             raise ConfigError("teacher=True needs a distillation token; write distillation_token=True in the input")

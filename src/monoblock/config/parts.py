@@ -14,6 +14,11 @@ from monoblock.errors import ConfigError
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
 
+# Sets of head kinds (HeadConfig.kind).
+VOCABULARY_HEADS = ("language_model", "masked_lm")  # logits over the vocabulary
+HEADS_WITH_CLASSES = ("classifier", "tagger", "regression")  # `classes` outputs
+SEQUENCE_HEADS = ("classifier", "regression", "pooled")  # one output for a sequence, after pooling
+
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
@@ -172,8 +177,8 @@ class FeedForwardConfig:
 class HeadConfig:
     """The layers after the last stack."""
 
-    kind: Literal["language_model", "masked_lm", "classifier", "tagger", "spans", "pooled"]
-    classes: int | None = None  # classifier and tagger
+    kind: Literal["language_model", "masked_lm", "classifier", "regression", "tagger", "spans", "pooled"]
+    classes: int | None = None  # classifier and tagger; of a regression head the count of numbers, 1 by default
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
     pooling: Literal["first", "last", "mean"] = "first"
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)
@@ -188,11 +193,13 @@ class HeadConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kind == "regression" and self.classes is None:
+            object.__setattr__(self, "classes", 1)
         check_types(self)
         check_at_least(self, 1, "classes", "project")
         check_positive(self, "softcap")
         check_fraction(self, "dropout")
-        if self.kind not in ("classifier", "pooled") and (self.pooling != "first" or self.pooler != "none"):
+        if self.kind not in SEQUENCE_HEADS and (self.pooling != "first" or self.pooler != "none"):
             raise ConfigError(f"a {self.kind} head predicts for each token and pools nothing; drop pooling and pooler")
         if self.kind == "pooled" and (self.scale != 1.0 or self.softcap is not None or self.bias != "none"):
             raise ConfigError("a pooled head has no logits; drop scale, softcap and bias")
@@ -206,10 +213,10 @@ class HeadConfig:
             )
         if self.kind != "pooled" and self.normalize:
             raise ConfigError(f"normalize=True is for pooled vectors, not for a {self.kind} head; drop it")
-        if (self.kind in ("classifier", "tagger")) != (self.classes is not None):
+        if (self.kind in HEADS_WITH_CLASSES) != (self.classes is not None):
             raise ConfigError(
                 f"head kind={self.kind!r} with classes={self.classes} is invalid: classifier and tagger need classes, "
-                "other heads have none"
+                "a regression head may have them, other heads have none"
             )
 
 

@@ -23,7 +23,7 @@ class Scaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the correction range to whole numbers
+    truncate: bool = True  # yarn: round the range of interpolated pairs to whole numbers
     attention_factor: float | None = None  # yarn, longrope; None: as in the paper
     short_factors: tuple[float, ...] = ()  # longrope, one for each frequency
     long_factors: tuple[float, ...] = ()  # longrope
@@ -78,7 +78,7 @@ class Alibi:
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """A learned bias for each head and bucket of distances (T5); `shared`: one table for all blocks of a stack."""
+    """A learned bias for each head and bucket of distances (T5); if `shared`, all blocks of a stack use one table."""
 
     kind: Literal["buckets"] = "buckets"
     count: int = 32

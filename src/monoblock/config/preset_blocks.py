@@ -1,4 +1,4 @@
-"""Blocks and builders of published models that differ from their family in more than sizes, for presets.py."""
+"""Blocks and builders, used by presets.py, for published models that differ from their family in more than sizes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def replace_attention(config: ModelConfig, **fields: object) -> ModelConfig:
 
 
 def factorize_embedding(config: ModelConfig, *, dim: int, tied: bool = False) -> ModelConfig:
-    """Return a copy of an encoder with an embedding of size `dim`; `tied`: all blocks share their weights (ALBERT)."""
+    """Return a copy of an encoder's configuration with a token embedding of size `dim`.
+
+    If `tied`, all blocks share their weights (ALBERT).
+    """
     encoder = config.encoder
     assert encoder is not None
     pattern = tuple(replace(run, tied=tied) for run in encoder.pattern)
@@ -120,7 +123,7 @@ def gemma2() -> ModelConfig:
 def parallel_block(
     width: int, attention: AttentionConfig, feedforward: FeedForwardConfig, *, shared: bool
 ) -> BlockConfig:
-    """Build a block whose attention and feed-forward read the same input; `shared`: through one norm instead of two."""
+    """Build a block whose attention and feed-forward read the same input, through one norm if `shared`, else two."""
     return BlockConfig(
         width=width,
         attention=attention,

@@ -450,7 +450,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Look up a preset by name."""
+    """Return the preset with this name; raise ConfigError if there is none."""
     if not isinstance(name, str) or name not in PRESETS:
         name = str(name)
         raise ConfigError(

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class FieldError(ConfigError):
-    """An invalid field, named by its class or by the path under which the user wrote it."""
+    """An error about an invalid field, which is named after its class or by the path under which the user wrote it."""
 
     def __init__(self, path: str, field: str, problem: str) -> None:
         super().__init__(path, field, problem)
@@ -61,7 +61,7 @@ def _matches_hint(value: Any, hint: Any) -> bool:
 
 
 def _describe_hint(hint: Any) -> str:
-    """Describe an annotation in words: "a whole number or none", "one of 'pre', 'post'"."""
+    """Describe a type annotation in words, such as "a whole number or none" or "one of 'pre', 'post'"."""
     names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
     names |= {dict: "a table", type(None): "none"}
     words = []
@@ -131,7 +131,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def to_dict(value: Any) -> Any:
-    """Convert a configuration to dicts, lists, strings and numbers, with every field."""
+    """Convert a configuration to dicts, lists, strings and numbers, including fields with their default value."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_dict(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
@@ -151,7 +151,7 @@ def from_dict(cls: type[T], data: Any, path: str = "") -> T:
     required = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}  # type: ignore[arg-type]
     missing = sorted(required - set(data))
     if missing:
-        raise ConfigError(f"{location} lacks the field {missing[0]!r}; add it")
+        raise ConfigError(f"{location} lacks the field {missing[0]!r}, which has no default; add it")
     values = {key: _parse_value(hints[key], value, f"{path}.{key}" if path else key) for key, value in data.items()}
     try:
         return cls(**values)

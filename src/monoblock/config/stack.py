@@ -35,7 +35,10 @@ class BlockConfig:
         check_fraction(self, "dropout")
         self.attention.check_width(self.width)
         if self.residual != "sequential" and (self.norm_place != "pre" or self.cross is not None):
-            raise ConfigError("parallel attention and feed-forward need norm_place='pre' and no cross-attention")
+            raise ConfigError(
+                f"residual={self.residual!r} is possible only with pre-norm and without cross-attention; "
+                "write norm_place='pre' and cross=None, or residual='sequential'"
+            )
         if not self.attention_norm and (self.norm_place != "pre" or self.residual == "parallel_shared"):
             raise ConfigError("attention_norm=False needs norm_place='pre', and residual='sequential' or 'parallel'")
         if self.cross is not None:
@@ -48,12 +51,15 @@ class BlockConfig:
                 "cross-attention has no window: source and target positions are not comparable; write window=None"
             )
         if cross.mask != "full" or cross.positions is not None:
-            raise ConfigError("cross-attention sees the whole source: write mask='full' and positions=None")
+            raise ConfigError(
+                "cross-attention sees the whole source and has no relative positions; "
+                "write mask='full' and positions=None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """A sequence of blocks, repeated; `tied`: all repetitions share their weights (ALBERT)."""
+    """A sequence of blocks, repeated `times` times; if `tied`, all repetitions share their weights (ALBERT)."""
 
     blocks: tuple[BlockConfig, ...]
     times: int = 1
@@ -85,7 +91,10 @@ class StackConfig:
             if getattr(a.positions, "shared", False)
         }
         if len(tables) > 1:
-            raise ConfigError("blocks that share a table of buckets need equal buckets and heads; write shared=False")
+            raise ConfigError(
+                "the blocks of a stack share one table of position buckets, so they need equal Buckets and numbers of "
+                "heads; write Buckets(shared=False) to give each block its own"
+            )
 
     def _self_attentions(self) -> Iterator[AttentionConfig]:
         return (block.attention for block in self.layers())
@@ -95,7 +104,10 @@ class StackConfig:
         return (block for run in self.pattern for _ in range(run.times) for block in run.blocks)
 
     def layers_with_ownership(self) -> Iterator[tuple[BlockConfig, bool]]:
-        """Iterate over (block, owns its weights); later repetitions of tied blocks share the weights of the first."""
+        """Iterate over pairs of a block and whether it owns its weights.
+
+        Later repetitions of tied blocks do not: they use the weights of the first.
+        """
         return (
             (block, not run.tied or repetition == 0)
             for run in self.pattern

@@ -96,7 +96,7 @@ class Filters:
 
     @property
     def cache_key(self) -> object:
-        """A key that two `Filters` have in common only if their `choose` methods compute the same."""
+        """All settings that `choose` depends on; if two `Filters` have equal keys, their `choose` computes the same."""
         return tuple(tuple(getattr(row, name) for name in SAMPLING_FILTERS) for row in self.settings)
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ class Filters:
         return self._constrain(logits, history, new_counts) if self.has_constraints else logits
 
     def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the tokens that are ruled out in every row at this step, or None if that does not say everything.
+        """Return the tokens that are ruled out in every row at this step, if that is all the constraints do.
 
-        It does not if a repetition filter, a forced token or a bad word is set, or if the rows differ.
+        Return None if there is a repetition filter, a forced token or a bad word, or if the rows differ.
         """
         if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
             return None

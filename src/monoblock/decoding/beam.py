@@ -28,7 +28,7 @@ class BeamHypothesis(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The best continuations of the beams in one group, best first, each by one token."""
+    """The best continuations, by one token, of the beams in one group; best first."""
 
     scores: list[float]  # sums of log-probabilities
     beams: list[int]  # index, within the group, of the beam that each one continues
@@ -169,7 +169,7 @@ def advance_from_logits(searches: list[BeamSearch], logits: Tensor, suppressed: 
 
 
 def num_candidates(searches: list[BeamSearch]) -> int:
-    """Return how many of the best continuations to look at, so that enough of them do not end with an end token."""
+    """Return how many of the best continuations to look at, so that enough remain without those that end."""
     return max(2, 1 + max(len(search.settings.eos_token_id) for search in searches)) * searches[0].size
 
 

@@ -132,6 +132,11 @@ class Engine:
         with self.backend.inference():
             return self._step()
 
+    def follow_model_changes(self) -> None:
+        """Use the model as it is now; call this before a step if its weights or modules may have changed."""
+        if (renewed := self.backend.renew(self.state)) is not None:
+            (self.backend, self.state), self.filters = renewed, None
+
     def _step(self) -> list[RequestOutput]:
         new = self._admit_waiting()  # may remove finished requests, so `self.running` is read afterwards
         old = list(self.running)

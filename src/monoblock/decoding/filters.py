@@ -52,7 +52,7 @@ def top_k(logits: Tensor, k: int | Tensor) -> Tensor:
 
 
 def top_p(logits: Tensor, p: PerRow) -> Tensor:
-    """Keep the fewest best tokens whose total probability reaches p (nucleus sampling, Holtzman et al. 2020)."""
+    """Keep the best tokens, as few as reach a total probability of p (nucleus sampling, Holtzman et al. 2020)."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - p
     removed[..., -1] = False
@@ -82,7 +82,7 @@ def typical_p(logits: Tensor, mass: PerRow) -> Tensor:
 
 
 def repetition_penalty(logits: Tensor, penalty: PerRow, history: TokenHistory) -> Tensor:
-    """Make tokens less likely that already occur in the row (Keskar et al. 2019).
+    """Make tokens that already occur in the row less likely (Keskar et al. 2019).
 
     Their logits are divided by `penalty` if they are positive and multiplied by it if they are negative.
     """

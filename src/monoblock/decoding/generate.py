@@ -47,6 +47,7 @@ def stream(model: Transformer, ids: Tensor, **options: Any) -> Iterator[Tensor]:
         raise InputError(
             "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call generate"
         )
+    call.engine.follow_model_changes()
     return _stream_tokens(call)
 
 
@@ -55,7 +56,7 @@ def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
         (request, index): [] for request in call.request_ids for index in range(call.num_return_sequences)
     }
     finished: set[tuple[int, int]] = set()
-    for outputs in call.steps():
+    for outputs in call.steps(follow_model_changes=True):
         for output in outputs:
             pending[output.request_id, output.sequence_index] += output.tokens
             if output.finish_reason:
@@ -100,8 +101,10 @@ class GenerateCall:
         self.request_ids = [self.engine.add(prompt, self.settings, source) for prompt, source in self.prompts]
         self.num_return_sequences = self.settings.num_return_sequences
 
-    def steps(self) -> Iterator[list[RequestOutput]]:
+    def steps(self, *, follow_model_changes: bool = False) -> Iterator[list[RequestOutput]]:
         while self.engine.busy:
+            if follow_model_changes:
+                self.engine.follow_model_changes()
             yield self.engine.step()
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:

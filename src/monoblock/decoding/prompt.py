@@ -34,9 +34,10 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 def check_prompt(prompt: Prompt, vocab_size: int, capacity: int, family: str, *, has_encoder: bool) -> None:
     """Raise InputError if a model cannot continue a prompt.
 
-    vocab_size, has_encoder: what the model has.
+    vocab_size: the size of the model's vocabulary.
     capacity: the maximum number of tokens in a sequence, prompt included.
-    family: the kind of model, for the error text.
+    family: the kind of model, such as "decoder-only", for the error text.
+    has_encoder: whether the model has an encoder, so that a prompt needs a source.
     """
     if not prompt.ids:
         raise InputError("the prompt is empty; give at least one token, such as the start token")

@@ -19,7 +19,7 @@ MIN_SEGMENT = 16  # if segments would be shorter, a plain topk is faster
 def top_continuations(
     logits: Tensor, scores: Tensor, suppressed: Sequence[int], rows_per_prompt: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` best continuations of each prompt by one token.
+    """Return the `count` best ways to extend one of a prompt's beams by one token, for each prompt.
 
     logits: (prompts · rows_per_prompt, V), one row for each beam.
     scores: (prompts · rows_per_prompt,), the sum of log-probabilities of each beam so far.

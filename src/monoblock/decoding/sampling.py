@@ -13,7 +13,7 @@ DRAW_SIZE = 64  # numbers drawn at a time
 
 
 class RandomStream:
-    """Uniform random numbers in [0, 1) for the steps of one sequence: `stream[step]`.
+    """Uniform random numbers in [0, 1) for the steps of one sequence, indexed by the number of the step.
 
     They depend only on `seed` and on `stream`, the index of the sequence.
     """

@@ -75,7 +75,7 @@ class Settings:
                 raise InputError(f"{name}={value!r} is not valid; write a whole number, 0 or more")
 
     def _check_combinations(self) -> None:
-        """Refuse options that contradict each other."""
+        """Raise InputError for options that contradict each other."""
         beams, groups, returned = self.num_beams, self.num_beam_groups, self.num_return_sequences
         if beams > 1 and self.temperature > 0:
             raise InputError(

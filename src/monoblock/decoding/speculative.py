@@ -50,9 +50,9 @@ class Proposer(Protocol):
         ...
 
     def commit(self, counts: Tensor) -> None:
-        """Take note of how many tokens each row has gained: `counts` (rows,).
+        """Update the proposer after a step in which the rows have gained `counts` (rows,) tokens.
 
-        These are the accepted proposals of the row and one more token, which the model has chosen.
+        These are the accepted proposals of each row and one more token, which the model has chosen.
         """
         ...
 
@@ -146,9 +146,9 @@ class PromptLookup:
         return torch.tensor(proposals, dtype=torch.long).view(len(rows), count)
 
     def _find_continuation(self, tokens: list[int], count: int) -> list[int]:
-        """Return the `count` tokens that followed the latest earlier occurrence of the last tokens.
+        """Return the `count` tokens that followed when the last n tokens occurred before, most recently.
 
-        More matching tokens are preferred.  Missing tokens are filled up with the last token of the row.
+        A larger n is preferred.  If fewer than `count` tokens follow, the last token of the row is repeated.
         """
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             ngram = tokens[-size:]
@@ -160,12 +160,13 @@ class PromptLookup:
 
 
 class DraftModel:
-    """Propose up to `max_proposals` tokens with a faster model, chosen by the settings and uniform numbers of each row.
+    """Propose up to `max_proposals` tokens with a faster model than the main model.
 
-    After rejected proposals the next call proposes fewer tokens, and after accepted ones more again.  `max_checked`
-    limits the number of tokens, of all rows together, that the main model checks in one pass; the newest token of each
-    row counts too.  The limit is ignored if it allows less than one proposal per row.  The draft model runs in
-    evaluation mode, like the main model.
+    The tokens are chosen by the settings and uniform numbers of each row, as the main model chooses them.  After
+    rejected proposals the next call proposes fewer tokens, and after accepted ones more again.  `max_checked` limits
+    the number of tokens, of all rows together, that the main model checks in one pass; the newest token of each row
+    counts too.  The limit is ignored if it allows less than one proposal per row.  The draft model runs in evaluation
+    mode, like the main model.
     """
 
     def __init__(self, model: Transformer, max_proposals: int = 4, max_checked: int | None = None) -> None:

@@ -99,7 +99,7 @@ class StreamingText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` with which `stop` begins, shorter than all of `stop`."""
+    """Return the length of the longest suffix of `text` that is a beginning of `stop`, but not all of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 

@@ -1,1 +1,1 @@
-"""Experiments of `monoblock compare`: each trains several arms with the same budget, data and seeds."""
+"""Experiments of `monoblock compare`: each trains several arms (variants) with the same budget, data and seeds."""

@@ -1,4 +1,7 @@
-"""Functions shared by the experiments: train an arm into a folder (or reuse it), and tabulate the results."""
+"""Functions shared by the experiments: train an arm, or reuse it if it is trained, and tabulate the results.
+
+An arm is one of the variants that an experiment compares.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.train import prepare_run
 from monoblock.training.events import EvaluationEvent, FinishedEvent
 
-CARD_FILE = "README.md"  # the last file that a run writes
+CARD_FILE = "README.md"  # the last file that a run writes: if it exists, the run is finished
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The result of one arm: the compared metric for every seed, and the values of extra columns."""
+    """The result of one arm: the value of the compared metric for every seed, and extra columns of the table."""
 
     arm: str
     values: tuple[float, ...]
@@ -35,19 +38,19 @@ class ArmResult:
 
     @property
     def std(self) -> float:
-        """Standard deviation over the seeds; 0 for a single seed."""
+        """Return the standard deviation over the seeds; 0 for a single seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class ExperimentResult:
     name: str
-    metric: str  # name of the values, such as "bleu"
+    metric: str  # name of the compared metric, such as "bleu"
     rows: tuple[ArmResult, ...]
     about: dict[str, Any] = field(default_factory=dict)  # budget, seeds, data
 
     def table(self) -> tuple[list[str], list[list[object]]]:
-        """Return the column names and the rows; the gain of an arm is its mean minus that of the first arm."""
+        """Return the column names and the rows; the gain of an arm is its mean minus the mean of the first arm."""
         extra = list(dict.fromkeys(key for row in self.rows for key in row.extra))
         columns = ["arm", self.metric, "gain", "deviation", *extra]
         baseline = self.rows[0].mean
@@ -86,16 +89,21 @@ class ExperimentResult:
 
 
 def parse_options(cls: type, values: dict[str, Any]) -> Any:
-    """Build `cls`, the Options of an experiment, from key=value arguments."""
+    """Build the options of an experiment from key=value arguments; `cls` is the class Options of its module."""
     known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
     for key in values:
         if key not in known:
-            raise ConfigError(f"{key}= is not one of {', '.join(known)}{did_you_mean(key, known)}")
+            raise ConfigError(
+                f"this experiment has no option {key}=; it has {', '.join(known)}{did_you_mean(key, known)}"
+            )
     return from_dict(cls, values)
 
 
 def train_arm(recipe: Recipe, folder: Path, data: Path | None) -> Iterator[str]:
-    """Train an arm into a folder, or resume it; do nothing if it is finished. Yield progress messages."""
+    """Train an arm, and write it to a folder; yield progress messages.
+
+    A run that the folder already contains is resumed; if it is finished, nothing is done.
+    """
     if (folder / CARD_FILE).is_file():
         yield f"{folder.name}: already trained"
         return
@@ -113,9 +121,9 @@ def load_arm(folder: Path, device: str = "auto") -> Pipeline:
 
 
 def with_seed(recipe: Recipe, seed: int, **changes: Any) -> Recipe:
-    """Return the recipe with another seed and other changes.
+    """Return the recipe with another seed and with changed sections.
 
-    changes: the values to change in the sections `data`, `tokenizer` and `task`, or the whole section `model`.
+    changes: for the sections `data`, `tokenizer` and `task`, the values to change; for `model`, the whole new section.
     """
     sections = {
         name: value if name == "model" else replace(getattr(recipe, name), **value) for name, value in changes.items()
@@ -124,11 +132,13 @@ def with_seed(recipe: Recipe, seed: int, **changes: Any) -> Recipe:
 
 
 def parse_arms(words: str, known: Sequence[str]) -> list[str]:
-    """Parse a comma-separated list of arms; raise ConfigError for one that is not in `known`."""
+    """Parse a comma-separated list of arms; raise ConfigError for an arm that is not in `known`."""
     arms = [word.strip() for word in words.split(",") if word.strip()]
     for arm in arms:
         if arm not in known:
-            raise ConfigError(f"arms={arm!r} is not one of {', '.join(known)}{did_you_mean(arm, known)}")
+            raise ConfigError(
+                f"this experiment has no arm {arm!r}; its arms are {', '.join(known)}{did_you_mean(arm, known)}"
+            )
     return arms
 
 
@@ -137,10 +147,10 @@ def parse_seeds(words: str | int) -> list[int]:
     try:
         return [int(word) for word in str(words).split(",")]
     except ValueError:
-        raise ConfigError(f"seeds={words!r} are not whole numbers; write seeds=1,2,3") from None
+        raise ConfigError(f"seeds={words!r} is not a list of whole numbers; write seeds=1,2,3") from None
 
 
 def check_metric(name: str, metrics: dict[str, Any]) -> None:
     """Raise ConfigError if an evaluation did not compute the metric that the experiment compares."""
     if name not in metrics:
-        raise ConfigError(f"figure={name} is not one of {', '.join(metrics)}")
+        raise ConfigError(f"figure={name} is not a metric of this evaluation; write one of {', '.join(metrics)}")

@@ -1,10 +1,11 @@
-"""Compare methods of back-translation with few pairs and many target sentences: one arm for each method.
+"""Compare methods of back-translation, given few pairs and many target sentences. Each method is an arm.
 
-For every seed, a model of the opposite direction is trained on the pairs and generates a source for each target
-sentence by beam search, by sampling and by restricted sampling (Edunov et al. 2018). Each arm then trains a model on
-the pairs and its synthetic pairs, for the same number of steps and with the same tokenizer. The arms with noise or tags
-use the same beam hypotheses, so that nothing else differs. All results are files: an interrupted experiment continues
-where it stopped, and with `jobs` its parts run in several processes.
+For every seed, a backward model, from targets to sources, is trained on the pairs. It generates a source for each
+target sentence by beam search, by sampling and by restricted sampling (Edunov et al. 2018). Each arm then trains a
+model on the pairs and its own synthetic pairs, for the same number of steps and with the same tokenizer. The arms with
+noise or tags all change the same hypotheses of beam search, so that nothing else differs. All results are written to
+files: an interrupted experiment continues where it stopped, and with the option `jobs`, several processes share the
+work.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from monoblock.tasks.seq2seq.task import SEQ2SEQ
 from monoblock.tasks.tags import SYNTHETIC_TAGS
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-# Arm -> how its sources are generated; the first uses none.
+# Arm -> how its synthetic sources are generated; the arm "none" is trained on the real pairs only.
 ARMS: dict[str, BacktranslationMethod | None] = {
     "none": None,
     "beam": BacktranslationMethod("beam"),
@@ -61,7 +62,7 @@ ARMS: dict[str, BacktranslationMethod | None] = {
     "tagged": BacktranslationMethod("beam", tag=True),
     "tagged-noised": BacktranslationMethod("noised", tag=True),
 }
-SEARCH_METHODS = {"noised": "beam"}  # methods that start from the hypotheses of another
+SEARCH_METHODS = {"noised": "beam"}  # method -> the method whose hypotheses it changes
 OPPOSITE_DIRECTION = {"forward": "backward", "backward": "forward"}
 EXTRA_METRICS = ("bleu", "bleu_tokenized", "chrf")  # extra columns of the table
 METRICS_FILE = "figures.json"
@@ -70,14 +71,14 @@ METRICS_FILE = "figures.json"
 @dataclass(frozen=True, kw_only=True)
 class Options:
     recipe: str = "multi30k"
-    pairs: int = 5_000
-    monolingual: int = 24_000
-    ratio: float = 1.0  # synthetic pairs for each real one
+    pairs: int = 5_000  # real pairs
+    monolingual: int = 24_000  # target sentences to back-translate
+    ratio: float = 1.0  # synthetic pairs per real pair
     seeds: str | int = "1,2,3"
     arms: str = ",".join(ARMS)
-    limit: int | None = None  # test sources
-    figure: str = "bleu_lowercased"
-    jobs: int = 1  # processes at once; several share one GPU
+    limit: int | None = None  # evaluate on at most this many test sources
+    figure: str = "bleu_lowercased"  # the compared metric
+    jobs: int = 1  # number of processes; they share one GPU
     rows: int = 512  # sequences decoded at once, counting every beam
 
     def __post_init__(self) -> None:
@@ -125,15 +126,16 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
     recipe, arms, seeds = context.recipe, parse_arms(options.arms, list(ARMS)), parse_seeds(options.seeds)
     if task_of_recipe(recipe) is not SEQ2SEQ:
         raise ConfigError(
-            f"recipe={options.recipe} trains {recipe.train.objective!r} and not 'seq2seq'; write recipe=multi30k"
+            f"recipe={options.recipe} has the objective {recipe.train.objective!r}, but back-translation needs "
+            "'seq2seq'; write recipe=multi30k"
         )
     direction = recipe_section(recipe).direction
     if direction not in OPPOSITE_DIRECTION:
-        raise ConfigError(f"seq2seq.direction={direction!r} has no opposite; write forward or backward")
+        raise ConfigError(f"seq2seq.direction={direction!r} has no opposite direction; write forward or backward")
     rows = context.load_pairs()
     if options.pairs >= len(rows):
         raise ConfigError(
-            f"pairs={options.pairs} leaves none of the {len(rows):,} rows as target sentences; write a smaller number"
+            f"pairs={options.pairs} uses all {len(rows):,} rows and leaves no target sentences; write a smaller number"
         )
     sentences = context.load_target_sentences()
     _train_tokenizer(recipe, rows[: options.pairs], sentences, folder / "tokenizer")
@@ -167,7 +169,7 @@ def _arm_result(arm: str, metrics: list[dict[str, Any]], metric: str) -> ArmResu
 
 
 def _build_jobs(context: ExperimentContext, arms: list[str], seeds: list[int]) -> list[Job]:
-    """Return the jobs: backward models first, because most arms wait for them, then sources, then arms."""
+    """Return the jobs in order: train backward models, which most arms wait for; generate sources; run the arms."""
     searches = list(dict.fromkeys(_search_method(method) for arm in arms if (method := ARMS[arm]) is not None))
     backward = [Job(f"backward, seed {seed}", _train_backward, (context, seed)) for seed in seeds if searches]
     generated = [
@@ -197,7 +199,7 @@ def _train_backward(context: ExperimentContext, seed: int) -> Iterator[str]:
 
 
 def _generate_sources(context: ExperimentContext, seed: int, search: str) -> Iterator[str]:
-    """Write a source for every target sentence, generated by the method `search`, without noise and tags."""
+    """Generate a source for every target sentence by the method `search`, without noise or tags; write the pairs."""
     file = context.seed_folder(seed) / f"{search}.hypotheses.tsv"
     if file.is_file():
         return
@@ -210,7 +212,7 @@ def _generate_sources(context: ExperimentContext, seed: int, search: str) -> Ite
 
 
 def _run_arm(context: ExperimentContext, seed: int, arm: str) -> Iterator[str]:
-    """Write the synthetic pairs of an arm with its noise and tags, then train and evaluate its model."""
+    """Write the synthetic pairs of an arm, with its noise and tag; then train and evaluate its model."""
     folder, method, changes = context.seed_folder(seed), ARMS[arm], {}
     if method is not None:
         file = folder / f"{arm}.tsv"
@@ -236,7 +238,7 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def _train_tokenizer(recipe: Recipe, pairs: list[Pair], sentences: list[str], folder: Path) -> Path:
-    """Train the tokenizer that all arms share, with the tags that some of them use; return its folder."""
+    """Train the tokenizer that all arms share, with the tags that some of them use; return the tokenizer's folder."""
     if not (folder / "tokenizer.json").is_file():
         section = recipe.tokenizer
         texts = [text for pair in pairs for text in (pair.source, pair.target)] + sentences

@@ -1,4 +1,4 @@
-"""Run the jobs of an experiment in the order of their dependencies, in this process or in several."""
+"""Run the jobs of an experiment, each after the jobs it depends on, in this process or in several processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Job(NamedTuple):
     name: str
     run: Callable[..., Iterator[str]]
     args: tuple[Any, ...]
-    depends_on: tuple[str, ...] = ()  # names of jobs to finish first
+    depends_on: tuple[str, ...] = ()  # names of the jobs that must finish before this one
 
 
 def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
-    """Run every job, in the given order as far as `depends_on` allows; yield progress messages."""
+    """Run all jobs, in the given order as far as `depends_on` allows; yield progress messages."""
     if processes == 1:
         for job in _topological_order(jobs):
             yield from job.run(*job.args)

@@ -32,22 +32,22 @@ from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.masked_lm.section import CorruptionSection
 from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
 
-ARMS = ("none", "spans")  # pretraining of the initial weights
+ARMS = ("none", "spans")  # how the initial weights are pretrained: not at all, or by span corruption
 SMOKE_OPTIONS = {"steps": 4, "samples": 40, "seeds": "1", "limit": 8}
 SMOKE_TRAIN = {"steps": 4, "warmup": 2, "eval_batches": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    recipe: str = "vowels"  # the task
-    pretraining: str = "spans-kjv"  # data and training of the pretraining; model and tokenizer are those of the task
+    recipe: str = "vowels"  # recipe of the task
+    pretraining: str = "spans-kjv"  # recipe of the pretraining, but with the model and the tokenizer of the task
     steps: int = 1_200  # pretraining steps
-    rate: float = 0.25  # share of corrupted tokens: T5's 15 % would be a single span in blocks of few characters
+    rate: float = 0.25  # fraction of corrupted tokens; with T5's 0.15, a short block would have a single span
     samples: int = 1_000  # training samples of the task
     seeds: str | int = "1,2,3"
     arms: str = ",".join(ARMS)
-    limit: int | None = 300  # test sources
-    figure: str = "chrf"
+    limit: int | None = 300  # evaluate on at most this many test sources
+    figure: str = "chrf"  # the compared metric
     smoke: bool = False  # run only a few steps
 
     def __post_init__(self) -> None:
@@ -111,7 +111,10 @@ def _pretraining_recipe(base: Recipe, task: Recipe, options: Options) -> Recipe:
 
 
 def _arm_changes(arm: str, task: Recipe, pretrained: Path) -> dict[str, Any]:
-    """Return an arm's changes to the recipe: "spans" starts from the pretrained model, "none" has its tokenizer."""
+    """Return the changes of an arm to the recipe.
+
+    The arm "spans" starts from the pretrained model; the arm "none" uses only the tokenizer of that model.
+    """
     if arm == "none":
         return {"tokenizer": {"folder": str(pretrained)}}
     dropout = {name: value for name, value in task.model.items() if "dropout" in name}

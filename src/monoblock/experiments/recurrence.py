@@ -1,6 +1,7 @@
 """Compare the Transformer with an LSTM encoder-decoder with additive attention (Bahdanau et al. 2015).
 
-Both have the same data and steps, and about as many parameters: `matching_config` chooses the width of the LSTM.
+Both are trained on the same data for the same number of steps, and have about the same number of parameters:
+`matching_config` chooses the width of the LSTM.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Options:
     recipe: str = "reverse"
     seeds: str | int = "1"
     arms: str = ",".join(ARMS)
-    depth: int = 2  # layers of the LSTM
-    limit: int | None = None  # test sources
-    figure: str = "accuracy"
+    depth: int = 2  # number of LSTM layers
+    limit: int | None = None  # evaluate on at most this many test sources
+    figure: str = "accuracy"  # the compared metric
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -60,7 +61,7 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
     values: dict[str, list[float]] = {arm: [] for arm in arms}
     extra: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
     for seed in seeds:
-        for arm in ARMS if "lstm" in arms else arms:  # the LSTM takes its size from the Transformer
+        for arm in ARMS if "lstm" in arms else arms:  # the size of the LSTM depends on the trained Transformer
             arm_folder, changes = folder / f"seed-{seed}" / arm, {}
             if arm == "lstm":
                 changes = {"model": _lstm_model_section(arm_folder.with_name("transformer"), recipe, options)}
@@ -81,7 +82,7 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
 
 
 def _lstm_model_section(transformer_folder: Path, recipe: Recipe, options: Options) -> dict[str, Any]:
-    """Return the model section of an LSTM with about as many parameters as the Transformer in that folder."""
+    """Return the recipe section `model` of an LSTM with about as many parameters as the Transformer in a folder."""
     config = read_config(transformer_folder)
     assert isinstance(config, ModelConfig)
     lstm = matching_config(config, depth=options.depth)

@@ -1,1 +1,1 @@
-"""Look inside a model: activations of a pass, time and memory by component, and head pruning."""
+"""Look inside a model: record activations, measure time and memory by component, and prune attention heads."""

@@ -26,7 +26,7 @@ class ComponentCost:
 
 @dataclass
 class ComponentTimer:
-    """Forward hooks that attribute time and saved tensors to the outermost component that is running."""
+    """Forward hooks that add time and saved tensors to the cost of the outermost component that is running."""
 
     costs: dict[str, ComponentCost] = field(default_factory=dict)
     active: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class ComponentTimer:
             self.costs.setdefault(name, ComponentCost()).seconds += self.now() - self.start_time
 
     def saved_tensor_hook(self, tensor: Tensor) -> Tensor:
-        """Count a tensor saved for backward; each storage counts once, weights do not count."""
+        """Count the bytes of a tensor saved for the backward pass; each storage counts once, and weights do not."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.seen_storages:
             self.seen_storages.add(storage.data_ptr())
@@ -63,7 +63,7 @@ class ComponentTimer:
 
 
 def _timed_modules(model: Transformer) -> dict[str, nn.Module]:
-    """Return the modules to time by their full names."""
+    """Return the modules to measure, by their full names."""
     modules = {name: module for name, module in model.named_children() if name in ("input", "target", "head")}
     for stack in model.config.stacks:
         for name, module in model.get_submodule(stack).named_modules():
@@ -73,7 +73,10 @@ def _timed_modules(model: Transformer) -> dict[str, nn.Module]:
 
 
 def _component_name(name: str) -> str:
-    """Map decoder.3.attention to decoder.attention, and every norm inside blocks to decoder.block_norms."""
+    """Return the component that a module belongs to.
+
+    It is "decoder.attention" for "decoder.3.attention", and "decoder.block_norms" for every norm inside a block.
+    """
     parts = name.split(".")
     if len(parts) < 3:
         return name
@@ -81,9 +84,9 @@ def _component_name(name: str) -> str:
 
 
 def profile(model: Transformer, *inputs: Tensor, rounds: int = 3) -> dict[str, ComponentCost]:
-    """Measure a forward pass: return the cost of every component, of the "rest" between them, and the "total".
+    """Measure a forward pass; return the cost of every component, of the "rest" outside components, and the "total".
 
-    After one pass to warm up, `rounds` passes are measured, and the costs of the fastest are returned.
+    After one pass to warm up, `rounds` passes are measured, and the costs of the fastest pass are returned.
     """
     best: dict[str, ComponentCost] | None = None
     for pass_index in range(rounds + 1):

@@ -2,7 +2,7 @@
 
     smaller = prune_heads(model, {"encoder.0.attention": [1, 3], "decoder.2.cross": [0]})
 
-The pruned model computes what the original computes when the outputs of these heads are zero.
+The pruned model computes the same as the original model with the outputs of these heads set to zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from monoblock.nn.transformer import Transformer
 
 
 def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Transformer:
-    """Return a copy of a model without the given heads, as in {"decoder.3.attention": [0, 2]}."""
+    """Return a copy of a model without the given heads.
+
+    `heads` maps the name of an attention layer to the indices of its heads to remove, such as
+    {"decoder.3.attention": [0, 2]}.
+    """
     keep = {name: _heads_to_keep(model.config, name, sorted(set(pruned))) for name, pruned in heads.items()}
     with torch.device("meta"):
         smaller = Transformer(_prune_config(model.config, keep))
@@ -50,18 +54,20 @@ def _find_attention(config: ModelConfig, name: str) -> AttentionConfig:
 def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[int]:
     """Return the indices of the query heads that remain after pruning.
 
-    Refuse to prune all heads, a part of the heads that share keys, or heads whose queries are normalized together.
+    Raise InputError if no head would remain, if only some of the heads that share keys would be pruned, or if the
+    queries of all heads are normalized together.
     """
     attention = _find_attention(config, name)
     stack, layer, _ = name.split(".")
     tied = any(repeat.tied and repeat.times > 1 for repeat in config.stacks[stack].pattern)
     if tied:
         raise InputError(
-            f"the {stack}'s layers share their weights; heads cannot be pruned from layer {layer} alone; leave them out"
+            f"the layers of the {stack} share their weights, so heads cannot be pruned from layer {layer} alone; "
+            f"leave {name} out"
         )
     if any(not 0 <= head < attention.heads for head in pruned):
         raise InputError(
-            f"{name} has heads 0 to {attention.heads - 1}; heads {pruned} were given; give indices in this range"
+            f"{name} has heads 0 to {attention.heads - 1}, but heads {pruned} were given; give indices in this range"
         )
     if attention.num_kv_heads == 1 and attention.heads > 1:
         raise InputError(
@@ -69,13 +75,16 @@ def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[in
         )
     kept = [head for head in range(attention.heads) if head not in pruned]
     if not kept:
-        raise InputError(f"{name} would lose all its {attention.heads} heads; leave at least one")
+        raise InputError(f"{name} would lose all its {attention.heads} heads; keep at least one")
     if attention.qk_norm is not None and attention.qk_norm_over == "width":
-        raise InputError(f"{name} normalizes its queries across all heads, so none can be pruned; leave it out")
+        raise InputError(f"{name} normalizes its queries across all heads, so none can be pruned; leave {name} out")
     size = attention.heads // attention.num_kv_heads
     groups = {head // size for head in kept}
     if len(kept) != size * len(groups):
-        raise InputError(f"{name} shares keys among {size} heads; prune whole groups, such as {list(range(size))}")
+        raise InputError(
+            f"every {size} heads of {name} share one set of keys and values; prune such groups as a whole, for example "
+            f"heads {list(range(size))}"
+        )
     return kept
 
 

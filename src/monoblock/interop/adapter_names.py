@@ -1,4 +1,4 @@
-"""The names of a model's weights in a PEFT adapter file: those of its Hugging Face family, else our own."""
+"""Weight names in a PEFT adapter file: those of the model's Hugging Face family or, if there is none, our own."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from monoblock.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """Pairs of our weight names and the names in an adapter file."""
+    """The correspondence between our weight names and the names in an adapter file."""
 
     mappings: list[TensorMapping]
-    prefix: str = ""  # of the family's names except those of the head, such as "model."
-    omitted_prefix: str = ""  # the same prefix, if the class of this model omits it
+    prefix: str = ""  # with which all names of the family begin except the head's, such as "model."
+    omitted_prefix: str = ""  # equal to `prefix` if the class of this model stores names without it, else empty
 
     def module_name(self, mapping: TensorMapping) -> str:
         return mapping.theirs[0].removesuffix(".weight").removeprefix(self.omitted_prefix)
 
     def find(self, name: str) -> TensorMapping | None:
-        """Return the mapping of a module by its name in the file, with or without the family's prefix; else None."""
+        """Return the mapping of a module, given its name in the file with or without `prefix`; None if unknown."""
         table = {mapping.theirs[0].removesuffix(".weight"): mapping for mapping in self.mappings}
         return table.get(name) or table.get(self.prefix + name)
 
@@ -41,5 +41,5 @@ def build_adapter_names(model: Transformer) -> AdapterNames:
 
 
 def module_names(mapping: TensorMapping) -> list[str]:
-    """Return our names of the modules whose weights a mapping joins."""
+    """Return our module names in a mapping; there are several if the family stores them as one matrix."""
     return [key.removesuffix(".weight") for key in mapping.ours if key.endswith(".weight")]

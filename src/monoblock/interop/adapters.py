@@ -1,8 +1,8 @@
-"""Save and load LoRA adapters in the format of peft: adapter_config.json beside adapter_model.safetensors.
+"""Save and load LoRA adapters in peft's format: the files adapter_config.json and adapter_model.safetensors.
 
-Projections have the names of the model's Hugging Face family.  If that family stores query, key and value in one matrix
-and our model has three, the three adapters become one of a larger rank: the A's stacked, the B's block-diagonal.  A
-model that no Hugging Face family can express keeps our own names.
+Projections have the names of the model's Hugging Face family, or our own names if no family can express the model.  If
+the family stores query, key and value in one matrix and our model has three, the three adapters are stored as one of a
+larger rank: their A matrices are stacked, and their B matrices form one block-diagonal matrix.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-DIGEST_KEY = "monoblock_base"  # in the metadata of the weights file, which peft does not look at
-PEFT_TASK_TYPES = {"classifier": "SEQ_CLS", "tagger": "TOKEN_CLS", "spans": "QUESTION_ANS"}
+DIGEST_KEY = "monoblock_base"  # key in the metadata of the weights file, which peft ignores
+PEFT_TASK_TYPES = {
+    "classifier": "SEQ_CLS",
+    "regression": "SEQ_CLS",
+    "tagger": "TOKEN_CLS",
+    "spans": "QUESTION_ANS",
+}
 SUPPORTED_VALUES = {
     "bias": "none",
     "use_dora": False,
@@ -46,13 +51,14 @@ LORA_WEIGHT = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
 def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = None, digest: str | None = None) -> None:
-    """Write the adapters of a model, and the weights of its head that were trained, as peft does.
+    """Write the adapters of a model, and its other trained weights such as those of a new head, as peft does.
 
-    `base` is the name of the model that the adapters were trained for, `digest` identifies its weights (digest.py).
+    base: the name or path of the model that the adapters were trained for.
+    digest: identifies the weights of that model (digest.py).
     """
     layers = dict(lora_layers(model))
     if not layers:
-        raise InputError("this model has no adapters to save; add_lora adds them to its projections")
+        raise InputError("this model has no adapters to save; add them to its projections with add_lora")
     names, tensors, sizes = build_adapter_names(model), dict[str, Tensor](), dict[str, tuple[int, float]]()
     for mapping in names.mappings:
         modules = module_names(mapping)
@@ -91,7 +97,11 @@ def _write_adapter(
 def _join_adapters(
     mapping: TensorMapping, adapters: Sequence[LoraLinear | None], shapes: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, float]:
-    """Return A, B and the scale of one stored adapter, for a matrix of the family that joins several of our modules."""
+    """Return A, B and the scale of one stored adapter.
+
+    adapters: the adapters of our modules that the family stores as one matrix, None for modules without an adapter.
+    shapes: the weight shape (out, in) of each module.
+    """
     present = [adapter for adapter in adapters if adapter is not None]
     first = present[0]
     if len(adapters) == 1:
@@ -100,7 +110,7 @@ def _join_adapters(
     b_parts: list[Tensor] = [adapter.b for adapter in present]
     complete = len(present) == len(adapters)
     if not complete or any(not torch.equal(p.a, first.a) or p.scale != first.scale for p in present):
-        # They do not share one A, as those read from a single adapter do: B becomes block-diagonal.
+        # The adapters have different A matrices, unlike those loaded from one stored adapter: B becomes block-diagonal.
         a, rank, start = torch.cat([adapter.a for adapter in present]), sum(adapter.rank for adapter in present), 0
         b_parts = []
         for adapter, (out_features, _) in zip(adapters, shapes, strict=True):
@@ -114,14 +124,17 @@ def _join_adapters(
 
 
 def _collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:
-    """Return the trained weights that are not adapters, by name in the file; always with a classifier's head."""
+    """Return the trained weights that are not adapters, by their names in the file.
+
+    A head whose kind is in PEFT_TASK_TYPES is always included.
+    """
     state = model.state_dict()
     has_classifier = model.config.head is not None and model.config.head.kind in PEFT_TASK_TYPES
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     trained |= {name for name in state if has_classifier and name.startswith("head.")}
     weights: dict[str, Tensor] = {}
     for mapping in names.mappings:
-        if trained & set(mapping.ours):  # never an adapter: those have no mapping
+        if trained & set(mapping.ours):  # adapters have no mapping, so they are left out
             tensors = mapping.save([state[key] for key in mapping.ours])
             keys = [key.removeprefix(names.omitted_prefix) for key in mapping.theirs]
             weights |= dict(zip(keys, tensors, strict=True))
@@ -160,7 +173,10 @@ def _build_config(
 
 
 def _target_modules(names: AdapterNames, chosen: Sequence[str]) -> list[str]:
-    """Return the last parts of the `chosen` module names if they select exactly these modules, else the full names."""
+    """Return the target_modules that select the modules `chosen`: the last components of their names, such as q_proj.
+
+    If these would also select other modules, return the full names.
+    """
     modules = {names.module_name(mapping) for mapping in names.mappings}
     suffixes = {name.rsplit(".", 1)[-1] for name in chosen}
     selected = {name for name in modules if name.rsplit(".", 1)[-1] in suffixes}
@@ -171,16 +187,16 @@ def _target_modules(names: AdapterNames, chosen: Sequence[str]) -> list[str]:
 
 
 def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
-    """Add the adapters of a folder to a model and freeze its other weights; return the names of the adapted modules.
+    """Add the adapters in a folder to a model and freeze its other weights; return the names of the adapted modules.
 
-    An adapter for a model of another structure or size is refused.
+    Raise FileError if the adapters were made for a model of another structure or size.
     """
     folder = Path(folder)
     for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
         if not has_file(folder, file):
             raise FileError(f"{folder} is not an adapter: it has no {file}")
     if any(True for _ in lora_layers(model)):
-        raise InputError("this model has adapters already; merge them into its weights first (fold_lora)")
+        raise InputError("this model has adapters already; merge them into its weights first with fold_lora")
     config = _check_config(read_json(safe_join(folder, ADAPTER_CONFIG_FILE)), folder)
     stored, names = SafetensorsWeights([safe_join(folder, ADAPTER_WEIGHTS_FILE)]), build_adapter_names(model)
     adapters = dict(_build_adapters(model, names, stored, config, folder))
@@ -194,7 +210,7 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
 
 
 def read_base_digest(folder: str | Path) -> str | None:
-    """Return the digest of the weights an adapter was trained for, or None if its file has none."""
+    """Return the digest of the weights that an adapter was trained for, or None if the file does not contain one."""
     with safe_open(safe_join(Path(folder), ADAPTER_WEIGHTS_FILE), "pt") as file:
         return (file.metadata() or {}).get(DIGEST_KEY)
 
@@ -218,19 +234,22 @@ def _check_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _build_adapters(
     model: Transformer, names: AdapterNames, stored: SafetensorsWeights, config: Mapping[str, Any], folder: Path
 ) -> Iterator[tuple[str, LoraLinear]]:
-    """Yield (our module name, adapter); modules that the family stores as one matrix share one A."""
+    """Yield (our module name, adapter) for each stored adapter.
+
+    If the family stores several of our modules as one matrix, their adapters get the same A and their rows of B.
+    """
     pairs: dict[str, dict[str, Tensor]] = {}
     for key in stored:
         match = LORA_WEIGHT.fullmatch(key.removeprefix(PEFT_PREFIX))
         if match:
             pairs.setdefault(match[1], {})[match[2]] = stored[key].float()
     if not pairs:
-        raise FileError(f"{folder} holds no lora_A and lora_B")
+        raise FileError(f"{folder} is not a LoRA adapter: its {ADAPTER_WEIGHTS_FILE} has no lora_A and lora_B tensors")
     dropout = float(config.get("lora_dropout") or 0.0)
     for name, pair in pairs.items():
         mapping = names.find(name)
         if mapping is None or set(pair) != {"A", "B"} or mapping.ours[0].startswith(("input.", "target.", "head.")):
-            raise FileError(f"{folder} is an adapter for another model: this one has no {short_repr(name)}")
+            raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(name)}")
         a, b = pair["A"], pair["B"]
         alpha = _lora_scale(name, a.shape[0], config) * a.shape[0]
         modules = module_names(mapping)
@@ -239,7 +258,8 @@ def _build_adapters(
         if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != expected or a.shape[0] != b.shape[1]:
             product = f"{tuple(b.shape)} times {tuple(a.shape)}"
             raise FileError(
-                f"{folder} is an adapter for another model: {short_repr(name)} is {product}, but {expected} in this one"
+                f"{folder} is an adapter for another model: the product B A of {short_repr(name)} is {product}, "
+                f"but the weight in this model has shape {expected}"
             )
         if len(modules) == 1:
             yield modules[0], _create_adapter(model, modules[0], a, b, alpha, dropout)
@@ -259,7 +279,7 @@ def _create_adapter(model: Transformer, name: str, a: Tensor, b: Tensor, alpha: 
 
 
 def _lora_scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA (Kalajdzievski 2023)."""
+    """Return the factor of the product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA (Kalajdzievski 2023)."""
     patterns = config.get("alpha_pattern") or {}
     matches = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?{re.escape(key)}", name))
     alpha = float(next(matches, config["lora_alpha"]))
@@ -269,7 +289,7 @@ def _lora_scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
 def _load_head_weights(
     model: Transformer, names: AdapterNames, stored: SafetensorsWeights, folder: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (our name, tensor) of the stored weights that are not adapters, such as those of a new head."""
+    """Yield (our name, tensor) for stored weights that are not adapters, such as those of a new head."""
     unprefixed = {key.removeprefix(PEFT_PREFIX): key for key in stored}
     keys = {name: key for name, key in unprefixed.items() if not LORA_WEIGHT.fullmatch(name)}
     state = model.state_dict()
@@ -280,8 +300,8 @@ def _load_head_weights(
             for key, tensor in zip(mapping.ours, tensors, strict=True):
                 if state[key].shape != tensor.shape:
                     name = short_repr(mapping.theirs[0])
-                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this one"
-                    raise FileError(f"{folder} is an adapter for another model: {name} is {shapes}")
+                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this model"
+                    raise FileError(f"{folder} is an adapter for another model: {name} has shape {shapes}")
                 yield key, tensor
     if keys:
-        raise FileError(f"{folder} is an adapter for another model: this one has no {short_repr(min(keys))}")
+        raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(min(keys))}")

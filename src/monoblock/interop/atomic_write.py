@@ -1,4 +1,4 @@
-"""Write a file so that a reader never sees half of it."""
+"""Write a file so that other programs never read it half-written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from monoblock.errors import FileError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write to a temporary file beside the target, then rename it."""
+    """Write text to a temporary file in the same folder, then rename it to `path`."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Compare a converted model with transformers: the largest difference between the logits of the two.
+"""Compare a converted model with the same model in transformers: report the largest difference between their logits.
 
-Both models read the same ids, without padding and with padding, in fp32 and in fp64; our decoders also read them token
-by token with a cache.  If transformers is not installed, no difference is reported.
+Both models run the same inputs, with and without padding, in fp32 and in fp64; our decoders also run them token by
+token with a key/value cache.  If transformers is not installed, no difference is reported.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Certificate(NamedTuple):
 
 
 def certify(source: SourceModel, output_path: str | Path, model_format: str, log: Callable[[str], None]) -> Certificate:
-    """Compare our model with the models that transformers loads from the source and from the output, if it can.
+    """Compare our model with the models that transformers loads from the source and from the converted output.
 
-    A comparison that fails is logged, and no difference reported: the conversion itself is done.
+    model_format: the format of the output: monoblock, hf or gguf.
+    If transformers cannot load them, log the reason and report no difference; the conversion itself is not affected.
     """
     model = source.model
     family = _family_name(source, Path(output_path) if model_format == "hf" else None)
@@ -56,13 +57,13 @@ def certify(source: SourceModel, output_path: str | Path, model_format: str, log
     count = sum(weight.numel() for weight in model.parameters())
     differences = None
     if not folders or not _is_reader_installed(gguf=source.format == "gguf"):
-        log("no reference library reads this format here, so no difference of logits is reported")
+        log("transformers is not installed or cannot read these formats, so no difference of logits is reported")
     elif count > MAX_PARAMETERS:
-        log(f"{count:,} parameters are too many to compare, so no difference of logits is reported")
+        log(f"{count:,} parameters are too many to compare in memory, so no difference of logits is reported")
     else:
         try:
             differences = _max_over_folders([logit_differences(source.path, folder) for folder in folders])
-        except Exception as error:  # of a library with other versions and other limits
+        except Exception as error:  # transformers may fail in many ways, depending on its version
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             log(f"transformers failed ({reason}), so no difference of logits is reported")
     return Certificate(family, count, len(model.state_dict()), differences)
@@ -73,7 +74,7 @@ def _max_over_folders(differences: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _family_name(source: SourceModel, output_path: Path | None) -> str:
-    """Return the model_type or GGUF architecture of the source, else the model_type of the output, else our family."""
+    """Return the name of the model's family: model_type or GGUF architecture of source or output, else our own name."""
     if source.format == "gguf":
         from monoblock.tokenizers.formats.gguf_header import read_gguf_header
 
@@ -91,9 +92,9 @@ def _is_reader_installed(*, gguf: bool) -> bool:
 
 
 def logit_differences(source: Path, folder: Path) -> dict[str, float]:
-    """Return the largest logit difference between our model of `source` and the transformers model of `folder`.
+    """Return the largest logit differences between our model from `source` and the transformers model from `folder`.
 
-    The keys join dtype and mode: "fp32_padded".
+    The keys are dtype and mode, such as "fp32_padded".
     """
     from monoblock.nn.transformer import Transformer
 
@@ -102,10 +103,10 @@ def logit_differences(source: Path, folder: Path) -> dict[str, float]:
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
         ours = load_model(Transformer, source, dtype=dtype).eval()
         with torch.no_grad(), silence_transformers(), force_dtype(dtype):
-            if dtype == torch.float64:  # built again, so that its rotary frequencies have that precision too
+            if dtype == torch.float64:  # build it again, so that rotary frequencies are computed in fp64 too
                 weights, theirs.config.dtype = theirs.state_dict(), dtype
                 theirs = type(theirs)(theirs.config).eval()
-                computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are not stored
+                computed = set(theirs._keys_to_ignore_on_save or ())  # tables that are computed, not stored
                 stored = {key: weight for key, weight in weights.items() if key not in computed}
                 theirs.load_state_dict(stored, strict=not computed)
             differences |= {f"{name}_{mode}": value for mode, value in compare_logits(ours, theirs).items()}
@@ -114,7 +115,7 @@ def logit_differences(source: Path, folder: Path) -> dict[str, float]:
 
 
 def load_reference(folder: Path) -> Any:
-    """Load a folder or GGUF file with transformers, after our reader has checked it; run no code of the folder."""
+    """Load a folder or GGUF file with transformers, without running any code from the folder."""
     import transformers
 
     with silence_transformers(), tempfile.TemporaryDirectory(prefix="monoblock-") as copy:
@@ -131,12 +132,12 @@ def load_reference(folder: Path) -> Any:
             path, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **options
         )
     if hasattr(model.config, "_experts_implementation"):
-        model.config._experts_implementation = "eager"  # the grouped kernel requires even sizes
+        model.config._experts_implementation = "eager"  # the grouped kernel supports even sizes only
     return model.eval()
 
 
 def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:
-    """Link the weights into the folder `copy` and write config.json there, without fields that name code to run."""
+    """Link the weights into the folder `copy`, and write config.json there without the fields that load custom code."""
     safe = {key: value for key, value in fields.items() if not key.startswith("_") and key not in EXCLUDED_FIELDS}
     (Path(copy) / CONFIG_FILE).write_text(json.dumps(safe))
     for path in [*dict.fromkeys(open_weights(folder).file_of.values()), *Path(folder).glob(INDEX_FILE)]:
@@ -146,7 +147,10 @@ def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:
 
 @contextmanager
 def force_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype; fp64 also replaces torch.float32, so that norms and rotary angles are computed in fp64."""
+    """Set torch's default dtype inside a `with` block.
+
+    For fp64, torch.float32 is replaced too, so that norms and rotary angles are also computed in fp64.
+    """
     before = torch.get_default_dtype(), torch.float32, torch.float, torch.Tensor.float, torch.FloatTensor
     try:
         torch.set_default_dtype(dtype)
@@ -183,7 +187,7 @@ def silence_transformers() -> Iterator[None]:
 
 
 def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
-    """Return the largest logit difference over valid tokens for each mode: plain, padded, cached."""
+    """Return the largest logit difference over valid tokens in each mode: "plain", "padded" and "cached"."""
     config = ours.config.input
     if isinstance(config, PatchConfig):
         pixels = _random_inputs(ours, config.channels, config.image, config.image)
@@ -198,7 +202,7 @@ def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
     if isinstance(eos_id, int) and is_decoder and ours(ids).dim() == 2:
         ids = _end_with_eos(ids, eos_id)
     mask = torch.ones_like(ids)
-    # Decoders are padded on the left.  Encoders on the right: transformers counts their positions from the first token.
+    # Decoders are padded on the left, encoders on the right: transformers counts their positions from the first token.
     padding = slice(0, PADDING_LENGTH) if is_decoder else slice(length - PADDING_LENGTH, length)
     mask[1, padding] = 0
     if ours.config.family == "encoder-decoder":
@@ -219,7 +223,7 @@ def compare_logits(ours: Transformer, theirs: Any) -> dict[str, float]:
 
 
 def _end_with_eos(ids: Tensor, eos_id: int) -> Tensor:
-    """Put the end-of-sequence id at the end and nowhere else: some classifiers of transformers pool at this id."""
+    """Put the end-of-sequence id at the end of each row and nowhere else: some classifiers pool at this token."""
     ids = ids.masked_fill(ids == eos_id, 0 if eos_id else 1)
     ids[:, -1] = eos_id
     return ids
@@ -237,7 +241,7 @@ def _compare_encoder_decoder(ours: Transformer, theirs: Any, ids: Tensor, mask: 
 
 
 def _compare_audio(ours: Transformer, theirs: Any, frames: Tensor) -> dict[str, float]:
-    """Compare without padding: the audio frames (B, C, S) fill the whole context."""
+    """Return the differences for audio frames (B, C, S), which fill the whole context, so that there is no padding."""
     config = ours.config.target_input
     assert isinstance(config, EmbeddingConfig)
     target = torch.randint(config.vocab, (BATCH_SIZE, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
@@ -259,19 +263,22 @@ def _decode_with_cache(ours: Transformer, source: Tensor, target: Tensor) -> Ten
 
 
 def _random_inputs(ours: Transformer, *shape: int) -> Tensor:
-    """Draw pixels or audio frames, the same for every dtype."""
+    """Return random pixels or audio frames in the model's dtype; the numbers are the same for every dtype."""
     inputs = torch.rand(BATCH_SIZE, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return inputs.to(next(ours.parameters()).dtype)
 
 
 def _position_ids(theirs: Any, mask: Tensor) -> dict[str, Tensor]:
-    """Return position_ids that count valid tokens from 0, as our models do; {} if the model does not take them."""
+    """Return position_ids that count valid tokens from 0, as our models do; {} if the model takes no position_ids."""
     accepts = "position_ids" in inspect.signature(theirs.forward).parameters
     return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if accepts else {}
 
 
 def _max_difference(ours: Tensor, theirs: Any, mask: Tensor | None = None) -> float:
-    """Compare with the first transformers output of the same size; a binary classifier drops the last axis."""
+    """Return the largest absolute difference between our output and the matching output of transformers.
+
+    This is its first output with the same number of elements; a binary classifier in transformers has no last axis.
+    """
     names = ("logits", "text_embeds", "image_embeds", "pooler_output", "last_hidden_state")
     outputs = [output for name in names if (output := getattr(theirs, name, None)) is not None]
     reference = next(output for output in outputs if output.numel() == ours.numel())

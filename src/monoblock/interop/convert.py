@@ -1,7 +1,7 @@
 """Convert between monoblock folders, Hugging Face folders and GGUF files; read .bin and .pt files.
 
-A pickle is only ever opened by a sandboxed process (unpickle.py), which writes its tensors as safetensors; those are
-then checked like any untrusted file.
+Pickled files are opened only in a sandboxed process (unpickle.py), which writes their tensors to a safetensors file.
+That file is then checked like any untrusted file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMATS = ("monoblock", "hf", "gguf")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Small files beside the weights, copied unchanged.
+# Small files in a model folder that are copied unchanged.
 COMPANION_FILES = (
     CONFIG_FILE,
     "generation_config.json",
@@ -51,7 +51,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 class SourceModel(NamedTuple):
-    """A loaded model and the folder or GGUF file it comes from."""
+    """A loaded model and the folder or GGUF file that it was loaded from."""
 
     format: str  # monoblock, hf or gguf
     path: Path
@@ -63,10 +63,10 @@ class SourceModel(NamedTuple):
 
 
 def pickle_to_safetensors(source: str | Path, target: str | Path, *, timeout: float = 600) -> int:
-    """Write the tensors of a .pt or .bin file as safetensors in a sandboxed process; return their number."""
+    """Convert a .pt or .bin file to safetensors in a sandboxed process; return the number of tensors."""
     source, target = Path(source), Path(target)
     if not source.is_file():
-        raise FileError(f"there is no file {source}")
+        raise FileError(f"there is no file {source} to convert")
     program = Path(__file__).with_name("unpickle.py")
     job = json.dumps({"source": str(source.resolve()), "target": str(target.resolve())})
     variables = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
@@ -80,11 +80,11 @@ def pickle_to_safetensors(source: str | Path, target: str | Path, *, timeout: fl
             cwd=target.parent,
         )
         code = process.returncode
-        result = json.loads(process.stdout) if process.stdout else {"error": f"its reader ended with {code}"}
+        result = json.loads(process.stdout) if process.stdout else {"error": f"its reader ended with exit code {code}"}
     except subprocess.TimeoutExpired:
-        result = {"error": f"it takes longer than {timeout:g} s"}
+        result = {"error": f"reading it takes longer than {timeout:g} s"}
     except ValueError:
-        result = {"error": "its reader gave no answer"}
+        result = {"error": "the process that reads it returned no valid result"}
     if "error" in result:
         target.unlink(missing_ok=True)
         raise FileError(f"{source} cannot be used: {result['error']}")
@@ -92,14 +92,14 @@ def pickle_to_safetensors(source: str | Path, target: str | Path, *, timeout: fl
 
 
 def _convert_pickled_folder(folder: Path, target: Path) -> None:
-    """Copy a Hugging Face folder to `target`, with safetensors instead of pickles."""
+    """Copy a Hugging Face folder to `target`, converting its pickled weights to safetensors."""
     for name in COMPANION_FILES:
         if has_file(folder, name):
             (target / name).write_bytes(read_bytes(safe_join(folder, name), MAX_COMPANION_BYTES))
     if has_file(folder, PICKLE_INDEX_FILE):
         weight_map = read_json(safe_join(folder, PICKLE_INDEX_FILE)).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise FileError(f"{folder / PICKLE_INDEX_FILE} has no weight_map")
+            raise FileError(f"{folder / PICKLE_INDEX_FILE} has no weight_map, which lists the file of each tensor")
         shards = dict.fromkeys(map(str, weight_map.values()))
         files = {shard: f"{n:05}.safetensors" for n, shard in enumerate(shards)}
         for shard, file in files.items():
@@ -117,7 +117,9 @@ def _find_pickle(folder: Path) -> str:
     if PICKLE_FILE in names:
         return PICKLE_FILE
     if len(names) != 1:
-        raise FileError(f"{folder} has no {WEIGHTS_FILE} and {len(names)} pickled files; one file of weights is needed")
+        raise FileError(
+            f"{folder} has no {WEIGHTS_FILE}, and {len(names)} pickled files instead of one; keep one file of weights"
+        )
     return names[0]
 
 
@@ -126,7 +128,10 @@ def _find_pickle(folder: Path) -> str:
 
 @contextmanager
 def open_model(source: str | Path) -> Iterator[SourceModel]:
-    """Yield a model loaded from any format; pickles are first converted into a temporary folder, deleted on exit."""
+    """Load a model of any format and yield it in a `with` block.
+
+    A folder with pickled weights is first converted in a temporary folder, which is deleted when the block ends.
+    """
     from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -160,7 +165,9 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
     digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)
     if (read_base_digest(adapter) or digest) != digest:
-        raise FileError(f"{adapter} was trained for other weights than those of {source.path}; give its model")
+        raise FileError(
+            f"{adapter} was trained for other weights than those of {source.path}; give the model it was trained for"
+        )
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         folder = Path(temporary) / source.path.stem
         write_model(source._replace(model=fold_lora(source.model)), folder, "monoblock")
@@ -173,7 +180,9 @@ def _detect_format(path: Path) -> str:
         if path.suffix == ".gguf":
             return "gguf"
         if path.suffix in PICKLE_SUFFIXES:
-            raise FileError(f"{path} has weights without a configuration; give the folder with its {CONFIG_FILE}")
+            raise FileError(
+                f"{path} has weights without a configuration; give a folder with this file and its {CONFIG_FILE}"
+            )
         raise FileError(f"{path} is not a model; give a folder, or a GGUF file")
     if not has_file(path, CONFIG_FILE):
         raise FileError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
@@ -196,10 +205,14 @@ def _has_tokenizer(folder: Path) -> bool:
 def write_model(
     source: SourceModel, target: str | Path, model_format: str, *, kind: str = "f16", family: str | None = None
 ) -> None:
-    """Write a model in one of FORMATS; `kind` is the storage type in GGUF, `family` the model_type of an hf folder."""
+    """Write a model in one of FORMATS.
+
+    kind: the storage type of the matrices in a GGUF file: f32, f16 or q8_0.
+    family: the model_type of a Hugging Face folder; by default that of the source, or the first that fits.
+    """
     if model_format not in FORMATS:
         raise ConfigError(
-            f"format={model_format!r} is none of {', '.join(FORMATS)}{did_you_mean(model_format, FORMATS)}"
+            f"format={model_format!r} is not known; write {', '.join(FORMATS)}{did_you_mean(model_format, FORMATS)}"
         )
     target = Path(target)
     if target.resolve() == source.path.resolve():
@@ -226,7 +239,7 @@ def write_model(
 
 
 def _source_family(source: SourceModel) -> str | None:
-    """Return the model_type of a Hugging Face source, which the output keeps; None for other sources."""
+    """Return the model_type of a Hugging Face source, or None for other sources."""
     return str(read_json(safe_join(source.path, CONFIG_FILE))["model_type"]) if source.format == "hf" else None
 
 

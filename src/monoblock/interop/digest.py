@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def compute_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hash names, shapes, dtypes and values; the order of the mapping does not matter."""
+    """Return the SHA-256 of the names, shapes, dtypes and values of tensors; their order does not matter."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -22,5 +22,5 @@ def compute_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def compute_body_digest(model: nn.Module) -> str:
-    """Hash all weights except those of the head, which an adapter may replace."""
+    """Return the digest of all weights except those of the head, since an adapter may come with its own head."""
     return compute_digest({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")})

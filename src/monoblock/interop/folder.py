@@ -1,7 +1,7 @@
-"""Save and load a model as a folder: config.json beside model.safetensors (or its shards), no pickle and no code.
+"""Save and load a model as a folder with config.json and model.safetensors (or several shards), no pickle and no code.
 
-A monoblock folder has "format": "monoblock" in its config.json; one with a model_type is a Hugging Face folder
-(huggingface/load.py).
+In a monoblock folder, config.json contains "format": "monoblock".  A folder whose config.json has a model_type instead
+is a Hugging Face folder (huggingface/load.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T", "Transformer", "Recurrent")
 
 
 def save_model(model: Transformer | Recurrent, folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-    """Write config.json and the weights, in files of at most `max_shard_size` bytes."""
+    """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes."""
     folder = Path(folder)
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
@@ -57,7 +57,7 @@ def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
 def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
     """Load a monoblock folder, a Hugging Face folder, a GGUF file or a model on the Hugging Face hub.
 
-    The model is built on the meta device and the stored tensors assigned, so no weight is initialized in vain.
+    The model is built on the meta device and then gets the stored tensors, so that no weight is initialized first.
     """
     folder = resolve_model_path(folder)
     dtype = _parse_dtype(dtype)
@@ -74,7 +74,7 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
     config = _parse_config(folder, data)
     if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
         kind = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
-        raise FileError(f"{folder} holds {kind}, which {cls.__name__} cannot load")
+        raise FileError(f"{folder} contains {kind}, which {cls.__name__} cannot load; use monoblock.load instead")
     quantized = isinstance(config, ModelConfig) and config.quantize is not None
     build: Any = (lambda config: build_quantized(config, dtype)) if quantized else cls
     model: T = build_on_meta(build, config, len(open_weights(folder)))
@@ -95,7 +95,7 @@ def _read_config_json(folder: str | Path) -> dict[str, Any]:
 def _parse_config(folder: str | Path, data: dict[str, Any]) -> ModelConfig | RecurrentConfig:
     path = Path(folder) / CONFIG_FILE
     if data.get("format") != FORMAT_NAME:
-        raise FileError(f'{path} was not written by monoblock: it lacks "format": "{FORMAT_NAME}"')
+        raise FileError(f'{path} was not written by monoblock: it does not contain "format": "{FORMAT_NAME}"')
     try:
         if "recurrent" in data:
             return from_dict(RecurrentConfig, data["recurrent"], "recurrent")
@@ -105,7 +105,7 @@ def _parse_config(folder: str | Path, data: dict[str, Any]) -> ModelConfig | Rec
 
 
 def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a torch dtype, given itself or by name: "float16", "bf16"."""
+    """Return a torch dtype, given as a dtype or by a name such as "float16" or "bf16"."""
     parsed = getattr(torch, DTYPE_NAMES.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise InputError(f"dtype={dtype!r} is not a dtype for weights; write {', '.join(DTYPE_NAMES)} or a torch dtype")
@@ -123,35 +123,35 @@ def _load_huggingface(cls: Any, folder: Path, data: dict[str, Any], dtype: torch
 
 
 def _load_quantized(folder: Path, dtypes: dict[str, torch.dtype], device: str) -> dict[str, torch.Tensor]:
-    """Load the tensors of quantized matrices, which keep the dtype they are stored in."""
+    """Load the tensors of quantized matrices without converting them; `dtypes` are the expected dtypes by name."""
     stored = open_weights(folder)
     for name, dtype in dtypes.items():
         if name in stored and stored.dtypes[name] != dtype:
             file = stored.file_of[name]
-            raise FileError(f"{file}: {name} holds {stored.dtypes[name]} where the configuration says {dtype}")
+            raise FileError(f"{file}: {name} has dtype {stored.dtypes[name]}, but the configuration requires {dtype}")
     return {name: stored[name].to(device) for name in dtypes if name in stored}
 
 
 def _load_tensors(
     folder: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, device: str, quantized: set[str]
 ) -> dict[str, torch.Tensor]:
-    """Check the shapes of all tensors, and load those that are not quantized."""
+    """Check the names and shapes of all stored tensors, and load those that are not quantized."""
     stored = open_weights(folder)
     _check_names(folder, set(stored), set(shapes))
     for name, shape in shapes.items():
         file = stored.file_of[name]
         if stored.shapes[name] != tuple(shape):
-            difference = f"{stored.shapes[name]} where the configuration says {tuple(shape)}"
+            difference = f"{stored.shapes[name]}, but the configuration requires {tuple(shape)}"
             raise FileError(f"{file}: {name} has shape {difference}")
         if name not in quantized and not stored.dtypes[name].is_floating_point:
-            raise FileError(f"{file}: {name} holds {stored.dtypes[name]} where weights are floating-point numbers")
+            raise FileError(f"{file}: {name} has dtype {stored.dtypes[name]}, but weights must be floating-point")
     reader = WeightReader(stored, dtype, device)
     return {name: reader.load([name])[0] for name in shapes if name not in quantized}
 
 
 def _check_names(folder: Path, stored: set[str], expected: set[str]) -> None:
     unexpected, missing = stored - expected, expected - stored
-    for names, problem in ((unexpected, "holds a tensor the model has no place for"), (missing, "lacks")):
+    for names, problem in ((unexpected, "has a tensor that the model does not use"), (missing, "lacks the tensor")):
         if names:
             rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise FileError(f"{folder} {problem}: {min(names)}{rest}")

@@ -12,7 +12,10 @@ REPO_ID = re.compile(r"(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95}")  # owner/name; r
 
 
 def resolve_model_path(name_or_path: str | Path) -> Path:
-    """Return a local path; `owner/name` is downloaded from the hub unless this path or a folder `owner` exists."""
+    """Return the local path of a model; download it from the Hugging Face hub if `name_or_path` is like owner/name.
+
+    A path that exists, or whose parent folder exists, is never downloaded.
+    """
     path = Path(name_or_path)
     if path.exists() or not REPO_ID.fullmatch(str(name_or_path)) or path.parent.exists():
         return path
@@ -20,10 +23,10 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise FileError(
-            f"there is no folder {name_or_path} here; to fetch a model of that name, pip install huggingface_hub"
+            f"there is no folder {name_or_path} here; to download a model of that name, pip install huggingface_hub"
         ) from None
     try:
         return Path(snapshot_download(str(name_or_path), allow_patterns=list(ALLOW_PATTERNS)))
-    except Exception as error:  # of the library, the network or the server: in each case there is no model
+    except Exception as error:  # whether the library, the network or the server failed, there is no model
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise FileError(f"there is no folder {name_or_path} here, and the download failed ({reason})") from None

@@ -1,4 +1,4 @@
-"""Class names stored beside a model: labels.json in a monoblock folder, id2label in a Hugging Face config.json."""
+"""Class names stored with a model: labels.json in a monoblock folder, id2label in a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_labels(folder: Path) -> list[str]:
 
 
 def write_labels(folder: Path, labels: Sequence[str], model_format: str) -> None:
-    """Store class names in a folder that already holds a model in `model_format`."""
+    """Store class names in a folder that already contains a model; `model_format` is "hf" or "monoblock"."""
     if model_format == "hf":
         config = read_json(safe_join(folder, CONFIG_FILE))
         config["id2label"] = {str(index): label for index, label in enumerate(labels)}

@@ -1,11 +1,11 @@
 """Reversible rules between our weight names (`ours`) and those of a Hugging Face or GGUF family (`theirs`).
 
     Rule("decoder.*.attention_norm", "transformer.h.*.ln_1")                           a module: its weight and its bias
-    Rule(qkv_names("decoder.*.attention"), "transformer.h.*.attn.c_attn", CONV1D_QKV)  three of ours, one of the family
-    Rule("decoder.*.feedforward.up", "model.layers.*.experts.#.w3.weight", STACK)      one of ours, many of the family
+    Rule(qkv_names("decoder.*.attention"), "transformer.h.*.attn.c_attn", CONV1D_QKV)  three of ours are one of theirs
+    Rule("decoder.*.feedforward.up", "model.layers.*.experts.#.w3.weight", STACK)      one of ours is many of theirs
 
-`*` is the index of a layer, `#` that of an expert or a head.  `map_weights` pairs the weights of a model with the names
-of the family by the first rule that matches; the same pairs are used to load and to save.
+`*` is the index of a layer, `#` the index of an expert or a head.  `map_weights` finds the first rule that matches each
+weight of a model, and returns pairs of our names and their names, which are used both to load and to save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = Sequence[Tensor]
 
 
 class AttentionShape(NamedTuple):
-    """Sizes of the attention whose weights a transform splits or joins."""
+    """The sizes of an attention layer, which a transform needs to split or join its weights."""
 
     heads: int = 1
     kv_heads: int = 1
@@ -34,18 +34,18 @@ class AttentionShape(NamedTuple):
 
 
 class TensorTransform(NamedTuple):
-    """A function from the tensors of a family to ours, and its inverse."""
+    """A function that converts the tensors of a family to ours, and its inverse."""
 
     to_ours: Callable[[Tensors, AttentionShape], Tensors]
     to_theirs: Callable[[Tensors, AttentionShape], Tensors]
 
 
 class Rule(NamedTuple):
-    """One row of a table: which of our weights correspond to which weights of the family (`theirs`)."""
+    """Which of our weights (`ours`) correspond to which weights of a family (`theirs`)."""
 
     ours: str  # one name, or several separated by spaces
     theirs: str
-    transform: TensorTransform | None = None  # None: the same tensor
+    transform: TensorTransform | None = None  # None if the tensor is the same
 
 
 class TensorMapping(NamedTuple):
@@ -146,7 +146,10 @@ def _compile_pattern(name: str) -> re.Pattern[str]:
 
 
 def _match_rule(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | None:
-    """Match a rule with one of our names; return all our names it joins, the family's name and the layer index."""
+    """Match a rule with one of our weight names.
+
+    Return all our names that the rule joins in one tensor, their name, and the layer index; None if it does not match.
+    """
     is_parameter = rule.theirs.endswith((".weight", ".bias"))
     for pattern in rule.ours.split():
         for suffix in SUFFIXES[:1] if is_parameter else SUFFIXES:
@@ -161,7 +164,10 @@ def _match_rule(rule: Rule, name: str) -> tuple[tuple[str, ...], str, str] | Non
 def map_weights(
     rules: Iterable[Rule], shapes: Mapping[str, Sequence[int]], config: ModelConfig
 ) -> Iterator[TensorMapping]:
-    """Yield mappings of a model's weights, given by name and shape, to a family's; every weight is in exactly one."""
+    """Yield the mappings between the weights of a model and those of a family; each weight is in exactly one mapping.
+
+    `shapes` are the shapes of the model's weights by name.
+    """
     rules, mapped = tuple(rules), set[str]()
     for name, shape in shapes.items():
         if name in mapped:
@@ -169,11 +175,11 @@ def map_weights(
         matches = ((rule.transform, match) for rule in rules if (match := _match_rule(rule, name)))
         transform, match = next(matches, (None, None))
         if match is None:
-            raise FileError(f"no rule of this family gives a name to {name}")
+            raise FileError(f"this family has no rule for the name of the weight {name}")
         group, theirs, layer = match
         missing = next((ours for ours in group if ours not in shapes or ours in mapped), None)
         if missing is not None:
-            raise FileError(f"{name} is stored together with {missing}, which this model does not have")
+            raise FileError(f"this family stores {name} together with {missing}, which the model does not have")
         mapped.update(group)
         names = [theirs.replace("#", str(n)) for n in range(shape[0])] if "#" in theirs else [theirs]
         yield TensorMapping(group, tuple(names), transform, _attention_shape(name, layer, config))

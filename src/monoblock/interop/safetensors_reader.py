@@ -1,12 +1,12 @@
-"""Read untrusted safetensors files: the whole header is checked before any tensor is made from the bytes after it.
+"""Read untrusted safetensors files: the header of a file is checked completely before any tensor is read.
 
     weights = open_weights(folder)            # model.safetensors, or the shards of model.safetensors.index.json
     weights.shapes["lm_head.weight"]          # known from the headers alone
-    weights["lm_head.weight"]                 # a tensor over the mapped file: read when it is used
+    weights["lm_head.weight"]                 # a tensor in the memory-mapped file: its bytes are read when it is used
 
-Refused: a header that is too large for its file or for MAX_HEADER_BYTES, too many tensors, bytes that belong to two
-tensors or to none, a shape that does not match the number of bytes, an unknown dtype, a shard outside the folder, a
-tensor that is missing or in two shards.
+These files are refused: a header larger than the file or than MAX_HEADER_BYTES, too many tensors, bytes that belong to
+two tensors or to none, a shape that does not match the number of bytes, an unknown dtype, a shard outside the folder, a
+tensor that is missing or stored in two shards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DTYPES = {
 
 
 class SafetensorsEntry(NamedTuple):
-    """One tensor of a header; `start` and `end` are byte offsets from the end of the header."""
+    """One tensor as described in a header; `start` and `end` are byte offsets from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,22 +62,22 @@ class SafetensorsEntry(NamedTuple):
 
 
 def build_on_meta(factory: Callable[[Any], Any], config: Any, tensor_count: int) -> Any:
-    """Build a model on the meta device, without weights; raise if it has more layers than `tensor_count`."""
+    """Build a model on the meta device, without weights; raise FileError if it has more layers than stored tensors."""
     stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
     untied = [stack for stack in stacks if not any(repeat.tied for repeat in stack.pattern)]
     depth = sum(repeat.times * len(repeat.blocks) for stack in untied for repeat in stack.pattern)
     if depth > tensor_count:
-        raise FileError(f"its configuration says {depth:,} layers, but there are only {tensor_count:,} tensors")
+        raise FileError(f"its configuration has {depth:,} layers, but only {tensor_count:,} tensors are stored")
     try:
         with torch.device("meta"), _skip_random_init():
             return factory(config)
     except (RuntimeError, TypeError, OverflowError):
-        raise FileError("its configuration has sizes that no model can have") from None
+        raise FileError("its configuration has sizes for which no model can be built") from None
 
 
 @contextmanager
 def _skip_random_init() -> Iterator[None]:
-    """Skip the random initialization of torch's layers on the meta device, where it only costs time."""
+    """Skip the random initialization of layers on the meta device, where it takes time without effect."""
     with _INIT_LOCK:
         originals = {name: getattr(nn.init, name) for name in ("kaiming_uniform_", "uniform_", "normal_")}
         try:
@@ -103,23 +103,23 @@ def read_header(path: str | Path) -> dict[str, SafetensorsEntry]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 + 2:
-                raise FileError(f"{path} is not a safetensors file: it has {size} bytes")
+                raise FileError(f"{path} is not a safetensors file: it has only {size} bytes, too few for a header")
             if length > min(MAX_HEADER_BYTES, size - 8):
-                limit = f"the file has {size:,}" if length > size - 8 else f"at most {MAX_HEADER_BYTES:,} are read"
-                raise FileError(f"{path} is damaged: its header claims {length:,} bytes, and {limit}")
+                limit = f"the file has only {size:,}" if length > size - 8 else f"the limit is {MAX_HEADER_BYTES:,}"
+                raise FileError(f"{path} is damaged: its header claims {length:,} bytes, but {limit}")
             raw = file.read(length)
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from None
     if not raw.startswith(b"{"):
         raise FileError(f"{path} is not a safetensors file: its header is not JSON")
     if raw.count(b'"dtype"') > MAX_TENSORS:
-        raise FileError(f"{path} claims more than {MAX_TENSORS:,} tensors")
+        raise FileError(f"{path} is damaged: its header describes more than {MAX_TENSORS:,} tensors")
     header = parse_json(raw, f"{path}: the header", max_values=16 * MAX_TENSORS, max_depth=4)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileError(f"{path} is damaged: its __metadata__ is not a table of strings")
+        raise FileError(f"{path} is damaged: its __metadata__ does not map strings to strings")
     if len(header) > MAX_TENSORS:
-        raise FileError(f"{path} holds {len(header):,} tensors; at most {MAX_TENSORS:,} are read")
+        raise FileError(f"{path} has {len(header):,} tensors, but the limit is {MAX_TENSORS:,}")
     entries = {name: _parse_entry(path, name, entry) for name, entry in header.items()}
     _check_offsets(path, entries, size - 8 - length)
     return entries
@@ -144,7 +144,7 @@ def _parse_entry(path: str | Path, name: str, entry: Any) -> SafetensorsEntry:
     for axis in shape:
         elements *= axis
         if elements > MAX_ELEMENTS:
-            raise damaged(f"has the shape {short_repr(shape)}, which is more than any file holds")
+            raise damaged(f"has the shape {short_repr(shape)}, which is too large for any file")
     nbytes = offsets[1] - offsets[0]
     if elements * DTYPES[dtype].itemsize != nbytes:
         raise damaged(f"has the shape {short_repr(shape)} in {dtype}, which does not take {nbytes:,} bytes")
@@ -152,12 +152,12 @@ def _parse_entry(path: str | Path, name: str, entry: Any) -> SafetensorsEntry:
 
 
 def _is_size_list(value: Any) -> bool:
-    """Return whether this is a list of sizes that a file could have; `type is int` refuses True."""
+    """Return whether a value is a list of whole numbers of plausible size; `type(size) is int` excludes True."""
     return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_ELEMENTS * 8 for size in value)
 
 
 def _check_offsets(path: str | Path, entries: Mapping[str, SafetensorsEntry], size: int) -> None:
-    """Raise unless every byte after the header belongs to exactly one tensor."""
+    """Raise FileError unless every byte after the header belongs to exactly one tensor."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != end:
@@ -165,7 +165,7 @@ def _check_offsets(path: str | Path, entries: Mapping[str, SafetensorsEntry], si
             raise FileError(f"{path} is damaged: {short_repr(name)} {problem}")
         end = entry.end
     if end > size:
-        raise FileError(f"{path} is cut short: its tensors need {end:,} bytes, and {size:,} are there")
+        raise FileError(f"{path} is cut short: its tensors need {end:,} bytes, but it has only {size:,}")
     if end < size:
         raise FileError(f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor")
 
@@ -174,9 +174,9 @@ def _check_offsets(path: str | Path, entries: Mapping[str, SafetensorsEntry], si
 
 
 class SafetensorsWeights(Mapping[str, Tensor]):
-    """The tensors of one or more safetensors files by name, each mapped from its file on access.
+    """The tensors of one or more safetensors files by name.
 
-    A tensor is a view of the file, on the CPU; `.to(dtype)` or `.clone()` copies it.
+    A tensor is a view of the memory-mapped file, on the CPU; `.to(dtype)` or `.clone()` copies it.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -188,11 +188,11 @@ class SafetensorsWeights(Mapping[str, Tensor]):
             repeated = next((name for name in entries if name in self.entries), None)
             if repeated is not None:
                 locations = f"{self.file_of[repeated].name} and {path.name}"
-                raise FileError(f"{short_repr(repeated)} is stored twice, in {locations}")
+                raise FileError(f"{short_repr(repeated)} is stored twice, in {locations}; remove one of them")
             self.entries |= entries
             self.file_of |= dict.fromkeys(entries, path)
             if len(self.entries) > MAX_TENSORS:
-                raise FileError(f"{path.parent} holds more than {MAX_TENSORS:,} tensors")
+                raise FileError(f"{path.parent} has more than {MAX_TENSORS:,} tensors, which is the limit")
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.file_of[name]
@@ -203,7 +203,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         except (SafetensorError, OSError) as error:
             raise FileError(f"{path} cannot be read: {' '.join(str(error).split())[:120]}") from None
         if (tensor.dtype, tuple(tensor.shape)) != self.entries[name][:2]:
-            raise FileError(f"{path} changed while it was being read")
+            raise FileError(f"{path} changed while it was being read; load it again")
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -238,7 +238,7 @@ def open_weights(folder: str | Path) -> SafetensorsWeights:
     if pickles:
         hint = f"{min(pickles)} is a pickle: write monoblock convert {folder} --to FOLDER first"
         raise FileError(f"{folder} has no {WEIGHTS_FILE}; {hint}")
-    raise FileError(f"{folder} has no {WEIGHTS_FILE}")
+    raise FileError(f"{folder} has no {WEIGHTS_FILE}, the file with the weights of a model")
 
 
 def _list_files(folder: str | Path) -> list[str]:
@@ -252,19 +252,19 @@ def _open_shards(folder: str | Path) -> SafetensorsWeights:
     index = safe_join(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise FileError(f"{index} has no weight_map")
+        raise FileError(f"{index} has no weight_map, which lists the file of each tensor")
     files = list(dict.fromkeys(file if isinstance(file, str) else short_repr(file) for file in weight_map.values()))
     if len(files) > MAX_SHARDS:
-        raise FileError(f"{index} names {len(files):,} files; at most {MAX_SHARDS:,} are read")
+        raise FileError(f"{index} lists {len(files):,} files, but the limit is {MAX_SHARDS:,}")
     foreign = next((file for file in files if not file.endswith(".safetensors")), None)
     if foreign is not None:
-        raise FileError(f"{index} names {short_repr(foreign)}, which is not a safetensors file")
+        raise FileError(f"{index} lists {short_repr(foreign)}, which is not a safetensors file")
     weights = SafetensorsWeights([safe_join(folder, file) for file in files])
     for name, file in weight_map.items():
         path = weights.file_of.get(name)
         if path is None or path.name != file:
-            raise FileError(f"{index} says that {short_repr(name)} is in {short_repr(file)}, and it is not")
+            raise FileError(f"{index} lists {short_repr(name)} in {short_repr(file)}, but the tensor is not there")
     extra = next((name for name in weights if name not in weight_map), None)
     if extra is not None:
-        raise FileError(f"{index} does not list {short_repr(extra)}, which {weights.file_of[extra].name} holds")
+        raise FileError(f"{index} does not list {short_repr(extra)}, but {weights.file_of[extra].name} contains it")
     return weights

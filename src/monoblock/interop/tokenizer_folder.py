@@ -1,6 +1,6 @@
-"""The tokenizer of a model folder, checked against the model.
+"""Load the tokenizer of a model folder, and check that it is the one that the model was trained with.
 
-config.json in a monoblock folder records the fingerprint of the tokenizer that the model was trained with.
+In a monoblock folder, config.json contains the fingerprint of that tokenizer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from monoblock.tokenizers.compatibility import check_tokenizer_fits
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
-FINGERPRINT_KEY = "tokenizer"  # in config.json
+FINGERPRINT_KEY = "tokenizer"  # key in config.json
 
 
 def load_tokenizer(folder: Path, config: ModelConfig | RecurrentConfig | None = None) -> Tokenizer:
-    """Load the tokenizer of a run folder, a Hugging Face folder or a GGUF file; raise if it is not the model's.
+    """Load the tokenizer of a run folder, a Hugging Face folder or a GGUF file.
 
-    config: the configuration of the model; None reads it from `folder`, which must be a monoblock folder.
+    Raise FileError if the tokenizer does not match the model.
+
+    config: the configuration of the model; if None, it is read from `folder`, which must be a monoblock folder.
     """
     tokenizer = Tokenizer.from_pretrained(folder)
     config = read_config(folder) if config is None else config
@@ -44,7 +46,7 @@ def _stored_fingerprint(folder: Path) -> str | None:
 
 
 def vocab_size(config: ModelConfig | RecurrentConfig) -> int:
-    """Return the size of a model's vocabulary; of a source and a target vocabulary, the smaller size."""
+    """Return the size of a model's vocabulary; if source and target have different ones, return the smaller size."""
     if isinstance(config, RecurrentConfig):
         return min(config.vocab, config.target_vocab or config.vocab)
     return min((part.vocab for part in config.inputs.values() if isinstance(part, EmbeddingConfig)), default=0)

@@ -1,9 +1,9 @@
 """A separate program that converts a .pt or .bin file to safetensors in a sandboxed process.
 
-convert.py starts this file in Python's isolated mode, so it imports nothing of the package.  It reads a job as JSON
-from standard input and writes the result as JSON to standard output.  The file is only ever loaded by
-`torch.load(weights_only=True)`, with limits on memory, time and files and without a network; an audit hook stops any
-other action (starting a program, opening a socket or another file).
+convert.py starts this program in Python's isolated mode, so it imports nothing from the package.  It reads a job as
+JSON from standard input and writes the result as JSON to standard output.  The .pt or .bin file is loaded only with
+`torch.load(weights_only=True)`, with limits on memory, time and files and without a network.  An audit hook stops every
+other action, such as starting a program or opening a socket or another file.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ MAX_TENSORS = 100_000
 MAX_NAME_LENGTH = 512
 GB = 2**30
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")  # where a training checkpoint keeps the weights
-# Audit events that the unpickler itself causes; every other one is refused.
+# Audit events of Python that loading a file causes; every other event is refused.
 ALLOWED_AUDIT_EVENTS = {
     "object.__getattr__", "object.__setattr__", "object.__delattr__", "code.__new__", "marshal.loads", "sys._getframe",
     "sys._getframemodulename", "compile", "exec", "import", "os.listdir", "os.scandir", "pickle.find_class",
@@ -29,7 +29,7 @@ ALLOWED_AUDIT_EVENTS = {
 
 
 class UnsafeFileError(Exception):
-    """A file is refused; the message says why."""
+    """The file is refused, for the reason in the message."""
 
 
 def main() -> None:
@@ -40,17 +40,17 @@ def main() -> None:
     except UnsafeFileError as error:
         result = {"error": str(error)}
     except MemoryError:
-        result = {"error": "it needs more memory than a file of its size may"}
+        result = {"error": "reading it needs more memory than a file of its size should"}
     except BaseException as error:
         message = " ".join(str(error).split())
         forbidden = re.search(r"GLOBAL ([\w.]+)", message)
         if forbidden:
-            result = {"error": f"it holds more than tensors, it asks for {forbidden[1]}"}
+            result = {"error": f"it contains more than tensors: it would call {forbidden[1]}"}
         else:
             result = {"error": f"{type(error).__name__}: {message.split('. ')[0][:160]}"}
     sys.stdout.write(json.dumps(result))
     sys.stdout.flush()
-    os._exit(0)  # skip Python's shutdown, which could run finalizers of what was loaded
+    os._exit(0)  # skip Python's shutdown, which could run code of loaded objects
 
 
 def convert_file(source: str, target: str) -> int:
@@ -63,8 +63,8 @@ def convert_file(source: str, target: str) -> int:
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < MIN_TORCH:
-        raise UnsafeFileError(f"torch {torch.__version__} reads such files unsafely; install 2.10 or later")
-    save_file({"warm": torch.zeros(1)}, target)  # imports what writing needs
+        raise UnsafeFileError(f"torch {torch.__version__} cannot load such files safely; install torch 2.10 or later")
+    save_file({"warm": torch.zeros(1)}, target)  # imports what writing needs, before the sandbox forbids it
     sandbox_process(size, {os.path.realpath(source), os.path.realpath(target)})
     loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=zipped)
     tensors = {name: tensor.detach() for name, tensor in extract_tensors(loaded, torch).items()}
@@ -75,7 +75,7 @@ def convert_file(source: str, target: str) -> int:
 
 
 def check_zip(source: str, size: int) -> bool:
-    """Return whether the file is a zip archive; refuse one that would unpack to more bytes than it has."""
+    """Return whether the file is a zip archive; refuse an archive that would unpack to more bytes than it has."""
     if not zipfile.is_zipfile(source):
         return False
     with zipfile.ZipFile(source) as archive:
@@ -83,12 +83,12 @@ def check_zip(source: str, size: int) -> bool:
     if len(members) > MAX_TENSORS or sum(member.file_size for member in members) > size:
         raise UnsafeFileError("it would unpack to more bytes than it has")
     if any(member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 for member in members):
-        raise UnsafeFileError("its parts are compressed or encrypted, which torch never writes")
+        raise UnsafeFileError("it is a zip archive with compressed or encrypted members, which torch never writes")
     return True
 
 
 def sandbox_process(size: int, paths: set[str]) -> None:
-    """Limit the resources of this process, and refuse every action but reading and writing `paths`."""
+    """Limit the resources of this process, and refuse every action except reading and writing `paths`."""
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else contextlib.nullcontext() as file:
         address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") if file else 16 * GB
     limits = {
@@ -99,7 +99,7 @@ def sandbox_process(size: int, paths: set[str]) -> None:
         resource.RLIMIT_NOFILE: 64,
     }
     for kind, limit in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # there is a lower limit already
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
             resource.setrlimit(kind, (limit, limit))
     isolate_network()
     libraries = tuple({os.path.realpath(folder) + os.sep for folder in sys.path if folder})
@@ -114,13 +114,13 @@ def sandbox_process(size: int, paths: set[str]) -> None:
                 return
         elif event.startswith(("torch.", "cpython.", "numpy.")):
             return
-        raise UnsafeFileError(f"it tried {event}")
+        raise UnsafeFileError(f"loading it attempted a forbidden action: {event}")
 
     sys.addaudithook(audit)
 
 
 def isolate_network() -> None:
-    """Move the process to an empty network namespace, if the system permits."""
+    """Move this process to a network namespace without any connection, if the operating system permits."""
     import ctypes
 
     CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
@@ -131,22 +131,22 @@ def isolate_network() -> None:
 
 
 def extract_tensors(loaded: Any, torch: Any) -> dict[str, Any]:
-    """Return the state_dict in a loaded object; raise unless it holds plain tensors only."""
+    """Return the state_dict in a loaded object; raise UnsafeFileError unless it contains only plain tensors."""
     for key in STATE_DICT_KEYS:
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
             break
     if not isinstance(loaded, dict) or not loaded:
-        raise UnsafeFileError(f"it holds a {type(loaded).__name__}, not a table of tensors")
+        raise UnsafeFileError(f"it contains a {type(loaded).__name__}, not a dict of tensors")
     if len(loaded) > MAX_TENSORS:
-        raise UnsafeFileError(f"it holds more than {MAX_TENSORS:,} tensors")
+        raise UnsafeFileError(f"it contains more than {MAX_TENSORS:,} tensors, which is the limit")
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
             raise UnsafeFileError(f"{name!r:.60} is not a valid tensor name")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsafeFileError(f"{name!r:.60} is a {type(tensor).__name__}, not a tensor")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
-            raise UnsafeFileError(f"{name!r:.60} is not a plain tensor")
+            raise UnsafeFileError(f"{name!r:.60} is not a plain tensor, but sparse, quantized, complex or without data")
     return loaded
 
 

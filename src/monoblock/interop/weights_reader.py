@@ -1,7 +1,8 @@
-"""Read weights in a chosen dtype with little memory beyond the weights themselves.
+"""Read weights in a chosen dtype with little more memory than the weights themselves.
 
-A tensor that needs no conversion stays a view of the mapped file.  One that is converted is read through a second
-mapping, which is reopened from time to time, because the pages of a mapping that were read count as memory in use.
+A tensor that needs no conversion stays a view of the memory-mapped file.  A tensor that is converted is read through a
+second mapping of the file.  This mapping is reopened from time to time, because its pages that have been read count as
+memory in use.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from monoblock.errors import FileError
 from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.untrusted_files import short_repr
 
-REMAP_BYTES = 2**22  # bytes read through a mapping before it is reopened, unless a share of the model is more
-REMAPS_PER_MODEL = 32
+REMAP_BYTES = 2**22  # least number of bytes read through a mapping before it is reopened
+REMAPS_PER_MODEL = 32  # about how often a large file is mapped again
 TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -26,7 +27,7 @@ def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _reopen(weights: SafetensorsWeights) -> SafetensorsWeights:
-    """Return the same weights with no file mapped yet; the headers are not read again."""
+    """Return the same weights with files that are mapped again on access; the headers are not read again."""
     reopened = copy.copy(weights)
     reopened._open_files = {}
     return reopened
@@ -41,15 +42,15 @@ class WeightReader:
         self.remap_bytes = max(REMAP_BYTES, weights.nbytes // REMAPS_PER_MODEL)
 
     def load(self, keys: Sequence[str], transform: TensorFunction = identity) -> Sequence[Tensor]:
-        """Apply `transform` to the tensors stored under `keys`; return its results in the reader's dtype and device."""
+        """Apply `transform` to the tensors with these names; return its results in `self.dtype` on `self.device`."""
         for key in keys:
             dtype = self.weights.entries[key].dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise FileError(f"{short_repr(key)} holds {dtype} where weights are floating-point numbers")
+                raise FileError(f"{short_repr(key)} has dtype {dtype}, but weights must be floating-point")
         tensors = self._read_tensors(self.temporary_weights, keys, transform)
         if len(keys) == 1 and all(self._can_be_view(tensor) for tensor in tensors):
             return self._read_tensors(self.weights, keys, transform)
-        if len(keys) > 1:  # the transform has copied them into new memory already
+        if len(keys) > 1:  # the transform has copied the tensors to new memory
             converted = [t.to(self.device, self.dtype, memory_format=torch.contiguous_format) for t in tensors]
             self._count_bytes(sum(tensor.nbytes for tensor in tensors))
             return converted
@@ -58,7 +59,7 @@ class WeightReader:
         return [self._load_by_rows(keys, transform, index, shape) for index, shape in enumerate(shapes)]
 
     def _load_by_rows(self, keys: Sequence[str], transform: TensorFunction, index: int, shape: torch.Size) -> Tensor:
-        """Return the transform's result at `index`, of this shape, converted a block of rows at a time."""
+        """Return result number `index` of the transform, which has this shape, converted a block of rows at a time."""
         result = torch.empty(shape, dtype=self.dtype, device=self.device)
         size = self.weights.entries[keys[0]].dtype.itemsize * shape.numel()
         rows = max(1, self.remap_bytes * shape[0] // size) if shape.numel() else 1
@@ -84,5 +85,5 @@ class WeightReader:
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:100]
             raise FileError(
-                f"{short_repr(keys[0])} of shape {weights.shapes[keys[0]]} does not fit: {reason}"
+                f"{short_repr(keys[0])} of shape {weights.shapes[keys[0]]} does not fit the configuration: {reason}"
             ) from None

@@ -1,6 +1,6 @@
-"""Write weights as safetensors: one file, or shards of bounded size with an index.
+"""Write weights as safetensors: in one file, or in several shards with an index file.
 
-Every file is written under a temporary name first, so an interrupted save never destroys an earlier one.
+Every file is written under a temporary name and then renamed, so an interrupted save never destroys an earlier one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
 
-MAX_SHARD_SIZE = 5 * 10**9  # bytes; a single larger tensor gets a file of its own
-TensorFactory = Callable[[], Tensor]  # called when its file is written, so that the model is never copied as a whole
+MAX_SHARD_SIZE = 5 * 10**9  # bytes; a larger tensor gets a file of its own
+TensorFactory = Callable[[], Tensor]  # called when the tensor is written, so that the model is not copied
 
 
 def save_weights(
     folder: Path, factories: Sequence[Mapping[str, TensorFactory]], sizes: Mapping[str, int], max_shard_size: int
 ) -> None:
-    """Write tensors by name, in files of at most `max_shard_size` bytes.
+    """Write tensors to one file, or to several files of at most `max_shard_size` bytes each.
 
-    The tensors of one mapping in `factories` stay in one file; `sizes` are the bytes of each tensor by name.
+    factories: functions that return the tensors, by name; the tensors of one mapping are written to the same file.
+    sizes: the size of each tensor in bytes, by name.
     """
     shards: list[list[Mapping[str, TensorFactory]]] = [[]]
     shard_size = 0
@@ -53,7 +54,7 @@ def save_weights(
 
 
 def commit_file(path: Path) -> None:
-    """Flush PATH.tmp to disk, then rename it to PATH: after a crash either the old or the new file is there."""
+    """Flush the file PATH.tmp to disk, then rename it to PATH; a crash leaves either the old or the new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
@@ -61,7 +62,7 @@ def commit_file(path: Path) -> None:
 
 
 def _remove_stale_files(folder: Path, current: set[str]) -> None:
-    """Delete the weights of an earlier save with another number of shards, which would be read instead of these."""
+    """Delete weights files of an earlier save that are not in `current`, since they could be read instead."""
     for path in (folder / INDEX_FILE, folder / WEIGHTS_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if path.name not in current:
             path.unlink(missing_ok=True)

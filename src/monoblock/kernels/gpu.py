@@ -1,7 +1,7 @@
 """Triton kernels for decoding one token on a GPU: matrix times vector, norm, gated activation, attention over a cache.
 
 A decoding step reads every weight once and computes little with it, so memory bandwidth and the number of kernel
-launches decide its speed.  Each function equals the plain path in nn/ up to rounding.
+launches decide its speed.  Each function computes the same as a function in nn/, up to rounding.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
-# Of the attention kernel: keys at a time, warps, blocks loaded ahead; measured on an H200.
+# Of the attention kernel: keys per block, warps, and blocks loaded ahead; the fastest measured on an H200.
 ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 64, 4, 2
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether Triton is installed and there is a GPU of compute capability 8.0 or more."""
+    """Return whether Triton is installed and there is a GPU of compute capability 8.0 or more."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -37,7 +37,10 @@ def _triton_kernels() -> Any:
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """Multiply weight (N, K) by the one vector in x (…, K), and add bias (N,) and residual (…, N): (…, N)."""
+    """Multiply weight (N, K) by x (…, K), which holds a single vector, and add bias (N,) and residual (…, N).
+
+    The output is (…, N).
+    """
     N, K = weight.shape
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     rows, columns, warps = _tile_sizes(N, K)
@@ -70,7 +73,7 @@ def _tile_sizes(N: int, K: int) -> tuple[int, int, int]:
 def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, cast_after_scale: bool
 ) -> Tensor:
-    """Compute `nn.norm.layer_norm` if centered, else `nn.norm.rms_norm`, over the last axis of x in one kernel."""
+    """Compute `layer_norm` of nn/norm.py if `centered`, else `rms_norm`, over the last axis of x in one kernel."""
     out, K = torch.empty_like(x), x.shape[-1]
     block = 1 << (K - 1).bit_length()
     parameters = (x if weight is None else weight, x if bias is None else bias)
@@ -83,7 +86,7 @@ def norm(
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """Compute act(gate) * up (…, F) from the concatenated projections [gate | up] (…, 2F)."""
+    """Compute activation(gate) * up (…, F); `gate_up` (…, 2F) is the concatenation of gate and up."""
     F = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     blocks = -(-F // 512)
@@ -106,10 +109,10 @@ def attend_step(
     sin: Tensor | None = None,
     layout: str | None = None,
 ) -> Tensor:
-    """Rotate one new token per row, append it to the cache and attend to all cached tokens: (B, H, 1, K).
+    """Rotate the query and key of one new token per row, append it to the cache, and attend to all cached tokens.
 
-    q (B, H, 1, K), k and v (B, G, 1, K) are of the new token; keys and values (B, G, capacity, K) are the cache, and
-    lengths (B,) counts the tokens in it before the new one.
+    q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, capacity, K) are the cache, and
+    lengths (B,) counts the tokens in it before the new one.  The output is (B, H, 1, K).
     """
     B, H, _, K = q.shape
     G, capacity = keys.shape[1], keys.shape[2]

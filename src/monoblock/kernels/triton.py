@@ -63,7 +63,7 @@ def norm_kernel(
 
 @triton.jit
 def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> Any:
-    """act(gate) * up, rounded after the activation as two separate kernels would."""
+    """Compute activation(gate) * up, rounding the activation before the product as two separate kernels would."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < F
@@ -84,7 +84,7 @@ def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def rotate(pointer, offsets, cos, sin, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr, mask) -> Any:
-    """Load the components `offsets` of a head, rotated by their angles; those beyond the pairs stay as they are."""
+    """Load the features `offsets` of a head and rotate them; features after the first 2 * PAIRS are not rotated."""
     x = tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
     if ROTARY_LAYOUT == 0:
         return x
@@ -169,7 +169,7 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(partials, out, splits, SPLITS: tl.constexpr, K: tl.constexpr) -> Any:
-    """Each program combines the partial results of all splits for one head; an empty split has weight 0."""
+    """Each program combines the partial results of all splits of the cache for one head; an empty split adds 0."""
     head = tl.program_id(0)
     index, split = tl.arange(0, K), tl.arange(0, SPLITS)
     mask = split < splits

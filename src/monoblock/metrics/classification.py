@@ -21,7 +21,7 @@ class ClassScore(NamedTuple):
     support: int
 
     def to_dict(self) -> dict[str, float | int]:
-        """Convert to a JSON object, in which the key of the support is "there"."""
+        """Convert to a JSON object; the support is stored under the key "there"."""
         return {"precision": self.precision, "recall": self.recall, "f1": self.f1, "there": self.support}
 
 
@@ -47,7 +47,7 @@ def class_scores(counts: IntArray) -> list[ClassScore]:
 
 
 def macro_f1(counts: IntArray) -> float:
-    """Average the F1 of the classes that occur among the labels or predictions of a confusion matrix."""
+    """Compute the mean F1 over the classes that occur as a label or as a prediction in a confusion matrix."""
     occurs = (counts.sum(0) + counts.sum(1)) > 0
     values = [score.f1 for score, included in zip(class_scores(counts), occurs, strict=True) if included]
     return float(np.mean(values)) if values else 0.0
@@ -56,11 +56,11 @@ def macro_f1(counts: IntArray) -> float:
 def calibration_error(probabilities: NDArray[np.float64], labels: Sequence[int], bins: int = CALIBRATION_BINS) -> float:
     """Compute the expected calibration error in percent (Guo et al. 2017).
 
-    It is the mean of |confidence - accuracy| over bins of equal width, weighted by the examples in each.
-    `probabilities` has the shape (examples, classes).
+    It is the mean of |confidence - accuracy| over confidence bins of equal width, weighted by the number of examples in
+    each bin.  `probabilities` has the shape (examples, classes).
     """
     confidence, correct = probabilities.max(-1), probabilities.argmax(-1) == np.asarray(labels)
-    # Bins are open on the left, so that a confidence of one belongs to the last.
+    # Bins include their right edge, so that a confidence of 1 is in the last bin.
     bin_of = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     gaps = [abs(float(np.sum(correct[bin_of == b]) - np.sum(confidence[bin_of == b]))) for b in range(bins)]
     return 100 * sum(gaps) / max(1, len(confidence))
@@ -72,13 +72,16 @@ def negative_log_likelihood(probabilities: NDArray[np.float64], labels: Sequence
 
 
 def most_confident_errors(probabilities: NDArray[np.float64], labels: Sequence[int], count: int) -> list[int]:
-    """Return the indices of the wrong predictions with the lowest probability of the true class, worst first."""
+    """Return the indices of the `count` wrong predictions that gave the true class the lowest probability.
+
+    The worst prediction comes first.
+    """
     wrong = np.flatnonzero(probabilities.argmax(-1) != np.asarray(labels))
     order = np.argsort(-negative_log_likelihood(probabilities, labels)[wrong], kind="stable")
     return [int(index) for index in wrong[order][:count]]
 
 
 def classification_report(counts: IntArray, class_names: Sequence[str]) -> dict[str, Any]:
-    """Build the JSON of an evaluation: the confusion matrix, and the scores of every class."""
+    """Return a JSON object with the confusion matrix and the scores of every class, for the report of an evaluation."""
     rows = {label: score.to_dict() for label, score in zip(class_names, class_scores(counts), strict=True)}
     return {"confusion": {"labels": list(class_names), "counts": counts.tolist()}, "classes": rows}

@@ -1,9 +1,10 @@
-"""ROUGE (Lin 2004): overlap of words, of bigrams and of the longest common subsequence with a reference.
+"""ROUGE (Lin 2004): how many words and bigrams, and how long a subsequence, a text has in common with a reference.
 
     scores = rouge(["the cat sat"], [["a cat sat down"]])      # a list of references for each text
     scores["rouge1"], scores["rouge2"], scores["rougeL"]       # F1 in percent, the mean over texts
 
-Texts are lowercased and split at everything but a-z and 0-9, without stemming; the best of the references counts.
+Texts are lowercased and split at everything but a-z and 0-9, without stemming.  If a text has several references, the
+one with the highest score counts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def split_words(text: str) -> list[str]:
 
 
 def rouge_n(hypothesis: WordSequence, reference: WordSequence, n: int) -> float:
-    """Compute the F1 of common n-grams; a repeated n-gram counts as often as it occurs in both texts."""
+    """Compute the F1 of the n-grams that two texts share; a repeated n-gram counts as often as it occurs in both."""
     predicted, expected = _ngrams(hypothesis, n), _ngrams(reference, n)
     return _f1((predicted & expected).total(), predicted.total(), expected.total())
 
@@ -45,8 +46,8 @@ def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     """Compute ROUGE-1, ROUGE-2 and ROUGE-L of texts, each against the best of its references."""
     if len(hypotheses) != len(references) or not hypotheses or not all(references):
         raise InputError(
-            f"{len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
-            "and a list for each, none empty"
+            f"there are {len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
+            "and for each text a list of one or more references"
         )
     pairs = [
         (split_words(text), [split_words(reference) for reference in accepted])

@@ -1,7 +1,7 @@
 """Exact match and F1 of answers, as the evaluation script of SQuAD defines them (Rajpurkar et al. 2016, 2018).
 
-Both compare normalized texts: lowercase, without punctuation and articles, single spaces.  The best of the gold answers
-counts.  A question without a gold answer is correct if the answer is empty.
+Both compare normalized texts: lowercase, without punctuation and articles, with single spaces.  If a question has
+several gold answers, the one with the highest score counts.  If it has none, an empty answer is correct.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def exact_match(answer: str, golds: Sequence[str]) -> float:
 
 
 def f1_score(answer: str, golds: Sequence[str]) -> float:
-    """Compute the F1 of the words of an answer, from 0 to 1, against the gold answer that gives the highest."""
+    """Compute the F1 of the words of an answer, from 0 to 1, for the gold answer that gives the highest F1."""
     return max(
         _word_f1(normalize_answer(answer).split(), normalize_answer(gold).split()) for gold in _nonempty_golds(golds)
     )
@@ -51,7 +51,10 @@ def score_answers(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dic
     If only some questions have a gold answer, the answerable and the unanswerable ones are also scored separately.
     """
     if len(answers) != len(golds) or not answers:
-        raise InputError(f"{len(answers)} answers to {len(golds)} questions; give one for each, and at least one")
+        raise InputError(
+            f"there are {len(answers)} answers to {len(golds)} questions; give an answer to every question, "
+            "and at least one"
+        )
     pairs = list(zip(answers, golds, strict=True))
     scores = _mean_scores(pairs) | {"questions": len(pairs)}
     answerable = [(answer, gold) for answer, gold in pairs if gold]

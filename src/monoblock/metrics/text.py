@@ -1,4 +1,4 @@
-"""Metrics of generated text: BLEU and chrF (by sacreBLEU, with signature), character error rate, accuracy, perplexity.
+"""Metrics of generated text: BLEU and chrF (computed by sacreBLEU), character error rate, accuracy and perplexity.
 
     score = bleu(["the cat sat"], [["the cat sat"]], lowercase=True)     # a list of references for each text
     score.value, score.signature
@@ -19,7 +19,7 @@ References = Sequence[Sequence[str]]  # for each text one or more accepted refer
 
 
 class Score(NamedTuple):
-    """The value of a metric and the signature of its version and options, as sacreBLEU reports it."""
+    """The value of a metric, and sacreBLEU's signature, which states the version and options it was computed with."""
 
     value: float
     signature: str = ""
@@ -35,14 +35,14 @@ def _import_package(name: str) -> Any:
 
 
 def _reference_streams(hypotheses: Sequence[str], references: References) -> list[list[str | None]]:
-    """Transpose references for sacreBLEU: a list of the first reference of every text, a list of the second, and so on.
+    """Transpose references for sacreBLEU: return a list of the first reference of every text, one of the second, etc.
 
     None stands for a missing reference.
     """
     if len(hypotheses) != len(references) or not hypotheses or not all(references):
         raise InputError(
-            f"{len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
-            "and a list for each, none empty"
+            f"there are {len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
+            "and for each text a list of one or more references"
         )
     return [list(stream) for stream in itertools.zip_longest(*references)]
 
@@ -90,22 +90,25 @@ def edit_distance(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def cer(hypotheses: Sequence[str], references: References) -> float:
-    """Compute the character error rate: edits to the nearest reference, in percent of its characters."""
+    """Compute the character error rate in percent.
+
+    It is the number of edits from each text to its nearest reference, divided by the characters of these references.
+    """
     _reference_streams(hypotheses, references)
     errors = total = 0
     for text, accepted in zip(hypotheses, references, strict=True):
-        # Of equally near references the longest, so that the result does not depend on their order.
+        # If several references are equally near, take the longest, so that their order does not matter.
         distance, length = min((edit_distance(text, reference), -len(reference)) for reference in accepted)
         errors, total = errors + distance, total - length
     return 100 * errors / max(total, 1)
 
 
 def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int = 1) -> float:
-    """Compute the percentage of texts for which one of the first k hypotheses equals a reference."""
+    """Compute the top-k accuracy, the percentage of texts for which one of the first k hypotheses is a reference."""
     if len(hypotheses) != len(references) or not hypotheses:
         raise InputError(
-            f"{len(hypotheses)} texts and {len(references)} lists of references; give at least one text, "
-            "and a list for each"
+            f"there are {len(hypotheses)} lists of hypotheses and {len(references)} lists of references; give at least "
+            "one of each, and as many of both"
         )
     pairs = zip(hypotheses, references, strict=True)
     correct = sum(not set(candidates[:k]).isdisjoint(accepted) for candidates, accepted in pairs)
@@ -116,7 +119,7 @@ def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int
 
 
 def perplexity(loss: float) -> float:
-    """Return exp of the mean cross-entropy in nats, with the loss clamped to 50."""
+    """Return exp(loss), where `loss` is the mean cross-entropy in nats; it is clamped to 50."""
     return math.exp(min(loss, 50.0))
 
 

@@ -57,7 +57,7 @@ def attend(
     scores = apply_tap(tap, "scores", scores)
     weights = _softmax(scores, sinks)
     if mask is not None:
-        weights = weights.masked_fill(~mask, 0)  # 0, not NaN, for a query without visible keys
+        weights = weights.masked_fill(~mask, 0)  # 0 for a query without visible keys; other NaNs stay
     weights = F.dropout(apply_tap(tap, "weights", weights), dropout)
     return weights.to(v.dtype) @ v
 

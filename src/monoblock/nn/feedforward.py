@@ -44,8 +44,8 @@ def apply_activation(
 ) -> Tensor:
     """Return activation(up), or activation(gate) * up if there is a gate.
 
-    With a `clamp`, a gated network computes activation(gate) * (up + 1) instead, with gate limited to at most `clamp`
-    and up to the range ±`clamp` (gpt-oss).
+    With a `clamp`, a gated network computes activation(gate) * (up + 1) instead (gpt-oss).  Before that, `gate` is
+    clamped to at most `clamp`, and `up` is clamped to the range ±`clamp`.
     """
     if gate is None:
         return activation(up)

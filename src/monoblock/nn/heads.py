@@ -3,6 +3,7 @@
 language_model   logits over the vocabulary for each token, tied to the embedding or not
 masked_lm        the same after a transform, for encoders
 classifier       class logits for a sequence, or for an image made of patches
+regression       numbers for a sequence or an image, computed as the logits of a classifier
 tagger           class logits for each token
 spans            a start and an end score for each token
 pooled           one vector for a sequence
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.module_hooks import is_customized, is_plain
 from monoblock.nn.norm import Norm
@@ -86,7 +88,7 @@ class Head(nn.Module):
         """hidden (B, T, D) -> (B, T, V), (B, T, classes), (B, T, 2), (B, classes) or (B, D), depending on the kind."""
         config = self.config
         x = hidden
-        if config.kind in ("classifier", "pooled"):
+        if config.kind in SEQUENCE_HEADS:
             x = self._pool(hidden, valid)
         if config.kind == "pooled":
             return apply_tap(tap, "pooled", x if self.output is None else self.output(x))
@@ -138,10 +140,12 @@ class Head(nn.Module):
 
 
 def _output_size(config: HeadConfig, model: ModelConfig) -> int:
-    if config.kind in ("language_model", "masked_lm"):
+    if config.kind in VOCABULARY_HEADS:
         embedding = model.target_input
         assert isinstance(embedding, EmbeddingConfig)
         return embedding.vocab
     if config.kind == "pooled":
         return config.project or 0
-    return {"classifier": config.classes or 0, "tagger": config.classes or 0, "spans": 2}[config.kind]
+    if config.kind in HEADS_WITH_CLASSES:
+        return config.classes or 0
+    return {"spans": 2}[config.kind]

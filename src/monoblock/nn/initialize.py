@@ -31,7 +31,7 @@ def normal(weight: Tensor, config: ModelConfig, name: str) -> None:
 
 
 def residual_normal(weight: Tensor, config: ModelConfig, name: str) -> None:
-    """Draw from a normal distribution with standard deviation std / sqrt(N) (Radford et al. 2019).
+    """Draw from a normal distribution with standard deviation config.init.std / sqrt(N) (Radford et al. 2019).
 
     N is the number of residual additions in the stack of this weight, counted as two per block.
     """
@@ -127,7 +127,7 @@ SCHEMES: dict[str, tuple[tuple[str, Initializer], ...]] = {
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig) -> None:
-    """Initialize every weight by the scheme `config.init.kind`, with torch's global random number generator."""
+    """Initialize every weight of a model by the scheme `config.init.kind`, with torch's global random generator."""
     table = COMMON_RULES + SCHEMES[config.init.kind]
     for name, weight in model.named_parameters():
         if weight.is_meta:

@@ -186,7 +186,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Merge every adapter into its weight, in place; the outputs stay the same, and adapters cost no time any more."""
+    """Merge every adapter into its weight, in place; the outputs stay the same, and the model is as fast as before."""
     for _, module in _require_lora_layers(model):
         module.merge()
 

@@ -116,7 +116,7 @@ class ResolvedMask:
     k: TokenPositions
 
     def dense(self) -> Tensor:
-        """The mask as booleans (B, 1, T, S)."""
+        """Return the mask as booleans (B, 1, T, S)."""
         return self.mask.dense(self.q, self.k)
 
 

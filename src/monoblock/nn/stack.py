@@ -1,6 +1,6 @@
 """A stack of blocks, run in order.
 
-Blocks with one attention configuration share one `AttentionContext` (mask, rotary angles, bias) in a pass.
+In a forward pass, blocks with the same attention configuration share an `AttentionContext` (mask, rotary angles, bias).
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class Stack(nn.Module):
         cache: Cache | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Run the blocks on x (B, T, D), with cross-attention to memory (B, S, D) if given: (B, T, D)."""
+        """Run the blocks on x (B, T, D), with cross-attention to memory (B, S, D) if it is given.
+
+        The output has the shape of x.
+        """
         writes: list[CacheWrite | None] = (
             [None] * len(self.block_order) if cache is None else list(cache.prepare_write(token_positions))
         )
@@ -133,7 +136,7 @@ class Stack(nn.Module):
     def _attention_context(
         self, config_index: int, q: TokenPositions, cache_write: CacheWrite | None, x: Tensor
     ) -> AttentionContext:
-        """Return the context of self-attention for blocks with one configuration: mask, rotary angles and bias."""
+        """Return the mask, rotary angles and bias of self-attention for all blocks with the same configuration."""
         config: AttentionConfig = self.attention_configs[config_index]
         k = q if cache_write is None else cache_write.key_positions
         size, positions = config.key_size(x.shape[-1]), config.positions
@@ -149,7 +152,7 @@ class Stack(nn.Module):
             table = weight_if_plain(self.position_bias, nn.Embedding)
             bias = bucket_bias(positions, table, q.positions, k.positions, bidirectional=config.mask == "full")
             context.bias = select_kept_heads(bias, config)
-        # Plain attention and single-token kernels may need none of the masks of the fused path.
+        # `attend` and the kernels for a single token may not need what `prepare` computes for `attend_fused`.
         is_lazy = config.softcap is not None or config.sinks or context.cached_lengths is not None
         return context if is_lazy else context.prepare(x)
 

@@ -1,7 +1,7 @@
-"""Taps observe and replace named activations: `tap(name, tensor) -> tensor` is called at each of them.
+"""A tap is a function `tap(name, tensor)`, called at each named activation, that returns the tensor to use instead.
 
 A tap may have a method `wants(name) -> bool`: activations that cost extra (attention weights, outputs of all experts)
-are computed only if it returns True.  A tap without it wants everything.
+are computed only if it returns True.  A tap without this method wants everything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tap = Callable[[str, Tensor], Tensor]
 
 
 class PrefixedTap:
-    """A tap for a sub-module: it calls another tap with the sub-module's name before the activation's."""
+    """A tap for a submodule: it calls another tap with the submodule's name in front of the activation's name."""
 
     def __init__(self, tap: Tap, prefix: str) -> None:
         self.tap, self.prefix = tap, prefix
@@ -34,7 +34,7 @@ def prefix_tap(tap: Tap | None, prefix: str) -> Tap | None:
 
 
 def tap_wants(tap: Tap | None, name: str) -> bool:
-    """Whether a tap wants the activation `name`, so that it is worth computing although it costs extra."""
+    """Return whether a tap wants the activation `name`, so that it is computed although it costs extra."""
     if tap is None:
         return False
     wants = getattr(tap, "wants", None)

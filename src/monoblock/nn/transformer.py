@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
 from monoblock.nn.heads import Head
@@ -221,7 +222,7 @@ class Transformer(nn.Module):
         self, hidden: Tensor, positions: TokenPositions, logits_at: Tensor | None, tap: Tap | None
     ) -> Tensor:
         if logits_at is not None:
-            if self.head is not None and self.head.config.kind in ("classifier", "pooled"):
+            if self.head is not None and self.head.config.kind in SEQUENCE_HEADS:
                 raise InputError("this head gives one output for a sequence; leave logits_at=None")
             check_logits_at(logits_at, hidden)
             rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]

@@ -1,1 +1,1 @@
-"""Figures saved as files, drawn with matplotlib (the `plot` extra)."""
+"""Draw figures with matplotlib (installed by the `plot` extra) and save them as files."""

@@ -28,7 +28,7 @@ class Mistake:
     pixels: Any = None  # (channels, height, width) of an image
 
     def to_sample(self) -> dict[str, Any]:
-        """Convert to a JSON object with the keys of the samples of an evaluation."""
+        """Convert to a JSON object with the same keys as the samples that an evaluation writes."""
         return {
             "source": self.text,
             "reference": self.label,

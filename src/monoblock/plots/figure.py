@@ -26,7 +26,10 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise FileError if a figure could not be saved at this path; call it before computing anything for the figure."""
+    """Raise FileError if a figure could not be saved at this path.
+
+    Call this before computing what the figure shows.
+    """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:

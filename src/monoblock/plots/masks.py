@@ -11,7 +11,10 @@ from monoblock.plots.figure import create_figure, save_figure
 
 
 def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Path:
-    """Draw (title, mask) pairs over `length` tokens, side by side; dark: a query (row) may attend to a key (column)."""
+    """Draw masks over `length` tokens side by side; `masks` are (title, mask) pairs.
+
+    A cell is dark where a query (row) may attend to a key (column).
+    """
     figure = create_figure((3.0 * len(masks), 3.4))
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     positions = arange_positions(length)

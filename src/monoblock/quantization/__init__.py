@@ -1,1 +1,1 @@
-"""Weights in 8 or 4 bits, and linear layers that read them without dequantizing the whole matrix."""
+"""Quantize weights to 8 or 4 bits, and multiply by them without dequantizing the whole matrix."""

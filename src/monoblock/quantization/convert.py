@@ -28,35 +28,40 @@ def quantize(
     table_bits: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Return a copy of a model with every matrix except routers in `bits` bits.
+    """Return a copy of a model in which every matrix except routers is quantized to `bits` bits.
 
-    The token embedding and the output matrix take `table_bits`; `group` weights share a scale.  `progress(done, total)`
-    is called after each matrix.
+    The token embedding and the output matrix are quantized to `table_bits` bits instead.  `group` weights share a
+    scale.  `progress(done, total)` is called after each matrix.
     """
     if bits not in DEFAULT_GROUP_SIZES or table_bits not in DEFAULT_GROUP_SIZES:
         option = f"bits={bits}" if bits not in DEFAULT_GROUP_SIZES else f"table_bits={table_bits}"
-        raise ConfigError(f"{option} is not possible: weights are stored in 8 or 4 bits; write 8 or 4")
+        raise ConfigError(f"{option} is not possible, because weights are stored in 8 or 4 bits; write 8 or 4")
     if not isinstance(model, Transformer):
         raise InputError(f"a {type(model).__name__} cannot be quantized; give a Transformer")
     if model.config.quantize is not None:
-        raise InputError(f"this model is quantized to {model.config.quantize.bits} bits already; give the original")
+        raise InputError(
+            f"this model is quantized to {model.config.quantize.bits} bits already; give the model before quantization"
+        )
     group_size = DEFAULT_GROUP_SIZES[bits] if group is None else group
     scheme = QuantizeConfig(bits=bits, group=group_size, table_bits=table_bits)  # type: ignore[arg-type]
     quantized = quantize_modules(copy_sharing_weights(model), scheme, progress)
     for tensor in [*quantized.parameters(), *quantized.buffers()]:
         if tensor.is_floating_point() and not tensor.is_meta:
-            tensor.data = tensor.data.clone()  # norms, biases, positions: no longer shared with the model
+            tensor.data = tensor.data.clone()  # norms, biases and positions, so that they are not shared with the model
     return quantized
 
 
 def build_quantized(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Build a model with quantized modules, to load stored weights into; on the meta device nothing is computed."""
+    """Build a model with quantized modules, into which stored weights can be loaded.
+
+    On the meta device no weight is computed.
+    """
     assert config.quantize is not None
     return quantize_modules(Transformer(replace(config, quantize=None)).to(dtype), config.quantize)
 
 
 def dequantize(model: Transformer) -> Transformer:
-    """Return a copy of a quantized model with floating-point matrices; any other model is returned itself."""
+    """Return a copy of a quantized model with floating-point matrices; other models are returned unchanged."""
     if model.config.quantize is None:
         return model
     with torch.device("meta"):
@@ -79,7 +84,10 @@ def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def copy_sharing_weights(model: Transformer) -> Transformer:
-    """Copy the modules of a model, sharing the storage of the weights; moving or casting one leaves the other alone."""
+    """Copy the modules of a model, but share the storage of the weights.
+
+    Moving or casting one of the two models does not change the other.
+    """
     memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad and not p.is_inference()) for p in model.parameters()
     }

@@ -1,7 +1,7 @@
 """Linear layers for decoding on the CPU: C++ kernels multiply a few rows by a stored matrix without dequantizing it.
 
-`use_cpu_kernels(model)` returns a model with these layers, which shares the weights.  Where no kernel applies (another
-device or dtype, many rows, gradients), the layers compute the plain product.
+`use_cpu_kernels(model)` returns a copy of a model with these layers, which shares the model's weights.  Where no kernel
+applies (another device or dtype, many rows, gradients), the layers dequantize the matrix and multiply with torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, 
 from monoblock.quantization.packing import PackedMatrix, unpack
 
 ROW_MULTIPLE = 32  # the length of a dense row must be a multiple of this
-# Rows of x for which the kernel is faster, by storage (benchmarks/matvec.py --rows N): for many rows it is worth
-# dequantizing the matrix once.  A row gets the same sums alone and among others.
+# Numbers of rows of x for which the kernel is faster, by storage (measured with benchmarks/matvec.py --rows N); for
+# more rows it is faster to dequantize the matrix once.  The kernel computes the same for a row alone and among others.
 KERNEL_ROWS = {"dense": range(1, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
 
 
 class KernelLinear(nn.Module):
-    """Multiply x (…, in_features) by a matrix, with the kernel for its storage: dense, int8 or int4."""
+    """Multiply x (…, in_features) by a matrix with the C++ kernel for its storage, which is dense, int8 or int4."""
 
     bias: Tensor | None
 
@@ -74,7 +74,10 @@ class KernelEmbedding(KernelLinear):
 
 
 def use_cpu_kernels(model: Transformer) -> Transformer:
-    """Return a copy of a model that uses the kernels and shares the weights, or the model itself without kernels."""
+    """Return a copy of a model that uses the C++ kernels and shares the model's weights.
+
+    If the model is not on a CPU or there are no kernels, return the model itself.
+    """
     if next(iter(model.state_dict().values())).device.type != "cpu" or not load_kernels().is_ready:
         return model
     fast_model = copy_sharing_weights(model).eval()
@@ -87,7 +90,7 @@ def use_cpu_kernels(model: Transformer) -> Transformer:
 
 
 def _kernel_module(module: nn.Module) -> KernelLinear | None:
-    """Return the layer that computes the same as a module with a kernel, or None if no kernel applies."""
+    """Return the layer that computes the same as `module`, but with a kernel, or None if no kernel applies."""
     if isinstance(module, QuantizedEmbedding):
         return KernelEmbedding(module.packed_matrix, module.in_features) if module.dtype == torch.float32 else None
     if isinstance(module, QuantizedLinear):

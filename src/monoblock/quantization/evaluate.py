@@ -1,4 +1,4 @@
-"""Measure what quantization costs: the bytes of a model, and its perplexity on a text."""
+"""Measure what quantization saves and costs: the size of a model in bytes, and its perplexity on a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monoblock.data.batching.shards import TokenDataset
 from monoblock.nn.transformer import Transformer
 
 TOKENS_PER_BATCH = 4096
-MAX_WINDOW = 1024  # tokens of a window, even if the context is longer
+MAX_WINDOW = 1024  # the most tokens evaluated in one window, even if the context is longer
 
 
 class TokenLoss(NamedTuple):
@@ -32,7 +32,7 @@ class TokenLoss(NamedTuple):
 
 
 def state_dict_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors in the state_dict."""
+    """Return the size in bytes of all tensors in the state_dict of a model."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
@@ -67,7 +67,7 @@ def evaluate_loss(
 
 
 def _build_labels(ids: Tensor, batch: list[EvaluationWindow]) -> Tensor:
-    """Shift ids (B, T + 1) to labels (B, T); -100 for the tokens that an earlier window has scored."""
+    """Shift ids (B, T + 1) to labels (B, T); tokens that an earlier window has scored get the label -100."""
     labels = ids[:, 1:].clone()
     for row, window in enumerate(batch):
         labels[row, : labels.shape[1] - window.num_targets] = -100

@@ -1,4 +1,4 @@
-"""Modules with a quantized matrix.  They dequantize it to multiply; cpu_linear.py has the fast products."""
+"""Modules with a quantized matrix, which they dequantize to multiply by it; cpu_linear.py has faster modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BUFFER_NAMES = ("packed", "scale", "least")
 class QuantizedMatrix(nn.Module):
     """A quantized matrix (…, out_features, in_features) in buffers; `weight` dequantizes it to the model's dtype.
 
-    Indexing works as for the tensor it replaces: `matrix[expert]` of stacked experts, `matrix[ids]` of an embedding.
+    It can be indexed like the tensor it replaces, as in `matrix[expert]` for stacked experts or `matrix[ids]` for an
+    embedding; the result is dequantized.
     """
 
     packed: Tensor
@@ -32,7 +33,7 @@ class QuantizedMatrix(nn.Module):
 
     @classmethod
     def from_weight(cls, weight: Tensor, bits: int, group: int) -> Self:
-        """Quantize a weight; on the meta device, only allocate the buffers."""
+        """Quantize a weight; for a weight on the meta device, only allocate the buffers."""
         shape = tuple(weight.shape)
         matrix = empty_packed(shape, bits, group, weight.device) if weight.is_meta else pack(weight, bits, group)
         return cls(matrix, weight.shape[-1], weight.dtype)
@@ -50,7 +51,7 @@ class QuantizedMatrix(nn.Module):
         return unpack(PackedMatrix(*selected), self.in_features, self.dtype)  # type: ignore[arg-type]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (…, in_features) -> (…, out_features)."""
+        """Multiply x (…, in_features) by the dequantized matrix; the output is (…, out_features)."""
         return F.linear(x, unpack(self.packed_matrix, self.in_features, x.dtype), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -1,10 +1,11 @@
 """Quantize weights to 8 or 4 bits and back: each row is split into groups, and each group has its own scale.
 
     8 bits   w = s q            q from -127 to 127
-    4 bits   w = m + s q        q from 0 to 15, two in a byte: of 32 neighbours the first 16 are the lower nibbles of
-                                16 bytes, the others the upper nibbles
+    4 bits   w = m + s q        q from 0 to 15, two in a byte: of 32 neighbouring weights, the first 16 are the lower
+                                nibbles of 16 bytes and the others the upper nibbles
 
-Scales s and minima m are bfloat16; q is chosen for their rounded values, so the rounding adds almost no error.
+Scales s and minima m are bfloat16; q is chosen after they are rounded to bfloat16, so that the rounding adds almost no
+error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from monoblock.kernels.cpu.library import load_kernels
 NIBBLE_BLOCK = 16
 KERNEL_MIN_WEIGHTS = 1 << 20  # for fewer weights, the packing kernel is not worth compiling
 CHUNK_WEIGHTS = 1 << 22  # weights quantized at once, which bounds the memory of the search
-RANGE_STEPS = [14.0 + step / 4 for step in range(9)]  # 4 bits: steps that span a group's range; below 15 it is clipped
+RANGE_STEPS = [14.0 + step / 4 for step in range(9)]  # 4 bits: steps across a group's range; beyond 15 it is clipped
 
 
 class PackedMatrix(NamedTuple):
@@ -109,7 +110,8 @@ def _round_up_to_bfloat16(tensor: Tensor) -> Tensor:
 def _quantize_int4(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize to 4 bits; return integers, scales and minima.
 
-    Of several step sizes, each group takes that with the least squared error after s and m are fitted to its integers.
+    Several step sizes are tried.  For each of them, s and m are fitted to the resulting integers, and every group takes
+    the step size with the least squared error.
     """
     low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
     spread = _replace_zeros(high - low)
@@ -129,7 +131,7 @@ def _quantize_int4(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_scale_and_minimum(group: Tensor, integers: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit m + s q to a group by least squares, with s and m rounded to bfloat16."""
+    """Fit s and m, rounded to bfloat16, so that m + s q approximates a group w by least squares."""
     mean_w, mean_q = group.mean(-1, keepdim=True), integers.mean(-1, keepdim=True)
     centered = integers - mean_q
     s = (centered * (group - mean_w)).sum(-1, keepdim=True) / _replace_zeros(centered.square().sum(-1, keepdim=True))

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.config.knobs import KNOBS, vary
-from monoblock.config.model import HeadConfig, ModelConfig, RecurrentConfig
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
 from monoblock.interop.hub import resolve_model_path
@@ -97,11 +98,11 @@ def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], cl
 
 def _replace_head(config: ModelConfig, kind: str, classes: int | None) -> ModelConfig:
     """Return the configuration with a new head, which has the defaults of its kind."""
-    headless = replace(config, head=None, tie="none")
-    if config.family == "vision" and kind == "classifier":
-        return replace(headless, head=HeadConfig(kind="classifier", classes=classes or 2, bias="learned"))
-    config = vary(headless, head=kind)
-    return vary(config, classes=classes) if classes is not None and kind in ("classifier", "tagger") else config
+    config = vary(replace(config, head=None, tie="none"), head=kind)
+    if kind not in HEADS_WITH_CLASSES:
+        return config
+    config = vary(config, pooler="none") if config.family == "vision" else config
+    return vary(config, classes=classes) if classes is not None else config
 
 
 def _adapt_lstm_config(config: RecurrentConfig, knobs: Mapping[str, Any]) -> RecurrentConfig:

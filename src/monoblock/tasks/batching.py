@@ -1,8 +1,8 @@
-"""Run many inputs through a model: in batches of similar length, results in the order of the inputs."""
+"""Run many inputs through a model in batches of similar length; results are in the order of the inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from monoblock.decoding.prompt import pad_right
 from monoblock.recipes.model_config import has_segments
+from monoblock.tasks.image_inputs import Image
 from monoblock.tasks.input_template import EncodedInput
 from monoblock.tasks.loaded_model import LoadedModel
 
-ProgressCallback = Callable[[int], None]  # called with the number of inputs just done
+ProgressCallback = Callable[[int], None]  # called with the number of inputs that were just processed
 
 
 def no_progress(count: int) -> None:
-    """Do nothing; the default of `progress` arguments."""
+    """Do nothing; this is the default of arguments named `progress`."""
 
 
 def group_by_length(lengths: Sequence[int], batch: int, *, longest_first: bool = True) -> list[list[int]]:
@@ -36,10 +37,11 @@ def run_batches(
     positions: Sequence[Sequence[int]] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """Return the output of `forward` for each row, on the CPU in fp32, without the outputs of padding.
+    """Return the output of `forward` for each row, on the CPU in fp32, without the outputs at padding.
 
-    forward: called with a padded batch as the arguments `source`, `attention_mask`, `segments` and `logits_at`.
-    positions: compute logits only at these token positions of each row.
+    forward: called with a padded batch as keyword arguments: `source` and, if needed, `attention_mask`, `segments` and
+        `logits_at`.
+    positions: the token positions of each row at which logits are computed; None means all.
     """
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     for indices in group_by_length([len(row.ids) for row in rows], batch):
@@ -67,15 +69,24 @@ def _collate(
     return inputs
 
 
+def run_model(loaded: LoadedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the output of the model for inputs by name, those of a collated batch."""
+    forward: Callable[..., Tensor] = loaded.model
+    return forward(**inputs)
+
+
 @torch.inference_mode()
 def run_image_batches(
     loaded: LoadedModel,
-    images: Sequence[Any],
+    images: Sequence[Image],
     batch: int,
     forward: Callable[[Tensor], Tensor],
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """Normalize images with pixels from 0 to 1; return the output of `forward` for each batch, on the CPU in fp32."""
+    """Normalize images, and return the output of `forward` for each batch, on the CPU in fp32.
+
+    images: arrays of shape (channels, height, width) with pixels in [0, 1].
+    """
     outputs = []
     for start in range(0, len(images), batch):
         pixels = torch.stack([torch.as_tensor(image) for image in images[start : start + batch]]).float()

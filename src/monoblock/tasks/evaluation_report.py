@@ -12,26 +12,25 @@ from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, SplitError
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies
 
-MAX_MISTAKES = 12  # listed in the metrics and drawn beside a confusion matrix
+MAX_MISTAKES = 12  # number of mistakes listed in the metrics and drawn next to a confusion matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    data: str  # a named corpus or a path
+    data: str  # the name of a corpus, or a path
     split: str | None = None  # None: test if there is one, else valid
-    folder: Path | None = None  # folder with corpora
-    samples: int = 0  # predictions to return
-    limit: int | None = None  # at most so many rows
+    folder: Path | None = None  # the folder that contains the corpora
+    samples: int = 0  # number of predictions to return as samples
+    limit: int | None = None  # evaluate on at most this many rows
     options: dict[str, Any] = field(default_factory=dict)  # decoding options
     batch: int = 64
-    n_best: int = 5  # the k of top_k accuracy
-    lowercase: bool = False
-    language: str | None = (
-        None  # of the targets, for the Moses tokenizer; None: by the suffix of the files, else English
-    )
-    stride: int | None = None  # language models: tokens between windows; None: blocks
-    context: int | None = None  # None: that of the model
-    rescore: bool = False  # transliteration: rerank by word frequencies
+    n_best: int = 5  # transliteration: the k of top-k accuracy
+    lowercase: bool = False  # translation: compute BLEU on lower-cased text
+    # Translation: the target language, for the Moses tokenizer; None: from the suffix of the files, else English.
+    language: str | None = None
+    stride: int | None = None  # language models: windows begin so many tokens apart; None: they do not overlap
+    context: int | None = None  # language models: tokens in a window; None: the context length of the model
+    rescore: bool = False  # transliteration: also rerank the hypotheses by word frequencies
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Table:
 class Evaluation:
     metrics: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # how to read the metrics
+    notes: list[str] = field(default_factory=list)  # explanations of the metrics
     word_frequencies: WordFrequencies | None = None
     tables: list[Table] = field(default_factory=list)
     save_plot: Callable[[Path], Path] | None = None
@@ -59,8 +58,8 @@ def read_corpus(
 ) -> Corpus:
     """Read the rows to evaluate on; raise ConfigError if the kind of the corpus is not in `kinds`.
 
-    split: read this split, all of it, instead of the split and the `limit` of the request.
-    kind: the kind of corpus to read a path as; None infers it from the suffix.
+    split: read all rows of this split; None reads the split of the request, up to its `limit`.
+    kind: the kind of corpus that `request.data` is, if it is a path; None infers it from the suffix.
     """
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     splits = [split or request.split] if split or request.split else ["test", "valid"]
@@ -68,13 +67,14 @@ def read_corpus(
     for index, name in enumerate(splits):
         try:
             corpus = load_corpus(request.data, name, folder=request.folder, kind=kind)  # type: ignore[arg-type]
-        except SplitError:  # only a missing split: a faulty one raises another error
+        except SplitError:  # the split is missing; one that is damaged raises another error
             if index + 1 == len(splits):
                 raise
             continue
         if corpus.kind not in kinds:
             raise ConfigError(
-                f"this model is evaluated on {' or '.join(kinds)}, but {request.data} is {corpus.kind}; give other data"
+                f"this model is evaluated on data of the kind {' or '.join(kinds)}, but {request.data} is of the kind "
+                f"{corpus.kind}; give other data"
             )
         limit = None if split is not None else request.limit
         return Corpus(corpus.name, corpus.kind, corpus.split, corpus.rows[:limit])

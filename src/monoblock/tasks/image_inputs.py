@@ -1,4 +1,4 @@
-"""Read images from .npz arrays and picture files, and normalize them as a model expects."""
+"""Read images from .npz, .png and .jpg files, and normalize them as a model expects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from monoblock.untrusted_files import has_file, read_json, safe_join
 PREPROCESSOR_FILE = "preprocessor_config.json"
 ARRAY_SUFFIXES, IMAGE_SUFFIXES = (".npz",), (".png", ".jpg", ".jpeg")
 Pixels = NDArray[np.float32]  # (channels, height, width), from 0 to 1
+Image = Tensor | NDArray[np.generic]  # the same, as a tensor or an array
 
 
 class ImageNormalization(NamedTuple):
-    """Normalize each channel to (pixels - mean) / std; by default, pixels from 0 to 1 become −1 to 1."""
+    """Normalize each channel to (pixels - mean) / std; the default maps pixels in [0, 1] to [−1, 1]."""
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
@@ -33,9 +34,9 @@ class ImageNormalization(NamedTuple):
 
 
 def read_image_normalization(folder: Path) -> ImageNormalization:
-    """Read the channel means and deviations from preprocessor_config.json of a Hugging Face folder.
+    """Read the mean and the standard deviation of each channel from preprocessor_config.json in a Hugging Face folder.
 
-    Without that file, return ImageNormalization(), which maps pixels from 0 to 1 to −1 to 1.
+    If there is no such file, return the default, ImageNormalization().
     """
     if not (folder.is_dir() and has_file(folder, PREPROCESSOR_FILE)):
         return ImageNormalization()
@@ -51,26 +52,29 @@ def read_image_normalization(folder: Path) -> ImageNormalization:
 def _channel_values(
     value: Any, default: tuple[float, ...], folder: Path, *, nonzero: bool = False
 ) -> tuple[float, ...]:
-    """Check image_mean or image_std: a list of one number for all channels, or of three; return it as a tuple."""
+    """Return image_mean or image_std as a tuple; raise FileError unless it is a list of one or three numbers."""
     if value is None:
         return default
     numbers = isinstance(value, list) and all(isinstance(one, int | float) for one in value)
     if not numbers or len(value) not in (1, 3) or (nonzero and 0 in value):
         raise FileError(
             f"{folder / PREPROCESSOR_FILE}: "
-            "image_mean and image_std must be lists of 1 or 3 numbers, without 0 in image_std"
+            "image_mean and image_std must be lists of 1 or 3 numbers, and image_std must not contain 0"
         )
     return tuple(map(float, value))
 
 
 def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
-    """Read the images of a file as (channels, height, width); raise InputError if the model reads another size."""
+    """Read the images in a file, each as an array of shape (channels, height, width).
+
+    Raise InputError if that is not the shape that the model reads.
+    """
     path = Path(path)
     suffix, known = path.suffix.lower(), (*ARRAY_SUFFIXES, *IMAGE_SUFFIXES)
     if suffix not in known:
         raise InputError(f"{path} is not an image; this model reads {', '.join(known)} files")
     if not path.is_file():
-        raise FileError(f"there is no file {path}")
+        raise FileError(f"there is no file {path}; give the path of an image")
     images = _read_npz(path) if suffix in ARRAY_SUFFIXES else [_read_image(path, config.channels)]
     expected = (config.channels, config.image, config.image)
     for pixels in images:
@@ -82,7 +86,7 @@ def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
 
 
 def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return advice, for an error message, on an image whose shape is not the expected one."""
+    """Return what to do with an image of another shape than the expected one, for an error message."""
     square = len(shape) == 3 and shape[0] == expected[0] and shape[1] == shape[2]
     return f"resize it, or give --interpolate {shape[1]}" if square else "resize it"
 
@@ -96,10 +100,13 @@ def _read_npz(path: Path) -> list[Pixels]:
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as problem:
         if isinstance(problem, FileError):
             raise
-        raise FileError(f"{path} is no .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
+        raise FileError(
+            f"{path} cannot be read as an .npz file of plain arrays: {str(problem).splitlines()[0]:.80}"
+        ) from None
     if images.ndim not in (3, 4) or images.dtype.kind not in "uf" or not len(images):
         raise FileError(
-            f"{path}: images are {images.dtype} {images.shape}; write (count, height, width) in uint8, or float 0 to 1"
+            f"{path}: the array 'images' is {images.dtype} of shape {images.shape}; it must be uint8, or float from 0 "
+            "to 1, of shape (count, height, width) or (count, channels, height, width)"
         )
     check_pixel_range(images, path)
     scale = float(np.iinfo(images.dtype).max) if images.dtype.kind == "u" else 1.0
@@ -110,7 +117,7 @@ def _read_image(path: Path, channels: int) -> Pixels:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise FileError(f"{path}: pictures need pillow; install monoblock[plot], or give an .npz file") from None
+        raise FileError(f"{path}: pictures need pillow; pip install 'monoblock[plot]', or give an .npz file") from None
     try:
         with Image.open(path) as picture:
             values: Any = np.asarray(picture.convert("L" if channels == 1 else "RGB"), np.float32) / 255

@@ -1,4 +1,4 @@
-"""Class labels, shared by the classification of texts, images and words."""
+"""Functions on class labels, shared by the classification of texts, images and words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Prediction(NamedTuple):
 
 
 def top_predictions(labels: Sequence[str], probabilities: Tensor, top: int) -> list[Prediction]:
-    """Return the `top` most probable labels, best first, from probabilities (classes,)."""
+    """Return the `top` most probable labels, best first; `probabilities` has the shape (classes,)."""
     values, indices = probabilities.topk(min(top, len(probabilities)))
     return [Prediction(labels[index], value) for index, value in zip(indices.tolist(), values.tolist(), strict=True)]
 
@@ -27,7 +27,10 @@ def label_to_id(labels: Sequence[str]) -> dict[str, int]:
 
 
 def check_labels(corpus: Corpus, rows: Iterable[Sequence[str]], labels: Sequence[str]) -> None:
-    """Raise InputError if a row of labels has one that is not among `labels`, those of the model."""
+    """Raise InputError if a label in `rows` is not one of `labels`, the labels of the model.
+
+    rows: the labels of each row of the corpus.
+    """
     known = set(labels)
     for number, row in enumerate(rows, 1):
         unknown = next((label for label in row if label not in known), None)
@@ -35,5 +38,5 @@ def check_labels(corpus: Corpus, rows: Iterable[Sequence[str]], labels: Sequence
             listed = f"{', '.join(list(labels)[:8])}{' …' * (len(labels) > 8)}"
             raise InputError(
                 f"{corpus.name}, split {corpus.split}, row {number}: the label {unknown!r} was not seen in training"
-                f"{did_you_mean(unknown, labels)}; known are {listed}"
+                f"{did_you_mean(unknown, labels)}; the labels of the model are {listed}"
             )

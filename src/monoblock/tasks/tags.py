@@ -1,7 +1,8 @@
-"""Tags in texts: <2tamil> asks for a target in a script, <bt> marks a synthetic source.
+"""Tags in texts: <2tamil> asks for a target in Tamil script, and <bt> marks a synthetic source.
 
 A tag is a special token of the tokenizer. No other special token is recognized in a text: <s> or <mask> in a text is
-encoded as ordinary characters. White space before a tag is dropped, and after a leading tag.
+encoded as ordinary characters. White space before a tag is dropped, and so is white space after a tag with which a text
+begins.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SYNTHETIC_TAGS = (BACKTRANSLATION_TAG, BLANK_TOKEN)
 
 
 def script_tag(text: str) -> str:
-    """Return the tag that asks for a target in the script of this text, such as <2tamil>."""
+    """Return the tag that asks for a target in the script of `text`, such as <2tamil>."""
     return f"{SCRIPT_TAG_PREFIX}{script_of(text) or 'none'}>"
 
 
@@ -29,14 +30,17 @@ def script_tags(texts: Iterable[str]) -> list[str]:
 
 
 def tag_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Map each tag of a tokenizer to its id: the special tokens without a role such as <pad>, and no sentinels."""
+    """Return the tags of a tokenizer with their ids.
+
+    Tags are the special tokens that have no role (as <pad> has) and are not sentinels.
+    """
     candidates = tokenizer.special_ids - set(tokenizer.sentinel_ids)
     tokens = {tokenizer.token(index): index for index in candidates}
     return {token: index for token, index in tokens.items() if token not in tokenizer.special_tokens_map.values()}
 
 
 class TagAwareEncoder:
-    """Encode a text; tags in it become special tokens."""
+    """Encode texts in which tags become special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.tags = tokenizer, tag_ids(tokenizer)
@@ -48,7 +52,7 @@ class TagAwareEncoder:
         return self.encode_with(text, self.tokenizer.encode)
 
     def encode_with(self, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-        """Encode a text; the parts between tags are encoded by `encode`."""
+        """Encode a text: tags as special tokens, and the text between them by the function `encode`."""
         if self.leading_tag is None or self.any_tag is None or "<" not in text:
             return list(encode(text))
         ids: list[int] = []
@@ -67,19 +71,24 @@ class TagAwareEncoder:
         return text, count
 
     def find_script_tag(self, to: str | None) -> str:
-        """Return the tag for the script `to`; to=None means the only script tag of the model, or "" if it has none."""
+        """Return the tag for the script `to`.
+
+        to=None returns the model's only script tag, or "" if the model has none; if it has several, raise InputError.
+        """
         tags = [tag for tag in self.tags if tag.startswith(SCRIPT_TAG_PREFIX)]
         if to is None:
             if len(tags) > 1:
                 raise InputError(
-                    f"this model writes several scripts; give `to` one of them: {', '.join(_script_names(tags))}"
+                    f"this model writes several scripts; choose one with `to`: {', '.join(_script_names(tags))}"
                 )
             return tags[0] if tags else ""
         tag = f"{SCRIPT_TAG_PREFIX}{to.lower()}>"
         if tag not in tags:
             names = _script_names(tags)
-            advice = f"{did_you_mean(to, names)}; it has {', '.join(names)}" if names else "; leave it out"
-            raise InputError(f"this model has no script {to!r} to ask for{advice}")
+            advice = (
+                f"{did_you_mean(to, names)}; it has {', '.join(names)}" if names else " or any other; leave out `to`"
+            )
+            raise InputError(f"this model has no tag for the script {to!r}{advice}")
         return tag
 
 

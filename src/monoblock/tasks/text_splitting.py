@@ -1,4 +1,4 @@
-"""Read lines of text as UTF-8, and split texts that are longer than a model reads."""
+"""Decode lines of UTF-8 text, and split texts that are longer than the context of a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from monoblock.errors import FileError, InputError
 
-BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
-SENTENCE_END = re.compile(r"([.!?…।॥。！？][\"'”’»)]*)\s+")  # with closing quotes and parentheses
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file
+SENTENCE_END = re.compile(r"([.!?…।॥。！？][\"'”’»)]*)\s+")  # includes closing quotes and parentheses
 
 
 def decode_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 stream without line ends; `name` is the name of the stream in errors."""
+    """Yield the lines of a UTF-8 stream, without line ends; `name` is what error messages call the stream."""
     for number, raw in enumerate(stream, 1):
         try:
             line = raw.decode("utf-8")
@@ -24,9 +24,9 @@ def decode_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def split_text(text: str, fits: Callable[[str], bool], *, pack: bool = True) -> list[str]:
-    """Split a text after sentences into parts for which `fits` is true; split longer sentences at spaces.
+    """Split a text into parts for which `fits` returns True: after sentences, and at spaces in longer sentences.
 
-    pack: put as many sentences as fit into a part; otherwise each sentence is a part of its own.
+    pack: join neighbouring sentences to a part as long as they fit; False makes each sentence a separate part.
     """
     if fits(text):
         return [text]
@@ -40,18 +40,20 @@ def split_text(text: str, fits: Callable[[str], bool], *, pack: bool = True) -> 
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text at the ends of its sentences; only the space between them is lost."""
+    """Split a text into sentences; only the white space between them is removed."""
     *pairs, last = SENTENCE_END.split(text)
     sentences = [f"{sentence}{end}" for sentence, end in zip(pairs[::2], pairs[1::2], strict=True)]
     return [sentence for sentence in (*sentences, last) if sentence.strip()]
 
 
 def _pack(parts: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
-    """Join neighbouring parts as long as they fit."""
+    """Join neighbouring parts, with a space between them, as long as they fit."""
     packed: list[str] = []
     for part in parts:
         if not fits(part):
-            raise InputError(f"{part[:40]!r} is longer than the model reads, and has no space to be split at")
+            raise InputError(
+                f"{part[:40]!r} is longer than the context of the model and has no space to split at; shorten it"
+            )
         if packed and fits(f"{packed[-1]} {part}"):
             packed[-1] = f"{packed[-1]} {part}"
         else:

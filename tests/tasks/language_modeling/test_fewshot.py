@@ -114,7 +114,9 @@ def test_examples_are_balanced_distinct_and_determined_by_the_seed(count):
     assert examples == sample_balanced(ROWS, ["0", "1"], count, seed=3)
     samples = {tuple(sample_balanced(ROWS, ["0", "1"], 4, seed=seed)) for seed in range(5)}
     assert len(samples) == 5
-    with pytest.raises(InputError, match="19 shots need 10 examples of '0', and the training split has 9"):
+    with pytest.raises(
+        InputError, match="19 shots need 10 examples of the label '0', but the training split has only 9"
+    ):
         sample_balanced(ROWS, ["0", "1"], 19, seed=0)
 
 
@@ -188,9 +190,9 @@ def test_the_command_line_evaluates_few_shot_prompts(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("template", "words", "message"),
     [
-        ("{text}", WORDS, "must have {text} once and {label} once"),
+        ("{text}", WORDS, "must contain {text} once and {label} once"),
         ("{label} {text}", WORDS, "has {label} before {text}; swap them"),
-        ("{text} {label}", {"a": "same", "b": "same"}, "2 labels have 1 distinct words"),
+        ("{text} {label}", {"a": "same", "b": "same"}, "2 labels have 1 different words"),
     ],
 )
 def test_invalid_templates_are_refused(template, words, message):
@@ -205,7 +207,7 @@ def test_a_label_that_shares_a_token_with_the_prompt_is_refused():
     assert ids[1][: len(ids[0])] != ids[0]
     assert len(ids[1]) > len(ids[0])
     loaded = LoadedModel(mb.Transformer(mb.tiny("gpt2")), tokenizer)
-    with pytest.raises(InputError, match="a label shares a token with the end of the prompt"):
+    with pytest.raises(InputError, match="the word of a label is merged with the end of the prompt"):
         score_labels(loaded, PromptTemplate("{text}{label}", {"0": "bqqq", "1": "xqqq"}), [], ["za"])
 
 
@@ -229,8 +231,8 @@ def test_the_split_of_the_examples_is_not_evaluated(models, corpus):
 
 def test_a_prompt_beyond_the_context_and_an_encoder_are_refused(models):
     loaded, _ = models
-    with pytest.raises(InputError, match=r"have \d{3} tokens, and the model reads 331; show fewer examples"):
+    with pytest.raises(InputError, match=r"have \d{3} tokens, but the model reads at most 331; use fewer shots"):
         score_labels(loaded, TEMPLATE, ROWS, ["good film " * 200])
     encoder = LoadedModel(mb.Transformer(mb.tiny("bert-base")), loaded.tokenizer)
-    with pytest.raises(InputError, match="need a decoder-only language model, not an encoder-only model"):
+    with pytest.raises(InputError, match="need a decoder-only language model, but this is an encoder-only model"):
         score_labels(encoder, TEMPLATE, [], ["x"])

@@ -1,4 +1,4 @@
-"""Print an account: tables of parameters, FLOPs and memory, with a bar for each share."""
+"""Print the report of `monoblock account`: tables of parameters, FLOPs and memory, with a bar for each share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FLOP_TOTALS = ("forward", "forward_needed", "backward", "training", "training_ch
 
 
 def format_bar(share: float) -> str:
-    """Return a bar of block characters that fills `share` (0 to 1) of BAR_WIDTH, to an eighth of a character."""
+    """Return a bar of block characters; share=1 gives BAR_WIDTH of them, and the last can be an eighth of a block."""
     eighths = round(8 * BAR_WIDTH * share)
     return "█" * (eighths // 8) + BAR_EIGHTHS[eighths % 8].strip()
 
 
 def print_shares(column: str, components: dict[str, int]) -> None:
-    """Print a table of components: name, count (under the heading `column`), and share of the total."""
+    """Print a table with the name, the count and the share of each component; the heading of the counts is `column`."""
     total = sum(components.values()) or 1
     rows = [(name, count, f"{count / total:6.1%}", format_bar(count / total)) for name, count in components.items()]
     print_table(("component", column, "share", ""), [*rows, ("total", total, "", "")])
@@ -46,7 +46,7 @@ def print_account(model_account: Account, report: dict[str, Any]) -> None:
     length = f"{flops['source']} tokens"
     if model_account.family == "encoder-decoder":
         length = f"{flops['source']} source and {flops['target']} target tokens"
-    click.echo(f"\nFLOPs of a pass, batch {flops['batch']}, {length}")
+    click.echo(f"\nFLOPs of one pass, batch {flops['batch']}, {length}")
     print_shares("forward", flops["components"])
     click.echo()
     print_table(
@@ -96,5 +96,6 @@ def _print_extras(report: dict[str, Any]) -> None:
         budget = report["budget"]
         click.echo(f"\nTraining on {format_count(budget['tokens'])} tokens: {budget['flops']:.3g} FLOPs ", nl=False)
         click.echo(
-            f"(6N: {budget['rule_of_six']:.3g}), {budget['gpu_hours']:,.4g} GPU hours, {budget['days']:.3g} days"
+            f"(6 × parameters × tokens: {budget['rule_of_six']:.3g}), "
+            f"{budget['gpu_hours']:,.4g} GPU hours, {budget['days']:.3g} days"
         )

@@ -1,4 +1,4 @@
-"""Runners of `monoblock bench`: each generates with the same weights, by this package or by another library.
+"""Runners of `monoblock bench`: each generates text with the same weights, in this package or in another library.
 
 A runner takes B prompts of token ids and the number of new tokens. It decodes greedily and does not stop at an
 end-of-sequence token.
@@ -30,11 +30,11 @@ class Runner(NamedTuple):
 
 
 class RunnerUnavailable(Exception):
-    """Raised when a runner cannot run here; the message is the reason."""
+    """Raised when a runner cannot run with this model or on this machine; the message is the reason."""
 
 
 class BenchSetup(NamedTuple):
-    """The model to measure, the folder of its Hugging Face export, the device and the number of CPU threads."""
+    """What a runner is built from: the model, the folder of its Hugging Face export, the device and the CPU threads."""
 
     model: Transformer
     folder: Path
@@ -56,7 +56,7 @@ class BenchSetup(NamedTuple):
 def monoblock_runner(setup: BenchSetup, bits: int | None = None, draft: str | None = None) -> Runner:
     model = setup.model
     if draft is not None and (model.config.quantize is not None or setup.device != "cpu"):
-        raise RunnerUnavailable("needs a CPU and a model that is not quantized")
+        raise RunnerUnavailable("it needs a CPU and a model that is not quantized")
     if bits is not None:
         from monoblock.quantization.convert import quantize
 
@@ -80,11 +80,11 @@ def count_weight_bytes(model: torch.nn.Module) -> int:
 
 
 def export_for_peers(model: Transformer, folder: Path) -> str | None:
-    """Write the model as a Hugging Face folder with a placeholder tokenizer; return None, or why it is not possible."""
+    """Export a model to a Hugging Face folder with a placeholder tokenizer; return None, or why it failed."""
     from monoblock.interop.huggingface.export import export_hf
 
     if model.config.quantize is not None:
-        return "quantized models are not exported"
+        return "a quantized model cannot be exported to other libraries"
     try:
         export_hf(model, folder, special_token_ids={"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
     except MonoblockError as problem:
@@ -110,7 +110,7 @@ def _require_package(package: str) -> None:
 
 @contextlib.contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silence warnings and progress bars of transformers, which would disturb the timing."""
+    """Silence the warnings and progress bars of transformers, which would disturb the timing."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -223,4 +223,4 @@ RUNNERS: dict[str, Callable[[BenchSetup], Runner]] = {
     "llama.cpp, f32": partial(llama_cpp_runner, kind="f32"),
     "llama.cpp, q8_0": partial(llama_cpp_runner, kind="q8_0"),
 }
-DEFAULT_RUNNERS = [name for name in RUNNERS if name != "transformers, static cache"]  # it compiles for a minute
+DEFAULT_RUNNERS = [name for name in RUNNERS if name != "transformers, static cache"]  # its compilation takes a minute

@@ -1,4 +1,4 @@
-"""The option that names a folder of corpora."""
+"""The option --data: the folder that contains the corpora."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-FOLDER_HELP = "Folder with corpora.  [$MONOBLOCK_DATA]"
+FOLDER_HELP = "Folder that contains the corpora.  [default: $MONOBLOCK_DATA]"
 folder_type = click.Path(path_type=Path, exists=True, file_okay=False)
 
 

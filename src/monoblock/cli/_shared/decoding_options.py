@@ -19,35 +19,35 @@ OptionTable = dict[str, tuple[str, Any, str]]
 SAMPLING_OPTIONS: OptionTable = {
     "--max-new-tokens": ("max_new_tokens", int, "Generate at most this many tokens."),
     "--min-new-tokens": ("min_new_tokens", int, "Generate at least this many tokens."),
-    "--temperature": ("temperature", float, "0 is greedy; higher values are more random (0.8 is common)."),
+    "--temperature": ("temperature", float, "0 always takes the most probable token; higher values are more random."),
     "--top-k": ("top_k", int, "Sample from the k most probable tokens."),
     "--top-p": ("top_p", float, "Sample from the most probable tokens whose probabilities add up to p."),
-    "--min-p": ("min_p", float, "Drop tokens less probable than p times the most probable one."),
+    "--min-p": ("min_p", float, "Drop tokens with less than p times the probability of the most probable token."),
     "--typical-p": ("typical_p", float, "Locally typical sampling with probability mass p."),
     "--repetition-penalty": ("repetition_penalty", float, "Values above 1 discourage repeating earlier tokens."),
     "--no-repeat-ngram-size": ("no_repeat_ngram_size", int, "Never repeat an n-gram of this size."),
-    "--seed": ("seed", int, "Seed of the sampler; the same seed gives the same text."),
-    "--draft": ("draft", str, "8-bit or 4-bit: a quantized copy of the model proposes tokens; same text, faster."),
+    "--seed": ("seed", int, "Seed of the sampling; the same seed gives the same text."),
+    "--draft": ("draft", str, "8-bit or 4-bit: speculative decoding with a quantized copy; same text, faster."),
 }
 BEAM_OPTIONS: OptionTable = {
-    "--num-beams": ("num_beams", int, "Number of beams; the text is printed when the search is finished."),
-    "--length-penalty": ("length_penalty", float, "Values above 0 favour longer texts."),
+    "--num-beams": ("num_beams", int, "Beam search with this many beams; the text is printed when it is complete."),
+    "--length-penalty": ("length_penalty", float, "Beam search: values above 0 favour longer texts."),
 }
 SEARCH_OPTIONS: OptionTable = {
-    "--num-beams": ("num_beams", click.IntRange(min=1), "Number of beams; 1 is greedy."),
-    "--length-penalty": ("length_penalty", float, "Values above 0 favour longer targets."),
+    "--num-beams": ("num_beams", click.IntRange(min=1), "Number of beams in beam search; 1 is greedy decoding."),
+    "--length-penalty": ("length_penalty", float, "Beam search: values above 0 favour longer targets."),
     "--max-new-tokens": ("max_new_tokens", int, "Generate at most this many tokens per target."),
-    "--temperature": ("temperature", float, "Values above 0 sample the target instead of searching for the best."),
+    "--temperature": ("temperature", float, "Values above 0 sample the target instead of using beam search."),
     "--top-k": ("top_k", int, "Sample from the k most probable tokens."),
     "--top-p": ("top_p", float, "Sample from the most probable tokens whose probabilities add up to p."),
-    "--seed": ("seed", int, "Seed of the sampler; line n uses seed + n."),
+    "--seed": ("seed", int, "Seed of the sampling; line n uses seed + n."),
 }
 
-stop_option = click.option("--stop", multiple=True, help="Stop before this string; may be repeated.")
+stop_option = click.option("--stop", multiple=True, help="End the text before this string; may be repeated.")
 
 
 def add_options(*tables: OptionTable) -> Callable[[Any], Any]:
-    """Decorate a command with the options of these tables; each value is passed under its field name in Settings."""
+    """Decorate a command with the options of these tables; their values are passed by the names of Settings fields."""
 
     def decorate(command: Any) -> Any:
         rows = [item for table in tables for item in table.items()]

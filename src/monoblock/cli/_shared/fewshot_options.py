@@ -14,13 +14,34 @@ if TYPE_CHECKING:
     from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 
 FEWSHOT_OPTIONS = (
-    click.option("--shots", metavar="N,N", help="Prompt a decoder for labels with N examples each: 0,4,8."),
     click.option(
-        "--template", help=r"Prompt template: 'Review: {text}\nSentiment: {label}\n\n'.  [depends on the corpus]"
+        "--shots",
+        metavar="N,N",
+        help="Evaluate few-shot classification with N examples in the prompt; a list such as 0,4,8 evaluates each.",
     ),
-    click.option("--label", "label_words", multiple=True, metavar="LABEL=WORD", help="Word to use for a label."),
-    click.option("--calibrate", is_flag=True, help="Calibrate by the probabilities of a content-free input."),
-    click.option("--shots-seed", type=click.IntRange(min=0), default=0, help="Seed that draws the examples.  [0]"),
+    click.option(
+        "--template",
+        help=r"With --shots: prompt for one example, as in 'Review: {text}\nSentiment: {label}\n\n'.  [default: "
+        "depends on the corpus]",
+    ),
+    click.option(
+        "--label",
+        "label_words",
+        multiple=True,
+        metavar="LABEL=WORD",
+        help="With --shots: write WORD for LABEL in prompts; may be repeated.",
+    ),
+    click.option(
+        "--calibrate",
+        is_flag=True,
+        help="With --shots: divide the probabilities of labels by those for a text without content, such as N/A.",
+    ),
+    click.option(
+        "--shots-seed",
+        type=click.IntRange(min=0),
+        default=0,
+        help="With --shots: seed for choosing the examples.  [default: 0]",
+    ),
 )
 
 
@@ -65,5 +86,5 @@ def _parse_shots(text: str) -> list[int]:
 def _parse_label_word(argument: str) -> tuple[str, str]:
     label, equals, word = argument.partition("=")
     if not equals or not word:
-        raise ConfigError(f"--label {argument} names no word; write LABEL=WORD, as in 1=positive")
+        raise ConfigError(f"--label {argument} has no word for the label; write LABEL=WORD, as in 1=positive")
     return label, word

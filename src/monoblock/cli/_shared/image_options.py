@@ -14,12 +14,12 @@ interpolate_option = click.option(
     "--interpolate",
     type=click.IntRange(min=1),
     metavar="PIXELS",
-    help="Read images of this size: the position embeddings are interpolated.",
+    help="Vision models: read images of this width and height, by interpolating the position embeddings.",
 )
 
 
 def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
-    """Return a pipeline that reads images of `pixels` × `pixels` by interpolated positions; None changes nothing."""
+    """Return the pipeline with position embeddings interpolated for images of `pixels` × `pixels`; None: unchanged."""
     if pixels is None:
         return pipe
     from monoblock.nn.interpolate import interpolate

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-device_option = click.option("--device", help="cpu, cuda, cuda:1, …  [the best device available]")
-dtype_option = click.option("--dtype", help="fp32, bf16 or fp16.  [bf16 on a GPU that supports it, else fp32]")
+device_option = click.option("--device", help="cpu, cuda, cuda:1, …  [default: cuda if available, else cpu]")
+dtype_option = click.option(
+    "--dtype", help="Weights in fp32, bf16 or fp16.  [default: bf16 on a GPU that supports it, else fp32]"
+)
 
 
 class DefaultChoice(NamedTuple):
@@ -41,30 +43,33 @@ def choose_dtype(device: str) -> DefaultChoice:
     import torch
 
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return DefaultChoice("bfloat16", "this GPU supports it: half the memory, and no loss scaling as with float16")
+        return DefaultChoice(
+            "bfloat16", "this GPU supports it; it needs half the memory of float32, and no loss scaling as float16 does"
+        )
     if device == "cuda":
         return DefaultChoice("float32", "this GPU does not support bfloat16, and float16 would need loss scaling")
-    return DefaultChoice("float32", f"lower precision is rarely faster on {device}, and float32 matches the references")
+    return DefaultChoice("float32", f"lower precision is rarely faster on {device}, and float32 is more accurate")
 
 
 def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
-    """Return the device and the torch dtype: those given, else the defaults. "mps" gives "cpu"."""
+    """Return the given device and torch dtype, or the defaults for None; the device "mps" is replaced by "cpu"."""
     import torch
 
     device = device or choose_device().value
     device = "cpu" if device == "mps" else device
     name = dtype or choose_dtype(device.partition(":")[0]).value
     if name not in {*DTYPES, *DTYPES.values()}:
-        raise ConfigError(f"--dtype {name} is not a dtype for weights; write {', '.join(DTYPES)}")
+        raise ConfigError(f"--dtype {name} is not a dtype for weights; write one of {', '.join(DTYPES)}")
     return device, getattr(torch, DTYPES.get(name, name))
 
 
 def load_pipeline(model: str, device: str | None, dtype: str | None) -> Pipeline:
-    """Load a model folder as a Pipeline; warn about fields of generation_config.json that are ignored."""
+    """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored."""
     from monoblock.runs.load import load
 
     device, torch_dtype = resolve_device(device, dtype)
     pipe = load(Path(model), device=device, dtype=torch_dtype)
     if pipe.defaults.ignored_fields:
-        click.echo(f"generation_config.json: ignored fields {', '.join(pipe.defaults.ignored_fields)}", err=True)
+        fields = ", ".join(pipe.defaults.ignored_fields)
+        click.echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
     return pipe

@@ -1,4 +1,4 @@
-"""Output shared by the verbs: the --json option, readable numbers, tables, and the suggestion of a next command."""
+"""Output shared by the verbs: the --json option, readable numbers, tables, and suggestions of a next command."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 COLUMN_GAP = 2  # characters between two columns of a table
-MIN_TEXT_WIDTH = 12  # characters: text columns are not folded narrower
+MIN_TEXT_WIDTH = 12  # characters: text columns are never made narrower than this
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 

@@ -13,7 +13,7 @@ LINE_SECONDS = 5.0  # between two plain lines
 
 
 class ProgressBar:
-    """Progress in items: call the object with the number of items just finished. `total` is None if unknown."""
+    """Show how many items are finished: call the object with the number of items just done. `total` may be unknown."""
 
     def __init__(self, unit: str, total: int | None = None) -> None:
         self.unit, self.total, self.done = unit, total, 0

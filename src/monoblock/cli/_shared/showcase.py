@@ -9,7 +9,7 @@ import click
 
 from monoblock.cli._shared.output import format_count, print_table
 
-# One preset per family; the toy model built here has the same structure.
+# One preset per family; toy models of the same structures are built here.
 SHOWCASE_PRESETS = (
     "vaswani-base",
     "gpt2",
@@ -30,7 +30,7 @@ def _random_ids(config: Any, length: int) -> Any:
 
 
 def _cached_difference(model: Any, config: Any) -> float | None:
-    """Return the largest difference of logits between cached decoding and one full pass; None without a decoder."""
+    """Return the largest difference between the logits of cached decoding and of a full pass; None if no decoder."""
     import torch
 
     if config.decoder is None:
@@ -57,7 +57,7 @@ def _output_shape(model: Any, config: Any) -> tuple[int, ...]:
 
 
 def check_family(name: str) -> dict[str, Any]:
-    """Count the parameters of a preset; run a small model of its structure, with and without a cache."""
+    """Count the parameters of a preset, and run a toy model of the same structure with and without a cache."""
     import torch
 
     from monoblock.accounting.report import account
@@ -113,7 +113,9 @@ def print_diagrams() -> None:
 
 
 def print_report(rows: list[dict[str, Any]]) -> None:
-    click.echo("One block, every family: counted from the configuration, built, and run at toy size.\n")
+    click.echo(
+        "Every family is built from one block. Parameters are counted from the configuration; a toy model is run.\n"
+    )
     columns = ("preset", "family", "parameters", "", "as built", "toy output", "cached vs. full")
     print_table(
         columns,

@@ -22,11 +22,11 @@ from monoblock.training.events import (
 )
 
 LINE_SECONDS = 5.0  # between two plain lines
-SMOOTHING = 0.95  # of the loss shown
+SMOOTHING = 0.95  # weight of the previous value in the smoothed loss
 
 
 class TrainingProgress:
-    """Show the events of a run, with a smoothed loss, the speed and the time left."""
+    """Show the events of a training run, with a smoothed loss, the speed and the time left."""
 
     def __init__(self, steps: int, unit: str = "tokens") -> None:
         self.steps, self.unit = steps, unit

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from monoblock.runs.train import Run
     from monoblock.training.distributed import World
 
-MAX_EXPONENT = 50.0  # larger losses would overflow the perplexity of a diverged run
+MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflow
 
 
 @contextmanager
 def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed, so that training can stop after the current step.
 
-    A second Ctrl-C stops a single process at once. Of several processes, each may receive the signal of one Ctrl-C
-    twice, from the terminal and from torchrun, so only the first signal counts.
+    A single process stops at once after a second Ctrl-C. With several processes, only the first signal counts, because
+    each process may receive the signal of one Ctrl-C twice: from the terminal and from torchrun.
     """
     interrupted = False
 
@@ -63,7 +63,10 @@ def run_with_progress(run: Run, progress: TrainingProgress, *, resume: bool) -> 
 def run_training(
     recipe: Recipe, folder: Path, data: Path | None, world: World, options: dict[str, bool]
 ) -> tuple[Run, Any]:
-    """Train a recipe into a folder; return the run and its last event. `options`: resume and tensorboard."""
+    """Train the model of a recipe, and write it to `folder`; return the run and its last event.
+
+    options: the arguments `resume` and `tensorboard` of `prepare_run`.
+    """
     from monoblock.runs.train import prepare_run
 
     with stop_on_interrupt(world.rank, world.size) as stop:

@@ -21,7 +21,7 @@ def supports_row_kernel(
 ) -> bool:
     """Return whether `attend_one_query` supports this attention layer and this input.
 
-    It does for x (B, 1, D) in fp32 with a key/value cache, without position bias, softcap, sinks and gradients.
+    It supports x (B, 1, D) in fp32 with a key/value cache, without position bias, softcap, sinks and gradients.
     """
     if (
         x.shape[1] != 1

@@ -53,7 +53,7 @@ class CpuSearchDecoderState(CachedDecoderState):
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
         """Add rows for prompts of one token each; the first `step_search` runs these tokens.
 
-        Return False if the operator does not support the prompts.
+        Return False if the C++ operator does not support the prompts.
         """
         rows = len(prompts) * self.rows_per_prompt
         if rows <= MAX_TOKENS or self.cache is not None or any(len(prompt.ids) != 1 for prompt in prompts):
@@ -75,7 +75,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return True
 
     def _allocate_cache(self, cache: Cache, rows: int) -> None:
-        """Allocate each layer's cache in the operator's memory, so that the keys of one step are contiguous."""
+        """Allocate each layer's cache in memory of the C++ operator, so that the keys of one step are contiguous."""
         assert self.model.decoder is not None
         views: list[tuple[Any, str, tuple[int, ...]]] = []
         for block, layer in zip(self.model.decoder.blocks, cache.layers, strict=True):
@@ -112,7 +112,7 @@ class CpuSearchDecoderState(CachedDecoderState):
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
         """Advance the unfinished searches by one token, without the tokens in `suppressed`.
 
-        Return the indices of the searches that end with this step, or None if the operator does not support them.
+        Return the indices of the searches that end with this step, or None if the C++ operator does not support them.
         """
         if self.search is None and not self._start_search(searches):
             return None
@@ -126,7 +126,7 @@ class CpuSearchDecoderState(CachedDecoderState):
         return done
 
     def _start_search(self, searches: list[BeamSearch]) -> bool:
-        """Pass the cache and the beams to the operator; return False if it does not support them."""
+        """Pass the cache and the beams to the C++ operator; return False if it does not support them."""
         cache = self.cache
         if (
             cache is None
@@ -192,8 +192,12 @@ class CpuSearchDecoderState(CachedDecoderState):
         self.end_search()
         super().reorder(rows, sources)
 
+    def _give_cache(self) -> Cache | None:
+        self.end_search()
+        return self.cache
+
     def end_search(self) -> None:
-        """End the operator's search: move keys and values to their beams' rows, copy the beams to `BeamSearch`."""
+        """End the search in C++: move keys and values to the rows of their beams, copy the beams to `BeamSearch`."""
         cache, search = self.cache, self.search
         if cache is None or search is None:
             return
@@ -240,7 +244,7 @@ def _source_keys_values(attention: Attention, memory: Tensor) -> tuple[Tensor, T
 
 
 def _copy_beams(batch: Any, index: int, search: BeamSearch) -> None:
-    """Copy the hypotheses of the search with this index from the operator's `batch` into a BeamSearch."""
+    """Copy the hypotheses of the search with this index from `batch`, the C++ object, to a BeamSearch."""
     group = search.groups[0]
     group.running, group.finished = (_make_hypotheses(*beams) for beams in batch.hypotheses(index))
 

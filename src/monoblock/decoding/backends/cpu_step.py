@@ -67,7 +67,7 @@ SUPPORTED: AllowList = {
 
 
 class InferenceStack(Stack):
-    """A stack that runs a pass of a few tokens in the C++ operator if the operator supports it."""
+    """A stack that runs passes of a few tokens in one C++ operator, if the operator supports the pass."""
 
     fused_stack: FusedStack | None = None
 
@@ -101,20 +101,20 @@ def fuse_stack(stack: Stack) -> FusedStack | None:
 
 
 def supports_block(block: Block) -> bool:
-    """Return whether the operator supports everything that a block computes."""
+    """Return whether the C++ operator supports everything that a block computes."""
     if unsupported_field(block.config, SUPPORTED) is not None:
         return False
     return has_plain_matrices(block) and all(_has_readable_weights(module) for module in block.modules())
 
 
 def has_plain_matrices(block: Block) -> bool:
-    """Return whether all projections that the operator uses are plain linear layers, without a LoRA adapter."""
+    """Return whether all projections that the C++ operator uses are plain linear layers, without a LoRA adapter."""
     layers = (getattr(getattr(block, part), name, None) for part, names in OPERATOR_MATRICES.items() for name in names)
     return all(layer is None or isinstance(layer, (nn.Linear, KernelLinear)) for layer in layers)
 
 
 def _has_readable_weights(module: nn.Module) -> bool:
-    """Return whether the operator supports the dtype and layout of a module's own weights."""
+    """Return whether the C++ operator supports the dtype and layout of a module's own weights."""
     if isinstance(module, KernelLinear):
         return module.tensors[0].dtype != torch.bfloat16
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -122,7 +122,7 @@ def _has_readable_weights(module: nn.Module) -> bool:
 
 
 def is_plain_fp32(t: Tensor) -> bool:
-    """Return whether a tensor is fp32, on the CPU and contiguous, so that the operator can use it directly."""
+    """Return whether a tensor is fp32, on the CPU and contiguous, so that C++ code can use it directly."""
     return t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
 
 
@@ -139,7 +139,7 @@ class FusedStack:
         )
 
     def _block_fields(self, block: Block) -> dict[str, Any]:
-        """Return the options and weights of a block under the names that the operator expects."""
+        """Return the options and weights of a block by the names that the C++ operator expects."""
         config = block.config
         attention, cross, feedforward = config.attention, config.cross, config.feedforward
         fields: dict[str, Any] = {
@@ -180,9 +180,9 @@ class FusedStack:
         return fields
 
     def supports_pass(self, x: Tensor, token_positions: TokenPositions, cache: Cache) -> bool:
-        """Return whether the operator supports a pass of x (B, T, D).
+        """Return whether the C++ operator supports a pass of x (B, T, D).
 
-        It does for at most MAX_TOKENS tokens in fp32, without gradients, if the cache is not empty and has room left.
+        It supports at most MAX_TOKENS tokens in fp32, without gradients, with a cache that is not empty and has room.
         """
         is_small = x.shape[0] * x.shape[1] <= MAX_TOKENS and x.dtype == torch.float32 and x.device.type == "cpu"
         if not is_small or self.stack.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -199,7 +199,7 @@ class FusedStack:
     def __call__(
         self, x: Tensor, token_positions: TokenPositions, memory_positions: TokenPositions | None, cache: Cache
     ) -> Tensor | None:
-        """Run x (B, T, D) through the stack; return (B, T, D), or None if the operator does not support this input."""
+        """Run x (B, T, D) through the stack; return (B, T, D), or None if the C++ operator does not support it."""
         indices, valid = cache.index_by_capacity.values(), token_positions.valid
         if valid is not None and not torch.equal(valid, valid[:, :1].expand_as(valid)):
             return None  # the operator supports rows that are not active, but no padding within a row

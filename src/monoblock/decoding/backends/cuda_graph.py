@@ -27,6 +27,7 @@ from monoblock.decoding.backends.supported_fields import (
     unsupported_field,
 )
 from monoblock.decoding.prompt import Prompt
+from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.transformer import Transformer
 
 CAPACITY_MULTIPLE = 64
@@ -98,6 +99,14 @@ class CudaGraphDecoderState(CachedDecoderState):
         self.is_idle = True
         if self.give_back is not None:
             self.give_back(self)
+
+    def continue_rows(self, other: CachedDecoderState, convert: Callable[[Tensor], Tensor]) -> None:
+        self.graph, self.is_idle = None, False
+        super().continue_rows(other, convert)
+
+    def _give_cache(self) -> Cache | None:
+        self._discard_graph()
+        return self.cache
 
     def _discard_graph(self) -> None:
         """Drop the recorded step and return to a cache whose shape may change."""

@@ -26,7 +26,10 @@ OWN_MODULES = {
 
 
 def reason_to_run_as_is(model: nn.Module) -> str | None:
-    """Say why a model's modules must not be replaced (another class, hooks, a patched class); None if they may."""
+    """Return why a model's modules must not be replaced by faster ones, or None if they may be replaced.
+
+    Reasons are a module of another class, hooks, a patched class, or a replaced method, mask, configuration or tensor.
+    """
     kinds: set[type[nn.Module]] = set()
     for name, module in model.named_modules():
         kinds.add(type(module))
@@ -41,7 +44,10 @@ def reason_to_run_as_is(model: nn.Module) -> str | None:
 
 
 def _replaced_attribute(module: nn.Module) -> str | None:
-    """Name a method, mask, configuration, activation or tensor class that is not the package's own; None if all are."""
+    """Return the name of an attribute of a module that was replaced, or None.
+
+    It may be a method, mask, configuration or activation, or a tensor of another class.
+    """
     method = next((key for key in module.__dict__ if callable(getattr(type(module), key, None))), None)
     if method is not None:
         return method
@@ -57,7 +63,7 @@ def _replaced_attribute(module: nn.Module) -> str | None:
 
 
 def _replaced_in_stack(stack: Stack) -> str | None:
-    """Name what a stack does not compute by the configurations of its blocks, or None."""
+    """Return the name of an attribute of a stack that differs from the configurations of its blocks, or None."""
     if not stack.has_config_masks:
         return "masks"
     blocks = [block for block in stack.blocks if type(block) is Block]
@@ -70,7 +76,7 @@ def _replaced_in_stack(stack: Stack) -> str | None:
 
 
 def _part_with_own_config(block: Block) -> str | None:
-    """Name the part of a block whose configuration differs from the block's; None if all agree."""
+    """Return the name of a block's sublayer whose own configuration differs from the block's, or None."""
     for name in ("attention", "cross", "feedforward"):
         config, part = getattr(block.config, name), getattr(block, name)
         part_config = None if part is None else getattr(part, "config", None)

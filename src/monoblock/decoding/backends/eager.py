@@ -6,7 +6,7 @@ again at every step; it is the reference for all other backends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,16 @@ class CachedDecoderState:
 
     def release(self) -> None:
         self.cache = None
+
+    def continue_rows(self, other: CachedDecoderState, convert: Callable[[Tensor], Tensor]) -> None:
+        """Take over the rows of another state, which must not be used again; `convert` copies each of its tensors."""
+        self.cache = other._give_cache()
+        if self.cache is not None:
+            self.cache.map_tensors(convert)
+
+    def _give_cache(self) -> Cache | None:
+        """Return the cache in the plain layout, which every kind of state can use."""
+        return self.cache
 
 
 class UncachedDecoderState:

@@ -21,7 +21,7 @@ from monoblock.nn.transformer import Transformer
 
 
 def optimize(model: Transformer) -> Transformer:
-    """Place weights that decoding multiplies together next to each other in memory, and return the same model.
+    """Place weights that decoding uses in one matrix product next to each other in memory; return the same model.
 
     This does nothing to a model on a CPU, a quantized model, or a model that is decoded without an inference copy.
     """

@@ -30,7 +30,7 @@ class PaddedVocabulary:
     def build(cls, weight: Tensor) -> PaddedVocabulary | None:
         """Return `weight` (V, D) with padding, or None if it needs no padding.
 
-        It does if it is a 16-bit tensor on a GPU and V is not a multiple of 8.
+        Padding is needed for a 16-bit tensor on a GPU if V is not a multiple of 8.
         """
         return cls(weight) if needs_padding(weight) else None
 

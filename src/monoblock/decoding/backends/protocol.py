@@ -31,7 +31,7 @@ class DecoderState(Protocol):
         ...
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        """Append one token (rows,) to each row and return the logits (rows, V) after it; skip rows not in `active`."""
+        """Append tokens (rows,), one to each `active` row, and return the logits (rows, V) after them."""
         ...
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:

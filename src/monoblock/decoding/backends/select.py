@@ -15,14 +15,16 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
 from monoblock.decoding.backends.cuda_graph import supports_cuda_graph
 from monoblock.decoding.backends.custom_modules import reason_to_run_as_is
 from monoblock.decoding.backends.eager import CachedDecoderState, UncachedDecoderState
 from monoblock.decoding.backends.lstm import LSTMDecoderState
+from monoblock.decoding.backends.model_version import ModelVersion
 from monoblock.decoding.backends.prepared_model import prepare
-from monoblock.decoding.backends.protocol import DecoderState
+from monoblock.decoding.backends.protocol import DecoderState, can_burst
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.errors import InputError, with_article
 from monoblock.nn.lstm import Recurrent
@@ -31,7 +33,7 @@ from monoblock.nn.transformer import Transformer
 
 
 class Backend(Protocol):
-    """A model that can be decoded; `make_state` makes the decoder states of its backend."""
+    """A way to decode one model: it makes the decoder states, which run the steps."""
 
     device: torch.device
     vocab_size: int
@@ -56,6 +58,13 @@ class Backend(Protocol):
 
     def inference(self) -> AbstractContextManager[object]:
         """Return the context manager in which every pass runs: no gradients, evaluation mode."""
+        ...
+
+    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
+        """Return a new backend and a new state if the model has changed since the last call, else None.
+
+        The new state continues the rows of `state`.  The first call returns None and remembers the model.
+        """
         ...
 
 
@@ -94,6 +103,9 @@ class LSTMBackend:
         stack.enter_context(evaluation_mode(self.model))
         return stack
 
+    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
+        return None  # every pass runs the model itself
+
 
 class TransformerBackend:
     def __init__(self, model: Transformer, *, use_cache: bool, optimize: bool, tap: Tap | None) -> None:
@@ -103,7 +115,9 @@ class TransformerBackend:
         self.device, self.family, self.context = model.device, model.config.family, model.config.context
         self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
         self.has_encoder = model.encoder is not None
-        self.use_cache, self.tap = use_cache, tap
+        self.original, self.use_cache, self.optimize, self.tap = model, use_cache, optimize, tap
+        self.dtype = next((weight.dtype for weight in model.parameters()), None)
+        self.version: ModelVersion | None = None
         self.prepared = prepare(model) if optimize and use_cache and tap is None else None
         self.model = model if self.prepared is None else self.prepared.model
         # User-defined modules may do what inference mode forbids, such as FSDP's in-place all-gather.
@@ -129,3 +143,30 @@ class TransformerBackend:
         if self.prepared is None:
             stack.enter_context(evaluation_mode(self.model))
         return stack
+
+    def renew(self, state: DecoderState | None) -> tuple[Backend, DecoderState | None] | None:
+        if self.prepared is None:
+            return None  # every pass runs the model itself
+        if self.version is None:
+            self.version = ModelVersion(self.original)
+        if not self.version.has_changed():
+            return None
+        options = {"use_cache": self.use_cache, "optimize": self.optimize}
+        backend = TransformerBackend(self.original, **options, tap=self.tap)
+        backend.renew(None)
+        if isinstance(state, CachedDecoderState) and state.model is not backend.model:
+            state = backend._continue_rows(state, self.dtype)
+        return backend, state
+
+    def _continue_rows(self, state: CachedDecoderState, dtype: torch.dtype | None) -> DecoderState:
+        """Return a new state of this backend with the rows of `state`, whose model had weights of this dtype."""
+        shape = (state.capacity, state.rows_per_prompt, state.prefill_chunk)
+        new = self.make_state(*shape, speculative=not can_burst(state))
+        assert isinstance(new, CachedDecoderState)
+
+        def convert(t: Tensor) -> Tensor:
+            return t.to(self.device, self.dtype if t.dtype == dtype else t.dtype, copy=True)
+
+        with self.inference():
+            new.continue_rows(state, convert)
+        return new

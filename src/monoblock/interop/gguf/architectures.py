@@ -1,7 +1,7 @@
-"""DATA: the architectures of llama.cpp that are supported, as tables of its fields and tensor names.
+"""DATA: the supported architectures of llama.cpp, as tables of GGUF fields and tensor names.
 
-"llama" interleaves the rows of queries and keys (rotary pairs are neighbours), while our models rotate the two halves
-of a head; INTERLEAVED_QUERY and INTERLEAVED_KEY reorder the rows.  "gemma" stores 1 + w, our models store w.
+"llama" rotates neighbouring rows of queries and keys together, while our models rotate the two halves of a head;
+INTERLEAVED_QUERY and INTERLEAVED_KEY reorder the rows.  "gemma" stores norm weights as 1 + w, our models as w.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from monoblock.nn.positions import rotary_frequencies
 
 BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
 LM_CLASS = "LanguageModel"
-VOCAB_SIZE, ROPE_FACTORS = "vocab_size", "rope_freqs"  # read from tensors: rows of token_embd, rope_freqs.weight
+VOCAB_SIZE, ROPE_FACTORS = "vocab_size", "rope_freqs"  # read from the tensors token_embd and rope_freqs
 LLAMA_TEMPLATE = llama(vocab=8, width=8, depth=1, heads=1, context=8)
 GPT_TEMPLATE = gpt(vocab=8, width=8, depth=1, heads=1, context=8)
 
@@ -57,7 +57,10 @@ PLUS_ONE = TensorTransform(lambda t, _: [t[0] - 1], lambda t, _: [t[0] + 1])
 
 
 def _rotary_fields() -> FieldGroup:
-    """Rule for rotary positions of whole heads; rope_freqs.weight divides each frequency by its factor (Llama 3)."""
+    """Return the rule for rotary positions of whole heads.
+
+    If the file has the tensor rope_freqs.weight, it contains the numbers that divide the frequencies (Llama 3).
+    """
     defaults = {
         "rope.freq_base": 10_000.0,
         "rope.dimension_count": None,
@@ -74,7 +77,7 @@ def _rotary_fields() -> FieldGroup:
             head_dim = attention["head_dim"] or layer["width"] // attention["heads"]
             dim = fields["rope.dimension_count"] or head_dim
             if dim != head_dim:
-                raise ConfigError(f"rope.dimension_count={dim} rotates part of a head of {head_dim}: not supported")
+                raise ConfigError(f"rope.dimension_count={dim} is not supported: it must be the head size, {head_dim}")
             attention["positions"] = {
                 "kind": "rotary",
                 "base": fields["rope.freq_base"],
@@ -87,7 +90,7 @@ def _rotary_fields() -> FieldGroup:
         layer = tree["decoder"]["layers"][0]
         positions = layer["attention"]["positions"]
         if positions is None or positions["kind"] != "rotary" or positions["layout"] != "half":
-            raise ConfigError("its positions are not rotary with layout='half'")
+            raise ConfigError("the model's positions are not rotary with layout='half'")
         head_dim = layer["attention"]["head_dim"] or layer["width"] // layer["attention"]["heads"]
         fields = {"rope.freq_base": positions["base"], "rope.dimension_count": positions["dim"] or head_dim}
         scaling = positions["scaling"]
@@ -97,7 +100,7 @@ def _rotary_fields() -> FieldGroup:
             return fields | {"rope.scaling.type": "linear", "rope.scaling.factor": scaling["factor"]}
         if scaling["kind"] == "longrope" and scaling["short_factors"] == scaling["long_factors"]:
             return fields | {ROPE_FACTORS: _rope_factors(from_dict(Rotary, positions, "positions"), head_dim)}
-        raise ConfigError(f"the rotary scaling {scaling['kind']!r} cannot be written in GGUF")
+        raise ConfigError(f"the model's rotary scaling {scaling['kind']!r} cannot be written in GGUF")
 
     return FieldGroup(defaults, read, write)
 
@@ -111,20 +114,20 @@ def _read_scaling(fields: Mapping[str, Any], context: int) -> dict[str, Any] | N
         case "linear":
             return {"kind": "linear", "factor": fields["rope.scaling.factor"]}
         case kind:
-            raise ConfigError(f"rope.scaling.type={kind!r:.40} is not supported; none and linear are")
+            raise ConfigError(f"rope.scaling.type={kind!r:.40} is not supported; only 'none' and 'linear' are")
 
 
 def _rope_factors(rotary: Rotary, head_dim: int) -> list[float]:
-    """Compute the factor by which scaling divides the frequency of each rotary pair."""
+    """Return the numbers by which rotary scaling divides the frequency of each rotary pair."""
     unscaled, _ = rotary_frequencies(replace(rotary, scaling=None), head_dim)
     scaled, attention_factor = rotary_frequencies(rotary, head_dim)
     if attention_factor != 1.0:
-        raise ConfigError("its rotary scaling also scales attention, which GGUF cannot express")
+        raise ConfigError("the model's rotary scaling also scales attention scores, which GGUF cannot express")
     return [float(factor) for factor in (unscaled.double() / scaled.double()).flatten().tolist()]
 
 
 def with_rope_factors(config: ModelConfig) -> ModelConfig:
-    """Replace Llama 3's rotary scaling by one factor per frequency, the only form that GGUF has for it."""
+    """Replace Llama 3's rotary scaling by one factor per frequency, since GGUF stores it only in this form."""
     context = config.context
 
     def edit(part: Any, values: FieldValues) -> None:

@@ -1,7 +1,7 @@
 """Read a model from a GGUF file, the format of llama.cpp: configuration, weights and tokenizer in one file.
 
-Quantized tensors are dequantized to floating point.  The `gguf` package knows the block layouts; this module checks
-that the file is large enough for what its header describes.
+Quantized tensors are dequantized by the `gguf` package.  Before that, this module checks that the tensors in the header
+do not overlap and do not end after the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from monoblock.untrusted_files import short_repr
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
 
-BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, which bounds the memory of a pass
+BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, to limit memory
 FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16}
 
 
@@ -35,7 +35,7 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise FileError("reading GGUF needs the package gguf; write pip install 'monoblock[gguf]'") from None
+        raise FileError("GGUF files need the package gguf; install it with pip install 'monoblock[gguf]'") from None
     return gguf
 
 
@@ -52,20 +52,22 @@ class GgufWeights(Mapping[str, Tensor]):
             end = info.offset + self.byte_sizes[name]
         if header.data_offset + end > header.file_size:
             raise FileError(
-                f"{path} is cut short: its tensors need {header.data_offset + end:,} bytes of {header.file_size:,}"
+                f"{path} is cut short: its tensors need {header.data_offset + end:,} bytes, "
+                f"but it has only {header.file_size:,}"
             )
         self.raw = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
 
     def _byte_size(self, name: str, info: TensorInfo) -> int:
-        """Compute the bytes of a tensor from its shape and type."""
+        """Return the number of bytes of a tensor, from its shape and storage type."""
         try:
             ggml_type = self.gguf.GGMLQuantizationType(info.ggml_type)
             block, block_bytes = self.gguf.GGML_QUANT_SIZES[ggml_type]
         except (ValueError, KeyError):
-            raise FileError(f"{self.path}: {short_repr(name)} has the unknown type {info.ggml_type}") from None
+            raise FileError(f"{self.path}: {short_repr(name)} has the unknown storage type {info.ggml_type}") from None
         if info.shape[-1] % block:
             raise FileError(
-                f"{self.path} is damaged: rows of {info.shape[-1]} in {short_repr(name)} are not a multiple of {block}"
+                f"{self.path} is damaged: the row length {info.shape[-1]} of {short_repr(name)} is not a multiple of "
+                f"{block}, the block size of {ggml_type.name}"
             )
         return int(math.prod(info.shape) // block * block_bytes)
 
@@ -77,14 +79,16 @@ class GgufWeights(Mapping[str, Tensor]):
         dtype = FLOAT_DTYPES.get(ggml_type.name, np.uint8)
         values = np.empty(math.prod(info.shape), dtype=np.float32)
         try:
-            # As one long row, because the package converts row by row.
+            # Treat the tensor as one long row, because the gguf package is slow with many rows.
             for first in range(0, len(values), BLOCKS_PER_PASS * block):
                 chunk = values[first : first + BLOCKS_PER_PASS * block]
                 offset = start + first // block * block_bytes
                 raw = self.raw[offset : offset + len(chunk) // block * block_bytes].reshape(1, -1)
                 chunk[:] = self.gguf.quants.dequantize(raw.view(dtype), ggml_type).reshape(-1)
         except (NotImplementedError, KeyError, ValueError):
-            raise FileError(f"{self.path}: {short_repr(name)} has the unsupported type {ggml_type.name}") from None
+            raise FileError(
+                f"{self.path}: {short_repr(name)} has the storage type {ggml_type.name}, which is not supported"
+            ) from None
         return torch.from_numpy(values).reshape(info.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -122,18 +126,18 @@ def load_gguf(
             tensors = [torch.empty(0)]
         if [tensor.shape for tensor in tensors] != [shapes[name] for name in mapping.ours]:
             stored_shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sources.items())
-            raise FileError(f"{path}: {stored_shapes} does not fit the configuration")
+            raise FileError(f"{path}: the shape of {stored_shapes} does not fit the configuration")
         converted = [tensor.to(device, dtype, memory_format=torch.contiguous_format) for tensor in tensors]
         weights |= dict(zip(mapping.ours, converted, strict=True))
         unused -= set(mapping.theirs)
     if unused:
-        raise FileError(f"{path} holds a tensor the model has no place for: {min(unused)}")
+        raise FileError(f"{path} has a tensor that the model does not use: {min(unused)}")
     model.load_state_dict(weights, assign=True)
     return model
 
 
 def _open_model(path: str | Path) -> tuple[Family, GgufWeights, ModelConfig]:
-    """Return the architecture, the tensors (read on access) and the configuration of a GGUF file."""
+    """Open a GGUF file; return its architecture, its tensors (read on access) and the configuration of its model."""
     header = read_gguf_header(path)
     family = _find_architecture(header.fields.get("general.architecture"), path)
     stored = GgufWeights(path, header)
@@ -147,16 +151,19 @@ def _open_model(path: str | Path) -> tuple[Family, GgufWeights, ModelConfig]:
 def _find_architecture(name: Any, path: str | Path) -> Family:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         hint = did_you_mean(str(name)[:40], ARCHITECTURES)
-        raise FileError(f"{path}: the architecture {short_repr(name)} is none of {', '.join(ARCHITECTURES)}{hint}")
+        raise FileError(
+            f"{path}: the architecture {short_repr(name)} is not one of {', '.join(ARCHITECTURES)}, "
+            f"which are supported{hint}"
+        )
     return ARCHITECTURES[name]
 
 
 def _config_fields(architecture: str, header: GgufHeader, stored: GgufWeights) -> dict[str, Any]:
-    """Collect the fields of an architecture, without its prefix, and add VOCAB_SIZE and ROPE_FACTORS from tensors."""
+    """Return the fields of an architecture without their prefix, and VOCAB_SIZE and ROPE_FACTORS from the tensors."""
     prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): value for name, value in header.fields.items() if name.startswith(prefix)}
     if "token_embd.weight" not in stored:
-        raise FileError("it lacks the tensor token_embd.weight")
+        raise FileError("it lacks the tensor token_embd.weight, the token embedding")
     fields[VOCAB_SIZE] = header.tensors["token_embd.weight"].shape[0]
     if "rope_freqs.weight" in stored:
         fields[ROPE_FACTORS] = stored["rope_freqs.weight"].tolist()
@@ -164,7 +171,7 @@ def _config_fields(architecture: str, header: GgufHeader, stored: GgufWeights) -
 
 
 def _is_tied(stored: GgufWeights) -> bool:
-    """Return whether the output matrix is the embedding: not stored, or stored as an equal tensor."""
+    """Return whether the output is tied to the embedding: its matrix is not stored, or equal to the embedding."""
     if "output.weight" not in stored:
         return True
     output, embedding = (stored.header.tensors[name] for name in ("output.weight", "token_embd.weight"))

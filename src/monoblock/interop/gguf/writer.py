@@ -1,4 +1,4 @@
-"""Write a model as a GGUF file that llama.cpp loads, with F32, F16 or Q8_0 matrices."""
+"""Write a model as a GGUF file, the format of llama.cpp, with F32, F16 or Q8_0 matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
 
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}  # storage type of the matrices -> general.file_type of llama.cpp
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}  # general.file_type in GGUF, by the storage type of the matrices
 STORAGE_DTYPES = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8}
 Q8_BLOCK = 32
 HF_ONLY_FIELDS = ("architectures", "model_type", "tie_word_embeddings")
@@ -30,7 +30,7 @@ MAX_F16 = 65504.0
 def save_gguf(
     model: Transformer, path: str | Path, *, tokenizer: Tokenizer | None = None, kind: str = "f16", name: str = "model"
 ) -> None:
-    """Write a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0."""
+    """Write a model as a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0."""
     if kind not in FILE_TYPES:
         raise ConfigError(f"kind={kind!r} is none of {', '.join(FILE_TYPES)}{did_you_mean(kind, FILE_TYPES)}")
     family, fields = _choose_architecture(model)
@@ -59,10 +59,10 @@ def save_gguf(
 
 
 def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
-    """Return the first architecture of llama.cpp that can express this model, and its fields."""
+    """Return the first architecture of llama.cpp that can express a model, and the fields of its GGUF file."""
     if model.config.family != "decoder-only":
         raise ConfigError(
-            f"GGUF is written for decoders, and this model is {model.config.family}; write the format hf or monoblock"
+            f"GGUF is written only for decoders, but this model is {model.config.family}; choose hf or monoblock"
         )
     reasons = []
     for family in ARCHITECTURES.values():
@@ -72,7 +72,7 @@ def _choose_architecture(model: Transformer) -> tuple[Family, dict[str, Any]]:
             reasons.append(str(error))
             continue
         return family, {key: value for key, value in fields.items() if key not in HF_ONLY_FIELDS and value is not None}
-    raise ConfigError(f"no architecture of GGUF can express this model: {'; '.join(reasons)[:300]}")
+    raise ConfigError(f"none of the supported GGUF architectures can express this model: {'; '.join(reasons)[:300]}")
 
 
 def _add_field(writer: Any, field: str, value: Any) -> None:
@@ -92,7 +92,7 @@ def _add_field(writer: Any, field: str, value: Any) -> None:
 def _write_tensors(
     writer: Any, model: Transformer, family: Family, kind: str, rope_factors: list[float] | None
 ) -> None:
-    """Write the table of tensors, then the tensors one at a time, so that the model is never copied as a whole."""
+    """Write the list of tensors, then the tensors one by one, so that there is never a copy of the whole model."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
@@ -118,15 +118,15 @@ def _write_tensors(
         (tensor,) = mapping.save([state[name].float().cpu() for name in mapping.ours])
         storage = _storage_type(tuple(tensor.shape), mapping.theirs[0], kind)
         if storage == "f16" and tensor.abs().max() > MAX_F16:
-            raise InputError(f"{mapping.theirs[0]} holds numbers too large for f16; write kind='f32'")
+            raise InputError(f"{mapping.theirs[0]} contains numbers too large for f16; write kind='f32'")
         writer.write_tensor_data(quants.quantize(tensor.contiguous().numpy(), types[storage.upper()]))
     writer.close()
 
 
 def _storage_type(shape: tuple[int, ...], name: str, kind: str) -> str:
-    """Return the storage type of a tensor: f32 for vectors and positions, as llama.cpp expects, else `kind`.
+    """Return the storage type of a tensor: f32 for vectors and position tables, as llama.cpp expects, else `kind`.
 
-    Where q8_0 is chosen and the rows do not divide into its blocks, the type is f16.
+    If `kind` is q8_0 but the row length is not a multiple of its block size, the type is f16.
     """
     if len(shape) < 2 or name.startswith("position_embd"):
         return "f32"

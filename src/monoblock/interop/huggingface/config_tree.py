@@ -1,8 +1,10 @@
-"""Configurations as nested dicts with a list of layers: paths into them, and whether two compute the same.
+"""Configurations as trees: nested dicts with a list of layers, whose values are read and set by paths.
 
 tree = config_to_tree(config)
-get_value(tree, "decoder.*.attention.heads")      `*` is every layer, `**.eps` every eps
-set_value(tree, "decoder.*.width encoder.*.width", 96)
+get_value(tree, "decoder.*.attention.heads")                `*` is every layer, `**.eps` every field named eps
+set_value(tree, "decoder.*.width encoder.*.width", 96)      several paths are separated by spaces
+
+`config_difference` compares two configurations by what they compute.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ MAX_LAYERS = 2_000
 
 
 def config_to_tree(config: ModelConfig) -> ConfigTree:
-    """Convert a configuration to nested dicts, each stack with its list of layers."""
+    """Convert a configuration to a tree: nested dicts, in which each stack has a list of its layers."""
     tree = to_dict(config)
     for name, stack in config.stacks.items():
         blocks = {id(block): to_dict(block) for repeat in stack.pattern for block in repeat.blocks}
@@ -39,7 +41,7 @@ def config_to_tree(config: ModelConfig) -> ConfigTree:
 
 
 def tree_to_config(tree: ConfigTree) -> ModelConfig:
-    """Convert a tree back to a configuration; the layers of a stack become the shortest repeated pattern."""
+    """Convert a tree back to a configuration, in which the layers of a stack are the shortest repeated pattern."""
     tree = {name: copy.deepcopy(value) for name, value in tree.items() if name != "share"}
     for name in STACKS:
         stack = tree.get(name)
@@ -52,7 +54,10 @@ def tree_to_config(tree: ConfigTree) -> ModelConfig:
 
 
 def _compress_layers(blocks: Sequence[ConfigTree]) -> list[tuple[Sequence[ConfigTree], int]]:
-    """Compress blocks to (blocks, times) pairs, as short as possible: first blocks, a repeated period, a rest."""
+    """Return the blocks as (blocks, times) pairs, as few blocks as possible.
+
+    There are at most three pairs: some first blocks, a sequence of blocks that is repeated, and the remaining blocks.
+    """
     texts = [json.dumps(block, sort_keys=True, default=list) for block in blocks]
     ids = {text: index for index, text in enumerate(dict.fromkeys(texts))}
     sequence = [ids[text] for text in texts]
@@ -69,7 +74,7 @@ def _compress_layers(blocks: Sequence[ConfigTree]) -> list[tuple[Sequence[Config
 
 
 def _resolve_path(node: Any, path: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Yield every (dict, key) that a path leads to; nothing if a part of the path is absent."""
+    """Yield every (dict, key) that a path selects; nothing if the path does not exist in this tree."""
     key, rest = path[0], path[1:]
     if node is None:
         return
@@ -95,14 +100,14 @@ def _find_key(node: Any, key: str) -> Iterator[tuple[Any, str]]:
 
 
 def set_value(tree: ConfigTree, paths: str, value: Any) -> None:
-    """Set a value at every one of these paths, separated by spaces."""
+    """Set a value at each of these paths, which are separated by spaces."""
     for path in paths.split():
         stack, _, rest = path.partition(".")
         if rest == "depth":
             layers = tree[stack]["layers"]
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_LAYERS:
                 raise ConfigError(
-                    f"{short_repr(value)} is not a number of layers; write an integer from 1 to {MAX_LAYERS}"
+                    f"{short_repr(value)} is not a number of layers; write a whole number from 1 to {MAX_LAYERS}"
                 )
             tree[stack]["layers"] = [copy.deepcopy(layers[0]) for _ in range(value)]
             continue
@@ -111,7 +116,7 @@ def set_value(tree: ConfigTree, paths: str, value: Any) -> None:
 
 
 def get_value(tree: ConfigTree, paths: str) -> Any:
-    """Return the value at the first of these paths, separated by spaces, that exists; else MISSING."""
+    """Return the value at the first of these space-separated paths that exists; MISSING if none exists."""
     for path in paths.split():
         stack, _, rest = path.partition(".")
         if rest == "depth":
@@ -125,7 +130,7 @@ def get_value(tree: ConfigTree, paths: str) -> Any:
 
 
 def _drop_training_fields(part: Any, values: FieldValues) -> None:
-    """Reset the values of a part that do not change its output in inference, such as dropout."""
+    """Reset the values of a part of a configuration that do not change its output in inference, such as dropout."""
     for name in ("dropout", "word_dropout"):
         if name in values:
             values[name] = 0.0
@@ -158,7 +163,7 @@ def _resolve_attention_sizes(attention: AttentionConfig | None, width: int) -> A
 
 
 def resolve_sizes(config: ModelConfig) -> ModelConfig:
-    """Fill in the values that are None because they follow from others: head sizes, key/value heads, scales."""
+    """Fill in values that are None because other values determine them: head sizes, key/value heads, scales."""
 
     def edit(part: Any, values: FieldValues) -> None:
         if isinstance(part, BlockConfig):
@@ -168,7 +173,7 @@ def resolve_sizes(config: ModelConfig) -> ModelConfig:
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> str | None:
-    """Return the first field of `a`, as "path=value", that makes it compute something else than `b`, or None."""
+    """Return the first field of `a` that makes it compute something else than `b`, as "path=value", or None."""
     first, second = (config_to_tree(rebuild(resolve_sizes(config), _drop_training_fields)) for config in (a, b))
     return _tree_difference(first, second, "")
 

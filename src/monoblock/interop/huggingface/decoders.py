@@ -1,7 +1,7 @@
-"""DATA: Hugging Face decoders: template, fields, weights and classes of each family.
+"""DATA: Hugging Face decoder families: their templates, field rules, weight rules and classes.
 
-A family that differs from another in a few fields has the rules of the other, followed by its own (`override`).
-Defaults are those of the classes in transformers.
+A family that differs from another in a few fields has the rules of the other, followed by its own (`override`).  The
+defaults of fields are those in transformers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def decoder_family(
     lm_suffix: str = "ForCausalLM",
     **options: Any,
 ) -> Family:
-    """Describe a decoder family with two classes: one with a language-model head and one without a head."""
+    """Return a decoder family with two classes: one with a language-model head and one without a head."""
     classes = {f"{class_prefix}{lm_suffix}": head, f"{class_prefix}Model": None}
     return Family(
         model_type=model_type,
@@ -133,7 +133,7 @@ GEMMA2 = override(
     Field("attn_logit_softcapping", f"{ATTN}.softcap", 50.0),
     Field("final_logit_softcapping", "head.softcap", 30.0),
     layer_types("decoder", every_nth(2, FULL, SLIDING), default=4096),
-    FixedField("hidden_act", "gelu_pytorch_tanh", ("gelu",)),  # in older files; only hidden_activation has an effect
+    FixedField("hidden_act", "gelu_pytorch_tanh", ("gelu",)),  # in older files; hidden_activation decides
 )
 GEMMA3 = override(
     GEMMA2,
@@ -454,7 +454,7 @@ FALCON = (
     falcon_layers(),
     falcon_rotary(),
 )
-GPT2_OBSOLETE_WEIGHTS = tuple(  # masks that older versions stored
+GPT2_OBSOLETE_WEIGHTS = tuple(  # masks that older versions of transformers stored
     f"transformer.h.*.attn.{name}"
     for name in ("bias", "masked_bias", "attention.bias", "attention.masked_bias", "causal_mask")
 )

@@ -1,4 +1,4 @@
-"""DATA: Hugging Face encoder-decoders: template, fields, weights and classes of each family (see decoders.py)."""
+"""DATA: Hugging Face encoder-decoder families: their templates, fields, weights and classes (see decoders.py)."""
 
 from __future__ import annotations
 
@@ -43,13 +43,18 @@ def all_attentions(field: str) -> str:
 
 
 def t5_activation(default: str) -> FieldGroup:
-    """Rule for T5's feed_forward_proj: "relu" or "gated-relu"; "gated-gelu" means the tanh approximation of GELU."""
+    """Return the rule for T5's feed_forward_proj: an activation, with "gated-" before it if the layer is gated.
+
+    "gated-gelu" is the tanh approximation of GELU.
+    """
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         word = fields["feed_forward_proj"]
         gate, _, name = word.rpartition("-")
         if gate not in ("", "gated"):
-            raise ConfigError(f"feed_forward_proj={short_repr(word)} is neither an activation nor 'gated-' and one")
+            raise ConfigError(
+                f"feed_forward_proj={short_repr(word)} is not valid; write an activation, or 'gated-' and an activation"
+            )
         set_value(tree, both_stacks("feedforward.gated"), gate == "gated")
         set_value(
             tree, both_stacks("feedforward.activation"), "gelu_tanh" if word == "gated-gelu" else read_activation(name)
@@ -76,7 +81,7 @@ def decoder_depth() -> FieldGroup:
 
 
 def t5_output_scale() -> FieldGroup:
-    """Rule for T5's scale_decoder_outputs; in files without it, tied embeddings imply it (see `apply_t5_tying`)."""
+    """Return the rule for T5's scale_decoder_outputs; if a file does not have it, see `apply_t5_tying`."""
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         scaled = get_value(tree, "head.scale") == "inverse_sqrt_width"
@@ -86,7 +91,7 @@ def t5_output_scale() -> FieldGroup:
 
 
 def apply_t5_tying(tree: ConfigTree, fields: Mapping[str, Any], tied: bool) -> ConfigTree:
-    """Scale the output of a T5 whose output is tied (version 1.0), unless scale_decoder_outputs states otherwise."""
+    """Set the output scale of T5 by scale_decoder_outputs; without this field, tied models (T5 1.0) are scaled."""
     stated = fields.get("scale_decoder_outputs")
     if tree["head"] is not None:
         tree["head"]["scale"] = "inverse_sqrt_width" if (tied if stated is None else stated) else 1.0
@@ -165,12 +170,12 @@ def embedding_positions(positions: Learned | Sinusoid) -> Constant:
 
 
 def padding_offset(offset: str) -> Field:
-    """Rule for pad_token_id where the first position is pad_token_id + 1; `offset` is the path of that position."""
+    """Return the rule for pad_token_id if positions start at pad_token_id + 1; `offset` is our path of that number."""
     return Field("pad_token_id", offset, 1, lambda pad: pad + 1, lambda first: first - 1)
 
 
 def marian_vocabularies() -> FieldGroup:
-    """Rule for Marian's vocabularies: source and target share an embedding, or each has its own."""
+    """Return the rule for Marian's vocabularies: source and target share an embedding, or each has its own."""
     defaults = {"share_encoder_decoder_embeddings": True, "decoder_vocab_size": None}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -235,7 +240,7 @@ SEQ2SEQ = (
         ignored_weights=SINUSOID_WEIGHTS,
         weight_variants=((has_separate_embeddings, w.MARIAN_SEPARATE),),
     ),
-    # Pegasus stores its table of sinusoids, so it is read like a learned one.
+    # Pegasus stores its table of sinusoids, so the table is loaded like a learned one.
     bart_family(
         "pegasus", "Pegasus", (*bart_fields("gelu"), *PRE_NORM, NO_EMBEDDING_NORM, embedding_positions(Learned()))
     ),

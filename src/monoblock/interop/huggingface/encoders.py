@@ -1,4 +1,4 @@
-"""DATA: Hugging Face text encoders: template, fields, weights and classes of each family (see decoders.py)."""
+"""DATA: Hugging Face text encoder families: their templates, fields, weights and classes (see decoders.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def classifier_head(pooler: str, pooling: str = "first") -> ConfigTree:
 
 
 def shared_activation(theirs: str, default: str) -> FieldGroup:
-    """Rule for one Hugging Face field that sets the activation of the feed-forward and of the head's transform."""
+    """Return the rule for a field that sets the activation of the feed-forward layers and of the head's transform."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, f"{FFN}.activation", read_activation(fields[theirs]))
@@ -55,7 +55,7 @@ def shared_activation(theirs: str, default: str) -> FieldGroup:
 
 
 def _check_segments(segments: int) -> int:
-    """Return the number of segments; raise if it is 0, since the classes in transformers add one to every token."""
+    """Return the number of segments; raise ConfigError for 0, since transformers always adds a segment embedding."""
     if segments == 0:
         raise ConfigError("type_vocab_size=0 leaves no segment embedding, which this family requires; write 1 or more")
     return segments
@@ -92,7 +92,7 @@ def encoder_family(
     template: Any = BERT_TEMPLATE,
     **options: Any,
 ) -> Family:
-    """Describe an encoder family; `classes` maps a suffix such as "ForMaskedLM" to the head and its weight rules.
+    """Return an encoder family; `classes` maps a suffix such as "ForMaskedLM" to the head and its weight rules.
 
     The class with the suffix "Model" stores its weights without `prefix`.
     """
@@ -110,7 +110,7 @@ def encoder_family(
 
 
 def bert_classes(masked_lm: Sequence[w.Rule]) -> dict[str, tuple[ConfigTree | None, Sequence[w.Rule]]]:
-    """Return the classes of BERT and ALBERT, which differ in `masked_lm`, the weight rules of that head."""
+    """Return the classes of BERT or ALBERT; `masked_lm` are the weight rules of the masked-LM head."""
     return {
         "Model": (POOLED_HEAD, ()),
         "ForMaskedLM": (MASKED_LM_HEAD, masked_lm),
@@ -140,7 +140,7 @@ def roberta_family(model_type: str, class_prefix: str) -> Family:
 
 
 def no_first_norm() -> FieldGroup:
-    """Rule for ModernBERT's first block, which has no attention norm because its input is normalized already."""
+    """Return the rule for ModernBERT's first block: it has no attention norm, since its input is normalized already."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         for index, layer in enumerate(tree["encoder"]["layers"]):
@@ -150,7 +150,7 @@ def no_first_norm() -> FieldGroup:
 
 
 def norm_bias(theirs: str, ours: str) -> FieldGroup:
-    """Rule for the Hugging Face boolean `theirs`: whether every norm has a bias."""
+    """Return the rule for the boolean field `theirs`: whether every norm has a bias."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, ours, "scale_shift" if fields[theirs] else "scale")
@@ -224,7 +224,7 @@ ENCODERS = (
             Field("hidden_dim", f"{FFN}.hidden"),
             Field("max_position_embeddings", "input.context", 512),
             shared_activation("activation", "gelu"),
-            unused_field("sinusoidal_pos_embds", False),  # how the table was initialized
+            unused_field("sinusoidal_pos_embds", False),  # only how the position table was initialized
             Constant("input.segments", 0),
             num_labels(),
         ),

@@ -23,16 +23,18 @@ CONFIG_FILE = "config.json"
 
 
 def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[Family, str, dict[str, Any]]:
-    """Return the first Hugging Face family that can express a configuration, its class name and config.json fields.
+    """Return the first Hugging Face family that can express a configuration, the class name and the config.json fields.
 
-    `model_type` limits the search to one family.
+    If `model_type` is given, only the family with this model_type is tried.
     """
     if model_type is not None and model_type not in FAMILIES:
-        raise ConfigError(f"there is no family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
+        raise ConfigError(f"there is no Hugging Face family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
+    kind = None if config.head is None else config.head.kind
+    kind = "classifier" if kind == "regression" else kind  # the same classes, with another problem_type
     reason = ""
     for family in [FAMILIES[model_type]] if model_type is not None else FAMILIES.values():
         for name, head in family.classes.items():
-            if (head is None) != (config.head is None) or (head and config.head and head["kind"] != config.head.kind):
+            if (None if head is None else head["kind"]) != kind:
                 continue
             try:
                 return family, name, family.write_config(config, name)
@@ -40,10 +42,11 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
                 reason = str(error)
     if model_type is not None:
         raise ConfigError(
-            f"this {config.family} model cannot be written as {model_type}: {reason or 'that family has no such head'}"
+            f"this {config.family} model cannot be written as {model_type}: "
+            f"{reason or 'that family has no class with this head'}"
         )
     raise ConfigError(
-        f"no Hugging Face family can express this {config.family} model; name one as `family` to see why it cannot"
+        f"no Hugging Face family can express this {config.family} model; give a family to see why it cannot"
     )
 
 
@@ -57,14 +60,15 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers loads with the same weights and logits.
 
-    `family` is a model_type, needed only to choose among several that can express the model; `special_token_ids` are
-    fields of config.json such as eos_token_id.
+    family: the model_type to write; by default the first that can express the model.
+    special_token_ids: fields of config.json such as eos_token_id, with their values.
+    max_shard_size: the maximum size of a weights file in bytes.
     """
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     chosen, class_name, fields = choose_family(model.config, family)
-    read = {field for rule in chosen.fields for field in rule.defaults}  # an id that positions depend on is no choice
+    read = {field for rule in chosen.fields for field in rule.defaults}  # fields that follow from the configuration
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     fields = ids | fields | {field: id_ for field, id_ in (special_token_ids or {}).items() if field not in read}
     fields["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
@@ -88,7 +92,7 @@ def export_hf(
 
 
 class _LazyTensors:
-    """The Hugging Face tensors of one mapping: computed when the first is requested, freed after the last."""
+    """The Hugging Face tensors of one mapping, computed when the first is needed and freed after the last."""
 
     def __init__(self, mapping: TensorMapping, ours: Sequence[Tensor]) -> None:
         self.mapping, self.ours = mapping, ours

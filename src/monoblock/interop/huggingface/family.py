@@ -1,4 +1,4 @@
-"""A Hugging Face model family as data: a template, its config fields, its weight names and its classes."""
+"""A Hugging Face model family as data: a template, rules for config fields and weight names, and its classes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monoblock.config.model import HeadConfig, ModelConfig
+from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
 from monoblock.interop.huggingface.config_tree import ConfigTree, config_difference, resolve_sizes, tree_to_config
 from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, read_fields, write_fields
 from monoblock.interop.huggingface.ignored_fields import IGNORED_FIELDS
 from monoblock.interop.rename import Rule
-
-VOCABULARY_HEADS = ("language_model", "masked_lm")
 
 
 def head_tree(**options: Any) -> ConfigTree:
@@ -28,13 +27,13 @@ LM_HEAD_FIXED_BIAS = head_tree(kind="language_model", bias="fixed")
 
 
 def override(rules: Sequence[FieldRule], *later: FieldRule) -> tuple[FieldRule, ...]:
-    """Append rules, and drop the earlier ones for the same fields."""
+    """Return `rules` followed by the `later` ones, without earlier rules for the same fields."""
     replaced = {name for rule in later for name in rule.defaults}
     return (*(rule for rule in rules if not replaced & set(rule.defaults)), *later)
 
 
 def without(rules: Sequence[FieldRule], *fields: str) -> tuple[FieldRule, ...]:
-    """Drop the rules for these fields."""
+    """Return the rules except those for these fields."""
     return tuple(rule for rule in rules if not set(fields) & set(rule.defaults))
 
 
@@ -42,45 +41,47 @@ def without(rules: Sequence[FieldRule], *fields: str) -> tuple[FieldRule, ...]:
 class Family:
     """How to read and write the config.json and the weights of one model_type.
 
-    `weights` has the names that classes with a head use; `unprefixed_classes` store the same names without `prefix`.
+    `weights` has the weight names of classes with a head; `unprefixed_classes` store the same names without `prefix`.
     """
 
     model_type: str
-    template: ModelConfig  # the structure; its sizes are overwritten
+    template: ModelConfig  # the structure of the family; its sizes are replaced by those in the file
     fields: Sequence[FieldRule]
     weights: Sequence[Rule]
-    classes: Mapping[str, ConfigTree | None]  # head by class name; the first is that of a file without `architectures`
+    classes: Mapping[str, ConfigTree | None]  # heads by class name; the first is the default class
     prefix: str = ""
     unprefixed_classes: tuple[str, ...] = ()
-    ignored_weights: tuple[str, ...] = ()  # computed from the configuration, or used by no head; `*` is a number
-    weight_aliases: Mapping[str, str] = field(default_factory=dict)  # second names under which a tensor may be stored
-    tied_by_default: bool = True  # where a file has no tie_word_embeddings
+    ignored_weights: tuple[str, ...] = ()  # not needed, though files may have them; `*` is a number
+    weight_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of a tensor in some files
+    tied_by_default: bool = True  # if a file has no tie_word_embeddings
     field_aliases: Mapping[str, str] = field(default_factory=dict)  # older names of fields
-    # `weights` for the configurations a predicate selects
+    # (predicate, rules): rules that replace `weights` if the predicate is true for the configuration.
     weight_variants: tuple[tuple[Callable[[ModelConfig], bool], Sequence[Rule]], ...] = ()
-    head_weights: Mapping[str, Sequence[Rule]] = field(default_factory=dict)  # by class name, tried before `weights`
-    # Changes a configuration once it is known whether the output is tied: (tree, fields, tied) -> tree.
+    head_weights: Mapping[str, Sequence[Rule]] = field(default_factory=dict)  # by class name; before `weights`
+    # A function (tree, fields, tied) that returns the tree, changed if it depends on whether the output is tied.
     apply_tying: Callable[[ConfigTree, Mapping[str, Any], bool], ConfigTree] = lambda tree, fields, tied: tree
 
     def weight_rules(self, config: ModelConfig, class_name: str) -> tuple[Rule, ...]:
-        """Return the rules for the weight names of a class with this configuration."""
+        """Return the weight rules for a class of this family and a configuration."""
         rules = next((variant for applies, variant in self.weight_variants if applies(config)), self.weights)
         return (*self.head_weights.get(class_name, ()), *rules)
 
     def config_tree(
         self, fields: Mapping[str, Any], class_name: str, ignored: frozenset[str] = IGNORED_FIELDS
     ) -> ConfigTree:
-        """Convert the fields of a config.json to our configuration tree; `build_config` then ties the output or not."""
+        """Convert the fields of a config.json to our configuration tree; `build_config` then sets the tying."""
         if class_name not in self.classes:
             known_classes = ", ".join(self.classes)
-            raise FileError(f"the class {class_name!r} is not supported; {self.model_type} has {known_classes}")
+            raise FileError(
+                f"the class {class_name!r} is not supported; the classes of {self.model_type} are {known_classes}"
+            )
         renamed = {new: fields[old] for old, new in self.field_aliases.items() if old in fields}
         fields = renamed | {name: value for name, value in fields.items() if name not in self.field_aliases}
         filled = check_fields(self.fields, fields, ignored)
         return read_fields(self.fields, filled, self.template, copy.deepcopy(self.classes[class_name]))
 
     def build_config(self, tree: ConfigTree, *, tied: bool) -> ModelConfig:
-        """Build the configuration, once it is known whether the output is tied to the embedding."""
+        """Convert a configuration tree to a configuration; `tied` is whether the output is tied to the embedding."""
         has_vocabulary_head = tree["head"] is not None and tree["head"]["kind"] in VOCABULARY_HEADS
         shared = tree["encoder"] is not None and tree["decoder"] is not None and tree["share"]
         ties = {(False, False): "none", (False, True): "output", (True, False): "source_target"}
@@ -88,9 +89,9 @@ class Family:
         return tree_to_config(tree)
 
     def write_config(self, config: ModelConfig, class_name: str) -> dict[str, Any]:
-        """Convert our configuration to the fields of a config.json; ConfigError if the family cannot express it.
+        """Convert our configuration to config.json fields; raise ConfigError if the family cannot express it.
 
-        The fields are read back and compared, so that whatever the rules do not cover is noticed.
+        The fields are converted back and compared with the configuration, so that nothing is lost silently.
         """
         tied = config.tie in ("output", "three_way")
         fields = {"architectures": [class_name], "model_type": self.model_type, "tie_word_embeddings": tied}
@@ -100,7 +101,7 @@ class Family:
                 self.apply_tying(self.config_tree(fields, class_name), fields, tied), tied=tied
             )
         except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, StopIteration) as error:
-            raise ConfigError(f"{self.model_type} models have another structure") from error
+            raise ConfigError(f"the model's structure differs from that of {self.model_type} models") from error
         except FileError as error:
             raise ConfigError(str(error)) from None
         difference = config_difference(config, read_back)

@@ -1,6 +1,6 @@
-"""Field rules whose values need a conversion: activations, scales, sizes, labels, layer types.
+"""Rules for config.json fields whose values must be converted: activations, scales, sizes, labels, layer types.
 
-Each function returns a rule of field_rules.py, so that the description of a family stays a table.
+Each function returns a rule (see field_rules.py), so that a family can be described by a table of rules.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.field_rules import Field, FieldGroup
@@ -38,7 +39,7 @@ def read_activation(name: Any) -> str:
 
 
 def write_activation(ours: str, default: str) -> str:
-    """Return the Hugging Face name of our activation `ours`: the family's `default` if it means the same."""
+    """Return the Hugging Face name of our activation `ours`; among several names, prefer the family's `default`."""
     if ACTIVATIONS.get(default) == ours:
         return default
     return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
@@ -49,7 +50,10 @@ def activation(theirs: str, ours: str, default: str) -> Field:
 
 
 def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
-    """Rule for a Hugging Face boolean that chooses our value `yes` or `no`; letters of a string are in any order."""
+    """Return the rule for a boolean field that sets our value `yes` if it is true and `no` if it is false.
+
+    Strings are compared as sets of letters, since our `bias` may be written as "qkvo" or "ovkq".
+    """
 
     def write(value: Any) -> bool:
         return sorted(value) == sorted(yes) if isinstance(value, str) and isinstance(yes, str) else value == yes
@@ -58,7 +62,7 @@ def flag(theirs: str, ours: str, default: bool, yes: Any, no: Any) -> Field:
 
 
 def inverse_sqrt(theirs: str, ours: str, default: float) -> Field:
-    """Rule for a Hugging Face number whose square root divides the attention scores."""
+    """Return the rule for a field whose square root divides the attention scores; our value is the scale, 1 / sqrt."""
 
     def read(number: float) -> float:
         if not number > 0:
@@ -73,12 +77,12 @@ def inverse(theirs: str, ours: str, default: float) -> Field:
 
 
 def int_if_whole(number: float) -> float | int:
-    """Return the integer if the number is one up to rounding, else the number."""
+    """Return the nearest integer if the number equals it up to rounding errors, else the number itself."""
     return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number
 
 
 def feedforward_size(theirs: str, ours: str, width: str, default: Any = None) -> FieldGroup:
-    """Rule for the hidden size of the feed-forward; if the Hugging Face field is None, 4 times the width."""
+    """Return the rule for the hidden size of feed-forward layers, which is 4 times the width if the field is None."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, ours, fields[theirs] if fields[theirs] is not None else 4 * get_value(tree, width))
@@ -87,7 +91,10 @@ def feedforward_size(theirs: str, ours: str, width: str, default: Any = None) ->
 
 
 def feedforward_ratio(ours: str, width: str, **ratio_field: int) -> FieldGroup:
-    """Rule for a hidden size of 4 times the width, or by a field given with its default, as in expansion_ratio=4."""
+    """Return the rule for a hidden size that is a multiple of the width.
+
+    The multiple is 4, or the field given as keyword argument with its default, such as expansion_ratio=4.
+    """
     ((name, ratio),) = ratio_field.items() or [("", 4)]
     defaults = {name: ratio} if name else {}
 
@@ -101,31 +108,40 @@ def feedforward_ratio(ours: str, width: str, **ratio_field: int) -> FieldGroup:
 
 
 def unused_field(theirs: str, default: Any) -> FieldGroup:
-    """Rule for a Hugging Face field that the class in transformers has but does not use."""
+    """Return the rule for a field that exists in transformers but has no effect there."""
     return FieldGroup({theirs: default}, lambda fields, tree: None, lambda tree: {})
 
 
 def num_labels() -> FieldGroup:
-    """Rule for the number of classes: num_labels, or the size of id2label."""
+    """Return the rule for the number of classes (num_labels, id2label) and for regression heads (problem_type)."""
+
+    def has_labels(head: ConfigTree | None) -> bool:
+        """Return whether the fields state the number of classes; ELECTRA's discriminator, a tagger, always has one."""
+        if head is None or head["kind"] not in HEADS_WITH_CLASSES:
+            return False
+        return head["kind"] != "tagger" or head["classes"] != 1
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         head = tree["head"]
-        if head is not None and head["kind"] in ("classifier", "tagger") and head["classes"] != 1:
+        if has_labels(head):
             id2label = fields["id2label"]
             head["classes"] = fields["num_labels"] or (len(id2label) if isinstance(id2label, dict) else 2)
+            if fields["problem_type"] == "regression" and head["kind"] == "classifier" and not head["teacher"]:
+                head["kind"] = "regression"
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         head = tree["head"]
-        if head is None or head["kind"] not in ("classifier", "tagger") or head["classes"] == 1:
+        if not has_labels(head):
             return {}
         labels = [f"LABEL_{n}" for n in range(head["classes"])]
-        return {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+        fields = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
+        return fields | ({"problem_type": "regression"} if head["kind"] == "regression" else {})
 
-    return FieldGroup({"id2label": None, "num_labels": None, "label2id": None}, read, write)
+    return FieldGroup({"id2label": None, "num_labels": None, "label2id": None, "problem_type": None}, read, write)
 
 
 def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
-    """Rule for RoBERTa's positions, which start at pad_token_id + 1; its position table includes the rows before."""
+    """Return the rule for RoBERTa's positions: they start at pad_token_id + 1, but the table has rows from 0 on."""
     defaults = {"max_position_embeddings": default, "pad_token_id": 1}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -147,12 +163,15 @@ LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
 
 
 def every_nth(interval: int, which: str, others: str, *, first: bool = False) -> LayerTypes:
-    """Return a function for layer types: one of each `interval` layers, the last or the `first`, has type `which`."""
+    """Return a function that gives the type of each layer: `which` for one of every `interval` layers, else `others`.
+
+    It is the last layer of the interval, or the first if `first` is True.
+    """
     return lambda fields, depth: [which if (n + (0 if first else 1)) % interval == 0 else others for n in range(depth)]
 
 
 def qwen_layer_types(fields: Mapping[str, Any], depth: int) -> Sequence[str]:
-    """Return Qwen's layer types: layers from index max_window_layers on have the sliding window."""
+    """Return Qwen's layer types: layers with index max_window_layers or more have a sliding window."""
     enabled = fields["use_sliding_window"] and fields["sliding_window"] is not None
     return [SLIDING if enabled and n >= fields["max_window_layers"] else FULL for n in range(depth)]
 
@@ -168,10 +187,13 @@ def layer_types(
     has_switch: bool = False,
     **extra_fields: Any,
 ) -> FieldGroup:
-    """Rule for which layers have a sliding window, and for its size, the Hugging Face field `window`.
+    """Return the rule for which layers have a sliding window, and for its size.
 
-    A file without `layer_types` gets `default_types(fields, depth)`; `extra_fields` are the further fields, with their
-    defaults, that this function reads.  `has_switch`: the family has the field use_sliding_window.
+    default_types: a function of (fields, depth) that returns the layer types if a file has no field layer_types.
+    window: the name of the field with the window size; default: its default.
+    to_ours, to_theirs: convert the window size.
+    has_switch: whether the family has the field use_sliding_window.
+    extra_fields: further fields that `default_types` uses, with their defaults.
     """
     switch = {"use_sliding_window": False} if has_switch else {}
 
@@ -180,7 +202,7 @@ def layer_types(
         types = fields["layer_types"] if fields["layer_types"] is not None else default_types(fields, len(layers))
         if len(types) != len(layers) or set(types) - {FULL, SLIDING}:
             raise ConfigError(
-                f"layer_types={short_repr(types)} must name {FULL} or {SLIDING} for each of {len(layers)} layers"
+                f"layer_types={short_repr(types)} must be {FULL} or {SLIDING} for each of the {len(layers)} layers"
             )
         size = fields[window] if fields.get("use_sliding_window", True) else None
         for layer, layer_type in zip(layers, types, strict=True):
@@ -197,7 +219,7 @@ def layer_types(
 
 
 def optional_window(ours: str, default: int) -> FieldGroup:
-    """Rule for one sliding window in all layers, which use_sliding_window turns on or off."""
+    """Return the rule for a sliding window in all layers, which use_sliding_window turns on or off."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, ours, fields["sliding_window"] if fields["use_sliding_window"] else None)

@@ -1,12 +1,13 @@
 """Reversible rules between the fields of a Hugging Face config.json and our configuration.
 
-    Field("n_embd", "decoder.*.width", 768)          one field; `*` is every layer, `**.eps` every eps
-    Constant("decoder.*.attention.bias", "qkv")      a property of the family that no field states
+    Field("n_embd", "decoder.*.width", 768)          a field that sets one of our values (default 768)
+    Constant("decoder.*.attention.bias", "qkv")      one of our values that the family fixes without a field
     FixedField("qk_ln", False)                       a field that must have this value
-    FieldGroup({…}, read, write)                     fields that have a meaning only together
+    FieldGroup({…}, read, write)                     fields that are read and written together
 
-A template (a preset) is converted to a tree (config_tree.py); reading sets values in this tree, writing gets them from
-it.  A field without a rule is refused by name, unless it is known to change nothing (ignored_fields.py).
+Our values are given by paths in a configuration tree (config_tree.py), in which `*` is every layer and `**.eps` every
+field named eps.  Reading a config.json sets values in the tree of the family's template; writing gets them from the
+tree of a model.  A field without a rule is an error, unless it is known to change nothing (ignored_fields.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def identity(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Field:
-    """A Hugging Face field, named `theirs`, that sets one value of our configuration, at the path `ours`."""
+    """A rule for the Hugging Face field `theirs`, which sets one value of our configuration, at the path `ours`."""
 
     theirs: str
-    ours: str  # paths separated by spaces; writing reads the first
-    default: Any = MISSING  # of the class in transformers; MISSING: the field is required
+    ours: str  # one path or several, separated by spaces; writing takes the value at the first
+    default: Any = MISSING  # the default in transformers; MISSING if the field is required
     to_ours: Callable[[Any], Any] = identity
     to_theirs: Callable[[Any], Any] = identity
 
@@ -52,7 +53,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Constant:
-    """A value of our configuration, at the path `ours`, that is the same for the whole family."""
+    """A rule for a value of our configuration, at the path `ours`, that is the same in the whole family."""
 
     ours: str
     value: Any
@@ -70,7 +71,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class FixedField:
-    """A Hugging Face field, named `theirs`, that must have one value, or an equivalent of it."""
+    """A rule for the Hugging Face field `theirs`, which must have this value or one of its `equivalents`."""
 
     theirs: str
     value: Any
@@ -83,7 +84,7 @@ class FixedField:
     def apply(self, fields: Mapping[str, Any], tree: ConfigTree) -> None:
         if fields[self.theirs] not in (self.value, *self.equivalents):
             value = short_repr(fields[self.theirs])
-            raise ConfigError(f"{self.theirs}={value} is not supported: only {short_repr(self.value)} is")
+            raise ConfigError(f"{self.theirs}={value} is not supported; only {short_repr(self.value)} is")
 
     def export(self, tree: ConfigTree) -> dict[str, Any]:
         return {self.theirs: self.value}
@@ -91,7 +92,7 @@ class FixedField:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Hugging Face fields, with their defaults, that two functions read and write together."""
+    """A rule for several Hugging Face fields, given with their defaults, that are read and written together."""
 
     defaults: Mapping[str, Any]
     read: Callable[[Mapping[str, Any], ConfigTree], None]
@@ -110,13 +111,16 @@ FieldRule = Field | Constant | FixedField | FieldGroup
 def check_fields(
     rules: Sequence[FieldRule], fields: Mapping[str, Any], ignored: frozenset[str] = IGNORED_FIELDS
 ) -> dict[str, Any]:
-    """Return the fields with defaults filled in; raise for an unknown field, unless it is known to change nothing."""
+    """Return the fields of a config.json that have rules, with defaults filled in.
+
+    Raise FileError if a required field is missing, or for a field without a rule that may change what is computed.
+    """
     known = {name: default for rule in rules for name, default in rule.defaults.items()}
     for name, value in fields.items():
         if name not in known and name not in ignored and value not in NEUTRAL_VALUES.get(name, ()):
             raise FileError(
                 f"its field {short_repr(name)} ({short_repr(value)}) is not known here "
-                f"and may change what the model computes; remove it if it does not"
+                f"and may change what the model computes; remove the field if it has no effect"
             )
     for name, default in known.items():
         if default is MISSING and name not in fields:
@@ -127,7 +131,7 @@ def check_fields(
 def read_fields(
     rules: Sequence[FieldRule], fields: Mapping[str, Any], template: ModelConfig, head: ConfigTree | None
 ) -> ConfigTree:
-    """Return the configuration tree of a template with this head and with the fields of a config.json applied."""
+    """Return the configuration tree of a template, with this head and with the values from a config.json."""
     tree = config_to_tree(template)
     tree["head"], tree["tie"], tree["init"] = copy.deepcopy(head), "none", to_dict(InitConfig())
     for rule in rules:
@@ -142,7 +146,7 @@ def read_fields(
 
 
 def write_fields(rules: Sequence[FieldRule], config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a config.json for our configuration."""
+    """Convert our configuration to the fields of a config.json."""
     tree, fields = config_to_tree(config), dict[str, Any]()
     for rule in rules:
         fields.update(rule.export(tree))

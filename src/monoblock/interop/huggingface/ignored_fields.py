@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Training and initialization, tokenizer and decoding settings, hints for other programs.
+# Settings of training, initialization, the tokenizer and decoding, and hints for other programs.
 IGNORED_NAMES = """
 _name_or_path _commit_hash architectures model_type transformers_version dtype torch_dtype auto_map
 _attn_implementation attn_implementation _attn_implementation_internal _attn_implementation_autoset use_cache
@@ -39,7 +39,7 @@ initial_context_length save_step
 """
 IGNORED_FIELDS = frozenset(IGNORED_NAMES.split())
 
-# Fields that change nothing if they have one of these values.
+# Fields that change nothing only if they have one of these values.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),

@@ -1,4 +1,4 @@
-"""Field rules that single families need for their layers, norms, positions and experts."""
+"""Rules for config.json fields of single families, about their layers, norms, positions and experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
 
 
 def expert_layers(experts: str) -> FieldGroup:
-    """Rule for Qwen3-MoE's layers with experts: every decoder_sparse_step-th, except those in mlp_only_layers.
+    """Return the rule for the layers with experts in Qwen3-MoE.
 
-    `experts` is the name of the Hugging Face field with the number of experts.
+    Every layer whose number is a multiple of decoder_sparse_step has experts, except those in mlp_only_layers.
+    `experts` is the name of the field with the number of experts.
     """
     defaults = {experts: 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
              "decoder_sparse_step": 1, "mlp_only_layers": (), "intermediate_size": 6144}  # fmt: skip
@@ -49,7 +50,7 @@ def expert_layers(experts: str) -> FieldGroup:
 
 
 def no_rope_layers() -> FieldGroup:
-    """Rule for SmolLM3's no_rope_layers: 1 for a layer with rotary positions, 0 for a layer without positions."""
+    """Return the rule for SmolLM3's no_rope_layers: 1 for a layer with rotary positions, 0 for one without."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         layers = tree["decoder"]["layers"]
@@ -66,7 +67,7 @@ def no_rope_layers() -> FieldGroup:
 
 
 def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
-    """Rule for the Hugging Face boolean `theirs`: whether queries and keys have `norm`; `axes` is our qk_norm_over."""
+    """Return the rule for the boolean field `theirs`: whether queries and keys are normalized by `norm` over `axes`."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         normed = to_dict(norm) | {"eps": get_value(tree, f"{BLOCK}.norm.eps")}
@@ -77,7 +78,7 @@ def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
 
 
 def gpt2_attention_scale() -> FieldGroup:
-    """Rule for GPT-2's options to divide the scores by the square root of the head size and by the layer index + 1."""
+    """Return the rule for GPT-2's attention scale: 1 / sqrt(head size), 1 / (layer index + 1), both or neither."""
     defaults = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -100,7 +101,7 @@ def gpt2_attention_scale() -> FieldGroup:
 
 
 def gpt_neo_layers() -> FieldGroup:
-    """Rule for GPT-Neo's attention_types, such as [[["global", "local"], 12]]; local layers have a window."""
+    """Return the rule for GPT-Neo's attention_types, such as [[["global", "local"], 12]], and the local window."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         types = [kind for pattern, times in fields["attention_types"] for _ in range(times) for kind in pattern]
@@ -118,7 +119,7 @@ def gpt_neo_layers() -> FieldGroup:
 
 
 def mpt_attention() -> FieldGroup:
-    """Rule for MPT's attn_config, an object inside config.json."""
+    """Return the rule for MPT's attn_config, an object inside config.json."""
     fixed = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False, "attn_uses_sequence_id": False}
     free = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
     ignored = {"attn_impl", "attn_pdrop", "model_type"}
@@ -149,7 +150,10 @@ def mpt_attention() -> FieldGroup:
 
 
 def falcon_layers() -> FieldGroup:
-    """Rule for Falcon's structures: one key head, one norm (7B); grouped key heads, two norms (40B); ALiBi (RW)."""
+    """Return the rule for Falcon's three structures.
+
+    7B: one key/value head, one norm; 40B: several key/value heads, two norms; RW: ALiBi.
+    """
     defaults = {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "alibi": False,
              "num_kv_heads": None, "num_ln_in_parallel_attn": None}  # fmt: skip
 
@@ -181,7 +185,7 @@ def falcon_layers() -> FieldGroup:
 
 
 def falcon_rotary() -> FieldGroup:
-    """Rule for Falcon's rotary positions, which a model with ALiBi does not have."""
+    """Return the rule for Falcon's rotary positions, which has no effect on a model with ALiBi."""
     rule = rotary()
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -195,7 +199,7 @@ def falcon_rotary() -> FieldGroup:
 
 
 def opt_norms() -> FieldGroup:
-    """Rule for OPT's norms: before each sublayer and at the end, or after each (350m); with or without weights."""
+    """Return the rule for OPT's norms: before each sublayer and at the end, or after each sublayer (350m)."""
     defaults = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -217,7 +221,7 @@ def opt_norms() -> FieldGroup:
 
 
 def opt_embedding_size() -> FieldGroup:
-    """Rule for OPT's word_embed_proj_dim, the size of the embedding if it is not the width."""
+    """Return the rule for OPT's word_embed_proj_dim, the size of the embedding if it is not the width."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         size, width = fields["word_embed_proj_dim"], get_value(tree, f"{BLOCK}.width")
@@ -230,7 +234,7 @@ def opt_embedding_size() -> FieldGroup:
 
 
 def all_biases(theirs: str) -> FieldGroup:
-    """Rule for the Hugging Face boolean `theirs`: whether attention and feed-forward have biases."""
+    """Return the rule for the boolean field `theirs`: whether attention and feed-forward layers have biases."""
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, f"{ATTN}.bias", "qkvo" if fields[theirs] else "")

@@ -1,8 +1,9 @@
 """Load a Hugging Face folder as a Transformer.
 
-config.json names a family and a class; its fields become a configuration (field_rules.py), and the family's rules turn
-the stored tensors into weights (rename.py).  Whether the output is tied is decided by the stored tensors.  No code of
-the folder is run, no file outside it is opened, and a tensor without a counterpart on either side is an error.
+config.json states a family (model_type) and a class.  Its fields are converted to a configuration (field_rules.py), and
+the stored tensors to weights (rename.py), by the rules of the family.  Whether the output is tied to the embedding is
+decided by the stored tensors.  No code in the folder is run, no file outside it is opened, and a missing or unexpected
+tensor is an error.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import ModelConfig
+from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import FileError, did_you_mean
 from monoblock.interop.huggingface.families import FAMILIES
-from monoblock.interop.huggingface.family import VOCABULARY_HEADS, Family
+from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
 from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
 from monoblock.interop.weights_reader import WeightReader
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
-    """Return the family and the class name that a config.json names."""
+    """Return the family and the class name of a model, from the fields of its config.json."""
     model_type, classes = fields.get("model_type"), fields.get("architectures")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = did_you_mean(str(model_type), FAMILIES)
@@ -46,7 +48,7 @@ def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-    """Convert a config.json without its weights: tie_word_embeddings alone decides whether the output is tied."""
+    """Convert the fields of a config.json to a configuration; tie_word_embeddings decides if the output is tied."""
     family, name = find_family(fields)
     tied = bool(fields.get("tie_word_embeddings", family.tied_by_default))
     return family.build_config(family.apply_tying(family.config_tree(fields, name), fields, tied), tied=tied)
@@ -56,9 +58,9 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 class StoredNames:
-    """The tensor names in a file, looked up by the names in a family's rules.
+    """The tensor names in a file, found by the names in a family's rules.
 
-    A file may omit the prefix of the family, or use an older spelling or an alias.
+    The file may leave out the prefix of the family, or use an older spelling or an alias of a name.
     """
 
     def __init__(self, weights: SafetensorsWeights, family: Family, rules: Sequence[Rule]) -> None:
@@ -85,13 +87,13 @@ class StoredNames:
         return (alias for alias, target in self.aliases.items() if target == name)
 
     def duplicates(self, used: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of stored names, an alias and its target, that must be the same tensor."""
+        """Yield pairs of stored names, an alias and the name it stands for, whose tensors must be equal."""
         for alias, target in self.aliases.items():
             if target in used and target in self.originals and alias in self.originals:
                 yield self.originals[alias], self.originals[target]
 
     def unexpected(self, used: set[str]) -> list[str]:
-        """Return the stored names that are neither used, nor aliases of used ones, nor ignored."""
+        """Return the stored names that are neither used, nor aliases of used names, nor ignored."""
         rest = (name for name in self.originals if name not in used and self.aliases.get(name) not in used)
         return sorted(self.originals[name] for name in rest if not any(p.fullmatch(name) for p in self.ignored))
 
@@ -103,14 +105,14 @@ def _compile_pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def _has_rule(rules: Sequence[Rule], name: str) -> bool:
-    """Return whether one of the rules has this Hugging Face name."""
+    """Return whether one of the rules is for this Hugging Face weight name."""
     return any(_compile_pattern(rule.theirs).fullmatch(name.removesuffix(end)) for rule in rules for end in SUFFIXES)
 
 
 def load_hf(
     cls: type[Transformer], fields: Mapping[str, Any], weights: SafetensorsWeights, dtype: torch.dtype, device: str
 ) -> Transformer:
-    """Build a model from the fields of a config.json and its stored weights."""
+    """Build a model from the fields of a config.json and the stored weights."""
     family, name = find_family(fields)
     tree = family.config_tree(fields, name)
     rules = family.weight_rules(family.build_config(tree, tied=False), name)
@@ -129,7 +131,7 @@ def load_hf(
         tensors = reader.load([names[key] for key in mapping.theirs], mapping.load)
         for key, tensor in zip(mapping.ours, tensors, strict=True):
             if tensor.shape != shapes[key]:
-                difference = f"{tuple(tensor.shape)} where the configuration says {tuple(shapes[key])}"
+                difference = f"{tuple(tensor.shape)}, but the configuration requires {tuple(shapes[key])}"
                 raise FileError(f"{short_repr(names[mapping.theirs[0]])} becomes {key} with shape {difference}")
         state |= dict(zip(mapping.ours, tensors, strict=True))
     model.load_state_dict(state, assign=True, strict=True)
@@ -150,7 +152,7 @@ def _is_tied(
     tree: Mapping[str, Any],
     declared_tied: bool,
 ) -> bool:
-    """Return whether the output matrix is the embedding: not stored, or declared tied and stored as an equal tensor."""
+    """Return whether the output is tied: its matrix is not stored, or declared tied and equal to the embedding."""
     if output not in names.originals:
         return True
     token_table = "target.token" if tree["target"] is not None and not tree["share"] else "input.token"
@@ -167,10 +169,10 @@ def _check_names(
     required = [key for mapping in mappings for key in mapping.theirs]
     missing = [key for key in required if key not in names]
     unexpected = names.unexpected({*required, *optional})
-    for keys, problem in ((missing, "lacks"), (unexpected, "holds a tensor this family has no place for")):
+    for keys, problem in ((missing, "lacks the tensor"), (unexpected, "has a tensor that this family does not use")):
         if keys:
             rest = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
             raise FileError(f"it {problem}: {short_repr(keys[0])}{rest}")
     for first, second in names.duplicates(set(required)):
         if not torch.equal(weights[first], weights[second]):
-            raise FileError(f"its {short_repr(first)} and {short_repr(second)} should be one tensor, and they differ")
+            raise FileError(f"its {short_repr(first)} and {short_repr(second)} should be one tensor, but they differ")

@@ -1,4 +1,4 @@
-"""Field rules for rotary positions: `rope_parameters`; in older files rope_theta, rope_scaling and a fraction."""
+"""Rules for the config.json fields of rotary positions: rope_parameters; in older files rope_theta and rope_scaling."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _write_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
         "longrope": ("factor", "attention_factor"),
     }
     if kind not in needed:
-        raise ConfigError(f"the rotary scaling {kind!r} has no Hugging Face name")
+        raise ConfigError(f"the rotary scaling {kind!r} does not exist in Hugging Face models")
     rope = {"rope_type": kind} | {key: scaling[key] for key in needed[kind] if scaling[key] is not None}
     if kind not in ("linear", "dynamic"):
         rope["original_max_position_embeddings"] = scaling["original_context"]
@@ -77,7 +77,7 @@ def _head_dim(layer: ConfigTree) -> int:
 
 @dataclass(frozen=True)
 class _RotaryFields:
-    """How the files of one family describe its rotary positions."""
+    """The rotary fields in the config.json of one family; the arguments of `rotary` explain them."""
 
     stack: str
     base: float
@@ -103,7 +103,7 @@ class _RotaryFields:
             }
 
     def _parameters_for(self, fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-        """Return the rotary parameters of one layer type: those in the file, completed with the family's defaults."""
+        """Return the rotary parameters of one layer type: those in the file, else the family's defaults."""
         rope = self._stored_parameters(fields, layer_type)
         unknown = set(rope) - ROPE_KEYS
         if unknown:
@@ -118,7 +118,9 @@ class _RotaryFields:
         parameters = defaults | {key: value for key, value in rope.items() if value is not None}
         if self.partial is None and parameters["partial_rotary_factor"] != 1.0:
             fraction = short_repr(parameters["partial_rotary_factor"])
-            raise ConfigError(f"partial_rotary_factor={fraction} has no effect on this family: it rotates whole heads")
+            raise ConfigError(
+                f"partial_rotary_factor={fraction} is not supported: this family always rotates whole heads"
+            )
         return parameters
 
     def _stored_parameters(self, fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
@@ -132,7 +134,7 @@ class _RotaryFields:
     def write(self, tree: ConfigTree) -> dict[str, Any]:
         layers = [layer for layer in tree[self.stack]["layers"] if layer["attention"]["positions"] is not None]
         if not layers:
-            raise ConfigError("its positions are not rotary")
+            raise ConfigError("the model's positions are not rotary")
         by_type = {
             FULL if layer["attention"]["window"] is None else SLIDING: _layer_parameters(layer) for layer in layers
         }
@@ -147,12 +149,12 @@ class _RotaryFields:
 
 
 def _layer_parameters(layer: ConfigTree) -> dict[str, Any]:
-    """Return the rope_parameters of one layer."""
+    """Return the field rope_parameters for one layer."""
     positions, head_dim = layer["attention"]["positions"], _head_dim(layer)
     if positions is None or positions["kind"] != "rotary":
-        raise ConfigError("its positions are not rotary")
+        raise ConfigError("the model's positions are not rotary")
     fraction = (positions["dim"] or head_dim) / head_dim
-    # Reading truncates head_dim * fraction: where rounding would lose a dimension, take the next larger number.
+    # Reading truncates head_dim * fraction.  If a rounding error would lose a dimension, take the next larger number.
     fraction = fraction if int(head_dim * fraction) == positions["dim"] else math.nextafter(fraction, 2)
     rope = {"rope_theta": positions["base"], **_write_scaling(positions["scaling"])}
     return rope if positions["dim"] == head_dim else rope | {"partial_rotary_factor": fraction}
@@ -170,12 +172,14 @@ def rotary(
     full_theta_key: str | None = None,
     sliding_theta_key: str | None = None,
 ) -> FieldGroup:
-    """Return the rule for rotary positions.
+    """Return the rule for the fields of rotary positions.
 
-    `partial` is the default fraction of a head that is rotated; None if the class always rotates whole heads.
-    `layer_bases` are the bases of full and sliding layers, for families with parameters for each layer type.
-    `original_context` is the default of original_max_position_embeddings in families that have it as a separate field.
-    The keys are the field names, in older files, of the base, the fraction, and the bases of full and sliding layers.
+    base: the default base of the frequencies (rope_theta).
+    partial: the default fraction of a head that is rotated; None if the family always rotates whole heads.
+    layer_bases: the default bases of layers with full attention and with a sliding window, if the family has both.
+    original_context: the default of original_max_position_embeddings, if the family has it as a separate field.
+    theta_key, fraction_key, full_theta_key, sliding_theta_key: the names, in older files, of the fields with the base,
+    the fraction, and the bases of layers with full attention and with a sliding window.
     """
     full_theta_key, sliding_theta_key = full_theta_key or theta_key, sliding_theta_key or theta_key
     keys = ("rope_parameters", "rope_scaling", theta_key, fraction_key, full_theta_key, sliding_theta_key)

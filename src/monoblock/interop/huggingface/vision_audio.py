@@ -1,4 +1,4 @@
-"""DATA: Hugging Face vision and audio models: template, fields, weights, classes of each family (see decoders.py)."""
+"""DATA: Hugging Face vision and audio families: their templates, fields, weights and classes (see decoders.py)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ VIT: tuple[FieldRule, ...] = (
 
 
 def dinov2_feedforward() -> FieldGroup:
-    """Rule for DINOv2's hidden size, mlp_ratio · width; if gated (giant), 2/3 of it rounded up to a multiple of 8."""
+    """Return the rule for the hidden size of DINOv2: mlp_ratio · width or, if it is gated, two thirds of that.
+
+    The size of a gated feed-forward layer (DINOv2 giant) is rounded up to a multiple of 8.
+    """
     defaults = {"mlp_ratio": 4, "use_swiglu_ffn": False}
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
@@ -87,7 +90,7 @@ CLIP_TEXT = (
     activation("hidden_act", "decoder.*.feedforward.activation", "quick_gelu"),
     Field("layer_norm_eps", "**.eps", 1e-5),
     PROJECTION_DIM,
-    # The class pools at the first token with this id, the last one of the published vocabulary.
+    # transformers pools at the first token with this id, which is the last of the published vocabulary.
     FieldGroup({}, lambda fields, tree: None, lambda tree: {"eos_token_id": get_value(tree, "input.vocab") - 1}),
 )
 

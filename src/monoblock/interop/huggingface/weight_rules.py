@@ -1,7 +1,7 @@
-"""DATA: weight names of the Hugging Face families, one table for each set of names.
+"""DATA: tables of rules between our weight names and those of the Hugging Face families (see rename.py).
 
-A name without `.weight` or `.bias` stands for both.  The first matching rule applies, so a table that differs from
-another in a few names has its own rules first, followed by the other table.
+A name without `.weight` or `.bias` matches both.  The first matching rule applies, so a table that differs from another
+in a few names has its own rules first, followed by the other table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gate_up_names(ours: str) -> str:
 
 
 def gpt2_rules(qkv: TensorTransform, linear: TensorTransform | None) -> Rules:
-    """Return the rules of GPT-2, which stores transposed matrices, or of BigCode, which does not (`linear=None`)."""
+    """Return the rules of GPT-2, which stores transposed matrices, or with `linear=None` of BigCode, which does not."""
     return (
         Rule("input.token", "transformer.wte"),
         Rule("input.position", "transformer.wpe"),
@@ -287,7 +287,7 @@ def t5_stack(ours: str, last: int) -> Rules:
 
 
 def t5_rules(*names: tuple[str, str]) -> Rules:
-    """Return T5's rules; `names` are (our name, its name) of the one or two matrices into the feed-forward."""
+    """Return the rules of T5; `names` are (our name, T5's name) of the feed-forward's one or two input matrices."""
     return (
         Rule("input.token", "shared"),
         *(
@@ -311,7 +311,7 @@ T5, T5_GATED = t5_rules(("up", "wi")), t5_rules(("gate", "wi_0"), ("up", "wi_1")
 
 
 def bert_rules(prefix: str, layer: str = "encoder.layer.*") -> Rules:
-    """Return the rules of BERT and its descendants; `prefix` is that of the classes with a head."""
+    """Return the rules of BERT and its descendants; in classes with a head, names begin with `prefix`."""
     layer = f"{prefix}.{layer}"
     names = ("self.query", "self.key", "self.value", "output.dense")
     return (

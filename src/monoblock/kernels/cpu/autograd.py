@@ -1,8 +1,8 @@
-"""Kernels for training on a CPU: GELU (tanh) and causal attention, each with its gradient.
+"""C++ kernels for training on a CPU: GELU (tanh) and causal attention, each with its gradient.
 
 They run where they are faster, on large fp32 tensors that require gradients.  Everything else is left to torch:
-forward-mode differentiation, vmap, tracing, compilation, double backward.  The choice depends only on the machine, its
-threads and the shapes, so that a resumed run computes exactly the same numbers.
+forward-mode differentiation, vmap, tracing, compilation and double backward.  The choice depends only on the machine,
+its number of threads and the shapes, so that a resumed training run computes exactly the same numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from monoblock.kernels.cpu.library import load_kernels
 
 MIN_ELEMENTS = 1 << 16  # smaller tensors are not worth compiling the kernels for
-MAX_HEAD_ELEMENTS = 1 << 16  # elements in the keys of one head: more do not stay in a core's cache
+MAX_HEAD_ELEMENTS = 1 << 16  # elements in the keys of one head; more do not fit in a core's cache
 
 
 def is_eager_training(*tensors: Tensor) -> bool:
-    """Whether a kernel may be used: eager fp32 training on a CPU with large tensors, nothing traced or transformed."""
+    """Return whether the C++ training kernels can be used for these tensors.
+
+    They can if gradients are enabled, the tensors are fp32 CPU tensors and the first is large, one of them requires a
+    gradient, and no tracing, compilation, autocast or torch.func transform is active.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or tensors[0].numel() < MIN_ELEMENTS:
         return False
     is_supported = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
@@ -34,7 +38,10 @@ def is_eager_training(*tensors: Tensor) -> bool:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    """Compute GELU by its tanh approximation (Hendrycks and Gimpel 2016).
+
+    It is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+    """
     if is_eager_training(x) and x.is_contiguous() and load_kernels().is_ready:
         return _GeluFunction.apply(x)
     return F.gelu(x, approximate="tanh")
@@ -55,9 +62,9 @@ class _GeluFunction(torch.autograd.Function):
 
 
 def supports_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `attend_causal` can be used for q (B, H, T, K) and k, v (B, G, T, *), and is faster than torch.
+    """Return whether `attend_causal` can be used for q (B, H, T, K) and k, v (B, G, T, *), and is faster than torch.
 
-    It is faster on short sequences if there is a head for every core.
+    It is faster on short sequences if there is at least one key head for every thread.
     """
     if not is_eager_training(q, k, v) or q.shape[2] != k.shape[2] or any(x.stride(-1) != 1 for x in (q, k, v)):
         return False
@@ -66,7 +73,7 @@ def supports_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Attention of q (B, H, T, K) to k, v (B, G, T, *) in which each query sees the keys up to its own position."""
+    """Attend from q (B, H, T, K) to k, v (B, G, T, *), where each query sees the keys up to its own position."""
     return _CausalAttentionFunction.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -94,7 +101,10 @@ def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
 
 
 class _SplitColumnsFunction(torch.autograd.Function):
-    """A split whose backward copies nothing if gradients are adjacent in memory, as those of `attend_causal` are."""
+    """Split the last axis, with a backward pass that copies nothing if the gradients are adjacent in memory.
+
+    The gradients that `attend_causal` computes are adjacent.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

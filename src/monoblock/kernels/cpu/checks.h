@@ -47,14 +47,26 @@ inline int64_t reached_elements(const at::Tensor& t) {
   return last + 1;
 }
 
-// A dense CPU tensor whose memory is all there.
+// Whether a tensor is dense, on the CPU, and its own memory holds its elements.  All others have more dispatch keys:
+// other layouts and devices, subclasses with __torch_dispatch__ (as FakeTensor), tensors wrapped by torch.func, lazy
+// negation and conjugation, zeros without memory.
+inline bool is_plain(const at::Tensor& t) {
+  static const c10::DispatchKeySet plain_keys =
+      c10::DispatchKeySet(c10::DispatchKey::CPU) |
+      c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::CPUBit) |
+      c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
+  return plain_keys.has_all(t.key_set());
+}
+
+// A plain tensor whose memory is all there.
 template <class Name>
 void check_memory(const Name& name, const at::Tensor& t) {
   TORCH_CHECK(t.defined(), name, " is None; a tensor is needed");
-  TORCH_CHECK(t.layout() == at::kStrided && t.is_cpu() && !t.is_neg() && !t.is_conj(), name, " is a ", t.layout(),
-              " tensor on ", t.device(), "; a plain tensor on the CPU is needed");
+  TORCH_CHECK(is_plain(t), name, " is a ", t.layout(), " tensor on ", t.device(), " with dispatch keys ", t.key_set(),
+              "; a plain tensor on the CPU is needed");
   TORCH_CHECK(size_t(reached_elements(t)) * t.itemsize() <= t.storage().nbytes(), name,
               " reaches beyond its storage, which was resized; give a new tensor");
+  TORCH_CHECK(!t.numel() || t.const_data_ptr(), name, " has a null data pointer; give a tensor with memory");
 }
 
 template <class Name>

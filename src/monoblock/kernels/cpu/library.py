@@ -1,7 +1,8 @@
 """Compile and load the C++ kernels of this folder on first use.
 
-The library is stored in the user's cache folder under a hash of sources, torch version, compiler and processor, so it
-is built once.  Without a compiler `load_kernels` returns the reason, and everything runs in torch.
+The compiled library is stored in the user's cache folder under a hash of sources, torch version, compiler and
+processor, so it is compiled only once.  Without a compiler `load_kernels` returns the reason, and torch computes
+everything.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ COMPILER_TIMEOUT = 300  # seconds
 
 class KernelStatus(NamedTuple):
     is_ready: bool
-    reason: str = ""  # if not ready
+    reason: str = ""  # why they are not ready
 
 
 @functools.cache
 def load_kernels() -> KernelStatus:
-    """Load torch.ops.monoblock.* and torch.classes.monoblock.*; return whether they are ready, or the reason why not.
+    """Load the C++ kernels as torch.ops.monoblock.* and torch.classes.monoblock.*; return whether they are ready.
 
-    They are compiled if needed, which takes half a minute once.
+    They are compiled the first time, which takes half a minute.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -69,7 +70,10 @@ def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
 
 @functools.cache
 def kernels_id() -> str:
-    """Identify the kernels of this machine, on which the exact results of training depend; "" if there are none."""
+    """Return an identifier of the C++ kernels of this machine, or "" if there are none.
+
+    The exact results of training depend on these kernels.
+    """
     compiler = find_compiler()
     is_broken = load_kernels.cache_info().currsize > 0 and not load_kernels().is_ready
     return "" if compiler is None or is_broken else f"kernels-{_build_hash(_compiler_command(compiler))}"
@@ -103,7 +107,7 @@ def _build_library(compiler: str) -> Path:
 
 @contextmanager
 def _exclusive_lock(lock: Path) -> Iterator[None]:
-    """Let one process at a time compile."""
+    """Hold a lock file, so that only one process compiles at a time."""
     import fcntl  # not available on Windows, where none of COMPILERS is expected
 
     with lock.open("w") as file:
@@ -116,7 +120,10 @@ def cache_folder() -> Path:
 
 
 def _build_hash(command: list[str]) -> str:
-    """Hash all that the library depends on, including the processor: machines that share a home folder may differ."""
+    """Hash all that the compiled library depends on.
+
+    This includes the processor, because machines that share a home folder may have different ones.
+    """
     version = subprocess.run(
         [command[0], "--version"], check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
     )

@@ -1,6 +1,6 @@
 """Check the arguments of a forward pass; each failure is one line that says what to write instead.
 
-Values are read only where that costs nothing: eagerly and on a CPU.
+The values of tensors are read only where that costs little: on a CPU, and not while a model is compiled.
 """
 
 from __future__ import annotations
@@ -16,38 +16,44 @@ INTEGER_DTYPES = (torch.int64, torch.int32)
 
 
 def reject_arguments(family: str, **arguments: Tensor | None) -> None:
-    """Refuse arguments that a model of this family does not use."""
+    """Raise InputError if an argument is given that a model of this family does not use."""
     for name, value in arguments.items():
         if value is not None:
             raise InputError(f"{name} was given, but this {family} model has no use for it; drop it")
 
 
 def either_argument(name: str, value: Tensor | None, other_name: str, other_value: Tensor | None) -> Tensor | None:
-    """Return the one given of two arguments with the same meaning, or None; refuse both."""
+    """Return whichever of two arguments with the same meaning was given, or None; raise InputError if both were."""
     if value is not None and other_value is not None:
-        raise InputError(f"{name} and {other_name} mean the same; give one of them")
+        raise InputError(f"{name} and {other_name} mean the same; give only one of them")
     return value if value is not None else other_value
 
 
 def check_target(source: Tensor | None, target: Tensor | None, memory: Tensor | None, is_cached: bool) -> Tensor:
-    """Return the target of an encoder-decoder; refuse a call without a target or without a source.
+    """Return the target of an encoder-decoder; raise InputError if the target or the source is missing.
 
-    The source is given as ids, as memory (encoded) or by the cache, but not as both ids and memory.
+    The source is given as ids, as encoded `memory` or by the cache, but not as both ids and memory.
     """
     if target is None:
         raise InputError(
-            "an encoder-decoder needs a target: model(source, target); to encode only, model.encode(source)"
+            "an encoder-decoder needs a target; write model(source, target), or model.encode(source) to encode only"
         )
     if memory is not None and source is not None:
-        raise InputError("source and memory were both given; memory is the encoded source, so write model(None, …)")
+        raise InputError(
+            "source and memory were both given, but memory is the encoded source; "
+            "write model(source, target), or model(None, target, memory=memory)"
+        )
     if memory is None and source is None and not is_cached:
-        raise InputError("an encoder-decoder needs a source: model(source, target), or memory=model.encode(source)")
+        raise InputError(
+            "an encoder-decoder needs a source; write model(source, target), "
+            "or model(None, target, memory=model.encode(source))"
+        )
     return target
 
 
 def check_cache(cache: Cache | None, stack_config: StackConfig) -> None:
     if cache is not None and cache.stack_config != stack_config:
-        raise InputError("this cache was made for another model; make one with model.make_cache(batch, capacity)")
+        raise InputError("this cache was made for another model; make a new one with model.make_cache(batch, capacity)")
 
 
 def check_ids(ids: Tensor) -> None:
@@ -56,13 +62,14 @@ def check_ids(ids: Tensor) -> None:
     if ids.dtype not in INTEGER_DTYPES:
         raise InputError(f"ids have dtype {ids.dtype}, but token ids are integers; write ids.long()")
     if ids.dim() != 2 or not ids.numel():
-        raise InputError(f"ids of shape {tuple(ids.shape)} cannot be read; give (batch, length), at least one token")
+        raise InputError(f"ids have shape {tuple(ids.shape)}; give (batch, length), with at least one token")
 
 
 def check_batch(cache: Cache, ids: Tensor) -> None:
     if cache.batch != ids.shape[0]:
         raise InputError(
-            f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}; make another cache"
+            f"a batch of {ids.shape[0]} rows does not fit a cache made for {cache.batch}; "
+            f"make another cache with model.make_cache(batch={ids.shape[0]})"
         )
 
 
@@ -73,13 +80,18 @@ def check_shape(name: str, tensor: Tensor | None, ids: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.is_floating_point():
         raise InputError(f"{name} must be a tensor of whole numbers; write torch.tensor(…).long()")
     if tensor.shape != ids.shape:
-        raise InputError(f"{name} of shape {tuple(tensor.shape)} do not fit; give the shape of ids, {tuple(ids.shape)}")
+        raise InputError(
+            f"{name} of shape {tuple(tensor.shape)} do not fit ids of shape {tuple(ids.shape)}; give one for each id"
+        )
 
 
 def check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
     B, T, _ = hidden.shape
     if logits_at.dim() != 2 or logits_at.shape[0] != B or logits_at.dtype not in INTEGER_DTYPES:
-        raise InputError(f"logits_at of shape {tuple(logits_at.shape)} does not fit; give whole numbers ({B}, n)")
+        raise InputError(
+            f"logits_at has shape {tuple(logits_at.shape)} and dtype {logits_at.dtype}; give whole numbers of shape "
+            f"({B}, n), the indices of n tokens in each row"
+        )
     if logits_at.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = int(logits_at.min()), int(logits_at.max())
         if not -T <= low <= high < T:
@@ -88,15 +100,18 @@ def check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
 
 
 def valid_mask(mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """Check a padding mask (B, T) and return it as booleans; None for a mask on a CPU that masks nothing."""
+    """Check a padding mask (B, T) and return it as booleans, or None if it is on a CPU and masks nothing."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
         raise InputError(f"a mask must be a tensor, not {type(mask).__name__}; write torch.tensor(mask)")
     if mask.shape != ids.shape:
-        raise InputError(f"a mask of shape {tuple(mask.shape)} does not fit; give the shape of ids, {tuple(ids.shape)}")
+        raise InputError(
+            f"a mask of shape {tuple(mask.shape)} does not fit ids of shape {tuple(ids.shape)}; "
+            "give a 1 or 0 for each id"
+        )
     eager = mask.device.type == "cpu" and not torch.compiler.is_compiling()
-    # An additive mask would be read the wrong way round.
+    # An additive mask (0 for tokens, -inf for padding) would be understood the wrong way round.
     if (eager or mask.is_floating_point()) and not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError("the mask has values other than 0 and 1; write 1 for real tokens and 0 for padding")
     valid = mask.bool()

@@ -23,7 +23,8 @@ def token_positions(
 ) -> TokenPositions:
     """Check the arguments, each (B, T), and return the position of every token.
 
-    Positions count valid tokens after those in the cache, and start at 0 in each document, unless they are given.
+    Unless `positions` are given, they count valid tokens, continue after the tokens in the cache, and start at 0 in
+    each document.
     """
     check_ids(ids)
     if cache is not None:
@@ -50,13 +51,17 @@ def token_positions(
 
 
 def memory_positions(memory: Tensor | None, mask: Tensor | None, cache: Cache | None, width: int) -> TokenPositions:
-    """Return the positions of the encoded source, memory (B, S, D); a cache keeps them after the first pass."""
+    """Return the positions of the encoded source, `memory` (B, S, D); after the first pass they are in the cache."""
     if cache is not None and cache.memory_positions is not None:
         return cache.memory_positions
     if memory is None:
-        raise InputError("the decoder of an encoder-decoder attends to memory; give memory=model.encode(source)")
+        raise InputError(
+            "memory is missing: the decoder of an encoder-decoder attends to memory; give memory=model.encode(source)"
+        )
     if memory.dim() != 3 or memory.shape[-1] != width:
-        raise InputError(f"memory of shape {tuple(memory.shape)} does not fit; give (batch, source, {width})")
+        raise InputError(
+            f"memory has shape {tuple(memory.shape)}; give an encoded source of shape (batch, source length, {width})"
+        )
     positions = arange_positions(memory.shape[1], device=memory.device)
     if mask is not None:
         positions = TokenPositions(positions.positions, valid=valid_mask(mask, memory[..., 0]))

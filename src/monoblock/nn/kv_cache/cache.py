@@ -1,8 +1,10 @@
 """Keys and values kept between forward passes: one `LayerCache` for each block, with a separate length for each row.
 
-A pass writes behind `lengths` and does not advance them: the decoding loop calls `advance`.  So a pass can be repeated,
-draft tokens dropped (`truncate`), rows reordered (`select`) or copied (`fork`).  Padding is not stored: the length of a
-row counts its valid tokens.
+A forward pass writes new tokens after the first `lengths` tokens of each row, but does not change `lengths`; the
+decoding loop does so with `advance`.  So a pass can be repeated, draft tokens can be dropped (`truncate`), and rows can
+be reordered (`select`) or copied (`fork`).  Padding is not stored: the length of a row counts its valid tokens.
+
+What is stored depends on the attention of a block:
 
     full      a column for every token up to the capacity
     windowed  a ring of window + chunk - 1 columns: what a window still sees while `chunk` tokens are written
@@ -39,19 +41,21 @@ class Cache:
         device: torch.device | None = None,
     ) -> None:
         if batch < 1 or capacity < 1 or chunk < 1:
-            raise InputError(f"batch={batch}, capacity={capacity}, chunk={chunk} make an empty cache; write 1 or more")
+            raise InputError(
+                f"a cache cannot have batch={batch}, capacity={capacity} and chunk={chunk}; write 1 or more for each"
+            )
         self.stack_config, self.capacity = stack_config, capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.max_written = torch.zeros_like(self.lengths)  # the most tokens ever written to each row
         self.common_length: int | None = 0  # the length of all rows, if the host knows that they are equally long
         self.max_length = 0
-        self.is_static = False  # every pass has the same shapes and writes in place, so that a graph can replay it
-        self.rows_per_source = 1  # rows that share one source: the beams of one sentence
-        self.spare_buffer: Tensor | None = None  # receives the next keys or values whose rows are reordered
+        self.is_static = False  # every pass has the same shapes and writes in place, so that a CUDA graph can replay it
+        self.rows_per_source = 1  # number of rows that share one source, as beams do
+        self.spare_buffer: Tensor | None = None  # the next keys or values to be reordered are copied into it
         self.layers: list[LayerCache] = []
         self.cross_layers: list[CrossAttentionCache | None] = []
         self.index_by_capacity: dict[int, CacheIndex] = {}
-        self.memory_positions: TokenPositions | None = None  # of the source
+        self.memory_positions: TokenPositions | None = None  # positions of the source
         for block in stack_config.layers():
             size, window = self._layer_capacity(block.attention, chunk)
             self.layers.append(LayerCache(size))
@@ -75,12 +79,12 @@ class Cache:
         """Prepare a pass over new tokens; return one `CacheWrite` for each block."""
         counts = new_positions.length if new_positions.valid is None else new_positions.valid.sum(-1)
         required = self.max_length + new_positions.length
-        if required > self.capacity:  # padding takes no room, and the longest rows may be gone: read the lengths
+        if required > self.capacity:  # an upper bound: padding is not stored, and long rows may be gone
             self.max_length = int(self.lengths.max())
             required = int((self.lengths + counts).max())
         if required > self.capacity:
             raise InputError(
-                f"the cache holds {self.capacity} tokens a row: {self.max_length} are in it and "
+                f"the cache holds at most {self.capacity} tokens per row, but {self.max_length} are in it and "
                 f"{new_positions.length} more were given; make it with capacity={required} or more"
             )
         if not self.is_static:
@@ -92,12 +96,12 @@ class Cache:
         return [writes[layer.capacity] for layer in self.layers]
 
     def advance(self, counts: int | Tensor) -> None:
-        """Keep the first `counts` of the tokens just written: one number for all rows, or one for each row (B,)."""
+        """Keep the first `counts` of the tokens just written; `counts` is a number for all rows, or a tensor (B,)."""
         least, most = (counts, counts) if isinstance(counts, int) else (int(counts.min()), int(counts.max()))
         if least < 0 or (isinstance(counts, int) and self.max_length + most > self.capacity):
             raise InputError(
                 f"a cache of capacity {self.capacity} that holds {self.max_length} tokens cannot keep {counts} more; "
-                f"write 0 to {self.capacity - self.max_length}"
+                f"give a number from 0 to {self.capacity - self.max_length}"
             )
         self.lengths = self.lengths + counts
         if isinstance(counts, int):
@@ -107,7 +111,10 @@ class Cache:
             self.common_length, self.max_length = None, int(self.lengths.max())
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Drop the tokens beyond these lengths; raise if a ring has overwritten what came before them."""
+        """Cut each row to at most `lengths` tokens.
+
+        Raise InputError if a windowed block has overwritten tokens that it would then need again.
+        """
         if int(torch.as_tensor(lengths).min()) < 0:
             raise InputError(f"a cache cannot be cut to {lengths} tokens; write 0 or more")
         new_lengths = torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device))
@@ -115,8 +122,8 @@ class Cache:
         if not all(bool(index.can_truncate(new_lengths, self.max_written).all()) for index in indices):
             count = int((self.max_written - new_lengths).max())
             raise InputError(
-                f"{count} tokens cannot be truncated: a windowed block has overwritten what came before them; "
-                f"make the cache with chunk={count} or more"
+                f"{count} tokens cannot be dropped: they have overwritten earlier tokens in a windowed block, which "
+                f"would be needed again; make the cache with chunk={count} or more"
             )
         self.max_written = torch.where(new_lengths == 0, 0, self.max_written)
         self.lengths = new_lengths
@@ -126,16 +133,16 @@ class Cache:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def select(self, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Keep these rows in this order; a row may be repeated.
+        """Keep the rows with the given indices, in that order; an index may occur several times.
 
-        If several rows share one source, all sources are kept, or those whose indices `sources` gives.
+        If several rows share a source, as beams do, `sources` gives the indices of the sources to keep (None: all).
         """
         keeps_batch = len(rows) == self.batch and not self.is_static
         self.lengths, self.max_written = self.lengths[rows], self.max_written[rows]
         for index in self.index_by_capacity.values():
             index.select(rows)
         for layer in self.layers:
-            # Beams are reordered at every step and most columns are still empty; a ring is full of what it holds.
+            # Beam search reorders rows at every step, so only columns in use are copied; in a ring all are in use.
             copies_prefix = keeps_batch and layer.capacity == self.capacity
             layer.map_tensors((lambda t: self._reorder_rows(t, rows)) if copies_prefix else (lambda t: t[rows]))
         if self.rows_per_source == 1:
@@ -144,7 +151,10 @@ class Cache:
             self._map_sources(lambda t: t[sources])
 
     def _reorder_rows(self, t: Tensor, rows: Tensor) -> Tensor:
-        """Copy the used columns of `t` to the spare buffer, rows in the new order; `t` is the next spare buffer."""
+        """Copy the columns in use, with rows in the new order, to the spare buffer, and return it.
+
+        `t` itself becomes the next spare buffer.
+        """
         if self.spare_buffer is None or self.spare_buffer.shape != t.shape or self.spare_buffer.dtype != t.dtype:
             self.spare_buffer = torch.zeros_like(t)
         out, self.spare_buffer = self.spare_buffer, t
@@ -169,12 +179,12 @@ class Cache:
         self.select(torch.cat((rows, rows[row].view(1))))
 
     def append_rows(self, other: Cache) -> None:
-        """Append the rows of another cache of this model."""
+        """Append the rows of another cache that was made for the same model."""
         shape = (self.stack_config, self.capacity, self.rows_per_source)
         is_compatible = shape == (other.stack_config, other.capacity, other.rows_per_source)
         if not is_compatible or self.index_by_capacity.keys() != other.index_by_capacity.keys():
             raise InputError(
-                "the caches differ in model, capacity, chunk or copies of each row; join caches that agree"
+                "the caches differ in model, capacity, chunk or copies of each row; make both with the same settings"
             )
         if self.memory_positions is not None and other.memory_positions is not None:
             self._append_sources(other, self.memory_positions, other.memory_positions)  # before `batch` changes
@@ -210,10 +220,21 @@ class Cache:
         if self.memory_positions is not None:
             self.memory_positions = self.memory_positions.map_tensors(lambda t: fn(t) if t.shape[0] > 1 else t)
 
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of the cache by fn(tensor), for example to copy it to another device or dtype."""
+        self.lengths, self.max_written, self.spare_buffer = fn(self.lengths), fn(self.max_written), None
+        for index in self.index_by_capacity.values():
+            index.map_tensors(fn)
+        for layer in (*self.layers, *self.cross_layers):
+            if layer is not None:
+                layer.map_tensors(fn)
+        if self.memory_positions is not None:
+            self.memory_positions = self.memory_positions.map_tensors(fn)
+
     # -- fixed shapes ----------------------------------------------------------------------------------------------
 
     def make_static(self) -> None:
-        """Give every pass the same shapes, so that a graph can replay it: return all columns and mask empty ones."""
+        """Give every pass the same shapes, so that a CUDA graph can replay it; empty columns are then masked."""
         self.is_static, self.common_length, self.max_length = True, None, self.capacity - 1
 
     def make_dynamic(self) -> None:
@@ -236,7 +257,7 @@ class Cache:
         return True
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The lengths, keys, values and positions of self-attention, by name."""
+        """Return the lengths, keys, values and positions of self-attention, by name."""
         tensors: dict[str, Tensor | None] = {"lengths": self.lengths}
         for number, layer in enumerate(self.layers):
             tensors |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
@@ -252,24 +273,27 @@ class Cache:
         return next(iter(self.index_by_capacity.values())).document is not None
 
     def last_positions(self) -> tuple[Tensor, Tensor | None]:
-        """Return the position and the document of each row's last token, (B, 1) each; no documents: None."""
+        """Return the position and the document of each row's last token, both (B, 1).
+
+        The document is None if the cache has no documents.
+        """
         return next(iter(self.index_by_capacity.values())).last_positions(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the cached keys and values, without scratch columns."""
+        """The size of the cached keys and values in bytes."""
         layers = [t[:, :, :-1] for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
         sources = [t for layer in self.cross_layers if layer for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in layers + sources)
 
 
 def _pad_axis(t: Tensor, length: int, axis: int, fill: float) -> Tensor:
-    """Pad one axis at the end to `length`."""
+    """Pad the end of one axis with `fill`, up to `length`."""
     missing = [*t.shape[:axis], length - t.shape[axis], *t.shape[axis + 1 :]]
     return torch.cat((t, t.new_full(missing, fill)), axis)
 
 
 def _expand_valid(positions: TokenPositions, batch: int) -> Tensor:
-    """Return which tokens are valid (B, S), with a row for each of the `batch` sequences."""
+    """Return a mask (batch, S) of the valid tokens, which is True everywhere if there is no padding."""
     valid = torch.ones_like(positions.positions, dtype=torch.bool) if positions.valid is None else positions.valid
     return valid.expand(batch, -1)

@@ -6,6 +6,7 @@ every token or, for windowed attention, a ring of window + chunk - 1 columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,22 +19,28 @@ OPTIONAL_FIELDS = ("document", "prefix_or_global")
 
 
 class CacheWrite(NamedTuple):
-    """Where one pass writes in all layers of one capacity, and the positions of the keys that its queries see."""
+    """The columns that one forward pass writes to, and the positions of the keys that its queries see.
+
+    It is the same in all layers of one capacity.
+    """
 
     columns: Tensor  # (B, T) the column of each new token; tokens that are not kept go to the scratch column at the end
     key_positions: TokenPositions
-    num_visible: int  # the number of columns returned
-    cached_lengths: Tensor | None  # (B,) in a static cache with one new token a row, which sees all columns up to it
-    is_concatenated: bool  # a chunk too long for the ring: return the old columns followed by all new tokens
+    num_visible: int  # the number of columns that the queries see
+    cached_lengths: Tensor | None  # (B,) if the cache is static and each row has one new token, which sees all before
+    is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
 
 
 class CacheIndex:
-    """The positions of the tokens in layers of one capacity; each field is (B, capacity + 1), by column."""
+    """The position, document and flag of the token in each column, the same in all layers of one capacity.
+
+    Each field has shape (B, capacity + 1).
+    """
 
     def __init__(self, batch: int, capacity: int, window: int | None, device: torch.device | None) -> None:
         self.capacity, self.window = capacity, window
         self.positions = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
-        self.token_index = torch.full_like(self.positions, -1)  # which token of its row a column holds, from 0
+        self.token_index = torch.full_like(self.positions, -1)  # index of a column's token in its row; -1: empty
         self.document: Tensor | None = None
         self.prefix_or_global: Tensor | None = None
 
@@ -98,7 +105,7 @@ class CacheIndex:
             stored.scatter_(1, columns, new)
 
     def _visible_positions(self, limit: Tensor, num_visible: int) -> TokenPositions:
-        """Return the positions in the first `num_visible` columns; tokens from `limit` (B, 1) on are not valid."""
+        """Return the positions in the first `num_visible` columns; only the first `limit` (B, 1) tokens are valid."""
         token_index = self.token_index[:, :num_visible]
         document, prefix_or_global = (
             None if field is None else field[:, :num_visible].clone()
@@ -108,23 +115,31 @@ class CacheIndex:
         return TokenPositions(self.positions[:, :num_visible].clone(), document, valid, prefix_or_global)
 
     def last_positions(self, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the position and the document of each row's last token, (B, 1) each; position -1: an empty row."""
+        """Return the position and the document of each row's last token, both (B, 1).
+
+        An empty row has position -1, and the document is None if there are no documents.
+        """
         column = ((lengths - 1).clamp(min=0) % self.capacity)[:, None]
         positions = self.positions.gather(1, column).masked_fill(lengths[:, None] == 0, -1)
         return positions, None if self.document is None else self.document.gather(1, column)
 
     def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
-        """Return for each row (B,) whether a ring to which `max_written` tokens were written can be cut to `lengths`.
+        """Return for each row, as booleans (B,), whether it can be cut to `lengths` tokens.
 
-        It can if no token in the window of the next token has been overwritten.
+        A ring to which `max_written` tokens were written can if no token in the window of the next token has been
+        overwritten.
         """
         if self.window is None:
             return torch.ones_like(lengths, dtype=torch.bool)
         return (max_written - self.capacity).clamp(min=0) <= (lengths + 1 - self.window).clamp(min=0)
 
     def select(self, rows: Tensor) -> None:
+        self.map_tensors(lambda t: t[rows])
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by fn(tensor)."""
         for name, tensor in self.tensors().items():
-            setattr(self, name, tensor[rows])
+            setattr(self, name, fn(tensor))
 
     def append_rows(self, other: CacheIndex) -> None:
         for name in OPTIONAL_FIELDS:
@@ -137,7 +152,7 @@ class CacheIndex:
         self.token_index = torch.cat((self.token_index, other.token_index))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name."""
+        """Return the fields that are set, by name."""
         fields = {name: getattr(self, name) for name in POSITION_FIELDS}
         return {name: tensor for name, tensor in fields.items() if tensor is not None}
 

@@ -30,7 +30,7 @@ class KeyValueStore:
 
     def append_rows(self, other: KeyValueStore) -> None:
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
-            raise InputError("a cache without tokens cannot be joined; run the model with it first")
+            raise InputError("an empty cache cannot be joined with another; run the model with it first")
         self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
 
 
@@ -45,7 +45,10 @@ class LayerCache(KeyValueStore):
         if self.keys is None or self.values is None:
             self.keys, self.values = (self._allocate(new) for new in (keys, values))
         if keys.dtype != self.keys.dtype:
-            raise InputError(f"a cache of {self.keys.dtype} cannot take {keys.dtype}; make a new one with make_cache")
+            raise InputError(
+                f"the cache holds keys of {self.keys.dtype}, but the model now computes {keys.dtype}; "
+                "make a new cache with model.make_cache"
+            )
         visible = KeyValues(self.keys[:, :, : write.num_visible], self.values[:, :, : write.num_visible])
         if write.is_concatenated:
             visible = KeyValues(torch.cat((visible.keys, keys), 2), torch.cat((visible.values, values), 2))

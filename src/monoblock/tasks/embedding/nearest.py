@@ -1,4 +1,4 @@
-"""Find nearest neighbours by cosine similarity."""
+"""Find the nearest neighbours of vectors by cosine similarity."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-BATCH_SIZE = 1024  # queries compared with all candidates at once
+BATCH_SIZE = 1024  # vectors that are compared with all candidates at once
 
 
 class Neighbour(NamedTuple):
-    row: int  # index of the candidate
+    row: int  # the index of the neighbour among the candidates
     cosine: float
 
 
 def find_nearest(vectors: Tensor, candidates: Tensor, count: int) -> list[list[Neighbour]]:
-    """Find the `count` candidates (M, D) nearest to each vector (N, D), nearest first; ties keep their order."""
+    """Find the `count` candidates nearest to each vector, nearest first; ties keep the order of the candidates.
+
+    The shape of `vectors` is (N, D), and that of `candidates` is (M, D).
+    """
     queries, keys = F.normalize(vectors, dim=-1), F.normalize(candidates, dim=-1)
     neighbours = []
     for batch in queries.split(BATCH_SIZE):

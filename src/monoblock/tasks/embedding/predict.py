@@ -1,4 +1,4 @@
-"""Embed texts and images: the pooled hidden states of an encoder."""
+"""Embed texts and images as the pooled hidden states of an encoder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.heads import pool
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
+from monoblock.tasks.image_inputs import Image
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.long_inputs import average_parts, check_long_mode, enumerate_lines, fit_to_context
+from monoblock.tasks.long_inputs import LongTextMode, average_parts, check_long_mode, enumerate_lines, fit_to_context
 
 POOLINGS = ("mean", "cls")
 
@@ -25,16 +26,16 @@ def embed_texts(
     pooling: str | None = None,
     normalize: bool = True,
     batch: int = 64,
-    long: str = "refuse",
+    long: LongTextMode = "refuse",
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> Tensor:
-    """Return the embeddings (texts, D) of texts.
+    """Return the embeddings of texts, of shape (texts, D).
 
     pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
     normalize: scale embeddings to length one.
-    long: "refuse", "cut" or "split" a text beyond the context; a split text gets the mean over its parts.
-    lines: line numbers for error messages, counted from 0.
+    long: "refuse", "cut" or "split" a text that is longer than the context; a split text gets the mean of its parts.
+    lines: the line numbers of the texts for error messages, counted from 0.
     """
     kind = _resolve_pooling(loaded, pooling)
     check_long_mode(long)
@@ -52,19 +53,21 @@ def embed_texts(
 
 
 def embed_images(
-    loaded: LoadedModel, images: Sequence[Any], *, pooling: str | None = None, normalize: bool = True, batch: int = 64
+    loaded: LoadedModel, images: Sequence[Image], *, pooling: str | None = None, normalize: bool = True, batch: int = 64
 ) -> Tensor:
-    """Return the embeddings (images, D) of images; arguments as in `embed_texts`."""
+    """Return the embeddings of images, of shape (images, D); the arguments are those of `embed_texts`."""
     kind, encode = _resolve_pooling(loaded, pooling), cast(Any, loaded.model.encode)
     vectors = torch.cat(run_image_batches(loaded, images, batch, lambda pixels: pool(encode(pixels), None, kind)))
     return F.normalize(vectors, dim=-1) if normalize else vectors
 
 
 def _resolve_pooling(loaded: LoadedModel, requested: str | None) -> str:
-    """Return the kind of pooling for `monoblock.nn.heads.pool`; requested=None takes the one stored with the model."""
+    """Return the kind of pooling for `monoblock.nn.heads.pool`; requested=None uses the kind stored with the model."""
     pooling = requested or loaded.pooling
     if pooling not in POOLINGS:
         raise InputError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}{did_you_mean(pooling, POOLINGS)}")
     if loaded.model.encoder is None:
-        raise InputError(f"a {loaded.model.config.family} model has no encoder to embed with; give an encoder")
+        raise InputError(
+            f"embeddings need an encoder, and a {loaded.model.config.family} model has none; give another model"
+        )
     return "first" if pooling == "cls" else pooling

@@ -1,4 +1,4 @@
-"""Training data of running text: blocks to continue, and blocks with corrupted tokens to restore."""
+"""Training data from running text: blocks for next-token prediction, and blocks with corrupted tokens to restore."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from monoblock.training.collate import TensorBatch, collate_causal_lm
 
 
 def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
-    """Encode the texts of a corpus as one stream of tokens, each text followed by the end token if there is one."""
+    """Encode the texts of a corpus as one stream of tokens; the end token, if there is one, follows each text."""
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     documents = (ids + eos for ids in tokenizer.encode_batch(list(corpus.texts())))
     return TokenDataset.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
 def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
-    """Build the training data of a recipe: blocks of running text, with the next token as label."""
+    """Build the training data of a recipe: blocks of running text, in which the label of a token is the next token."""
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
     context = _require_context(inputs.max_length)
     tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
@@ -59,22 +59,30 @@ def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
 
 
 def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
-    """Return the validation losses of a uniform and of a unigram distribution (training counts, add-one smoothing)."""
+    """Return the validation losses of a uniform distribution and of a unigram distribution, in nats per token.
+
+    The unigram probabilities are the token frequencies of the training data with add-one smoothing.
+    """
     counts = 1 + np.bincount(train.read(0, len(train)), minlength=train.vocab)
-    losses = math.log(counts.sum()) - np.log(counts)  # of each token of the vocabulary
+    losses = math.log(counts.sum()) - np.log(counts)  # the unigram loss of each token of the vocabulary
     return {"uniform": math.log(train.vocab), "unigram": float(losses[validation.read(0, len(validation))].mean())}
 
 
 def _require_context(context: int | None) -> int:
     if context is None:
-        raise ConfigError("a language model is trained on blocks of fixed length; set model.context")
+        raise ConfigError(
+            "a language model is trained on blocks of fixed length; set model.context, as in model.context=256"
+        )
     return context
 
 
 def build_test_data(
     recipe: Recipe, config: ModelConfig | RecurrentConfig, tokenizer: Tokenizer, data: Path | None, stride: int | None
 ) -> TaskData:
-    """Build batches of the test split, in blocks of the context or in windows `stride` tokens apart."""
+    """Build the batches of the test split, in windows of the context length.
+
+    stride: windows begin this many tokens apart; None means that they do not overlap.
+    """
     tokens = tokenize_corpus(load_corpus(recipe.data.corpus, "test", folder=data), tokenizer)
     context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
     evaluation = partial(iterate_windows, tokens, _require_context(context), recipe.train.batch, stride)
@@ -86,7 +94,11 @@ def _refuse_training(batch: BatchIndices) -> TensorBatch:
 
 
 def iterate_windows(tokens: TokenDataset, context: int, batch: int, stride: int | None = None) -> Iterator[TensorBatch]:
-    """Yield batches of windows of equal length; every token of the text but the first is a label exactly once."""
+    """Yield batches of windows over a text; every token of the text but the first is a label exactly once.
+
+    context: the number of input tokens in a window; the windows of a batch have equal length.
+    stride: windows begin this many tokens apart; None means that they do not overlap.
+    """
     pending: list[EvaluationWindow] = []
     for window in evaluation_windows(tokens, context, stride):
         if pending and (len(pending) == batch or len(window.ids) != len(pending[0].ids)):
@@ -106,7 +118,7 @@ def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:
 
 
 def build_denoising_data(inputs: TaskInputs, *, collate: Callable[..., tuple[dict[str, Tensor], Tensor]]) -> TaskData:
-    """Build the training data of a recipe: blocks of fixed length, whose tokens `collate` corrupts."""
+    """Build the training data of a recipe: blocks of fixed length, some tokens of which `collate` corrupts."""
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
     context, special, section = _require_context(inputs.max_length), special_token_ids(tokenizer), recipe.train
 
@@ -118,7 +130,9 @@ def build_denoising_data(inputs: TaskInputs, *, collate: Callable[..., tuple[dic
     validation = None
     if valid is not None:
         tokens = tokenize_corpus(valid, tokenizer)
-        validation = BlockDataset(tokens, min(context, max(1, len(tokens) - 1)))  # a short text is one shorter block
+        validation = BlockDataset(
+            tokens, min(context, max(1, len(tokens) - 1))
+        )  # a text shorter than the context is one block
 
     def evaluation() -> Iterator[TensorBatch]:
         assert validation is not None

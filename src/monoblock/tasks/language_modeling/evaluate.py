@@ -1,4 +1,4 @@
-"""Evaluate a language model: loss, perplexity and bits per byte of a text."""
+"""Evaluate a language model by its loss, perplexity and bits per byte on a text."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import torch
 
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.metrics.text import bits_per_byte, perplexity
+from monoblock.tasks.batching import run_model
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.training.loss import CrossEntropyLoss
 
-DEFAULT_CONTEXT = 256  # for models without a limit
+DEFAULT_CONTEXT = 256  # tokens in a window, for models without a maximum context
 
 
 @torch.inference_mode()
 def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Compute the loss of every token but the first, in blocks of the context or in windows `stride` tokens apart."""
+    """Compute the mean loss over all tokens but the first, in windows of `request.context` tokens.
+
+    Windows begin `request.stride` tokens apart; by default they do not overlap.
+    """
     corpus = read_corpus(request, "text")
     context = request.context or loaded.model.config.context or DEFAULT_CONTEXT
     tokens, device = tokenize_corpus(corpus, loaded.tokenizer), loaded.model.device
     loss, total, count = CrossEntropyLoss(), 0.0, 0
     for batch in iterate_windows(tokens, context, max(1, request.batch // 8), request.stride):
         batch = batch.to(device)
-        total += float(loss.from_logits(loaded.model(**batch.inputs), batch.labels))
+        total += float(loss.from_logits(run_model(loaded, batch.inputs), batch.labels))
         count += int((batch.labels != IGNORE_INDEX).sum())
     mean, num_bytes = total / max(1, count), sum(len(text.encode()) for text in corpus.texts())
     metrics = {

@@ -1,12 +1,12 @@
-"""Few-shot classification: compare the probabilities of the labels after a prompt (Brown et al. 2020).
+"""Few-shot classification: choose the label that is most probable after a prompt (Brown et al. 2020).
 
     template = PromptTemplate("Review: {text}\\nSentiment: {label}\\n\\n", {"0": "negative", "1": "positive"})
     examples = sample_balanced(train.rows, template.labels, 4, seed=0)
     scores = score_labels(loaded, template, examples, texts)          # (texts, labels) log-probabilities
     scores = calibrate_scores(scores, score_content_free(loaded, template, examples))
 
-The score of a label is the sum of the log-probabilities of its tokens. The tokens that all prompts begin with, mainly
-the examples, are processed once; their keys and values are cached.
+The score of a label is the sum of the log-probabilities of its tokens. All prompts begin with the same tokens, mainly
+those of the examples; these are processed once, and their keys and values are cached.
 """
 
 from __future__ import annotations
@@ -31,27 +31,32 @@ from monoblock.tasks.loaded_model import LoadedModel
 
 TEXT_FIELD, LABEL_FIELD = "{text}", "{label}"
 DEFAULT_TEMPLATE = "Text: {text}\nLabel: {label}\n\n"
-# Corpus -> its default template.
+# Corpus -> its template; other corpora have DEFAULT_TEMPLATE.
 TEMPLATES = {"reviews": "Review: {text}\nSentiment: {label}\n\n"}
 CONTENT_FREE = ("N/A", "", "[MASK]")  # texts without content (Zhao et al. 2021, section 5)
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A template with {text} once and {label} once after it, and the word that stands for each label."""
+    """A prompt template, and the word that is written for each label.
+
+    The template contains {text} once and, after it, {label} once.
+    """
 
     template: str
     label_words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.template.count(TEXT_FIELD) != 1 or self.template.count(LABEL_FIELD) != 1:
-            raise ConfigError(f"the template {self.template!r:.60} must have {TEXT_FIELD} once and {LABEL_FIELD} once")
+            raise ConfigError(
+                f"the template {self.template!r:.60} must contain {TEXT_FIELD} once and {LABEL_FIELD} once"
+            )
         if self.template.index(TEXT_FIELD) > self.template.index(LABEL_FIELD):
             raise ConfigError(f"the template {self.template!r:.60} has {LABEL_FIELD} before {TEXT_FIELD}; swap them")
         num_labels, num_words = len(self.label_words), len(set(self.label_words.values()))
         if num_labels < 2 or num_words < num_labels:
             raise ConfigError(
-                f"{num_labels} labels have {num_words} distinct words; give two or more labels, each with its own word"
+                f"{num_labels} labels have {num_words} different words; give two or more labels, each with its own word"
             )
 
     @property
@@ -62,18 +67,21 @@ class PromptTemplate:
         return self.template.replace(LABEL_FIELD, self.label_words[row.label]).replace(TEXT_FIELD, row.text)
 
     def format_prompt(self, examples: Sequence[LabelledText], text: str) -> str:
-        """Return the examples and the text, up to where its label follows; spaces before the label are left out."""
+        """Return the prompt: the examples with their labels, then the text up to the place of its label.
+
+        Spaces directly before that place are left out; they belong to the completion.
+        """
         query = self.template[: self.template.index(LABEL_FIELD)].rstrip(" ").replace(TEXT_FIELD, text)
         return "".join(map(self.format_example, examples)) + query
 
     def label_completion(self, label: str) -> str:
-        """Return the text that follows the prompt: the word of a label, with the spaces before it."""
+        """Return what follows the prompt if the label is right: its word, with the spaces before it."""
         before = self.template[: self.template.index(LABEL_FIELD)]
         return " " * (len(before) - len(before.rstrip(" "))) + self.label_words[label]
 
 
 def sample_balanced(rows: Sequence[LabelledText], labels: Sequence[str], count: int, seed: int) -> list[LabelledText]:
-    """Sample `count` rows in random order; the numbers of rows of two labels differ by at most one."""
+    """Sample `count` rows in random order, with equally many rows of each label, or one more of some labels."""
     order = permutation(seed, 0, len(rows)).tolist()
     sampled: list[int] = []
     for label_index, label in enumerate(labels):
@@ -81,8 +89,8 @@ def sample_balanced(rows: Sequence[LabelledText], labels: Sequence[str], count: 
         indices = [index for index in order if rows[index].label == label][:num_rows]
         if len(indices) < num_rows:
             raise InputError(
-                f"{count} shots need {num_rows} examples of {label!r}, and the training split has {len(indices)}; "
-                f"show fewer examples"
+                f"{count} shots need {num_rows} examples of the label {label!r}, but the training split has only "
+                f"{len(indices)}; use fewer shots"
             )
         sampled += indices
     return [rows[sampled[index]] for index in permutation(seed, 1, count).tolist()] if count else []
@@ -96,13 +104,13 @@ def score_labels(
     *,
     batch: int = 32,
 ) -> Tensor:
-    """Return the log-probability (texts, labels) of the word of each label after the prompt of each text."""
+    """Return the log-probability of the word of each label after the prompt of each text, of shape (texts, labels)."""
     model = _require_decoder(loaded)
     rows = [_encode_prompt(loaded, template, examples, text) for text in texts]
     limit, longest = model.config.context, max(row.length for row in rows)
     if limit is not None and longest > limit:
         raise InputError(
-            f"a prompt and its label have {longest} tokens, and the model reads {limit}; show fewer examples"
+            f"a prompt and its label have {longest} tokens, but the model reads at most {limit}; use fewer shots"
         )
     shared = _shared_prefix_length([row.prompt_ids for row in rows])
     scores = torch.empty(len(rows), len(template.label_words), dtype=torch.float64)
@@ -116,8 +124,10 @@ def score_labels(
 def calibrate_scores(scores: Tensor, content_free_scores: Tensor) -> Tensor:
     """Divide the probability of each label by its probability after texts without content, and renormalize.
 
-    scores (texts, labels) and content_free_scores (content-free texts, labels) are those of `score_labels`; the result
-    is (texts, labels) log-probabilities (Zhao et al. 2021, eq. 1 with W = diag(p)^-1, b = 0).
+    scores: the scores of the texts to classify, from `score_labels`, of shape (texts, labels).
+    content_free_scores: the scores from `score_content_free`, of shape (content-free texts, labels).
+
+    Return log-probabilities of shape (texts, labels) (Zhao et al. 2021, eq. 1 with W = diag(p)^-1, b = 0).
     """
     prior = content_free_scores.log_softmax(-1).exp().mean(0)
     return (scores.log_softmax(-1) - prior.log()).log_softmax(-1)
@@ -144,13 +154,15 @@ def evaluate_few_shot(
 ) -> Evaluation:
     """Compute accuracy on a labelled corpus for each number of examples in `shots`.
 
-    The metric "accuracy" is that of the last number. template and words: see PromptTemplate; None takes the default
-    template, and the labels themselves as words.
+    The metric "accuracy" is the accuracy with the last number of examples.
+
+    template: the template of a PromptTemplate; None uses the default for the corpus.
+    words: the words that are written for labels; any other label is written as it is named in the corpus.
     """
     corpus, train = read_corpus(request, "labelled"), read_corpus(request, "labelled", "train")
     if any(shots) and corpus.split in ("train", "all"):
         raise ConfigError(
-            f"the split {corpus.split} of {request.data} contains the examples of the prompts; use test or valid"
+            f"the split {corpus.split} of {request.data} contains the examples that prompts show; use test or valid"
         )
     label_words = {label: (words or {}).get(label, label) for label in train.labels()}
     unknown = next((label for label in words or {} if label not in label_words), None)
@@ -192,7 +204,7 @@ def _evaluate_shots(
 
 
 def accuracy(scores: Tensor, rows: Sequence[LabelledText], labels: Sequence[str]) -> float:
-    """Return the percentage of rows whose label has the highest score in scores (rows, labels)."""
+    """Return the percentage of rows whose own label has the highest score; `scores` has the shape (rows, labels)."""
     correct = [labels[index] == row.label for index, row in zip(scores.argmax(-1).tolist(), rows, strict=True)]
     return 100 * sum(correct) / len(correct)
 
@@ -203,7 +215,7 @@ def accuracy(scores: Tensor, rows: Sequence[LabelledText], labels: Sequence[str]
 @dataclass(frozen=True)
 class EncodedPrompt:
     prompt_ids: list[int]
-    label_ids: list[list[int]]  # the tokens that the word of each label adds to the prompt
+    label_ids: list[list[int]]  # for each label, the tokens that its word adds to the prompt
 
     @property
     def length(self) -> int:
@@ -216,7 +228,8 @@ def _encode_prompt(
     prompt = template.format_prompt(examples, text)
     if not prompt and loaded.tokenizer.bos_id is None and loaded.tokenizer.eos_id is None:
         raise InputError(
-            "an empty text leaves an empty prompt, and this tokenizer has no start token; put a word before {text}"
+            "an empty text gives an empty prompt, and the tokenizer has no start token; put a word before {text} in "
+            "the template"
         )
     ids = list(loaded.encode_prompt(prompt).ids)
     full = [list(loaded.encode_prompt(prompt + template.label_completion(label)).ids) for label in template.labels]
@@ -225,7 +238,8 @@ def _encode_prompt(
     label_ids = [row[len(ids) :] for row in full]
     if not all(label_ids) or any(row[: len(ids)] != ids for row in full):
         raise InputError(
-            "a label shares a token with the end of the prompt; put a space or a line break before {label}"
+            "the word of a label is merged with the end of the prompt into one token; put a space or a line break "
+            "before {label} in the template"
         )
     return EncodedPrompt(ids, label_ids)
 
@@ -235,21 +249,25 @@ def _require_decoder(loaded: LoadedModel) -> Transformer:
     head = model.config.head if isinstance(model, Transformer) else None
     if not isinstance(model, Transformer) or model.decoder is None or model.encoder is not None or head is None:
         family = with_article(model.config.family)
-        raise InputError(f"few-shot prompts need a decoder-only language model, not {family} model; give another")
+        raise InputError(
+            f"few-shot prompts need a decoder-only language model, but this is {family} model; give another model"
+        )
     return model
 
 
 def _shared_prefix_length(prompts: Sequence[list[int]]) -> int:
-    """Return the length of the longest common prefix of all prompts, which must be shorter than each of them."""
+    """Return the length of the longest common prefix of all prompts; at least one token of each prompt is left over."""
     limit = min(map(len, prompts)) - 1
     return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
 
 
 def _prefill(model: Transformer, ids: list[int], capacity: int) -> Cache:
-    """Return a key-value cache for one row of up to `capacity` tokens, filled with `ids`."""
+    """Return a key-value cache for one sequence of up to `capacity` tokens, filled with `ids`."""
     cache = model.make_cache(batch=1, capacity=capacity, chunk=max(1, capacity))
     if ids:
-        first = torch.tensor([[0]], device=model.device)  # the logits are not used: compute those of one position
+        first = torch.tensor(
+            [[0]], device=model.device
+        )  # the logits are not used, so compute them at one position only
         model(torch.tensor([ids], device=model.device), cache=cache, logits_at=first)
         cache.advance(len(ids))
     return cache
@@ -258,7 +276,10 @@ def _prefill(model: Transformer, ids: list[int], capacity: int) -> Cache:
 def _score_batch(
     model: Transformer, prefix: Cache, prefix_length: int, prompts: Sequence[EncodedPrompt], capacity: int
 ) -> Tensor:
-    """Return the log-probabilities (prompts, labels) of each label after each prompt, reusing the cached prefix."""
+    """Return the log-probability of each label after each prompt, of shape (prompts, labels).
+
+    prefix: the cache of the first `prefix_length` tokens, which are the same in all prompts.
+    """
     if prefix_length:
         cache = copy.deepcopy(prefix)
         cache.select(torch.zeros(len(prompts), dtype=torch.long, device=model.device))
@@ -277,9 +298,10 @@ def _score_batch(
 
 
 def _score_label(model: Transformer, cache: Cache, first_log_probs: Tensor, tokens: Sequence[list[int]]) -> Tensor:
-    """Return the log-probability (B,) of the label tokens of each row; the length of the cache does not change.
+    """Return the log-probability of the label tokens of each row, of shape (B,); do not advance the cache.
 
-    first_log_probs: log-probabilities (B, V) of the first token after each prompt.
+    first_log_probs: the log-probabilities of the first token after each prompt, of shape (B, V).
+    tokens: the label tokens of each row.
     """
     device = first_log_probs.device
     first = torch.tensor([row[0] for row in tokens], device=device)

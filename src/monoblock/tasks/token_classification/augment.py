@@ -1,8 +1,8 @@
 """Augment tagged sentences differently in every epoch.
 
 Entities are replaced by others of the same type, words are masked, sentences are written in capitals, words are
-segmented by BPE-dropout, and neighbouring sentences are joined. All depends on (seed, epoch, row) alone, so that a
-resumed run sees the same data.
+segmented by BPE-dropout, and neighbouring sentences are joined. The result depends only on (seed, epoch, row), so that
+a resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from monoblock.tasks.token_classification.bio import extract_entities
 from monoblock.tasks.token_classification.section import TokenClassificationSection
 from monoblock.training.corruption import sample_generator
 
-NUM_SEGMENTATIONS = 32  # different segmentations of a word under BPE-dropout
+NUM_SEGMENTATIONS = 32  # how many segmentations of a word BPE-dropout chooses from
 
 
 class TaggedAugmenter:
-    """Call with a row index and an epoch to get the augmented sentence and its encoding."""
+    """Augment rows: call it with a row index and an epoch to get the augmented sentence and its encoding."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TaggedAugmenter:
         return self._sample_segmentation(word, int(rng.integers(NUM_SEGMENTATIONS)))
 
     def _sample_segmentation(self, word: str, index: int) -> list[int]:
-        """Return the BPE-dropout segmentation of a word with this index, cached because the tokenizer is slow."""
+        """Return the ids of a word in the segmentation number `index` of BPE-dropout; cached, because it is slow."""
         key = (word, index)
         if key not in self.segmentations:
             sample = self.words.tokenizer.sample
@@ -67,7 +67,7 @@ class TaggedAugmenter:
 
 
 def collect_mentions(rows: Sequence[TaggedSentence]) -> dict[str, list[TaggedSentence]]:
-    """Map each entity type to its distinct entities, each as the words and labels of the entity."""
+    """Return the distinct entities of each type; each entity is given by its words and their labels."""
     mentions: dict[str, dict[TaggedSentence, None]] = {}
     for row in rows:
         for kind, start, end in extract_entities(row.labels):
@@ -78,10 +78,12 @@ def collect_mentions(rows: Sequence[TaggedSentence]) -> dict[str, list[TaggedSen
 def replace_mentions(
     rows: Sequence[TaggedSentence], mentions: dict[str, list[TaggedSentence]], rate: float, rng: np.random.Generator
 ) -> list[TaggedSentence]:
-    """Replace a share `rate` of the entities by others of their type (mention replacement, Dai and Adel 2020).
+    """Replace entities by others of the same type, with probability `rate` (mention replacement, Dai and Adel 2020).
 
-    If an entity occurs several times in `rows`, all occurrences get the same replacement, so that the text stays
-    consistent.
+    If an entity occurs several times in `rows`, all its occurrences are replaced by the same entity, so that the text
+    stays consistent.
+
+    mentions: the entities of each type to choose from, from `collect_mentions`.
     """
     if not rate:
         return list(rows)
@@ -112,7 +114,7 @@ def uppercase_row(row: TaggedSentence) -> TaggedSentence:
 
 
 def concatenate_rows(rows: Sequence[TaggedSentence]) -> TaggedSentence:
-    """Join sentences into one."""
+    """Join tagged sentences into one."""
     words = tuple(word for row in rows for word in row.words)
     return TaggedSentence(words, tuple(label for row in rows for label in row.labels))
 
@@ -120,7 +122,12 @@ def concatenate_rows(rows: Sequence[TaggedSentence]) -> TaggedSentence:
 def group_rows(
     rows: Sequence[Sequence[str]], max_rows: int, words: WordEncoder, separator_length: int = 1
 ) -> list[range]:
-    """Group neighbouring rows, at most `max_rows` and no more than fit together into the template's maximum length."""
+    """Group neighbouring rows of words, so that each group can be encoded as one input; return ranges of row indices.
+
+    A group has at most `max_rows` rows, and fits into the maximum length of the template of `words`.
+
+    separator_length: the number of tokens between two rows of a group.
+    """
     groups: list[range] = []
     start, length = 0, 0
     num_special, limit = words.encoded_length(()), words.template.max_length

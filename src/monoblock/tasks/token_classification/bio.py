@@ -1,8 +1,8 @@
 """Chunking labels such as B-PER I-PER O: the entities they mark, valid label sequences, and Viterbi decoding.
 
-In BIO every entity begins with B; in IOB1 only an entity that directly follows another of the same type does. IOBES,
-also written as BILOU, marks the last word of an entity by E (L) and an entity of one word by S (U). Other labels, such
-as parts of speech, are not a chunking scheme and are not changed.
+In BIO, every entity begins with B. In IOB1, an entity begins with B only if it directly follows another entity of the
+same type, and with I otherwise. IOBES also marks the last word of an entity by E, and an entity of one word by S; BILOU
+is the same scheme with L for E and U for S. Other labels, such as parts of speech, are not a chunking scheme.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from monoblock.data.readers.records import TaggedSentence
 OUTSIDE = "O"
 BILOU_TO_IOBES = {"L": "E", "U": "S"}
 PREFIXES = "BIES"
-CLOSING_PREFIXES = "OES"  # after these no entity is open
+CLOSING_PREFIXES = "OES"  # after a label with one of these prefixes, no entity is open
 
 
 class Entity(NamedTuple):
-    """An entity of type `kind` over the words [start, end)."""
+    """An entity of type `kind`, which consists of words[start:end]."""
 
     kind: str
     start: int
@@ -31,7 +31,7 @@ class Entity(NamedTuple):
 
 
 def parse_label(label: str) -> tuple[str, str] | None:
-    """Split a label into its IOBES prefix and its entity type; None if it is not a chunking label."""
+    """Split a label into its IOBES prefix and its entity type; return None if it is not a chunking label."""
     if label == OUTSIDE:
         return OUTSIDE, ""
     prefix, dash, kind = label.partition("-")
@@ -47,7 +47,8 @@ def is_chunking_scheme(labels: Iterable[str]) -> bool:
 def extract_entities(labels: Sequence[str]) -> list[Entity]:
     """Extract the entities of a sentence as conlleval does (Tjong Kim Sang and De Meulder 2003).
 
-    An entity begins at B or S, after O, E or S, and where the type changes, so every sequence of labels is accepted.
+    An entity begins at a label B or S, at any entity label after O, E or S, and where the type changes. So every
+    sequence of labels is accepted, even an invalid one.
     """
     entities: list[Entity] = []
     last_prefix, last_kind = OUTSIDE, ""
@@ -66,15 +67,15 @@ def extract_entities(labels: Sequence[str]) -> list[Entity]:
 
 
 class LabelTransitions(NamedTuple):
-    """Which labels of a model may start a sentence, which may follow each other, and which may end a sentence."""
+    """Which labels can start a sentence, which can follow each other, and which can end a sentence."""
 
     can_start: NDArray[np.bool_]  # (classes,)
-    can_follow: NDArray[np.bool_]  # (classes, classes): [before, after]
+    can_follow: NDArray[np.bool_]  # (classes, classes), indexed by [label, next label]
     can_end: NDArray[np.bool_]  # (classes,)
 
 
 def build_transitions(labels: Sequence[str]) -> LabelTransitions | None:
-    """Derive the valid transitions from the labels; None if they are not a chunking scheme."""
+    """Return the valid transitions between labels; None if the labels are not a chunking scheme."""
     if not is_chunking_scheme(labels):
         return None
     parsed = [pair for label in labels if (pair := parse_label(label)) is not None]
@@ -93,7 +94,11 @@ def _can_follow(before: tuple[str, str], after: tuple[str, str], has_end_prefixe
 
 
 def viterbi_decode(scores: NDArray[np.float64], transitions: LabelTransitions | None) -> list[int]:
-    """Return the class indices of the best valid sequence, from log-probabilities (words, classes) (Viterbi 1967)."""
+    """Return the class indices of the most probable valid sequence of labels (Viterbi 1967).
+
+    scores: log-probabilities of shape (words, classes).
+    transitions: None means that every sequence is valid.
+    """
     if not len(scores):
         return []
     if transitions is None:
@@ -116,10 +121,10 @@ def viterbi_decode(scores: NDArray[np.float64], transitions: LabelTransitions | 
 
 
 def is_iob1(rows: Iterable[TaggedSentence], labels: Iterable[str]) -> bool:
-    """Return whether an entity of `rows` begins with I, as in IOB1 and never in BIO.
+    """Return whether an entity in `rows` begins with I, which occurs in IOB1 but not in BIO.
 
-    labels: all labels of the corpus. If one of them marks the end of an entity (IOBES), a beginning with I is an
-    annotation error, and the result is False.
+    labels: all labels of the corpus. If one of them has the prefix E or S, the scheme is IOBES, an entity that begins
+        with I is an annotation error, and the result is False.
     """
     known = set(labels)
     if not is_chunking_scheme(known) or any((parse_label(label) or OUTSIDE)[0] in "ES" for label in known):
@@ -136,7 +141,7 @@ def _adjacent_labels(labels: Sequence[str]) -> Iterable[tuple[tuple[str, str], t
 
 
 def to_bio(row: TaggedSentence) -> TaggedSentence:
-    """Return the sentence with the labels of its entities converted to BIO."""
+    """Return the sentence with its labels converted to BIO."""
     labels = [OUTSIDE] * len(row.labels)
     for kind, start, end in extract_entities(row.labels):
         labels[start:end] = [f"B-{kind}", *[f"I-{kind}"] * (end - start - 1)]
@@ -147,7 +152,7 @@ def to_bio(row: TaggedSentence) -> TaggedSentence:
 
 
 class MatchCounts(NamedTuple):
-    """Numbers of correct, predicted and gold entities, with precision, recall and F1 in percent."""
+    """The numbers of correct, predicted and gold entities; precision, recall and F1 are percentages."""
 
     correct: int = 0
     predicted: int = 0
@@ -171,7 +176,7 @@ class MatchCounts(NamedTuple):
 
 
 def count_entities(predictions: Iterable[Sequence[str]], references: Iterable[Sequence[str]]) -> dict[str, MatchCounts]:
-    """Count entities by type; a predicted entity is correct if its type, start and end are those of a gold entity."""
+    """Count entities by type; a predicted entity is correct if a gold entity has the same type, start and end."""
     counts: dict[str, MatchCounts] = {}
     for predicted_labels, gold_labels in zip(predictions, references, strict=True):
         predicted, gold = set(extract_entities(predicted_labels)), set(extract_entities(gold_labels))
@@ -186,7 +191,7 @@ def count_entities(predictions: Iterable[Sequence[str]], references: Iterable[Se
 
 
 def sum_counts(counts: dict[str, MatchCounts]) -> MatchCounts:
-    """Add the counts of all types, for the micro average that conlleval prints first."""
+    """Return the sum of the counts of all types; its F1 is the micro average, the first one that conlleval prints."""
     total = MatchCounts()
     for type_counts in counts.values():
         total = total + type_counts

@@ -1,4 +1,4 @@
-"""Training data for token classification: one label for each word."""
+"""Training data for token classification, in which each word has a label."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from monoblock.training.collate import TensorBatch, collate_token_classification
 
 
 def build_token_classification_data(inputs: TaskInputs) -> TaskData:
-    """Build the training data of a recipe; the first token of a word has its label. IOB1 labels become BIO."""
+    """Build the training data of a recipe; the first token of each word has the label of the word.
+
+    IOB1 labels are converted to BIO.
+    """
     recipe, context, tokenizer = inputs.recipe, inputs.max_length, inputs.text_tokenizer
     train, valid, labels = inputs.train, inputs.valid, inputs.labels
     words = WordEncoder(tokenizer, InputTemplate(tokenizer, context))
@@ -40,9 +43,9 @@ def build_token_classification_data(inputs: TaskInputs) -> TaskData:
     if is_iob1(rows, labels):
         rows, validation_rows = [to_bio(row) for row in rows], [to_bio(row) for row in validation_rows]
         bio_labels = {label for row in (*rows, *validation_rows) for label in row.labels}
-        # Keep the order of labels: a stored head may depend on it.
+        # Keep the order of the labels if possible: a pretrained head may depend on it.
         labels = labels if bio_labels <= set(labels) else sorted(bio_labels | set(labels))
-        note = "; labels turned from IOB1 into BIO"
+        note = "; labels converted from IOB1 to BIO"
     if valid is not None:
         check_labels(valid, (row.labels for row in validation_rows), labels)
     section, dropout = inputs.section(TokenClassificationSection), recipe.tokenizer.dropout
@@ -71,7 +74,7 @@ def build_token_classification_data(inputs: TaskInputs) -> TaskData:
 
 
 def _build_plan(inputs: TaskInputs, samples: EncodedDataset, num_rows: int) -> BatchPlan:
-    """Return a plan that buckets rows by length, or a fixed plan if rows are joined, as their lengths then vary."""
+    """Return a plan that buckets rows by length; if rows are joined, their lengths vary, and the plan is fixed."""
     if inputs.section(TokenClassificationSection).join_rows > 1:
         return build_fixed_plan(inputs.recipe, num_rows)
     return build_bucket_plan(inputs.recipe, samples.lengths)
@@ -80,7 +83,7 @@ def _build_plan(inputs: TaskInputs, samples: EncodedDataset, num_rows: int) -> B
 def _encode_validation_rows(
     rows: Sequence[TaggedSentence], join: int, words: WordEncoder, labels: list[str]
 ) -> EncodedDataset:
-    """Encode validation rows, up to `join` neighbouring rows together, as in prediction."""
+    """Encode validation rows, joining up to `join` neighbouring rows into one sample, as in prediction."""
     groups = group_rows([row.words for row in rows], join, words)
     encoded = iter([words.encode_rows([rows[index].words for index in group]) for group in groups])
     joined = [concatenate_rows(rows[group.start : group.stop]) for group in groups]
@@ -90,7 +93,7 @@ def _encode_validation_rows(
 def _augmented_batch_builder(
     augmenter: TaggedAugmenter, labels: list[str], collate: Collate
 ) -> Callable[[BatchIndices], TensorBatch]:
-    """Return a function that builds batches of rows augmented anew in every epoch."""
+    """Return a function that builds batches of rows, augmented differently in every epoch."""
     label_ids = label_to_id(labels)
 
     def samples(batch: BatchIndices) -> Iterator[dict[str, Any]]:

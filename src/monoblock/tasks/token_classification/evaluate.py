@@ -1,4 +1,4 @@
-"""Evaluate token classification: accuracy over words, and F1 of entities, of punctuation marks or of labels."""
+"""Evaluate token classification: the accuracy over words, and the F1 of entities, of punctuation or of labels."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ from monoblock.tasks.token_classification.predict import (
 )
 from monoblock.tasks.token_classification.section import TokenClassificationSection
 
-SENTENCES_PER_ROW = 20  # sentences are short, so this many are scored for each row requested
-CONTEXT_WORDS = 5  # shown on either side of a mistake
-# The values of the two parts of a label such as COMMA+CAP.
+SENTENCES_PER_ROW = 20  # sentences scored for each row that `score_validation_tags` is asked for; they are short
+CONTEXT_WORDS = 5  # words shown on either side of a mistake
+# The possible values of the first and the second part of a label such as COMMA+CAP.
 LABEL_PARTS = ([mark for mark in MARK_TO_LABEL.values() if mark != OUTSIDE], ["CAP", "UPPER"])
 
 
 def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Compute accuracy, loss, calibration error and F1: of entities, of punctuation, or of other labels."""
+    """Compute the accuracy, the loss, the calibration error and the F1 of a tagger.
+
+    The labels of the model decide whether F1 is that of entities, of punctuation and capitals, or of single labels.
+    """
     corpus = read_corpus(request, "tagged")
     notes = []
     if is_iob1(corpus.rows, {*loaded.labels, *corpus.labels()}):
@@ -80,14 +83,14 @@ def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluati
 
 
 def score_validation_tags(loaded: LoadedModel, rows: Sequence[TaggedSentence], count: int) -> dict[str, float]:
-    """Return the F1 of the first validation sentences, SENTENCES_PER_ROW * count of them, for the model card."""
+    """Return the F1 on the first SENTENCES_PER_ROW * count validation sentences, for the model card."""
     rows = rows[: SENTENCES_PER_ROW * count]
     predictions = _decode_rows(loaded, _predict_probabilities(loaded, rows))
     return {"val_f1": _f1_metrics(loaded.labels, predictions, rows, None, [])["f1"]}
 
 
 def _predict_probabilities(loaded: LoadedModel, rows: Sequence[TaggedSentence], batch: int = 64) -> list[Tensor]:
-    """Return the probabilities (words, classes) of each row, with as many rows joined as in training."""
+    """Return the class probabilities of each row, of shape (words, classes); rows are joined as in training."""
     join = loaded.section(TokenClassificationSection).join_rows
     return predict_word_probabilities(loaded, [row.words for row in rows], batch=batch, long="split", join=join)
 
@@ -97,7 +100,7 @@ def _decode_rows(loaded: LoadedModel, probabilities: Sequence[Tensor]) -> list[l
 
 
 def _label_ids(rows: Sequence[Sequence[str]], labels: Sequence[str]) -> list[int]:
-    """Return the class indices of all words of all rows as one list."""
+    """Return the class indices of all labels in all rows as one list."""
     ids = label_to_id(labels)
     return [ids[label] for row in rows for label in row]
 
@@ -109,17 +112,21 @@ def _f1_metrics(
     request: EvaluationRequest | None,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Compute "f1" and related metrics; "rows" has the scores of each entity type, punctuation mark or label."""
+    """Compute "f1" and related metrics, and append explanations to `notes`.
+
+    The key "rows" has the scores of each entity type, punctuation mark or label.
+    request: where the training split for the baseline of punctuation is read from; None means no training split.
+    """
     references = [row.labels for row in rows]
     if is_chunking_scheme(labels):
-        notes.append("f1 is that of whole entities, micro-averaged over types as by conlleval")
+        notes.append("f1 is the F1 of whole entities, micro-averaged over their types as in conlleval")
         entity_counts = count_entities(predictions, references)
         total = sum_counts(entity_counts)
         kinds = {kind: _format_counts(counts) for kind, counts in entity_counts.items()}
         return {"f1": total.f1, "precision": total.precision, "recall": total.recall, "rows": kinds}
     if has_punctuation_labels(labels):
         return _punctuation_metrics(predictions, rows, _most_frequent_labels(request, rows), notes)
-    notes.append("f1 is the mean over labels")
+    notes.append("f1 is the mean of the F1 of all labels")
     predicted, gold = (_label_ids(names, labels) for names in (predictions, references))
     counts = classification.confusion_matrix(predicted, gold, len(labels))
     scores = zip(labels, classification.class_scores(counts), strict=True)
@@ -142,7 +149,10 @@ def _punctuation_metrics(
     baseline: Sequence[Sequence[str]],
     notes: list[str],
 ) -> dict[str, Any]:
-    """Compute the F1 of every punctuation mark and of capitals, the mean, and the same for the baseline labels."""
+    """Compute the F1 of every punctuation mark and of capitals, their mean, and the same for the baseline.
+
+    baseline: the labels that the baseline predicts for each row.
+    """
     kinds: dict[str, Any] = {}
     for index, names in enumerate(LABEL_PARTS):
         predicted, guessed, gold = (
@@ -157,7 +167,7 @@ def _punctuation_metrics(
             kinds[name] = _format_counts(counts) | {"baseline": baseline_counts.f1, "margin": margin}
     mean, base = (float(np.mean([row[key] for row in kinds.values()] or [0.0])) for key in ("f1", "baseline"))
     notes.append(
-        "f1 is the mean over marks and capitals; the baseline gives a word its most frequent label in training"
+        "f1 is the mean over marks and capitals; the baseline gives each word its most frequent label in training"
     )
     return {"f1": mean, "baseline": base, "margin": mean - base, "rows": kinds}
 
@@ -167,7 +177,10 @@ def _count_matches(predicted: Any, gold: Any) -> MatchCounts:
 
 
 def _training_request(loaded: LoadedModel, request: EvaluationRequest) -> EvaluationRequest:
-    """Return the request to read the baseline from: the model's training corpus if a file is evaluated as a whole."""
+    """Return the request whose training split gives the baseline.
+
+    If all rows of a file are evaluated (split "all"), the baseline comes from the corpus the model was trained on.
+    """
     if request.split != "all" or loaded.data_section is None:
         return request
     return replace(request, data=loaded.data_section.corpus)
@@ -180,7 +193,7 @@ def _most_frequent_labels(request: EvaluationRequest | None, rows: Sequence[Tagg
         for row in read_corpus(request, "tagged", "train").rows if request is not None else ():
             for word, label in zip(row.words, row.labels, strict=True):
                 frequencies.setdefault(word, Counter())[label] += 1
-    except FileError:  # there is no training split here
+    except FileError:  # there is no training split
         pass
     best = {word: counts.most_common(1)[0][0] for word, counts in frequencies.items()}
     return [[best.get(word, OUTSIDE) for word in row.words] for row in rows]
@@ -201,7 +214,7 @@ def _worst_mistakes(
     labels: Sequence[str],
     max_count: int,
 ) -> list[Mistake]:
-    """Return the wrongly labelled words with the lowest probability of the true label, with the words around them."""
+    """Return the wrongly labelled words whose true labels have the lowest probabilities, with the words around them."""
     words = [(row.words, index) for row in rows for index in range(len(row.words))]
     wrong = np.flatnonzero(np.array(predictions) != np.array(gold))
     loss = classification.negative_log_likelihood(probabilities, gold)

@@ -1,4 +1,4 @@
-"""Predict a label for every word of a text; derive entities or restored punctuation from the labels."""
+"""Predict a label for every word of a text, and from the labels its entities or its punctuation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from monoblock.errors import InputError
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches
 from monoblock.tasks.input_template import EncodedInput, WordEncoder
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.long_inputs import check_long_mode, enumerate_lines, too_long_error
+from monoblock.tasks.long_inputs import LongTextMode, check_long_mode, enumerate_lines, too_long_error
 from monoblock.tasks.token_classification.augment import group_rows
 from monoblock.tasks.token_classification.bio import build_transitions, extract_entities, viterbi_decode
 
-# A punctuation mark is a word of its own; 1,000.5 and well-known are single words.
+# A punctuation mark is a separate word; 1,000.5 and well-known are single words.
 WORD_PATTERN = re.compile(r"\w+(?:[.,]\d+|[-'’]\w+)*|[^\w\s]")
 
 
@@ -30,7 +30,7 @@ class TaggedWord(NamedTuple):
 
 
 class PredictedEntity(NamedTuple):
-    """An entity over words[start:end]; its probability is the lowest of the probabilities of its labels."""
+    """An entity, which consists of words[start:end]; its probability is the lowest among those of its labels."""
 
     text: str
     label: str
@@ -41,26 +41,26 @@ class PredictedEntity(NamedTuple):
 
 class TaggedText(NamedTuple):
     words: list[TaggedWord]
-    entities: list[PredictedEntity]  # if the labels are a chunking scheme
-    restored_text: str | None = None  # if the labels are punctuation and capitals
+    entities: list[PredictedEntity]  # empty if the labels are not a chunking scheme
+    restored_text: str | None = None  # the text with punctuation, if the model restores punctuation
 
 
 def has_punctuation_labels(labels: Sequence[str]) -> bool:
-    """Return whether the labels are those of punctuation and capitals, by which a text can be restored."""
+    """Return whether a model with these labels restores punctuation and capitals."""
     return set(labels) <= set(LABELS) and len(labels) > 1
 
 
 def split_words(loaded: LoadedModel, text: str | Sequence[str], split_punctuation: bool = True) -> list[str]:
     """Split a text into the words that the model labels.
 
-    A model that restores punctuation reads lowercase words without punctuation. For other models, punctuation marks
-    are separate words, or with split_punctuation=False, words are separated by spaces only. A list of words is
+    For a model that restores punctuation, these are lowercase words without punctuation. For other models, punctuation
+    marks are separate words; with split_punctuation=False, the text is split at spaces only. A list of words is
     returned unchanged.
     """
     if not isinstance(text, str):
         empty = next((word for word in text if not word.strip()), None)
         if empty is not None:
-            raise InputError(f"{empty!r} is not a word but white space; leave it out")
+            raise InputError(f"the word {empty!r} is empty or white space; leave it out")
         return list(text)
     if has_punctuation_labels(loaded.labels):
         return list(strip_punctuation(text).words)
@@ -72,11 +72,14 @@ def tag_words(
     rows: Sequence[Sequence[str]],
     *,
     batch: int = 64,
-    long: str = "refuse",
+    long: LongTextMode = "refuse",
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[TaggedText]:
-    """Predict the labels of each row of words, its entities and its text with restored punctuation."""
+    """Predict the label of each word in rows of words, and from them the entities or the restored punctuation.
+
+    The arguments are those of `predict_word_probabilities`.
+    """
     row_probabilities = predict_word_probabilities(loaded, rows, batch=batch, long=long, lines=lines, progress=progress)
     return [
         _tag_row(loaded.labels, words, probabilities)
@@ -103,7 +106,10 @@ def _tag_row(class_names: Sequence[str], words: Sequence[str], probabilities: Te
 
 
 def decode_labels(labels: Sequence[str], probabilities: Tensor) -> list[int]:
-    """Return the class indices of the most probable valid label sequence, from probabilities (words, classes)."""
+    """Return the class indices of the most probable valid sequence of labels.
+
+    probabilities: class probabilities of shape (words, classes).
+    """
     return viterbi_decode(np.log(np.maximum(probabilities.double().numpy(), 1e-300)), build_transitions(labels))
 
 
@@ -112,16 +118,16 @@ def predict_word_probabilities(
     rows: Sequence[Sequence[str]],
     *,
     batch: int = 64,
-    long: str = "refuse",
+    long: LongTextMode = "refuse",
     lines: Sequence[int] | None = None,
     join: int = 1,
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """Return the class probabilities (words, classes) of each row of words, taken at the first token of each word.
+    """Return the class probabilities of each row of words, of shape (words, classes), at the first tokens of words.
 
-    long: "refuse" a row beyond the context, "cut" it, or "split" it between words.
-    lines: line numbers for error messages, counted from 0.
-    join: the most neighbouring rows that are encoded together.
+    long: "refuse", "cut" or "split" (between words) a row that is longer than the context.
+    lines: the line numbers of the rows for error messages, counted from 0.
+    join: encode up to this many neighbouring rows together.
     """
     loaded.check_head("tagger")
     check_long_mode(long)
@@ -146,7 +152,11 @@ def predict_word_probabilities(
 
 
 def _split_row(encoder: WordEncoder, line: int, row: Sequence[str], long: str) -> list[Sequence[str]]:
-    """Split a row that is longer than the context into parts of whole words; refuse or cut it as `long` says."""
+    """Return the parts of a row, each of which fits into the context.
+
+    If the row is longer than the context, long="split" returns several parts, "cut" returns the first part only, and
+    "refuse" raises InputError.
+    """
     if not row:
         return []
     limit, length = encoder.template.max_length, encoder.encoded_length(row)

@@ -39,7 +39,7 @@ inline void attend(const KeyRange& s, const float* q, float* scores, float* out)
   float best = s.sink ? *s.sink : -std::numeric_limits<float>::infinity();
   for (int64_t j = 0; j < keys; ++j)
     if (!s.mask || s.mask[j]) best = std::max(best, scores[j]);
-  transform(scores, keys, [&](Floats v, int64_t, int) { return exponential(v - best); });
+  transform(scores, keys, [&](Floats v, int64_t, int) { return exponential_or_zero(v - best); });
   float total = s.sink ? exponential(all(*s.sink - best))[0] : 0;
   for (int64_t j = 0; j < keys; ++j) {
     if (s.mask && !s.mask[j]) scores[j] = 0;

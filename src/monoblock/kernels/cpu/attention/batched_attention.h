@@ -35,9 +35,12 @@ inline void attend_to(int64_t count, Key key, Value value, int64_t size, int64_t
     highest = logits > highest ? logits : highest;
   }
   const float best = max_lane(highest);
-  if (best == masked) return void(std::fill_n(out, value_size, 0.0f));
+  if (best == masked) {  // no score is greater than that of a masked key: all are masked, or some are NaN
+    const bool has_nan = std::any_of(scores, scores + count, [](float score) { return std::isnan(score); });
+    return void(std::fill_n(out, value_size, has_nan ? std::numeric_limits<float>::quiet_NaN() : 0.0f));
+  }
   for (int64_t j = 0; j < count; j += LANES) {
-    const Floats logits = load<Floats>(scores + j), share = logits == masked ? Floats{} : exponential(logits - best);
+    const Floats share = exponential_or_zero(load<Floats>(scores + j) - best);
     store(scores + j, share);
     total += share;
   }

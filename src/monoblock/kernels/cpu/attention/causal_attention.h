@@ -41,12 +41,11 @@ inline float max_of(const float* x, int64_t vectors) {
   return max_of(top);
 }
 
-// x = e^(x - top), 0 where masked; returns the sum.
+// x = e^(x - top), 0 where masked unless top is NaN; returns the sum.
 inline float exp_row(float* x, int64_t vectors, float top) {
   Floats total = {};
   for (int64_t n = 0; n < vectors; ++n) {
-    Floats v = load<Floats>(x + n * LANES);
-    v = v == MASKED ? Floats{} : exponential(v - top);
+    const Floats v = exponential_or_zero(load<Floats>(x + n * LANES) - top);
     std::memcpy(x + n * LANES, &v, sizeof v);
     total += v;
   }

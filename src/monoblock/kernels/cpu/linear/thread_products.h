@@ -1,41 +1,15 @@
 // One step of a stack by several threads: what they share, and each thread's part of the matrix products.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
-#include <atomic>
 #include <utility>
 #include <vector>
 
 #include "linear/matvec.h"
 #include "stack/stack_weights.h"
+#include "threads.h"
 
 namespace {
-
-// Waiting threads spin for a little while, then yield.
-struct Barrier {
-  const int threads;
-  std::atomic<int> arrived{0}, round{0};
-
-  explicit Barrier(int count) : threads(count) {}
-
-  void wait() {
-    if (threads == 1) return;
-    const int mine = round.load(std::memory_order_relaxed);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      arrived.store(0, std::memory_order_relaxed);
-      round.store(mine + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; round.load(std::memory_order_acquire) == mine; ++spins) {
-      if (spins > 2000) sched_yield();
-#if defined(__AVX2__)
-      _mm_pause();
-#endif
-    }
-  }
-};
 
 // Keys and values of one block, (rows, heads, columns, size) each, and the steps between them.
 struct KeyValues {

@@ -29,6 +29,9 @@ inline Floats exponential(Floats x) {
   return p * scale;
 }
 
+// e^x for the weights of a softmax: zero, not a small number, where fp32 holds none.  NaN stays NaN.
+inline Floats exponential_or_zero(Floats x) { return x < -87.0f ? Floats{} : exponential(x); }
+
 inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 inline Floats tanh_of(Floats x) { return 2.0f * logistic(2.0f * x) - 1.0f; }
 
@@ -49,8 +52,8 @@ constexpr std::initializer_list<const char*> ACTIVATION_NAMES = {"relu", "relu2"
 
 inline Floats activate(Floats x, int64_t kind) {
   switch (kind) {
-    case RELU: return x > 0.0f ? x : Floats{};
-    case RELU2: return x > 0.0f ? x * x : Floats{};
+    case RELU: return x < 0.0f ? Floats{} : x;  // NaN stays NaN
+    case RELU2: return x < 0.0f ? Floats{} : x * x;
     case GELU: return 0.5f * x * (1.0f + erf_of(x * 0.70710678f));
     case GELU_TANH: return x * logistic(1.59576912f * (x + 0.044715f * x * x * x));
     case QUICK_GELU: return x * logistic(1.702f * x);

@@ -2,12 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <exception>
-#include <mutex>
 #include <vector>
 
 #include "attention/batched_attention.h"
 #include "linear/thread_products.h"
+#include "threads.h"
 
 namespace {
 namespace panels {
@@ -36,28 +35,6 @@ struct Panel {
   int vectors;
   float *x, *input, *projected, *hidden, *gate;  // (features, rows): residual stream, what products read and write
   int64_t step() const { return int64_t(vectors) * LANES; }
-};
-
-// The first exception of several threads, thrown again when all have ended: none may leave a parallel region.
-class ThreadErrors {
- public:
-  template <class Work>
-  void run(Work work) noexcept {
-    try {
-      work();
-    } catch (...) {
-      const std::lock_guard<std::mutex> guard(lock);
-      if (!first) first = std::current_exception();
-    }
-  }
-
-  void rethrow() const {
-    if (first) std::rethrow_exception(first);
-  }
-
- private:
-  std::mutex lock;
-  std::exception_ptr first;
 };
 
 class BatchShare {

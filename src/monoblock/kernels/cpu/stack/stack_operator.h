@@ -41,14 +41,21 @@ at::Tensor run_threads(const StackStep& s, const at::Tensor& x) {
   const bool is_small = s.stack.width * s.stack.max_hidden < WEIGHTS_PER_THREAD;
   const int threads = at::in_parallel_region() || is_small ? 1 : at::get_num_threads();
   std::optional<Barrier> barrier;
+  ThreadErrors errors;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp single
     barrier.emplace(omp_get_num_threads());  // perhaps fewer than were asked for
-    StackThread thread(s, *barrier, omp_get_thread_num(), omp_get_num_threads(), input.const_data_ptr<float>());
-    thread.run();
-    thread.finish(static_cast<float*>(out.data_ptr()));
+    const int number = omp_get_thread_num(), count = omp_get_num_threads();
+    errors.run(
+        [&] {
+          StackThread thread(s, *barrier, number, count, input.const_data_ptr<float>());
+          thread.run();
+          thread.finish(static_cast<float*>(out.data_ptr()));
+        },
+        [&] { barrier->abandon(); });
   }
+  errors.rethrow();
   return out;
 }
 
