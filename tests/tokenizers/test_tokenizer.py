@@ -170,7 +170,7 @@ def test_a_tokenizer_of_another_model_is_rejected():
     check_tokenizer_fits(ours, 512)  # embeddings are often padded
     with pytest.raises(mb.InputError, match=r"this tokenizer \(bpe, 419 tokens, \w{12}\) is not the one the model was"):
         check_tokenizer_fits(ours, 419, other.fingerprint)
-    with pytest.raises(mb.InputError, match="is not the model's, which has 7 tokens"):
+    with pytest.raises(mb.InputError, match="has more tokens than the model, which has 7"):
         check_tokenizer_fits(ours, 7)
 
 
@@ -183,7 +183,7 @@ def test_a_tokenizer_of_another_model_is_rejected():
         (mb.ConfigError, "did you mean 'bpe'", lambda: mb.Tokenizer.train("bpee", TEXTS)),
         (mb.ConfigError, "bpe takes '@@'", lambda: mb.Tokenizer.train("char", TEXTS, marker="@@")),
         (mb.ConfigError, "bpe takes '@@'", lambda: mb.Tokenizer.train("bpe", TEXTS, marker="##")),
-        (mb.ConfigError, "needs 259", lambda: mb.Tokenizer.train("bpe", TEXTS, 100)),
+        (mb.ConfigError, "with these specials needs 259", lambda: mb.Tokenizer.train("bpe", TEXTS, 100)),
         (mb.ConfigError, "from 1", lambda: mb.Tokenizer.train("bpe", TEXTS, -1)),
         (mb.ConfigError, "did you mean 'masked'", lambda: mb.Tokenizer.train("bpe", TEXTS, specials="maskd")),
         (mb.ConfigError, "not a special token", lambda: mb.Tokenizer.train("bpe", TEXTS, specials=["2hi"])),

@@ -166,7 +166,7 @@ BAD = {
     "merge": (change("bpe", None, ["model", "merges", 0], ["q", "☃"]), "not in its vocabulary"),
     "triple": (change("bpe", None, ["model", "merges", 0], "a b c"), "is not a pair"),
     "prefix": (change("bpe", None, ["model", "continuing_subword_prefix"], "a" * 99), "not in its vocabulary"),
-    "template": (change("bpe", None, ["post_processor", "special_tokens"], {}), "it does not describe"),
+    "template": (change("bpe", None, ["post_processor", "special_tokens"], {}), "is not in its special_tokens"),
     "added": (change("bpe", None, ["added_tokens", 0, "id"], 900), "cannot have the id 900"),
     "huge": (change("bpe", None, ["added_tokens", 0, "id"], 10**9), "an id is a whole number"),
     "nameless": (change("bpe", None, ["added_tokens"], [{"id": 5, "content": "", **ADDED}]), "is not a token of 1 to"),

@@ -201,7 +201,7 @@ def test_mistakes_are_reported_before_any_process_starts(tmp_path, capsys):
     for words, message in [
         (["--resume"], "nothing to resume"),
         (["train.lr=x"], "train.lr='x' is not a number"),
-        (["train.device=cpu:0"], "leave the index out"),
+        (["train.device=cpu:0"], "leave out the index"),
     ]:
         assert run_command("train", recipe, *words, "--out", tmp_path / "run", "--nproc", "2") in (1, 2)
         error = capsys.readouterr().err

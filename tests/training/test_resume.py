@@ -422,7 +422,7 @@ def test_resuming_with_another_text_under_the_same_path_is_a_one_line_error(frac
     before = list_files(tmp_path / "run")
     assert run_command("train", recipe, "--out", tmp_path / "run", "--resume") == 1
     error = read_error(capsys)
-    assert f"another content of data.corpus, split {split}; restore it, or start a new run" in error
+    assert f"another content of data.corpus, split {split}; restore the original, or start a new run" in error
     assert list_files(tmp_path / "run") == before
     (tmp_path / "text.txt").write_text(text)
     assert run_command("train", recipe, "--out", tmp_path / "run", "--resume") == 0

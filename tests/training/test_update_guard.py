@@ -259,7 +259,7 @@ def test_permanently_bad_losses_end_the_run_and_keep_the_last_good_checkpoint(ch
     assert "no improvement after 3 rollbacks" in message
     assert "\n" not in message
     assert checkpoint.find_newest(tmp_path / "run/checkpoints")[1] == []
-    good = int(message.split("checkpoint is step-")[1].split(":")[0])
+    good = int(message.split("checkpoint is step-")[1].split(";")[0])
     assert checkpoint.find_problem(tmp_path / f"run/checkpoints/step-{good}") is None
     weights = checkpoint.load(tmp_path / f"run/checkpoints/step-{good}").tensors["model"]
     clean = start_run(recipe, tmp_path / "clean")

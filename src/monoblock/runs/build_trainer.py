@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, tas
     """Return the loss of a task, with the options of the recipe: smoothing, load balancing, adversarial training."""
     if section.adversarial and not task.supports_adversarial:
         raise ConfigError(f"train.adversarial is not for train.objective={task.name!r}; leave it out")
-    if not isinstance(task.loss, CrossEntropyLoss):
+    if task.loss is not None:
         if section.label_smoothing:
             raise ConfigError(f"train.label_smoothing is not for the loss of {task.name!r}; leave it out")
         return FunctionLoss(task.loss)
@@ -99,11 +98,11 @@ def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, tas
     experts = next(
         (block.feedforward.experts for stack in stacks for block in stack.layers() if block.feedforward.experts), None
     )
-    loss = replace(
-        task.loss,
-        label_smoothing=section.label_smoothing,
-        balance=section.load_balancing if experts else 0.0,
-        top_k=experts.top_k if experts else 1,
+    loss = CrossEntropyLoss(
+        section.label_smoothing,
+        section.load_balancing if experts else 0.0,
+        experts.top_k if experts else 1,
+        over_positions=task.classes_are_positions,
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
 

@@ -70,7 +70,7 @@ def _collate(
 
 
 def run_model(loaded: LoadedModel, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the output of the model for inputs by name, those of a collated batch."""
+    """Call the model with a collated batch; `inputs` maps the names of its arguments to tensors."""
     forward: Callable[..., Tensor] = loaded.model
     return forward(**inputs)
 

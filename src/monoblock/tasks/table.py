@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.tasks.chat.task import CHAT
 from monoblock.tasks.classification.task import CLASSIFICATION
 from monoblock.tasks.language_modeling.task import CAUSAL_LM
-from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.masked_lm.task import MASKED_LM
 from monoblock.tasks.question_answering.task import QUESTION_ANSWERING
 from monoblock.tasks.seq2seq.task import SEQ2SEQ
@@ -17,6 +17,9 @@ from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
 from monoblock.tasks.task import Task
 from monoblock.tasks.text_to_text.task import TEXT_TO_TEXT
 from monoblock.tasks.token_classification.task import TOKEN_CLASSIFICATION
+
+if TYPE_CHECKING:
+    from monoblock.tasks.loaded_model import LoadedModel
 
 # The first task that fits a corpus or a model is the default for it.
 TASKS: tuple[Task, ...] = (

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.records import CorpusKind
 from monoblock.recipes.schema import Recipe
-from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
-from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.splits import CorpusSplits, load_splits
-from monoblock.tasks.task_data import TaskData, TaskInputs
-from monoblock.training.loss import CrossEntropyLoss
 
-LossFunction = Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor]  # model, inputs, labels -> summed loss
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
+    from monoblock.tasks.loaded_model import LoadedModel
+    from monoblock.tasks.task_data import TaskData, TaskInputs
 
 
 class TrainingDefaults(NamedTuple):
@@ -33,8 +33,20 @@ class TrainingDefaults(NamedTuple):
     max_length: int  # tokens in a sample, if the context of the model allows
 
 
-CROSS_ENTROPY = CrossEntropyLoss()
 DEFAULT_TRAINING = TrainingDefaults(3, 16, 512)
+
+
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports `name` from a module of monoblock.tasks when it is called.
+
+    The rows of the package use it, so that recipes and tasks can be listed without torch.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(f"monoblock.tasks.{module}"), name)(*args, **options)
+
+    call.__name__ = name
+    return call
 
 
 def _keep_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
@@ -54,8 +66,9 @@ class Task:
     required_tokens: special tokens of which a given tokenizer must have at least one.
     load_data: reads the training and the validation corpus of a recipe.
     prepare_data: changes the rows after data.limit was applied.
-    loss: cross-entropy with the options of [train], or a function (model, inputs, labels) that returns the loss summed
-        over the batch.
+    loss: a function (model, inputs, labels) that returns the loss summed over the targets of a batch; None is
+        cross-entropy with the options of [train].
+    classes_are_positions: the cross-entropy is over the positions of a row instead of the outputs of the head.
     predict: predicts a list of inputs with a loaded model; `Pipeline.predict` calls it.
     evaluate: computes the metrics of `mb.evaluate` and `monoblock evaluate`.
     score_validation: computes metrics of the first validation rows for the model card.
@@ -77,7 +90,8 @@ class Task:
     required_tokens: tuple[str, ...] = ()
     load_data: Callable[[Recipe, Sequence[CorpusKind], Path | None], tuple[Corpus, Corpus | None]] = load_splits
     prepare_data: Callable[[CorpusSplits, Recipe, Path | None], CorpusSplits] = _keep_splits
-    loss: CrossEntropyLoss | LossFunction = CROSS_ENTROPY
+    loss: Callable[[nn.Module, dict[str, Tensor], Tensor], Tensor] | None = None
+    classes_are_positions: bool = False
     predict: Callable[[LoadedModel, Sequence[Any]], Sequence[Any]] | None = None
     evaluate: Callable[[LoadedModel, EvaluationRequest], Evaluation] | None = None
     score_validation: Callable[[LoadedModel, Sequence[Any], int], dict[str, float]] | None = None

@@ -1,1 +1,1 @@
-"""Text to ids and back: train, load, save, sample; built on the `tokenizers` library."""
+"""Tokenizers, which convert text to ids and back: train, load, save and sample. Built on the `tokenizers` library."""

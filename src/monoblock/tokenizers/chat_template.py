@@ -29,9 +29,9 @@ from jinja2.visitor import NodeTransformer
 from monoblock.errors import FileError, InputError
 
 MAX_TEMPLATE_LENGTH = 128 * 2**10  # characters
-MAX_SIZE = 4 * 2**20  # characters or items of any value
+MAX_SIZE = 4 * 2**20  # characters and items in any value
 MAX_SECONDS = 1.0
-MAX_WIDTH = 64  # of an indent or an exponent
+MAX_WIDTH = 64  # the largest indent or exponent
 
 ALLOWED_FILTERS = """abs bool capitalize count d default dictsort e escape first float indent int items join last
     length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string sum
@@ -56,11 +56,11 @@ class _ConversationRejected(Exception):
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     special_tokens: Mapping[str, str] | None = None,
     *,
     add_generation_prompt: bool = True,
-    **variables: Any,
+    **variables: object,
 ) -> str:
     """Return the text of a conversation, as the template renders it.
 
@@ -87,7 +87,10 @@ def render_chat(
 
 
 def find_chat_template(config: Mapping[str, Any]) -> str | None:
-    """Return the chat template in a tokenizer_config.json, or None; of several, the one named "default"."""
+    """Return the chat template in the content of a tokenizer_config.json, or None if there is none.
+
+    If there are several templates, return the one named "default".
+    """
     template = config.get("chat_template")
     if isinstance(template, list):
         rows = [row for row in template if isinstance(row, Mapping) and row.get("name") == "default"]
@@ -101,7 +104,7 @@ def _one_line(problem: BaseException) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise if the body takes more than `seconds` of processor time; a trace function checks this at every line."""
+    """Raise if the `with` block takes more than `seconds` of processor time; a trace function checks every line."""
     deadline = time.thread_time() + seconds
     previous = sys.gettrace()
 
@@ -150,20 +153,23 @@ def _limit_sizes(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         values = [value for value in [*args, *options.values()] if not isinstance(value, internal)]
         sizes = [_measure_size(value) for value in values]
         if any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in values[1:]):
-            raise _SandboxViolation(f"it gives {name} a number larger than {MAX_WIDTH}")
+            raise _SandboxViolation(f"it passes a number larger than {MAX_WIDTH} to the filter {name}")
         if name in ("replace", "join") and _largest_product(sizes) > MAX_SIZE:
-            raise _SandboxViolation(f"{name} could create more than {MAX_SIZE // 2**20} MB")
+            raise _SandboxViolation(f"its filter {name} could create more than {MAX_SIZE // 2**20} MB")
         result = function(*args, **options)
         if isinstance(result, (str, list, tuple, dict)):
             _measure_size(result)
         return result
 
-    call.__dict__.update(getattr(function, "__dict__", {}))  # Jinja marks filters that take its context there
+    call.__dict__.update(getattr(function, "__dict__", {}))  # Jinja stores there whether a filter takes its context
     return call
 
 
 def _largest_product(sizes: list[int]) -> int:
-    """Estimate how large a replacement or a join can become: the product of the two largest sizes."""
+    """Estimate the size of the result of `replace` or `join` from the sizes of its arguments.
+
+    Small arguments count as 0; otherwise the estimate is an eighth of the product of the two largest sizes.
+    """
     first, second = [*sorted(sizes, reverse=True), 1, 1][:2]
     return 0 if first < 64 * 2**10 else first * second // 8
 
@@ -180,7 +186,7 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(date_format: str) -> str:
     if len(date_format) > MAX_WIDTH or re.search(r"\d", date_format):
-        raise _SandboxViolation("it gives strftime_now a format that is too long or has a width")
+        raise _SandboxViolation("it passes a format to strftime_now that is too long or contains a digit")
     return datetime.now().strftime(date_format)
 
 
@@ -188,7 +194,7 @@ def _strftime_now(date_format: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's text and writes it unchanged."""
+    """The tag {% generation %} … {% endgeneration %}, which marks the assistant's text and writes it unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -198,7 +204,7 @@ class _GenerationTag(Extension):
 
 
 class _ConcatToAdd(NodeTransformer):
-    """Rewrite a ~ b as string(a) + string(b), because sums are measured."""
+    """Rewrite a ~ b in a template as string(a) + string(b), because `call_binop` limits the size of sums."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
@@ -210,14 +216,14 @@ class _ConcatToAdd(NodeTransformer):
 
 
 class _MeasuringCodeGenerator(CodeGenerator):
-    """Turn off constant folding, so that constant text is measured when it is written."""
+    """A code generator without constant folding, so that constant text also counts as output."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         raise nodes.Impossible()
 
 
 class _SandboxEnvironment(ImmutableSandboxedEnvironment):
-    """A Jinja sandbox for one rendering, which limits the size of values and of the text written."""
+    """A Jinja sandbox for rendering one template, which limits the size of its values and of its output."""
 
     code_generator_class = _MeasuringCodeGenerator
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -247,10 +253,10 @@ class _SandboxEnvironment(ImmutableSandboxedEnvironment):
         return not attr.startswith("_") and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        raise _SandboxViolation(f"it accesses {attribute!r:.40} of a {type(obj).__name__}")
+        raise _SandboxViolation(f"it accesses {attribute!r:.40} of a {type(obj).__name__}, which is not allowed")
 
     def wrap_str_format(self, value: Any) -> None:
-        return None  # str.format is then a method like any other, and not allowed
+        return None  # without a wrapper, str.format is a method like any other, and not an allowed one
 
     def call(self, context: Any, obj: Any, *args: Any, **options: Any) -> Any:
         if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, (str, list, tuple, dict)):
@@ -259,7 +265,7 @@ class _SandboxEnvironment(ImmutableSandboxedEnvironment):
             sizes = [_measure_size(obj.__self__), *(_measure_size(value) for value in args)]
             too_large = obj.__name__ in ("replace", "join") and _largest_product(sizes) > MAX_SIZE
             if too_large or any(number > MAX_SIZE for number in numbers):
-                raise _SandboxViolation(f"{obj.__name__} could create more than {MAX_SIZE // 2**20} MB")
+                raise _SandboxViolation(f"its method {obj.__name__} could create more than {MAX_SIZE // 2**20} MB")
         return super().call(context, obj, *args, **options)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -274,5 +280,5 @@ class _SandboxEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**" and not (abs(left) <= MAX_SIZE and abs(right) <= MAX_WIDTH):
             raise _SandboxViolation("it raises a number to too large a power")
         elif operator == "%" and isinstance(left, str) and re.search(r"%[^a-zA-Z%]*(\d{3}|\*)", left):
-            raise _SandboxViolation("it formats a number too wide")
+            raise _SandboxViolation("it formats a value with too large a width")
         return super().call_binop(context, operator, left, right)

@@ -1,4 +1,4 @@
-"""Components of a tokenizer.json as JSON objects, and the `tokenizers` library's tokenizer built from them."""
+"""Build the components of a tokenizer.json as JSON objects, and from them a tokenizer of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ JsonObject = dict[str, Any]
 
 
 def component_sequence(key: str, *components: JsonObject | None) -> JsonObject | None:
-    """Join components into a "Sequence" with the list `key`; skip None, and return a single component unchanged."""
+    """Return a "Sequence" that applies components one after the other; `key` is the key of its list of components.
+
+    Components that are None are left out. A single component is returned unchanged; without any, return None.
+    """
     present = [component for component in components if component is not None]
     return {"type": "Sequence", key: present} if len(present) > 1 else (present[0] if present else None)
 
@@ -27,7 +30,7 @@ def replace_regex(pattern: str, new: str) -> JsonObject:
 
 
 def byte_level(*, add_prefix_space: bool = False, use_regex: bool = False) -> JsonObject:
-    """Return the component that maps bytes to `byte_symbols`; with `use_regex` it first splits by GPT-2's pattern."""
+    """Return the component that maps bytes to `byte_symbols`; `use_regex` first splits the text by GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
@@ -58,7 +61,7 @@ def bpe_model(
 def join_sections(
     sections: JsonObject, added_tokens: list[JsonObject], post_processor: JsonObject | None
 ) -> JsonObject:
-    """Return the content of a tokenizer.json; `sections` has normalizer, pre_tokenizer, decoder and model."""
+    """Return the content of a tokenizer.json; `sections` has the keys normalizer, pre_tokenizer, decoder and model."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -80,7 +83,7 @@ def byte_symbols() -> list[str]:
 
 
 def build_backend(sections: JsonObject) -> Any:
-    """Build a `tokenizers.Tokenizer` from some sections of a tokenizer.json; the others are empty."""
+    """Build a `tokenizers.Tokenizer` from sections of a tokenizer.json; sections that are not given are empty."""
     from tokenizers import Tokenizer
 
     empty = {"version": "1.0", "added_tokens": [], "model": bpe_model({}, [])}

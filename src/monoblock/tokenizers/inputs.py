@@ -1,4 +1,4 @@
-"""Check arguments: texts that the `tokenizers` library accepts, ids that are integers."""
+"""Check arguments: texts must be acceptable to the `tokenizers` library, and ids must be integers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,13 @@ from monoblock.errors import InputError
 
 
 def check_text(text: Any, name: str = "the text") -> None:
-    """Raise InputError, naming `name`, unless `text` is a str without lone surrogates, which the library rejects."""
+    """Raise InputError unless `text` is a str without lone surrogates, which the `tokenizers` library rejects.
+
+    The error calls the text `name`.
+    """
     if not isinstance(text, str):
         raise InputError(f"{name} is a {type(text).__name__}; give a str")
-    if text.isascii():  # a flag of the str: most texts need no scan
+    if text.isascii():  # a flag that every str stores, so that most texts are not scanned
         return
     try:
         text.encode()
@@ -22,7 +25,7 @@ def check_text(text: Any, name: str = "the text") -> None:
 
 
 def check_texts(texts: Iterable[str]) -> list[str]:
-    """Return the texts as a list, after `check_text` on each."""
+    """Check each text with `check_text` and return the texts as a list."""
     if isinstance(texts, str):
         raise InputError("texts is one string, which would be read letter by letter; write [text]")
     texts = list(texts)

@@ -1,4 +1,4 @@
-"""DATA: the regular expressions a tokenizer.json may contain: those of tokenizers we train, and of published ones."""
+"""The regular expressions that a tokenizer.json may contain: those of our own tokenizers and of published ones."""
 
 from monoblock.tokenizers.pipelines import MARKED_WORD_PATTERN, WORD_PATTERN
 

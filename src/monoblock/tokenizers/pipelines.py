@@ -1,4 +1,4 @@
-"""The normalizer, pre-tokenizer and decoder of each kind of tokenizer we train."""
+"""The normalizer, pre-tokenizer and decoder of each kind of tokenizer that we train."""
 
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.tokenizers.components import JsonObject, byte_level, component_sequence, replace_string, split_regex
@@ -7,12 +7,12 @@ from monoblock.tokenizers.special_tokens import UNKNOWN_CHARACTER
 KINDS = ("char", "byte", "word", "bpe", "wordpiece", "unigram")
 MARKERS = ("@@", "▁")
 WORD_MARKER = "▁"  # replaces spaces (Kudo and Richardson 2018)
-END_OF_WORD = "</w>"  # stored on a word's last piece where "@@" is shown on the others (Sennrich et al. 2016)
-CONTINUATION_PREFIX = "##"  # marks a WordPiece that does not begin its word
+END_OF_WORD = "</w>"  # stored on the last piece of a word; shown as "@@" on the others (Sennrich et al. 2016)
+CONTINUATION_PREFIX = "##"  # marks a piece that does not begin its word, in WordPiece
 
-# Marks (\p{M}) belong to their letter: GPT-2's pattern cuts every Indic vowel sign from its consonant.
+# Combining marks (\p{M}) belong to their letter; GPT-2's pattern separates every Indic vowel sign from its consonant.
 WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?[\p{L}\p{M}]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
-# The unknown character stands alone, so that decoding and encoding again splits around it as before.
+# The unknown character is a word of its own, so that a decoded text, when encoded again, is split around it as before.
 MARKED_WORD_PATTERN = (
     rf"{UNKNOWN_CHARACTER}|▁?[\p{{L}}\p{{M}}]+|▁?\p{{N}}+|▁?[^\s\p{{L}}\p{{M}}\p{{N}}▁{UNKNOWN_CHARACTER}]+"
     r"|▁+(?=▁)|▁|\s+"
@@ -20,11 +20,14 @@ MARKED_WORD_PATTERN = (
 
 
 def build_sections(kind: str, marker: str | None, lowercase: bool) -> JsonObject:
-    """Return the normalizer, pre_tokenizer and decoder of a kind of KINDS; `marker` is one of MARKERS, for bpe only."""
+    """Return the normalizer, pre_tokenizer and decoder for a `kind` in KINDS.
+
+    `marker` is None; for bpe it may also be one of MARKERS.
+    """
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r} is none of {', '.join(KINDS)}{did_you_mean(str(kind), KINDS)}")
     if marker is not None and (kind != "bpe" or marker not in MARKERS):
-        raise ConfigError(f"marker={marker!r} does not go with kind={kind!r}; bpe takes '@@' or '▁', the others none")
+        raise ConfigError(f"marker={marker!r} does not fit kind={kind!r}; bpe takes '@@' or '▁', other kinds no marker")
     normalizer: JsonObject | None = {"type": "Lowercase"} if lowercase else None
     match kind:
         case "char":
@@ -48,7 +51,10 @@ def _byte_level_sections(normalizer: JsonObject | None, split_words: bool) -> Js
 
 
 def _word_marker_sections(normalizer: JsonObject | None) -> JsonObject:
-    """Put ▁ before the text and in place of spaces: the first word is cut like any other, and no space is lost."""
+    """Return sections that put ▁ before a text and in place of its spaces.
+
+    The first word is then segmented like any other, and decoding restores every space.
+    """
     prepend = {"type": "Prepend", "prepend": WORD_MARKER}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {
@@ -73,6 +79,6 @@ def _wordpiece_sections(lowercase: bool) -> JsonObject:
             "lowercase": lowercase,
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        # The library's clean-up would turn "do not" into "don't".
+        # The clean-up of the `tokenizers` library would turn "do not" into "don't".
         "decoder": {"type": "WordPiece", "prefix": CONTINUATION_PREFIX, "cleanup": False},
     }

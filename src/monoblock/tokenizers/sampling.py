@@ -1,7 +1,7 @@
 """Sample segmentations of words with a seed: BPE-dropout (Provilkov et al. 2020), Unigram (Kudo 2018).
 
-The dropout of the `tokenizers` library takes no seed. These segmenters use the vocabulary, merges and scores of its
-models; without dropout they give exactly the library's segmentation.
+The `tokenizers` library also has dropout, but without a seed. The segmenters here use the vocabulary, merges and scores
+of the library's models; without dropout, BPE gives exactly the segmentation of the library.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MAX_CACHED_WORDS = 65_536
 MAX_CACHED_LENGTH = 64  # characters
 
 RandomFunction = Callable[[], float]
-DEFAULT_STRENGTH = 0.1  # of dropout and alpha
+DEFAULT_STRENGTH = 0.1  # the default of both `dropout` and `alpha`
 
 
 def sampling_strength(kind: str, dropout: float | None, alpha: float | None) -> float:
-    """Return the checked `dropout` of a bpe tokenizer or `alpha` of a unigram tokenizer (default: 0.1)."""
+    """Check and return `dropout` if the tokenizer is bpe, or `alpha` if it is unigram (default: 0.1)."""
     if kind not in ("bpe", "unigram"):
-        raise InputError(f"a {kind} tokenizer has only one segmentation; sampling needs bpe or unigram")
+        raise InputError(f"a {kind} tokenizer has only one segmentation of each text; sampling needs bpe or unigram")
     name, unused_name = ("dropout", "alpha") if kind == "bpe" else ("alpha", "dropout")
     value, unused = (dropout, alpha) if kind == "bpe" else (alpha, dropout)
     if unused is not None:
         raise InputError(f"{unused_name}={unused} does not apply to {kind}; set {name} instead")
     value = DEFAULT_STRENGTH if value is None else value
     if not 0 <= value <= (1 if name == "dropout" else 1e6):
-        limits = "from 0 to 1" if name == "dropout" else "from 0"
+        limits = "from 0 to 1" if name == "dropout" else "from 0 to 1,000,000"
         raise InputError(f"{name}={value} is out of range; write a number {limits}")
     return float(value)
 
@@ -59,7 +59,7 @@ class BpeSegmenter:
         self.cache: dict[str, tuple[list[int], int]] = {}
 
     def _merge_table(self, merges: list[Any]) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return (left id, right id) -> (rank, merged id)."""
+        """Return a dict from (left id, right id) to (rank of the merge, id of the merged token)."""
         table = {}
         for rank, pair in enumerate(merges):
             left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
@@ -74,13 +74,16 @@ class BpeSegmenter:
             return self._apply_merges(self._initial_symbols(word), dropout, draw)
         plain, draws = self._segment_without_dropout(word)
         for kept in range(draws):
-            if draw() < dropout:  # replay the draws so far: `kept` merges are made, the next is skipped
+            if draw() < dropout:  # repeat the draws so far: `kept` merges are made, the next is skipped
                 replay = chain(repeat(inf, kept), (-inf,), iter(draw, None))
                 return self._apply_merges(self._initial_symbols(word), dropout, replay.__next__)
         return list(plain)
 
     def _segment_without_dropout(self, word: str) -> tuple[list[int], int]:
-        """Return the ids if no merge is skipped, and how many random numbers that draws; cached as the usual case."""
+        """Return the ids of a word if no merge is skipped, and how many random numbers are drawn in this case.
+
+        The result is cached, because with a small dropout this is the usual case.
+        """
         result = self.cache.get(word)
         if result is None:
             draws = count()
@@ -112,7 +115,10 @@ class BpeSegmenter:
         return ids
 
     def _apply_merges(self, ids: list[int], dropout: float, draw: RandomFunction) -> list[int]:
-        """Merge ids by rank; a skipped merge is tried again after the next merge that is made, as in the library."""
+        """Merge neighbouring ids, the lowest rank first.
+
+        As in the `tokenizers` library, a skipped merge is tried again after the next merge that is made.
+        """
         size = len(ids)
         next_index, previous_index = list(range(1, size + 1)), list(range(-1, size - 1))
         find_merge = self.merges.get
@@ -133,7 +139,7 @@ class BpeSegmenter:
             rank, left, merged = top
             right = next_index[left]
             if ids[left] < 0 or right == size or find_merge((ids[left], ids[right])) != (rank, merged):
-                continue  # one of the two has been merged with another since
+                continue  # one of the two ids has been merged with another neighbour in the meantime
             ids[left], ids[right] = merged, -1
             next_index[left] = following = next_index[right]
             if following < size:
@@ -150,7 +156,8 @@ def _byte_fallback_ids(symbol: str, vocab: dict[str, int]) -> list[int] | None:
     return None if None in ids else [number for number in ids if number is not None]
 
 
-LatticeColumn = tuple[list[float], list[int], list[int]]  # pieces ending at a position: cumulative weights, starts, ids
+# The pieces that end at a position: their cumulative weights, starts and ids.
+LatticeColumn = tuple[list[float], list[int], list[int]]
 
 
 class UnigramSegmenter:
@@ -162,7 +169,7 @@ class UnigramSegmenter:
         self.vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
         self.max_piece_length = max((len(piece) for piece, _ in pieces), default=1)
         self.unk_id = model.get("unk_id")
-        self.unknown_score = min((score for _, score in pieces), default=0.0) - 10  # the library's
+        self.unknown_score = min((score for _, score in pieces), default=0.0) - 10  # as in the `tokenizers` library
         self.byte_fallback = bool(model.get("byte_fallback"))
         self.cache: dict[tuple[str, float], list[LatticeColumn]] = {}
 
@@ -188,7 +195,10 @@ class UnigramSegmenter:
         return self._to_ids(word, spans[::-1])
 
     def _forward_filter(self, word: str, alpha: float) -> list[LatticeColumn]:
-        """Return for each position the pieces that end there, each weighted by the segmentations that end with it."""
+        """Return the pieces that end at each position of a word, with their cumulative weights.
+
+        The weight of a piece is the sum of p(segmentation)^alpha over all segmentations that end with it.
+        """
         log_total = [0.0] + [-inf] * len(word)  # log of the sum over all segmentations of a prefix
         arriving: list[list[tuple[float, int, int]]] = [[] for _ in range(len(word) + 1)]
         columns: list[LatticeColumn] = [([], [], [])]
@@ -208,7 +218,7 @@ class UnigramSegmenter:
         return columns
 
     def _to_ids(self, word: str, spans: list[tuple[int, int, int]]) -> list[int]:
-        """Return the ids of spans, with neighbouring unknown characters fused into one token or bytes."""
+        """Return the ids of spans; neighbouring unknown characters become one unknown token, or byte tokens."""
         ids: list[int] = []
         index = 0
         while index < len(spans):

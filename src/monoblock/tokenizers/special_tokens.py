@@ -1,7 +1,12 @@
-"""Special tokens: the roles an objective needs, their spellings, and the roles of a published file's tokens.
+"""Special tokens, such as <pad>, and their roles, such as "pad".
 
-In a tokenizer we train, special tokens have the last ids, outside the vocabulary of pieces, so that no text is ever
-segmented into one. Only the unknown token is in that vocabulary, with id 0, because the library looks it up there.
+Each training objective needs some roles (ROLES_BY_OBJECTIVE), and each role has usual spellings (ROLE_SPELLINGS).
+`resolve_special_tokens` chooses the special tokens of a tokenizer that we train; `assign_roles` finds the token of each
+role in a published tokenizer.
+
+In a tokenizer that we train, special tokens have the highest ids and are not in the vocabulary of its model, so that no
+text is ever segmented into a special token. Only the unknown token is in this vocabulary, with the id 0, because the
+`tokenizers` library looks it up there.
 """
 
 import re
@@ -10,7 +15,7 @@ from typing import Any
 
 from monoblock.errors import ConfigError, did_you_mean
 
-# Role -> its spellings. The first is ours, the others occur in published files.
+# The spellings of each role: we use the first, and the others occur in published tokenizers.
 ROLE_SPELLINGS = {
     "pad": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
     "unk": ("<unk>", "[UNK]"),
@@ -21,7 +26,7 @@ ROLE_SPELLINGS = {
     "mask": ("<mask>", "[MASK]"),
 }
 
-# Objective -> the roles it needs.
+# The roles that each objective needs.
 ROLES_BY_OBJECTIVE = {
     "causal": ("pad", "bos", "eos"),
     "seq2seq": ("pad", "bos", "eos"),
@@ -33,21 +38,25 @@ ROLES_BY_OBJECTIVE = {
 SENTINEL_FORMAT = "<extra_id_{}>"  # T5's spelling (Raffel et al. 2020)
 DEFAULT_SENTINELS = 100  # as in T5
 MAX_SENTINELS = 10_000
-# The text of an unknown token (SentencePiece); never a piece itself, so that it is encoded as unknown again.
+# What an unknown token is decoded to, as in SentencePiece; no token contains it, so it is encoded as unknown again.
 UNKNOWN_CHARACTER = "⁇"
 
-# ASCII only: byte-level decoding would read other letters as bytes.
+# ASCII only, because byte-level decoding would interpret other characters as bytes.
 _TAG_PATTERN = re.compile(r"(?:<[!-~]{1,62}>|\[[!-~]{1,62}\])")
 _SENTINEL_PATTERN = re.compile(r"<extra_id_(\d{1,5})>")
 
 
 def resolve_special_tokens(specials: str | Sequence[str]) -> list[str]:
-    """Return the special tokens of an objective, or of a list of roles, "sentinels=20" and tags such as <2hi>."""
+    """Return the special tokens for `specials`, an objective in ROLES_BY_OBJECTIVE or a list.
+
+    Items of a list are roles such as "pad", a number of sentinels such as "sentinels=20", and tags such as "<2hi>".
+    """
     if isinstance(specials, str):
         if specials not in ROLES_BY_OBJECTIVE:
             listed = ", ".join(ROLES_BY_OBJECTIVE)
             raise ConfigError(
-                f"specials={specials!r} is none of {listed}{did_you_mean(specials, ROLES_BY_OBJECTIVE)}; or give a list"
+                f"specials={specials!r} is none of {listed}{did_you_mean(specials, ROLES_BY_OBJECTIVE)}; "
+                f"write one of them, or a list of roles"
             )
         specials = ROLES_BY_OBJECTIVE[specials]
     return list(dict.fromkeys(spelling for word in specials for spelling in _spellings(word)))
@@ -63,12 +72,17 @@ def _spellings(word: str) -> list[str]:
         return [SENTINEL_FORMAT.format(index) for index in range(int(number) if equals else DEFAULT_SENTINELS)]
     if not _TAG_PATTERN.fullmatch(word):
         hint = did_you_mean(word, [*ROLE_SPELLINGS, "sentinels"])
-        raise ConfigError(f"{word!r} is not a special token{hint}; name a role, or write a tag as in <2hi> or [NAME]")
+        raise ConfigError(
+            f"{word!r} is not a special token{hint}; write a role such as pad, or a tag as in <2hi> or [NAME]"
+        )
     return [word]
 
 
 def assign_roles(tokens: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return role -> token: the one tokenizer_config.json names, or else the first usual spelling among `tokens`."""
+    """Return a dict from roles to their tokens among `tokens`, the special tokens of a published tokenizer.
+
+    The token of a role is the one that tokenizer_config.json (`config`) names, or else the first usual spelling.
+    """
     roles = {}
     for role, spellings in ROLE_SPELLINGS.items():
         value = config.get(f"{role}_token")
@@ -82,13 +96,16 @@ def assign_roles(tokens: Mapping[str, int], config: Mapping[str, Any]) -> dict[s
 
 
 def find_sentinels(tokens: Iterable[str]) -> list[str]:
-    """Return the sentinels among the tokens, ordered by number."""
+    """Return the sentinels among the tokens, <extra_id_0>, <extra_id_1> and so on, ordered by number."""
     sentinels = {int(match[1]): token for token in tokens if (match := _SENTINEL_PATTERN.fullmatch(token))}
     return [sentinels[number] for number in sorted(sentinels)]
 
 
 def build_template(tokens: Mapping[str, int]) -> dict[str, Any] | None:
-    """Return the post_processor that adds <cls> … <sep> if `tokens` has <cls>, else <s> … </s>; None without any."""
+    """Return the post_processor that puts special tokens around a text, or None if `tokens` has none for this.
+
+    The special tokens are <cls> and <sep> if `tokens` has <cls>, otherwise <s> and </s>.
+    """
     roles = ("cls", "sep") if ROLE_SPELLINGS["cls"][0] in tokens else ("bos", "eos")
     first, last = ([ROLE_SPELLINGS[role][0]] if ROLE_SPELLINGS[role][0] in tokens else [] for role in roles)
     if not first and not last:

@@ -1,10 +1,10 @@
-"""Text to ids and back.
+"""Convert text to token ids and back.
 
     tokenizer = mb.Tokenizer.train("bpe", texts, vocab_size=4096)
     ids = tokenizer.encode("In the beginning")
     tokenizer.decode(ids)
 
-Special tokens spelled out in a text are plain text, unless `allow_specials=True`.
+Special tokens that are written out in a text, such as "</s>", are encoded as plain text, unless `allow_specials=True`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Piece(NamedTuple):
 class Tokenizer:
     """A tokenizer, created by `train` or `from_pretrained`."""
 
-    def __init__(self, data: dict[str, Any], config: dict[str, Any] | None = None) -> None:
-        """`data` is the content of a tokenizer.json, `config` of a tokenizer_config.json."""
-        # Truncation and padding are for the caller, and dropout is for training only.
-        model = {**data["model"], "dropout": None} if data["model"].get("type") == "BPE" else data["model"]
+    def __init__(self, data: Mapping[str, object], config: Mapping[str, object] | None = None) -> None:
+        """Build a tokenizer from the content of a tokenizer.json (`data`) and of a tokenizer_config.json (`config`)."""
+        # The caller truncates and pads, and only `sample` uses dropout.
+        stored: Any = data["model"]
+        model = {**stored, "dropout": None} if stored.get("type") == "BPE" else stored
         self._backend = build_backend({**data, "truncation": None, "padding": None, "model": model})
         self._backend.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
@@ -80,9 +81,9 @@ class Tokenizer:
     ) -> Tokenizer:
         """Train a tokenizer of kind char, byte, word, bpe, wordpiece or unigram.
 
-        BPE is byte-level, unless `marker` says how to mark words: "@@" follows every piece but a word's last, "▁"
-        begins a word. `specials` are the special tokens: a key of `ROLES_BY_OBJECTIVE` ("causal", "seq2seq", "masked",
-        "spans", "none") or a list of roles, "sentinels=20" and tags such as "<2hi>". `vocab_size` includes them.
+        BPE is byte-level without a `marker`. With "@@", all pieces of a word but the last end in @@; with "▁", words
+        begin with ▁. `specials` chooses the special tokens, which `vocab_size` includes: an objective ("causal",
+        "seq2seq", "masked", "spans", "none") or a list of roles ("pad"), "sentinels=20" and tags such as "<2hi>".
         """
         return cls(train_tokenizer(kind, texts, vocab_size, marker, specials, lowercase, min_frequency))
 
@@ -96,12 +97,12 @@ class Tokenizer:
 
     @classmethod
     def from_content(cls, data: dict[str, Any], config: dict[str, Any], source: str | Path) -> Tokenizer:
-        """Build from the checked content of tokenizer.json and tokenizer_config.json; errors name `source`."""
+        """Build a tokenizer from the checked content of its two files, as `__init__` does; errors name `source`."""
 
         def build() -> Tokenizer:
             tokenizer = cls(data, config)
             tokenizer._check_added_ids(data.get("added_tokens", []))
-            # Known and unknown text: a file that fails, fails here.
+            # Try known and unknown text, so that a faulty file raises an error here and not later.
             tokenizer.decode(tokenizer.encode("a b\U000f1e0f", add_specials=True))
             return tokenizer
 
@@ -112,7 +113,7 @@ class Tokenizer:
         for row in rows:
             if self._backend.token_to_id(row["content"]) != row["id"]:
                 raise ValueError(
-                    f"its added token {row['content']!r} cannot have the id {row['id']}, which leaves a gap"
+                    f"its added token {row['content']!r} cannot have the id {row['id']}, because ids must not have gaps"
                 )
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -126,7 +127,7 @@ class Tokenizer:
         template = {} if self.chat_template is None else {"chat_template": self.chat_template}
         return {f"{role}_token": token for role, token in self.special_tokens_map.items()} | template
 
-    def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def content(self) -> tuple[dict[str, object], dict[str, object]]:
         """Return the content of a tokenizer.json and of a tokenizer_config.json for this tokenizer."""
         return self._tokenizer_json, self._config
 
@@ -137,7 +138,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides which ids a text becomes."""
+        """The SHA-256 of everything that decides how a text is encoded."""
         return compute_fingerprint(self._tokenizer_json)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,7 +152,7 @@ class Tokenizer:
 
     @cached_property
     def _special_tokens_backend(self) -> Any:
-        """A second backend, which recognizes special tokens in text; the library cannot choose this for each call."""
+        """A second backend, which recognizes special tokens in text; a backend cannot switch this for each call."""
         return build_backend(self._tokenizer_json)
 
     def _select_backend(self, allow_specials: bool) -> Any:
@@ -160,8 +161,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_specials: bool = False, allow_specials: bool = False) -> list[int]:
         """Encode a text to ids.
 
-        `add_specials` adds the tokenizer's <s> … </s> or <cls> … <sep> around it. `allow_specials` encodes special
-        tokens that are spelled out in the text as such, and not as plain text.
+        `add_specials` puts special tokens around the text, such as <s> and </s>. `allow_specials` encodes a special
+        token that is written out in the text as this token, and not as plain text.
         """
         check_text(text)
         ids: list[int] = self._select_backend(allow_specials).encode(text, add_special_tokens=add_specials).ids
@@ -176,7 +177,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def special_tokens_template(self, num_texts: int = 1) -> list[tuple[int | None, int]]:
-        """Return (id, segment) of each special token that `add_specials` adds, and (None, segment) for each text."""
+        """Return what `add_specials` adds: (id, segment) for each special token, (None, segment) for each text."""
         encoding = self._backend.encode(*["a"] * num_texts, add_special_tokens=True)
         rows: list[tuple[int | None, int]] = []
         previous = None
@@ -187,7 +188,7 @@ class Tokenizer:
         return rows if sum(number is None for number, _ in rows) == num_texts else [(None, n) for n in range(num_texts)]
 
     def pieces(self, text: str, *, add_specials: bool = False, allow_specials: bool = False) -> list[Piece]:
-        """Return the tokens of a text with their spans of characters; all byte tokens of a character cover it."""
+        """Return the tokens of a text and the characters they cover; each byte token covers its whole character."""
         check_text(text)
         encoding = self._select_backend(allow_specials).encode(text, add_special_tokens=add_specials)
         return [
@@ -205,7 +206,7 @@ class Tokenizer:
         dropout: float | None = None,
         alpha: float | None = None,
     ) -> list[int]:
-        """Return the ids of a random segmentation, for training: a pure function of (seed, epoch, index, text).
+        """Return the ids of a random segmentation, for training; it depends only on the arguments.
 
         `dropout` is the probability of skipping a BPE merge (0 gives the ids of `encode`); `alpha` is the exponent on
         the probability of a Unigram segmentation. Both default to 0.1.
@@ -232,9 +233,9 @@ class Tokenizer:
         return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
     ) -> str:
-        """Return the text of a conversation in the tokenizer's chat template; encode it with `allow_specials=True`."""
+        """Write a conversation as text, by the tokenizer's chat template; encode it with `allow_specials=True`."""
         if self.chat_template is None:
             raise InputError("this tokenizer has no chat template; give the messages as one text")
         specials = {f"{role}_token": token for role, token in self.special_tokens_map.items()}
@@ -245,7 +246,7 @@ class Tokenizer:
     # -- ids to text
 
     def decode(self, ids: Iterable[int], *, skip_specials: bool = True) -> str:
-        """Decode ids to text; drop special tokens and write ⁇ for unknown, unless `skip_specials=False` spells them."""
+        """Decode ids to text. Special tokens are left out, and unknown tokens become ⁇, unless skip_specials=False."""
         numbers = to_id_list(ids)
         outside = next((number for number in numbers if not 0 <= number < self.vocab_size), None)
         if outside is not None:
@@ -263,7 +264,7 @@ class Tokenizer:
         return " ".join(tokens) if decoder is None else decoder.decode(tokens)
 
     def token_bytes(self, number: int) -> bytes | None:
-        """Return the bytes of the token with this id, if it stands for bytes (byte-level, or <0x0A>), else None."""
+        """Return the bytes that the token with this id stands for, or None if it stands for text or is special."""
         token = self._backend.id_to_token(number)
         if token is None or number in self.special_ids:
             return None
@@ -283,7 +284,7 @@ class Tokenizer:
         return int(number)
 
     def token(self, number: int) -> str:
-        """Return the spelling of the token with this id: "Ġthe", "▁the", "##ing", "transla@@"."""
+        """Return the spelling of the token with this id, such as "Ġthe", "▁the", "##ing" or "transla@@"."""
         token = self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
         if token is None:
             raise InputError(f"id {number} is not in this tokenizer; its ids are 0 to {self.vocab_size - 1}")
@@ -299,7 +300,7 @@ class Tokenizer:
 
     @cached_property
     def _end_of_word_suffix(self) -> str:
-        """The suffix of a word's last piece in tokenizer.json, or ""; `token` shows "@@" on the others instead."""
+        """The suffix of a word's last piece in tokenizer.json, or ""; `token` shows @@ on the other pieces instead."""
         return self._tokenizer_json["model"].get("end_of_word_suffix") or ""
 
     @cached_property

@@ -18,8 +18,8 @@ from monoblock.untrusted_files import has_file, read_bytes, read_json, safe_join
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MAX_FILE_BYTES = 64 * 2**20
-MAX_CONFIG_BYTES = 16 * 2**20  # some hold a row for every added token, and a chat template
-MAX_JSON_VALUES = 5_000_000  # a merge is a list of two
+MAX_CONFIG_BYTES = 16 * 2**20  # some list every added token and contain a chat template
+MAX_JSON_VALUES = 5_000_000  # every merge counts as a list and two strings
 KIND_BY_MODEL_TYPE = {"WordLevel": "word", "WordPiece": "wordpiece", "Unigram": "unigram", "BPE": "bpe"}
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -28,14 +28,14 @@ KIND_BY_MODEL_TYPE = {"WordLevel": "word", "WordPiece": "wordpiece", "Unigram": 
 def read_tokenizer(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the checked content of tokenizer.json and the content of tokenizer_config.json.
 
-    `path` is a folder, a tokenizer.json or a GGUF file. In a folder without tokenizer.json, its content is built from
-    the older vocabulary files.
+    `path` is a folder, a tokenizer.json or a GGUF file. If a folder has no tokenizer.json, its content is built from
+    older vocabulary files such as vocab.txt.
     """
     path = Path(path)
     if path.is_dir():
         return _read_folder(path)
     if not path.is_file():
-        raise FileError(f"{path} holds no tokenizer: there is no such folder or file")
+        raise FileError(f"{path} holds no tokenizer, because there is no such folder or file")
     if path.suffix == ".gguf":
         data, config = read_gguf_tokenizer(path)
     else:
@@ -51,7 +51,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return validate_tokenizer_json(data, folder / TOKENIZER_FILE), config
     vocabulary = find_vocabulary(folder)
     if vocabulary is None:
-        raise FileError(f"{folder} holds no tokenizer: it has no {TOKENIZER_FILE} or vocabulary file")
+        raise FileError(f"{folder} holds no tokenizer, because it has no {TOKENIZER_FILE} and no other vocabulary file")
     data, special_tokens = read_vocabulary(folder, vocabulary, config)
     return validate_tokenizer_json(data, folder / vocabulary), special_tokens | config
 
@@ -61,7 +61,10 @@ def _read_tokenizer_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, completed from special_tokens_map.json and other small files."""
+    """Return the content of tokenizer_config.json, completed from other files of the folder.
+
+    These are special_tokens_map.json, chat_template.jinja and added_tokens.json.
+    """
     config: dict[str, Any] = {}
     for name in (CONFIG_FILE, "special_tokens_map.json"):
         if has_file(folder, name):
@@ -76,12 +79,15 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def build_or_file_error(path: str | Path, build: Any) -> Any:
-    """Return build(); raise a FileError for any exception of the library, even a Rust panic on a damaged file."""
+    """Return build(); turn any exception into a FileError that names `path`.
+
+    A damaged file may even cause a Rust panic in the `tokenizers` library.
+    """
     try:
         return build()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as problem:  # a panic of the library is not an Exception
+    except BaseException as problem:  # a Rust panic is a BaseException, but not an Exception
         raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
 
 
@@ -97,12 +103,12 @@ def tokenizer_kind(data: Mapping[str, Any]) -> str:
 
 
 def is_byte_level(component: Any) -> bool:
-    """Whether a pre-tokenizer or decoder is byte-level, or has a byte-level component in its sequence."""
+    """Return whether a pre-tokenizer or decoder is byte-level, or is a sequence with a byte-level component."""
     return '"ByteLevel"' in json.dumps(component)
 
 
 def unknown_token(model: Mapping[str, Any]) -> str | None:
-    """Return the token that the model gives for unknown text, if it has one."""
+    """Return the token that the model uses for unknown text, or None if it has none."""
     if model["type"] != "Unigram":
         return model.get("unk_token")
     return None if model.get("unk_id") is None else model["vocab"][model["unk_id"]][0]

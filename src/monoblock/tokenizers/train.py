@@ -1,8 +1,8 @@
-"""Train a tokenizer.json on texts; training twice gives the same bytes.
+"""Train a tokenizer on texts; the same texts always give the same tokenizer.json, byte for byte.
 
-The library counts words in hash maps whose order changes from run to run. Byte-level BPE is not affected, but symbols
-with a marker get their ids in that order, and Unigram adds floats in it. So every symbol is passed to the trainer in
-sorted order here, and Unigram is fitted in `unigram.py`.
+The `tokenizers` library counts words in hash maps, whose order changes from run to run. This does not affect byte-level
+BPE, but BPE with a marker would number its symbols in that order, and Unigram would add floating-point numbers in that
+order. So the library's trainer gets all symbols in sorted order here, and Unigram is fitted in `unigram.py`.
 """
 
 import json
@@ -24,9 +24,9 @@ from monoblock.tokenizers.special_tokens import (
 )
 
 UNK_TOKEN = ROLE_SPELLINGS["unk"][0]
-# White_Space of Unicode, where the library's WhitespaceSplit cuts; str.split() also cuts at the separators 1C to 1F.
+# Anything but Unicode's White_Space, as in the library's WhitespaceSplit; str.split() also cuts at U+001C … U+001F.
 _WORD_PATTERN = re.compile(r"[^\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-MAX_WORD_LENGTH = 100  # characters; WordPiece takes a longer word as unknown (BERT)
+MAX_WORD_LENGTH = 100  # characters; to WordPiece a longer word is unknown, as in BERT
 
 
 def train_tokenizer(
@@ -38,7 +38,7 @@ def train_tokenizer(
     lowercase: bool,
     min_frequency: int,
 ) -> JsonObject:
-    """Return the content of a tokenizer.json with at most `vocab_size` tokens, special tokens included."""
+    """Train a tokenizer with at most `vocab_size` tokens, including special tokens; return its tokenizer.json."""
     for name, value in (("vocab_size", vocab_size), ("min_frequency", min_frequency)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name}={value!r} is too small or not an integer; write a whole number from 1")
@@ -51,7 +51,7 @@ def train_tokenizer(
     min_pieces = 256 if byte_level else 2
     if max_pieces < min_pieces:
         least = min_pieces + len(special_tokens)
-        raise ConfigError(f"vocab_size={vocab_size} is too small; {kind} needs {least} or more")
+        raise ConfigError(f"vocab_size={vocab_size} is too small; {kind} with these specials needs {least} or more")
     if kind == "byte":
         model = bpe_model({symbol: value for value, symbol in enumerate(byte_symbols())}, [])
     else:
@@ -63,12 +63,14 @@ def train_tokenizer(
 
 
 def _add_special_tokens(sections: JsonObject, special_tokens: list[str]) -> JsonObject:
-    """Return the content of a tokenizer.json in which the ids of the special tokens follow those of the pieces."""
+    """Return the content of a tokenizer.json in which the special tokens have the ids after those of the model."""
     vocab = sections["model"]["vocab"]
     pieces = [piece for piece, _ in vocab] if sections["model"]["type"] == "Unigram" else list(vocab)
     clash = set(pieces) & set(special_tokens)
     if clash:
-        raise ConfigError(f"the special token {min(clash)!r} is also a piece of this text; choose another spelling")
+        raise ConfigError(
+            f"the special token {min(clash)!r} is also a token that was learned from the texts; choose another spelling"
+        )
     ids = {token: len(pieces) + index for index, token in enumerate(special_tokens)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = ({UNK_TOKEN: 0} if pieces[0] == UNK_TOKEN else {}) | ids
@@ -82,7 +84,7 @@ def _add_special_tokens(sections: JsonObject, special_tokens: list[str]) -> Json
 def _prepare_texts(
     texts: Iterable[str], normalizer: JsonObject | None, reserved: list[str], replacement: str
 ) -> list[str]:
-    """Normalize texts and replace every reserved token in them by `replacement`, so that none becomes a piece."""
+    """Normalize texts and replace every reserved token in them by `replacement`, so that none of them is learned."""
     normalize = build_backend({"normalizer": normalizer}).normalizer.normalize_str if normalizer else None
     pattern = re.compile("|".join(re.escape(word) for word in sorted(set(reserved), key=len, reverse=True)))
     prepared = [pattern.sub(replacement, normalize(text) if normalize else text) for text in check_texts(texts)]
@@ -92,7 +94,7 @@ def _prepare_texts(
 
 
 def _select_alphabet(texts: list[str], max_size: int, replacement: str) -> tuple[list[str], list[str]]:
-    """Return the `max_size` most frequent characters, sorted, and the texts with all others replaced."""
+    """Return the `max_size` most frequent characters, sorted, and the texts with all other characters replaced."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
@@ -103,7 +105,7 @@ def _select_alphabet(texts: list[str], max_size: int, replacement: str) -> tuple
 
 
 def _most_frequent(counts: Mapping[str, int], max_count: int, min_frequency: int = 1) -> list[str]:
-    """Return the `max_count` most frequent keys, most frequent first, ties in code point order."""
+    """Return the `max_count` most frequent keys, most frequent first; equally frequent keys are in code point order."""
     frequent = [word for word, count in counts.items() if count >= min_frequency]
     return sorted(frequent, key=lambda word: (-counts[word], word))[:max_count]
 
@@ -114,7 +116,10 @@ def _most_frequent(counts: Mapping[str, int], max_count: int, min_frequency: int
 def _train_merges(
     texts: list[str], sections: JsonObject, symbols: list[str], size: int, min_frequency: int, **affixes: Any
 ) -> tuple[dict[str, int], list[Any]]:
-    """Return the vocabulary and merges of the library's BPE trainer; `symbols` lists all initial symbols by id."""
+    """Train BPE with the `tokenizers` library; return its vocabulary and merges.
+
+    `symbols` lists all initial symbols in the order of their ids.
+    """
     from tokenizers.trainers import BpeTrainer
 
     backend = build_backend({"pre_tokenizer": sections["pre_tokenizer"]})
@@ -135,7 +140,7 @@ def _train_bpe(
         alphabet, texts = _select_alphabet(texts, max_pieces - 1, WORD_MARKER)
         merges = _train_merges(texts, sections, [UNK_TOKEN, *alphabet], max_pieces, min_frequency)
         return bpe_model(*merges, unk_token=UNK_TOKEN)
-    # A letter that never ended a word in training may end one later: each has both forms.
+    # Every letter is a symbol with and without END_OF_WORD, because one that never ended a word so far may do so later.
     alphabet, texts = _select_alphabet(texts, (max_pieces - 1) // 2, " ")
     symbols = [UNK_TOKEN, *alphabet, *(character + END_OF_WORD for character in alphabet)]
     merges = _train_merges(texts, sections, symbols, max_pieces, min_frequency, end_of_word_suffix=END_OF_WORD)
@@ -188,7 +193,7 @@ def _train_unigram(
     for text in texts:
         counts.update(word for word, _ in pre_tokenize(text))
     pieces = unigram.fit(counts, alphabet, max_pieces - 1, min_frequency)
-    # Far below the worst piece, so that a text that spells the unknown token is cut into its letters.
+    # A score far below all others, so that "<unk>" written out in a text is segmented into its letters.
     unk_score = min(score for _, score in pieces) - 100
     vocab = [[UNK_TOKEN, unk_score], *map(list, pieces)]
     return {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}

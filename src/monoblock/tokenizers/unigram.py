@@ -1,8 +1,8 @@
 """Fit a Unigram model by expectation-maximization (Kudo 2018), with every sum in a fixed order.
 
-Start from all frequent substrings, then repeat: compute how often each piece is expected over all segmentations of all
-words (forward-backward), and drop the pieces whose removal costs the likelihood least. All words advance together, one
-end position at a time.
+Start from all frequent substrings as pieces, then repeat: compute how often each piece is expected over all
+segmentations of all words (forward-backward), and drop the pieces whose removal reduces the likelihood least. The sums
+are computed for all words at once, one end position after the other.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import numpy as np
 
 MAX_PIECE_LENGTH = 16  # characters, as in SentencePiece
 MAX_WORD_LENGTH = 32  # longer words are cut for training, so that products of probabilities do not underflow
-SEED_FACTOR = 20  # initial candidates per piece of the result
-KEEP_FRACTION = 0.75  # of the pieces, in each pruning round
-SLACK_FACTOR = 1.1  # pruning stops at this multiple of the size; the rest is dropped by probability
-EM_ROUNDS = 2  # between two pruning rounds
+SEED_FACTOR = 20  # the initial number of pieces, as a multiple of the final number
+KEEP_FRACTION = 0.75  # the fraction of pieces that each pruning round keeps
+SLACK_FACTOR = 1.1  # pruning stops at this multiple of `size`; then the least likely pieces are dropped
+EM_ROUNDS = 2  # rounds of expectation-maximization before each pruning round
 MIN_EXPECTED_COUNT = 0.5  # a piece expected less often is dropped at once
 
 Array = Any  # numpy arrays of float64, int64 or bool
 
 
 def fit(words: Mapping[str, int], letters: list[str], size: int, min_frequency: int = 1) -> list[tuple[str, float]]:
-    """Return at most `size` pieces, or all `letters` if more, with their log probabilities, most likely first."""
+    """Fit a Unigram model to words and their counts; return (piece, log probability) pairs, most likely first.
+
+    There are at most `size` pieces. All `letters` are kept, even if there are more than `size`.
+    """
     counts = _split_long_words(words)
     pieces = _seed_pieces(counts, letters, size, min_frequency)
     expected = np.array(list(pieces.values()), dtype=np.float64)
@@ -62,7 +65,10 @@ def _split_long_words(words: Mapping[str, int]) -> dict[str, int]:
 
 
 def _seed_pieces(counts: Mapping[str, int], letters: list[str], size: int, min_frequency: int) -> dict[str, int]:
-    """Return all letters and the substrings that cover most text, with their counts, in code point order."""
+    """Return the initial pieces, all letters and the substrings that cover most text, with their counts.
+
+    They are in code point order.
+    """
     frequency: Counter[str] = Counter(dict.fromkeys(letters, 0))
     for word, count in counts.items():
         for start in range(len(word)):
@@ -94,13 +100,13 @@ def _digamma(x: Array) -> Array:
 
 
 def _removal_loss(expected: Array, probability: Array, piece_lattice: Lattice) -> Array:
-    """Return the log likelihood lost if each piece is replaced by shorter ones wherever it is used."""
+    """Return, for each piece, the log likelihood that is lost if shorter pieces replace it wherever it is used."""
     replacement = piece_lattice.word_probabilities(piece_lattice.forward(probability))
     return expected * (np.log(probability) - np.log(np.maximum(replacement, 1e-300)))
 
 
 def _top_mask(values: Array, count: int) -> Array:
-    """Return a mask of the `count` largest values; ties go to the first."""
+    """Return a mask of the `count` largest values; of equal values, the first ones are taken."""
     mask = np.zeros(len(values), dtype=bool)
     mask[np.argsort(-values, kind="stable")[:count]] = True
     return mask
@@ -109,7 +115,7 @@ def _top_mask(values: Array, count: int) -> Array:
 def _select_pieces(names: list[str], probability: Array, is_letter: Array, size: int) -> list[tuple[str, float]]:
     keep = _top_mask(np.where(is_letter, np.inf, probability), max(size, int(is_letter.sum())))
     score = np.log(probability)
-    # A letter that occurs only in longer pieces would be so unlikely that sampling never cuts a word that far.
+    # Without this limit, a letter that occurs only in longer pieces would be so unlikely that sampling never gives it.
     lowest = score[keep & ~is_letter].min(initial=score.max())
     score = np.where(is_letter, np.maximum(score, lowest - 1), score)
     rows = [(name, round(float(s), 6)) for name, s, kept in zip(names, score, keep, strict=True) if kept]
@@ -118,9 +124,12 @@ def _select_pieces(names: list[str], probability: Array, is_letter: Array, size:
 
 @dataclass(frozen=True)
 class Lattice:
-    """All occurrences of pieces in words, as edges sorted by `end`: `piece` covers `word` from `start` to `end`."""
+    """All occurrences of pieces in words, as edges: piece[i] covers word[i] from start[i] to end[i].
 
-    lengths: Array  # of the words
+    Pieces and words are given by their indices. Edges are sorted by `end`.
+    """
+
+    lengths: Array  # of the words, in characters
     word: Array
     start: Array
     end: Array
@@ -128,7 +137,7 @@ class Lattice:
 
     @classmethod
     def build(cls, words: list[str], pieces: list[str], include_whole_word: bool) -> Lattice:
-        """Find all occurrences of pieces in words; without `include_whole_word`, only those shorter than the word."""
+        """Find all occurrences of pieces in words; `include_whole_word` includes pieces that are a whole word."""
         numbers = {piece: number for number, piece in enumerate(pieces)}
         edges = [
             (index, start, end, number)
@@ -142,7 +151,7 @@ class Lattice:
         return cls(np.array([len(word) for word in words], dtype=np.int64), *columns.T.copy())
 
     def select(self, pieces: Array, words: Array | None = None) -> Lattice:
-        """Keep the edges whose piece (and word) is True in these masks, and renumber pieces and words."""
+        """Return a lattice of the pieces (and words) for which the mask is True, with new indices."""
         words = np.ones(len(self.lengths), dtype=bool) if words is None else words
         kept = pieces[self.piece] & words[self.word]
         new_word, new_piece = np.cumsum(words) - 1, np.cumsum(pieces) - 1
@@ -155,7 +164,10 @@ class Lattice:
         )
 
     def forward(self, probability: Array) -> Array:
-        """Return (positions, words): the total probability of all segmentations of a word up to a position."""
+        """Return the total probability of all segmentations of each word up to each position.
+
+        The result has shape (positions, words).
+        """
         total = np.zeros((int(self.lengths.max(initial=0)) + 1, len(self.lengths)))
         total[0] = 1
         bounds = np.searchsorted(self.end, np.arange(len(total) + 1))
@@ -167,7 +179,10 @@ class Lattice:
         return total
 
     def backward(self, probability: Array) -> Array:
-        """Return (positions, words): the total probability of all segmentations of a word from a position on."""
+        """Return the total probability of all segmentations of each word from each position on.
+
+        The result has shape (positions, words).
+        """
         total = np.zeros((int(self.lengths.max(initial=0)) + 1, len(self.lengths)))
         total[self.lengths, np.arange(len(self.lengths))] = 1
         order = np.argsort(self.start, kind="stable")
@@ -183,7 +198,7 @@ class Lattice:
         return forward[self.lengths, np.arange(len(self.lengths))]
 
     def expected_counts(self, probability: Array, weights: Array) -> Array:
-        """Return the expected count of each piece over all segmentations of all words, which occur `weights` times."""
+        """Return the expected count of each piece over all segmentations; word i occurs weights[i] times."""
         forward, backward = self.forward(probability), self.backward(probability)
         rate = weights / self.word_probabilities(forward)
         mass = forward[self.start, self.word] * probability[self.piece] * backward[self.end, self.word]

@@ -1,8 +1,8 @@
-"""Check the content of a tokenizer.json from an untrusted source before the library may run it.
+"""Check the content of a tokenizer.json from an untrusted source before the `tokenizers` library uses it.
 
-The library accepts more than is safe: a nested quantifier hangs its regex engine, and sparse ids allocate without
-limit. So components must be on a list, regular expressions among the published ones, ids and sizes within what a
-vocabulary needs.
+The library accepts more than is safe: a regular expression with nested quantifiers may run forever, and a very large id
+may take all memory. So only listed types of components and known regular expressions are allowed, and ids and sizes may
+not be larger than a vocabulary needs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from monoblock.tokenizers.patterns import ALLOWED_REPLACE_PATTERNS, ALLOWED_SPLI
 MAX_TOKENS = 2_000_000
 MAX_COMPONENTS = 32
 MAX_TOKEN_LENGTH = 512  # of an added token, in characters
-MAX_WORD_LENGTH = 200  # of WordPiece, in characters: its search is cubic in it
-MAX_AFFIX_LENGTH = 8  # of what is prepended or stripped, in characters
+MAX_WORD_LENGTH = 200  # characters in a word of WordPiece, whose search takes cubic time
+MAX_AFFIX_LENGTH = 8  # characters that a component may prepend or strip
 
-# Section -> the types of its component, including those inside a "Sequence".
+# The types of components that each section may have, alone or inside a "Sequence".
 ALLOWED_TYPES = {
     "normalizer": """Sequence NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer Replace Prepend
         Precompiled ByteLevel""",
@@ -34,11 +34,11 @@ SEQUENCE_KEYS = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 class _InvalidTokenizer(Exception):
-    """An invalid tokenizer.json; the error shown is its path, followed by this message."""
+    """An invalid tokenizer.json; `validate_tokenizer_json` puts its path before the message."""
 
 
 def validate_tokenizer_json(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return the content with the type of its model filled in; raise FileError if it is not safe for the library."""
+    """Return the content of a tokenizer.json with the type of its model filled in; raise FileError if it is unsafe."""
     try:
         data["model"] = _with_model_type(data.get("model"))
         check_tokenizer_json(data)
@@ -50,7 +50,7 @@ def validate_tokenizer_json(data: dict[str, Any], path: str | Path) -> dict[str,
 
 
 def _with_model_type(model: Any) -> dict[str, Any]:
-    """Fill in the type, which early files (GPT-2's) lack, and replace an unknown token of "" by None."""
+    """Return the model with its type, which early files such as GPT-2's lack; an unknown token of "" becomes None."""
     if not isinstance(model, Mapping):
         raise _InvalidTokenizer("it has no model")
     guess = "BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else "WordLevel"
@@ -59,7 +59,7 @@ def _with_model_type(model: Any) -> dict[str, Any]:
 
 
 def check_tokenizer_json(data: Mapping[str, Any]) -> None:
-    """Raise unless everything the library would run or allocate is of a known type and size."""
+    """Raise unless everything that the library would run or allocate has a known type and a limited size."""
     model = data["model"]
     for section in ALLOWED_TYPES:
         if data.get(section) is not None:
@@ -89,7 +89,10 @@ def _check_component(section: str, component: Any, depth: int) -> int:
 
 
 def _check_pattern(section: str, component: Mapping[str, Any]) -> None:
-    """Raise unless a Split or Replace uses a string or a published regular expression, and makes no text longer."""
+    """Raise unless the pattern of a component is a string or a known regular expression.
+
+    Also raise if a Replace, Prepend or Strip could make a text much longer, or make the library panic.
+    """
     pattern = component.get("pattern")
     regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
     string = pattern.get("String") if isinstance(pattern, Mapping) else pattern
@@ -100,14 +103,14 @@ def _check_pattern(section: str, component: Mapping[str, Any]) -> None:
         content = component.get("content")
         max_length = 1 if regex is not None else len(string) if isinstance(string, str) else 0
         if not isinstance(content, str) or len(content) > max_length:
-            raise _InvalidTokenizer(f"its {section} replaces {string!r:.20} by a longer text")
+            raise _InvalidTokenizer(f"its {section} replaces {string!r:.20} by a longer text, which is not allowed")
     # The library panics if there is nothing to strip from the end.
     if section == "decoder" and component["type"] == "Strip" and not _strips_only_front(component):
-        raise _InvalidTokenizer(f"its decoder strips more than {MAX_AFFIX_LENGTH} characters, or from the end")
+        raise _InvalidTokenizer(f"its decoder may strip only from the start, and at most {MAX_AFFIX_LENGTH} characters")
     if component["type"] == "Prepend":
         prefix = component.get("prepend")
         if not isinstance(prefix, str) or len(prefix) > MAX_AFFIX_LENGTH:
-            raise _InvalidTokenizer(f"its {section} prepends more than {MAX_AFFIX_LENGTH} characters")
+            raise _InvalidTokenizer(f"its {section} prepends more than {MAX_AFFIX_LENGTH} characters, the limit")
 
 
 def _strips_only_front(component: Mapping[str, Any]) -> bool:
@@ -115,7 +118,7 @@ def _strips_only_front(component: Mapping[str, Any]) -> bool:
 
 
 def _check_template(component: Mapping[str, Any]) -> None:
-    """Raise unless every special token of a template has its ids: the library panics if one has not."""
+    """Raise unless a template gives the ids of every special token it adds; otherwise the library would panic."""
     known = component.get("special_tokens")
     rows = [row for key in ("single", "pair") for row in component.get(key) or []]
     if (
@@ -123,15 +126,15 @@ def _check_template(component: Mapping[str, Any]) -> None:
         or len(rows) > MAX_COMPONENTS
         or not all(isinstance(row, Mapping) for row in rows)
     ):
-        raise _InvalidTokenizer("its post_processor is not a template")
+        raise _InvalidTokenizer("its post_processor is not a valid template")
     tokens = [row["SpecialToken"] for row in rows if "SpecialToken" in row]
     names = [token.get("id") if isinstance(token, Mapping) else None for token in tokens]
     if not all(isinstance(name, str) and isinstance(known.get(name), Mapping) for name in names):
-        raise _InvalidTokenizer("its post_processor adds a special token that it does not describe")
+        raise _InvalidTokenizer("its post_processor adds a special token that is not in its special_tokens")
 
 
 def _check_vocab(model: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return token -> id; raise unless ids are valid and distinct."""
+    """Return a dict from tokens to ids; raise unless the ids are valid and distinct."""
     vocab = model.get("vocab")
     if model["type"] == "Unigram":
         if not isinstance(vocab, list) or not all(isinstance(row, list) and len(row) == 2 for row in vocab):
@@ -180,11 +183,11 @@ def _check_bpe(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
     for merge in merges:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(side, str) for side in pair):
-            raise _InvalidTokenizer(f"the merge {merge!r:.40} is not a pair")
+            raise _InvalidTokenizer(f"the merge {merge!r:.40} is not a pair of tokens")
         left, right = pair
-        has_prefix = right.startswith(prefix)  # the library removes it without a check
+        has_prefix = right.startswith(prefix)  # the library removes this prefix without checking for it
         if not has_prefix or left not in vocab or right not in vocab or left + right[len(prefix) :] not in vocab:
-            raise _InvalidTokenizer(f"the merge {merge!r:.40} is of tokens that are not in its vocabulary")
+            raise _InvalidTokenizer(f"the merge {merge!r:.40} has or gives a token that is not in its vocabulary")
     if model.get("unk_token") is not None and model["unk_token"] not in vocab:
         raise _InvalidTokenizer("its unknown token is not in its vocabulary")
 
@@ -199,7 +202,7 @@ def _check_word_model(model: Mapping[str, Any], vocab: Mapping[str, int]) -> Non
 
 def _check_unigram(model: Mapping[str, Any], vocab: Mapping[str, int]) -> None:
     unk_id = model.get("unk_id")
-    if type(unk_id) is not int or not 0 <= unk_id < len(vocab):  # without one, unknown text would raise
+    if type(unk_id) is not int or not 0 <= unk_id < len(vocab):  # without it, unknown text is an error
         raise _InvalidTokenizer("its unk_id is not in its vocabulary")
 
 

@@ -19,7 +19,10 @@ EMBEDDING_NAME = "input.token"
 
 
 class EmbeddingTap:
-    """Record the token embeddings (B, T, D) of a forward pass, or substitute `replacement` for them."""
+    """A tap that records the token embeddings of a forward pass, or replaces them by `replacement`.
+
+    Both have shape (B, T, D).
+    """
 
     def __init__(self, replacement: Tensor | None = None) -> None:
         self.replacement = replacement
@@ -54,7 +57,9 @@ class AdversarialLoss:
         tap = EmbeddingTap()
         loss = self.loss(model, inputs, labels, tap)
         if tap.embeddings is None:
-            raise InputError("train.adversarial perturbs token embeddings, which this model lacks; leave it out")
+            raise InputError(
+                "train.adversarial perturbs token embeddings, which this model lacks; leave train.adversarial out"
+            )
         attention_mask = inputs.get("attention_mask")
         perturbation = adversarial_perturbation(loss, tap.embeddings, attention_mask, self.epsilon)
         perturbed = EmbeddingTap(tap.embeddings + perturbation)
@@ -62,7 +67,10 @@ class AdversarialLoss:
 
 
 def adversarial_perturbation(loss: Tensor, embeddings: Tensor, attention_mask: Tensor | None, epsilon: float) -> Tensor:
-    """Return the perturbation r (B, T, D) of `embeddings` (B, T, D) for ε = `epsilon`, as at the top of this file."""
+    """Return the perturbation r of `embeddings` for ε = `epsilon`, as defined at the top of this file.
+
+    Both have shape (B, T, D).
+    """
     (gradient,) = torch.autograd.grad(loss, embeddings, retain_graph=True)
     vectors, gradient = embeddings.detach().float(), gradient.float()
     if attention_mask is None:

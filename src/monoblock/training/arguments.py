@@ -10,10 +10,10 @@ class TrainingArguments:
     """Settings of a training run; intervals (`…_every`) are in steps, and 0 means never."""
 
     steps: int
-    accumulate: int = 1  # micro-batches of a step
-    clip: float = 1.0  # largest gradient norm; 0: no clipping
+    accumulate: int = 1  # micro-batches per step
+    clip: float = 1.0  # the largest gradient norm; 0 means no clipping
     save_every: int = 0
     eval_every: int = 0
     sample_every: int = 0
-    keep: int = 3  # checkpoints
-    ema: float = 0.0  # decay of the weight average; 0: none
+    keep: int = 3  # how many of the last checkpoints to keep; 0 means all
+    ema: float = 0.0  # decay of the exponential moving average of the weights; 0 means no average

@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def fault_injection_point(point: str) -> None:
-    """Do nothing. Called before every write, sync and rename of a save; tests replace it to inject faults."""
+    """Do nothing. `save` calls this before every write, sync and rename; tests replace it to inject faults."""
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -53,11 +53,12 @@ def save(
     last_good: int | None = None,
     save_every: int = 0,
 ) -> Path:
-    """Write a checkpoint, make it `latest`, and return its path; delete all but the last `keep` (0: all) and two.
+    """Write a checkpoint, make it `latest`, delete old checkpoints, and return the path of the new one.
 
-    `best` and `last_good` are the steps of these two: that with the best evaluation and the one to roll back to.
-    Earlier checkpoints at steps that are not multiples of `save_every` were left by an interruption and are deleted
-    too: the folder then looks like that of an uninterrupted run.
+    The last `keep` checkpoints are kept (all if `keep` is 0), and also those of two steps: `best`, which has the best
+    evaluation so far, and `last_good`, to which the run would roll back. Earlier checkpoints at steps that are not
+    multiples of `save_every` were written at an interruption; they are deleted too, so that the folder looks like that
+    of an uninterrupted run.
     """
     step = checkpoint.step
     path, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
@@ -79,7 +80,7 @@ def save(
         fault_injection_point("prune")
         _prune(folder, step, keep, (best, last_good), save_every)
     except OSError as problem:
-        shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
+        shutil.rmtree(temporary, ignore_errors=True)  # this frees space if the disk is full
         _restore_stale(folder)
         raise FileError(
             f"the checkpoint of step {step} cannot be written to {folder}: {problem.strerror or problem}; "
@@ -89,13 +90,13 @@ def save(
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write all files but the manifest; yield the name of each, and its size and SHA-256."""
+    """Write all files of a checkpoint but the manifest; yield the name of each with its entry in the manifest."""
     for name, tensors in checkpoint.tensors.items():
         path = folder / f"{name}.safetensors"
         fault_injection_point(f"tensors {name}")
         try:
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
-        except SafetensorError as problem:  # wraps the error of the file system
+        except SafetensorError as problem:  # safetensors wraps an OSError in it
             raise OSError(str(problem)) from None
         _fsync(path)
         yield path.name, _describe_file(path)
@@ -151,12 +152,12 @@ def _describe_file(path: Path) -> dict[str, Any]:
 def _prune(folder: Path, last: int, keep: int, protected: tuple[int | None, ...], save_every: int) -> None:
     """Delete checkpoints up to step `last` that are neither among the last `keep` nor protected.
 
-    Later checkpoints are ignored: they must be damaged, or training would have resumed from them.
+    Checkpoints after `last` are left alone: they must be damaged, otherwise training would have resumed from them.
     """
     steps = [step for step in list_steps(folder) if step <= last]
     regular = [step for step in steps if step == last or not save_every or step % save_every == 0]
     for step in steps:
-        if step not in regular[-keep:] and step not in protected:  # keep=0 keeps all regular ones
+        if step not in regular[-keep:] and step not in protected:  # with keep=0 this slice has all regular steps
             shutil.rmtree(folder / f"step-{step}", ignore_errors=True)
     for unfinished in [*folder.glob("step-*.tmp"), *folder.glob("step-*.stale")]:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -175,31 +176,31 @@ def find_problem(path: Path) -> str | None:
     """Return why a checkpoint cannot be used, or None if it is intact."""
     try:
         if (path / MANIFEST_FILE).stat().st_size > MAX_JSON_BYTES:
-            return f"{path / MANIFEST_FILE} is too large"
+            return f"{path / MANIFEST_FILE} is too large for a manifest"
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         files: dict[str, dict[str, Any]] = manifest["files"]
         if METADATA_FILE not in files:
-            return f"{path / MANIFEST_FILE} does not name {METADATA_FILE}"
+            return f"{path / MANIFEST_FILE} does not list {METADATA_FILE}"
         if manifest["step"] != parse_step(path):
-            return f"{path / MANIFEST_FILE} is of step {manifest['step']}"
+            return f"{path / MANIFEST_FILE} belongs to step {manifest['step']}"
         for name, expected in files.items():
             if Path(name).name != name:
-                return f"{path / MANIFEST_FILE} names a file outside its folder"
+                return f"{path / MANIFEST_FILE} lists a file outside its folder"
             if not (path / name).is_file():
                 return f"{path / name} is missing"
             if _describe_file(path / name) != expected:
-                return f"{path / name} is damaged: its size or hash is not the manifest's"
+                return f"{path / name} is damaged: its size or hash differs from the manifest"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return f"{path / MANIFEST_FILE} cannot be read: {problem}"
     return None
 
 
 def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, or None, and a description of each problem found on the way."""
+    """Return the newest intact checkpoint (or None) and the problems of newer checkpoints and of the file `latest`."""
     _restore_stale(folder)
     names = [f"step-{step}" for step in reversed(list_steps(folder))]
     problems = _check_latest_file(folder / LATEST_FILE, names)
-    for name in names:  # the newest may be finished without being `latest` yet
+    for name in names:  # the newest checkpoint may be complete although `latest` does not name it yet
         problem = find_problem(folder / name)
         if problem is None:
             return folder / name, problems
@@ -208,18 +209,21 @@ def find_newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
-    """Return the problems of the file `latest`: it cannot be read, or the checkpoint it names was deleted."""
+    """Return a list with the problem of the file `latest`, if it has one.
+
+    The file may be unreadable, or name a checkpoint that does not exist.
+    """
     try:
         name = latest.read_text(encoding="utf-8").strip()
     except FileNotFoundError:  # the first save was interrupted
         return []
     except (OSError, ValueError):
         return [f"{latest} cannot be read"]
-    return [] if name in names else [f"{latest} names {name[:80]!r}, which is not there"]
+    return [] if name in names else [f"{latest} names {name[:80]!r}, which does not exist"]
 
 
 def load(path: Path) -> Checkpoint:
-    """Load the files named in the manifest of a checkpoint that `find_problem` found intact."""
+    """Load a checkpoint in which `find_problem` finds no problem."""
     files = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
     try:
         tensors = {Path(name).stem: load_file(path / name) for name in files if name.endswith(".safetensors")}

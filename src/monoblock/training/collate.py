@@ -1,7 +1,7 @@
 """Collate samples into model inputs and labels, one function for each objective.
 
-Each function returns the keyword arguments of the model and the labels. A label is IGNORE_INDEX at positions that the
-loss does not count.
+Each function returns a dict with the keyword arguments of the model, and the labels. Labels are IGNORE_INDEX at
+positions that do not count in the loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorBatch(NamedTuple):
         return self.labels.shape[0]
 
     def split(self, num_micro_batches: int) -> list[TensorBatch]:
-        """Split into micro-batches of nearly equal size, without empty ones."""
+        """Split the batch into at most `num_micro_batches` micro-batches of nearly equal size; none is empty."""
         bounds = [round(self.batch_size * n / num_micro_batches) for n in range(num_micro_batches + 1)]
         return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start]
 
@@ -55,7 +55,10 @@ class TensorBatch(NamedTuple):
 
 
 def pad_rows(rows: Sequence[Ids], value: int, length: int | None = None) -> Tensor:
-    """Pad rows on the right with `value` to the longest row, or to `length`: (B, T)."""
+    """Pad rows on the right with `value` to the length of the longest row, or to `length`.
+
+    The result has shape (B, T).
+    """
     width = max(len(row) for row in rows) if length is None else length
     padded = np.full((len(rows), width), value, dtype=np.int64)
     for index, row in enumerate(rows):
@@ -64,7 +67,10 @@ def pad_rows(rows: Sequence[Ids], value: int, length: int | None = None) -> Tens
 
 
 def valid_mask(rows: Sequence[Ids], length: int) -> Tensor:
-    """Return the mask (B, T) of rows padded to `length`: True for tokens and False for padding."""
+    """Return a mask of rows that are padded to `length`: True for tokens and False for padding.
+
+    The mask has shape (B, length).
+    """
     return torch.arange(length) < torch.tensor([len(row) for row in rows])[:, None]
 
 
@@ -82,9 +88,10 @@ class SpecialTokenIds:
 
 
 def collate_causal_lm(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) -> tuple[dict[str, Tensor], Tensor]:
-    """Collate blocks of T + 1 ids to predict the next token: inputs (B, T), labels (B, T).
+    """Collate blocks of T + 1 ids for causal language modelling, in which each token predicts the next one.
 
-    In packed blocks attention stays inside a document, and the first token of a document is not predicted.
+    Inputs and labels have shape (B, T). In blocks of several documents, tokens attend only within their document, and
+    the first token of a document is not a target.
     """
     ids = torch.from_numpy(np.stack([sample["ids"] for sample in samples]))
     inputs, labels = {"source": ids[:, :-1].contiguous()}, ids[:, 1:].clone()
@@ -92,14 +99,18 @@ def collate_causal_lm(samples: Sequence[dict[str, Any]], special: SpecialTokenId
         documents = torch.from_numpy(np.stack([sample["documents"] for sample in samples]))
         inputs["documents"] = documents[:, :-1].contiguous()
         labels[documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
-        labels[documents[:, 1:] < 0] = IGNORE_INDEX  # padding belongs to document -1
+        labels[documents[:, 1:] < 0] = IGNORE_INDEX  # padding has the document number -1
     return inputs, labels
 
 
 def collate_masked_lm(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds, *, seed: int, epoch: int, rate: float = 0.15
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Mask tokens, differently in every epoch; the labels (B, N) are the originals (Devlin et al. 2019)."""
+    """Collate texts for masked language modelling (Devlin et al. 2019); every epoch masks other tokens.
+
+    Logits are computed at N positions of each row (`select_target_positions`). The labels are the original ids at these
+    positions and have shape (B, N).
+    """
     assert special.mask_id is not None
     masked = [
         mask_tokens(
@@ -122,10 +133,11 @@ def collate_masked_lm(
 
 
 def select_target_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions (B, N) of the labels (B, T) that are not IGNORE_INDEX, and the labels (B, N) there.
+    """Return the positions of the labels that are not IGNORE_INDEX, and the labels there.
 
-    Logits are then computed at these positions only. N is the largest number of targets in a row, rounded up to a
-    multiple of eight to keep the number of shapes small; rows with fewer targets are filled with ignored positions.
+    `labels` has shape (B, T), and both results have shape (B, N). Logits are then computed at these positions only.
+    N is the largest number of targets in a row, rounded up to a multiple of eight to keep the number of shapes small;
+    rows with fewer targets are filled with positions whose label is IGNORE_INDEX.
     """
     is_target = labels != IGNORE_INDEX
     count = min(labels.shape[1], -(-int(is_target.sum(1).max()) // 8) * 8)
@@ -136,9 +148,11 @@ def select_target_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
 def collate_seq2seq(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds, *, start: int, pad_to: int | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Collate pairs: the encoder reads source + eos, the decoder `start` + target, the labels are target + eos.
+    """Collate pairs of source and target for an encoder-decoder.
 
-    With `pad_to` all rows are padded to this length, because CUDA graphs require batches of one shape.
+    The input of the encoder is the source followed by eos, and the input of the decoder is `start` followed by the
+    target; the labels are the target followed by eos. With `pad_to` all rows are padded to this length, because CUDA
+    graphs require batches of one shape.
     """
     sources = [sample["source"] for sample in samples]
     targets = [sample["target"] for sample in samples]
@@ -150,7 +164,7 @@ def collate_seq2seq(
     inputs = {"source": source, "target": target}
     valid = valid_mask([np.append(row, eos) for row in sources], source.shape[1])
     if pad_to is not None or not bool(valid.all()):
-        inputs["source_mask"] = valid  # the target needs none: the causal mask hides padding on the right
+        inputs["source_mask"] = valid  # the target needs no mask, because padding on the right is causally hidden
     return inputs, labels
 
 
@@ -163,7 +177,10 @@ def collate_span_corruption(
     start: int,
     rate: float = 0.15,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Replace random spans by sentinels in the source; the target is the spans (Raffel et al. 2020)."""
+    """Collate texts for span corruption (Raffel et al. 2020).
+
+    The source is the text with random spans replaced by sentinels, and the target lists these spans.
+    """
     pairs = []
     for sample in samples:
         rng = sample_generator(seed, epoch, sample["sample"])
@@ -175,7 +192,7 @@ def collate_span_corruption(
 def collate_classification(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Collate texts or images to predict one label for each: (B,)."""
+    """Collate texts or images that have one label each; the labels have shape (B,)."""
     labels = torch.tensor([int(sample["label"]) for sample in samples])
     if "pixels" in samples[0]:
         return {"source": torch.from_numpy(np.stack([sample["pixels"] for sample in samples]))}, labels
@@ -185,7 +202,10 @@ def collate_classification(
 def collate_token_classification(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Collate texts to predict one label for each word: (B, T), IGNORE_INDEX on all but its first token."""
+    """Collate texts that have one label per word; the labels have shape (B, T).
+
+    The first token of each word has the label of the word, and all other tokens have IGNORE_INDEX.
+    """
     inputs = _collate_ids(samples, special)
     return inputs, pad_rows([sample["labels"] for sample in samples], IGNORE_INDEX)
 
@@ -193,13 +213,19 @@ def collate_token_classification(
 def collate_question_answering(
     samples: Sequence[dict[str, Any]], special: SpecialTokenIds
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Collate texts to predict the first and last position of an answer: (B, 2), both 0 if it is not in the text."""
+    """Collate texts, each a question and a context, in which the answer is to be found; the labels have shape (B, 2).
+
+    The labels are the positions of the first and last token of the answer; both are 0 if the text does not contain it.
+    """
     labels = torch.from_numpy(np.stack([sample["answer"] for sample in samples]))
     return _collate_ids(samples, special), labels
 
 
 def _collate_ids(samples: Sequence[dict[str, Any]], special: SpecialTokenIds) -> dict[str, Tensor]:
-    """Return the padded ids and segments (B, T), with an attention mask if any row is padded."""
+    """Return the model inputs for texts: padded ids, and segments if the samples have them.
+
+    If any row is padded, there is also an attention mask. All inputs have shape (B, T).
+    """
     ids = pad_rows([sample["ids"] for sample in samples], special.pad_id)
     inputs = {"source": ids}
     valid = valid_mask([sample["ids"] for sample in samples], ids.shape[1])

@@ -1,7 +1,7 @@
 """Token masking (BERT) and span corruption (T5).
 
-Both draw from a random generator keyed by (seed, epoch, sample): different in every epoch, and the same after an
-interruption and for any number of workers.
+Both use a random generator that depends only on (seed, epoch, sample). So a sample is corrupted differently in every
+epoch, but in the same way after an interruption and with any number of workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Ids = NDArray[np.int64]
 
 def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """Return the random generator of one sample in one epoch."""
-    # NumPy converts a plain list with a large seed to float, which drops its lower bits.
+    # NumPy would convert a plain list with a large seed to float and lose its lower bits.
     key = np.array([seed & (2**64 - 1), (epoch << 40) ^ sample], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
@@ -24,10 +24,11 @@ def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
 def mask_tokens(
     ids: Ids, rng: np.random.Generator, *, mask_id: int, vocab: int, special: frozenset[int], rate: float = 0.15
 ) -> tuple[Ids, Ids]:
-    """Select `rate` of the tokens: 80 % become the mask, 10 % a random token, 10 % stay (Devlin et al. 2019).
+    """Mask a random selection of tokens (Devlin et al. 2019); return the masked ids and the labels.
 
-    Return the masked ids and the labels: the original ids of the selected tokens, IGNORE_INDEX elsewhere. At least one
-    token is selected, but never one in `special`.
+    The fraction `rate` of the tokens is selected, at least one, but never a token in `special`. Of the selected tokens,
+    80 % become the mask token, 10 % a random token, and 10 % stay. The labels are the original ids of the selected
+    tokens, and IGNORE_INDEX elsewhere.
     """
     eligible = np.flatnonzero(~np.isin(ids, list(special)))
     count = min(len(eligible), max(1, round(rate * len(eligible))))
@@ -53,8 +54,8 @@ def corrupt_spans(
 ) -> tuple[Ids, Ids]:
     """Return a source with random spans replaced by sentinels, and a target of these spans (Raffel et al. 2020).
 
-    The target is each sentinel followed by its span, and one more sentinel. The spans are `rate` of the tokens and have
-    `mean` tokens on average.
+    The target has each sentinel followed by the span it replaces, and one more sentinel at the end. Together, the spans
+    have the fraction `rate` of all tokens; a span has `mean` tokens on average.
     """
     length = len(ids)
     num_noise = min(max(1, round(rate * length)), max(1, length - 1))
@@ -78,7 +79,7 @@ def corrupt_spans(
 
 
 def _random_partition(total: int, parts: int, rng: np.random.Generator) -> list[int]:
-    """Return random positive integers, `parts` of them, with the sum `total`; if it is too small, the last are 0."""
+    """Return `parts` random positive integers with the sum `total`; if `total` < `parts`, the last ones are 0."""
     if total < parts:
         return [1] * total + [0] * (parts - total)
     bounds = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1

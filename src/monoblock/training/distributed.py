@@ -1,9 +1,9 @@
 """Data-parallel training: each process computes a part of every batch, and gradients are summed before the update.
 
-The loss of a step is the sum over all targets divided by their number over *all* processes, so that a run on two
+The loss of a step is its sum over all targets divided by the number of targets in *all* processes, so that a run on two
 processes equals the run on one, up to rounding. Every process has the same weights and takes the same decisions,
-because every quantity that decides is summed over all processes first. Only the main process, rank 0, evaluates,
-samples and writes.
+because every quantity that a decision depends on is summed over all processes first. Only the main process, rank 0,
+evaluates, samples and writes files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAILURE_GRACE_SECONDS = 5.0  # for torchrun to end a process after another one f
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process and the number of processes; with one process every collective is the identity."""
+    """The rank of this process and the number of processes; with one process, collective operations change nothing."""
 
     rank: int = 0
     size: int = 1
@@ -55,7 +55,7 @@ class World:
         return int(buffer)
 
     def all_gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the CPU tensors of all processes, in the order of ranks; names and shapes must agree."""
+        """Return the CPU tensors of all processes in the order of ranks; all must have the same names and shapes."""
         if self.size == 1:
             return [dict(tensors)]
         gathered: list[dict[str, Tensor]] = [{} for _ in range(self.size)]
@@ -82,13 +82,13 @@ class World:
             work.wait()
 
     def seed_process(self, seed: int) -> None:
-        """Give each process its own random numbers; rank 0 keeps those of a single-process run."""
+        """Seed torch differently in each process; rank 0 keeps the random numbers of a single-process run."""
         if self.rank:
             torch.manual_seed((seed + 0x9E3779B97F4A7C15 * self.rank) % 2**63)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body in the main process first; the others then find the files it wrote."""
+        """Run the `with` block in the main process first, so that the other processes find the files that it wrote."""
         if not self.is_main:
             self.barrier()
         yield
@@ -96,7 +96,7 @@ class World:
             self.barrier()
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait until all processes reach this point."""
         self.all_reduce_sum(0)
 
     def shut_down(self) -> None:
@@ -123,7 +123,9 @@ def init_distributed(environment: Mapping[str, str], device: str = "auto") -> Wo
 
 def uses_cuda(device: str) -> bool:
     if ":" in device:
-        raise ConfigError(f"train.device={device} is one device for all processes; leave the index out, as in 'cuda'")
+        raise ConfigError(
+            f"train.device={device} is the same device for all processes; leave out the index, as in 'cuda'"
+        )
     return torch.cuda.is_available() and device in ("auto", "cuda")
 
 
@@ -131,9 +133,9 @@ def uses_cuda(device: str) -> bool:
 def defer_worker_errors(world: World) -> Iterator[None]:
     """Delay the errors of all processes but the main one, so that a failure is reported once.
 
-    When a process fails, the others fail with it, with the same error or on a broken connection. A MonoblockError of
-    the main process is raised at once. Other errors wait a few seconds, in which torchrun ends the process if another
-    one has failed.
+    When a process fails, the others fail too, with the same error or because of the broken connection. A MonoblockError
+    of the main process is raised at once. All other errors are raised a few seconds later; if another process failed
+    first, torchrun has ended this one by then.
     """
     try:
         yield
@@ -151,9 +153,9 @@ def launch(argv: Sequence[str], processes: int, device: str = "auto") -> int:
 
     if uses_cuda(device) and processes > torch.cuda.device_count():
         raise ConfigError(
-            f"--nproc {processes} is more than the {torch.cuda.device_count()} GPUs of this machine; write fewer"
+            f"--nproc {processes} is more than the {torch.cuda.device_count()} GPUs of this machine; lower --nproc"
         )
-    # Without these torchrun gives each process one thread, with a long warning, and kills it in the middle of a save.
+    # Without these variables, torchrun gives each process one thread, with a long warning, and kills it during a save.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:

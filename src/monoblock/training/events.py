@@ -1,4 +1,4 @@
-"""Events of a training run: the trainer yields them, the command line displays them."""
+"""The events of a training run, which the trainer yields and the command line displays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DecisionEvent:
-    """A choice made before the first step, and its reason."""
+    """A choice made before the first step, such as the device, and the reason for it."""
 
     decision: str
     reason: str
@@ -17,11 +17,11 @@ class DecisionEvent:
 
 @dataclass(frozen=True)
 class StepEvent:
-    step: int  # updates done, this one included
+    step: int  # the number of updates so far, including this one
     loss: float
     lr: float
     grad_norm: float
-    tokens: int  # targets so far
+    tokens: int  # the number of target tokens so far
     seconds: float  # of this step
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class CheckpointEvent:
 
 @dataclass(frozen=True)
 class SkippedUpdateEvent:
-    """An update that was not applied because of its loss or gradient."""
+    """An update that was not applied, because its loss or gradient was rejected or its batch had no targets."""
 
     step: int
     reason: str
@@ -65,7 +65,7 @@ class SkippedUpdateEvent:
 
 @dataclass(frozen=True)
 class WarningEvent:
-    """A warning for the user: a damaged checkpoint skipped, a rollback, a smaller micro-batch."""
+    """A warning for the user, such as a damaged checkpoint that was skipped, a rollback or a smaller micro-batch."""
 
     text: str
 

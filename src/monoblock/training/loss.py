@@ -1,6 +1,6 @@
 """The cross-entropy loss, summed over target tokens.
 
-The trainer divides the sum by the number of targets of the *whole* step, so that gradient accumulation, the number of
+The trainer divides the sum by the number of targets in the *whole* step, so that gradient accumulation, the number of
 processes, padding and bucketing do not change the loss.
 """
 
@@ -21,7 +21,7 @@ from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 
 class RouterTap:
-    """Record the router logits of expert layers, and pass every tensor on to `tap`, if given."""
+    """A tap that records the router logits of expert layers and passes every tensor on to another tap, if given."""
 
     def __init__(self, tap: Tap | None = None) -> None:
         self.router_logits: list[Tensor] = []
@@ -66,12 +66,15 @@ class FunctionLoss:
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """Cross-entropy summed over the targets, plus `balance` × load-balancing loss of experts × number of targets."""
+    """The cross-entropy summed over all targets, plus a load-balancing loss for models with experts.
+
+    The load-balancing loss is multiplied by `balance` and by the number of targets.
+    """
 
     label_smoothing: float = 0.0
     balance: float = 0.0  # weight of the load-balancing loss
-    top_k: int = 1
-    over_positions: bool = False  # the classes are the valid positions of a row (question answering)
+    top_k: int = 1  # experts per token
+    over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
 
     def evaluation_loss(self) -> CrossEntropyLoss:
         """Return the loss that evaluation reports, without label smoothing and load balancing."""
@@ -104,7 +107,11 @@ class CrossEntropyLoss:
     def compute_logits(
         self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **options: Any
     ) -> Tensor:
-        """Return logits (…, classes), or with `over_positions` (B, 2, T): those of start and end over the positions."""
+        """Return the logits of a model, with shape (…, classes).
+
+        With `over_positions` they have shape (B, 2, T): the logits of each position to be the start or the end of the
+        answer.
+        """
         logits: Tensor = model(**inputs, **options)
         if not self.over_positions:
             return logits
@@ -112,7 +119,10 @@ class CrossEntropyLoss:
         return logits.mT if valid is None else logits.mT.masked_fill(~valid[:, None], -torch.inf)
 
     def from_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of logits (…, classes), summed over the labels (…) that are not IGNORE_INDEX."""
+        """Return the cross-entropy summed over all labels that are not IGNORE_INDEX.
+
+        The logits have shape (…, classes), and the labels have shape (…).
+        """
         flat = logits.reshape(-1, logits.shape[-1])
         return F.cross_entropy(
             flat.float() if flat.dtype in HALF_DTYPES else flat,

@@ -1,4 +1,4 @@
-"""Write metrics.jsonl, one line for each step, evaluation and skipped update; optionally TensorBoard too."""
+"""Write metrics.jsonl, which has one line for each step, evaluation and skipped update; optionally also TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class MetricsWriter:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise FileError("--tensorboard needs the package tensorboard; install monoblock[track]") from None
+                raise FileError("--tensorboard needs the package tensorboard; pip install 'monoblock[track]'") from None
             self.summary_writer = SummaryWriter(folder / "tensorboard")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps than `step`, because the run resumes from there."""
+        """Remove the lines of all steps after `step`, from which the run resumes."""
         if self.disabled or not self.path.exists():
             return
         kept = [line for line in _read_lines(self.path) if _parse_step(line) <= step]
@@ -67,7 +67,7 @@ class MetricsWriter:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Read the lines of a file that may be damaged; invalid UTF-8 becomes a line that is not JSON."""
+    """Read the lines of a file that may be damaged; bytes that are not UTF-8 are replaced."""
     return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
@@ -80,7 +80,7 @@ def _parse_step(line: str) -> float:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return all lines of metrics.jsonl in a run folder, without damaged ones."""
+    """Return the JSON objects in metrics.jsonl of a run folder; damaged lines are left out."""
     path = folder / METRICS_FILE
     if not path.is_file():
         raise FileError(f"{folder} has no {METRICS_FILE}; give the folder of a training run")

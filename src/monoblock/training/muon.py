@@ -1,6 +1,6 @@
-"""Muon (Jordan et al. 2024): momentum with orthogonalized updates, for the matrices inside blocks.
+"""Muon (Jordan et al. 2024), an optimizer with momentum and orthogonalized updates, for the matrices inside blocks.
 
-Embeddings, heads, norms and biases are left to AdamW.
+AdamW updates the other weights: embeddings, heads, norms and biases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrix: Tensor, ns_steps: int = 5) -> Tensor:
-    """Approximate the nearest (semi-)orthogonal matrices to (…, M, N) by quintic Newton-Schulz iterations."""
+    """Approximate the (semi-)orthogonal matrix nearest to `matrix` by quintic Newton-Schulz iterations.
+
+    The shape is (…, M, N), one matrix or a batch of them.
+    """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrix.bfloat16() if matrix.is_cuda else matrix.float()
     is_tall = x.shape[-2] > x.shape[-1]
@@ -29,13 +32,13 @@ def orthogonalize(matrix: Tensor, ns_steps: int = 5) -> Tensor:
 
 
 def _scaled_addmm(base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """Compute beta * base + alpha * left @ right for matrices (…, M, N)."""
+    """Compute beta * base + alpha * left @ right for a batch of matrices."""
     flat = [t.reshape(-1, *t.shape[-2:]) for t in (base, left, right)]
     return torch.baddbmm(*flat, beta=beta, alpha=alpha).view_as(base)
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized Nesterov momentum, scaled to the size of AdamW updates (Liu et al. 2025)."""
+    """Optimizer with orthogonalized Nesterov momentum; updates are scaled to the size of AdamW's (Liu et al. 2025)."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_same_shape([weight for weight in weights if tuple(weight.shape) == shape], group)
 
     def _step_same_shape(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Update all weights of one shape with one batched iteration instead of many small ones."""
+        """Update weights of equal shape together: one batched orthogonalization is faster than many small ones."""
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         for weight in weights:
             if "momentum" not in self.state[weight]:

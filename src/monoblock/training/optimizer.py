@@ -16,7 +16,7 @@ OPTIMIZERS = ("adam", "adamw", "muon")
 
 
 def is_embedding_table(name: str, weight: Tensor) -> bool:
-    """Whether a weight is an embedding table: tokens, positions or segments."""
+    """Return whether a weight is an embedding table, of tokens, positions or segments."""
     is_table = name in ("input.weight", "target.weight") or any(
         word in name for word in ("token", "position", "segment")
     )
@@ -24,13 +24,16 @@ def is_embedding_table(name: str, weight: Tensor) -> bool:
 
 
 def has_weight_decay(name: str, weight: Tensor) -> bool:
-    """Whether weight decay applies: to matrices of blocks and heads, not to embedding tables, norms or biases."""
-    is_bias = name.endswith("bias")  # those of experts have two dimensions
+    """Return whether weight decay applies to a weight.
+
+    It applies to matrices in blocks and heads, but not to embedding tables, norms and biases.
+    """
+    is_bias = name.endswith("bias")  # biases of experts have two dimensions
     return weight.dim() >= 2 and not is_embedding_table(name, weight) and not is_bias
 
 
 def is_block_matrix(name: str, weight: Tensor) -> bool:
-    """Whether Muon updates a weight: a matrix of attention or of a feed-forward network, experts included."""
+    """Return whether Muon updates a weight, a matrix of attention, of a feed-forward network or of an expert."""
     return (
         weight.dim() >= 2
         and any(part in name for part in (".attention.", ".cross.", ".feedforward."))
@@ -42,7 +45,10 @@ BLOCK_PREFIX = re.compile(r"(encoder|decoder)\.(\d+)\.")
 
 
 def count_layers_above(names: Iterable[str]) -> dict[str, int]:
-    """Return weight -> number of layers up to the output: 0 for the head, 1 for the last block, most for embeddings."""
+    """Return a dict from names of weights to how many layers they are away from the output.
+
+    The number is 0 for the head, 1 for the last block, and highest for the embeddings.
+    """
     matches = {name: BLOCK_PREFIX.match(name) for name in names}
     depth: dict[str, int] = {}
     for match in matches.values():
@@ -59,7 +65,7 @@ def count_layers_above(names: Iterable[str]) -> dict[str, int]:
 
 
 class Optimizers:
-    """One or more torch optimizers used as one."""
+    """One or more torch optimizers that are used like a single one."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -93,11 +99,11 @@ def build_optimizers(
     adam_factor: float = 1.0,
     layer_decay: float = 1.0,
 ) -> Optimizers:
-    """Build the optimizers of a model; the learning rate is set before each step with `set_lr`.
+    """Build the optimizers of a model; call `set_lr` before each step to set the learning rate.
 
     `table_decay` is the weight decay of embedding tables. With Muon, `adam_factor` scales the learning rate of the
-    weights that AdamW updates. `layer_decay` multiplies the learning rate of a weight once for each layer counted by
-    `count_layers_above` (Howard and Ruder 2018).
+    weights that AdamW updates. The learning rate of a weight is multiplied by layer_decay^n, where n is the
+    number of layers that `count_layers_above` returns for it (Howard and Ruder 2018).
     """
     if kind not in OPTIMIZERS:
         raise ConfigError(f"optimizer={kind!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(kind, OPTIMIZERS)}")
@@ -135,7 +141,7 @@ def _parameter_groups(
 def _group_by_lr(
     named: NamedParameters, decay: float, lr_scales: dict[str, float], factor: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Build parameter groups, one for each distinct factor × `lr_scales[name]` on the learning rate."""
+    """Build parameter groups, one for each distinct factor on the learning rate, which is factor × lr_scales[name]."""
     by_factor: dict[float, list[nn.Parameter]] = {}
     for name, weight in named:
         by_factor.setdefault(factor * lr_scales.get(name, 1.0), []).append(weight)

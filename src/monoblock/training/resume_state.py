@@ -1,4 +1,4 @@
-"""The state a run resumes from: weights, optimizer states, random generators, and the environment."""
+"""Collect and restore the state from which a run resumes: weights, optimizer, random generators and environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
 
 
 def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
-    """Restore what `optimizer_tensors` collected."""
+    """Restore the optimizer states that `optimizer_tensors` returned."""
     owners = {
         weight: optimizer
         for optimizer in optimizers.optimizers
@@ -50,12 +50,12 @@ def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping
     }
     weights = dict(model.named_parameters())
     for optimizer in optimizers.optimizers:
-        optimizer.state.clear()  # weights without a saved state must have none
+        optimizer.state.clear()  # a weight without a saved state must not keep an old one
     for name, tensor in tensors.items():
         weight_name, key = name.rsplit("/", 1)
         if weight_name not in weights or weights[weight_name] not in owners:
             raise FileError(
-                f"the checkpoint has an optimizer state for {weight_name!r}, a weight this model does not have"
+                f"the checkpoint has an optimizer state for {weight_name!r}, a weight that this model does not train"
             )
         weight = weights[weight_name]
         device = weight.device if key != "step" or weight.is_cuda else torch.device("cpu")
@@ -63,7 +63,7 @@ def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """Collect the states of all random generators: Python, NumPy, torch, and each CUDA device."""
+    """Return the states of all random generators: Python, NumPy, torch and each CUDA device."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937"
@@ -80,12 +80,12 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def rng_name(rank: int) -> str:
-    """Return the name, in a checkpoint, of the random states of the process with this rank."""
+    """Return the name under which a checkpoint stores the random states of the process with this rank."""
     return f"random-{rank}" if rank else "random"
 
 
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    """Restore what `rng_tensors` collected."""
+    """Restore the states of random generators that `rng_tensors` returned."""
     version, *internal = tensors["python"].tolist()
     gauss = float(tensors["python_gauss"][0])
     random.setstate((version, tuple(internal), None if math.isnan(gauss) else gauss))
@@ -126,12 +126,12 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], old: Ma
         if saved.get(key) != current.get(key):
             values = f" ({saved.get(key)!r}, and now {current.get(key)!r})" if "." in key and " " not in key else ""
             raise FileError(
-                f"this run was started with another {key}{values}; restore it, or start a new run with --out"
+                f"this run was started with another {key}{values}; restore the original, or start a new run with --out"
             )
 
 
 def environment(device: torch.device, compiled: bool, processes: int = 1) -> dict[str, Any]:
-    """Describe the versions and hardware that bit-for-bit resumption depends on besides the checkpoint."""
+    """Return the versions and hardware that must be the same for a run to resume bit for bit."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Device, precision, compilation and determinism of a run, with the reason for each automatic choice."""
+"""Choose the device, precision, compilation and determinism of a run, and give a reason for each choice."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from monoblock.training.events import DecisionEvent
 
 COMPILE_CHOICES = ("auto", "yes", "no", "graphs")
 CUDA_GRAPHS_MODE = "reduce-overhead"  # the mode of torch.compile that records CUDA graphs
-CPU_PRECISION_REASON = "exact on every CPU; some have 16-bit units, where train.precision=bf16 gains a little"
-MIN_STEPS_TO_COMPILE = 300  # compiling a model takes about as long as these steps gain
+CPU_PRECISION_REASON = "exact on every CPU; on a CPU with 16-bit units, train.precision=bf16 is a little faster"
+MIN_STEPS_TO_COMPILE = 300  # with fewer steps, compiling takes longer than it saves
 REQUESTED = "as requested"
 AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """The device, precision and compilation of a run; `decisions` are events that explain the choices."""
+    """The device, precision and compilation of a run; `decisions` are the events that explain these choices."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None
     compiled: bool
     deterministic: bool
     decisions: tuple[DecisionEvent, ...]
-    compile_mode: str | None = None  # of torch.compile
+    compile_mode: str | None = None  # the mode of torch.compile
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run the body under torch.autocast in the chosen precision; fp32 needs none."""
+        """Run the `with` block under torch.autocast in the chosen precision, or without it for fp32."""
         if self.autocast_dtype is None:
             yield
             return
@@ -41,7 +41,7 @@ class RuntimeConfig:
             yield
 
     def apply_torch_settings(self) -> None:
-        """Set the global flags of torch for determinism and matrix products."""
+        """Set the global flags of torch for determinism and for the precision of matrix products."""
         torch.use_deterministic_algorithms(self.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
         if self.device.type == "cuda" and not self.deterministic:
@@ -57,7 +57,10 @@ def choose_runtime(
     steps: int = 0,
     no_compile_reason: str | None = None,
 ) -> RuntimeConfig:
-    """Resolve "auto" for this machine and a run of `steps` steps; a `no_compile_reason` turns compilation off."""
+    """Choose the device, precision and compilation of a run; "auto" depends on this machine and the number of steps.
+
+    If `no_compile_reason` is given, the model is not compiled, for this reason.
+    """
     chosen_device, device_decision = _choose_device(device)
     chosen_precision, precision_decision = _choose_precision(precision, chosen_device.type)
     compiled, compile_mode, compile_decision = _choose_compilation(
@@ -104,7 +107,10 @@ def _choose_precision(precision: str, device_type: str) -> tuple[str, DecisionEv
 def _choose_compilation(
     compile: str, device_type: str, steps: int, no_compile_reason: str | None
 ) -> tuple[bool, str | None, DecisionEvent]:
-    """Return whether to compile, the mode of torch.compile, and the decision; on a CPU "graphs" means "auto"."""
+    """Return whether to compile, the mode of torch.compile, and the event that explains it.
+
+    On a CPU, "graphs" means "auto".
+    """
     if compile not in COMPILE_CHOICES:
         raise ConfigError(f"compile={compile!r} is not one of {', '.join(COMPILE_CHOICES)}")
     if no_compile_reason is not None:
@@ -123,5 +129,5 @@ def _cpu_kernel_decision() -> DecisionEvent:
         return DecisionEvent("no C++ kernels", "no C++ compiler is available")
     return DecisionEvent(
         "C++ kernels where they are faster",
-        "a C++ compiler is available; compiling takes half a minute, once a machine",
+        "a C++ compiler is available; compiling takes half a minute, once on each machine",
     )

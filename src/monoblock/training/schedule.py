@@ -1,4 +1,4 @@
-"""Learning rate schedules as pure functions of the step: warm-up, then decay."""
+"""Learning rate schedules: the learning rate as a function of the step, with warm-up and then decay."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable
 
 from monoblock.errors import ConfigError, did_you_mean
 
-DecayCurve = Callable[[float], float]  # progress after warm-up, from 0 to 1 -> fraction of the peak above the floor
+# A function from the progress after warm-up (0 to 1) to the learning rate, where 1 is the peak and 0 the floor.
+DecayCurve = Callable[[float], float]
 
 
 def _wsd(decay: float) -> DecayCurve:
-    """Return the warmup-stable-decay curve (Hu et al. 2024): the peak, then linear in the last fraction `decay`."""
+    """Return the warmup-stable-decay curve (Hu et al. 2024).
+
+    It stays at the peak and falls linearly in the last steps, which are the fraction `decay` of all.
+    """
     return lambda progress: min(1.0, (1 - progress) / decay)
 
 
@@ -24,7 +28,7 @@ DECAY_CURVES: dict[str, DecayCurve] = {
 
 
 def noam(step: int, width: int, warmup: int) -> float:
-    """Return width^-0.5 * min(step^-0.5, step * warmup^-1.5), steps counted from 1 (Vaswani et al. 2017, eq. 3)."""
+    """Return width^-0.5 * min(step^-0.5, step * warmup^-1.5) (Vaswani et al. 2017, eq. 3); the first step is 1."""
     return width**-0.5 * min(step**-0.5, step * max(warmup, 1) ** -1.5)
 
 
@@ -33,8 +37,8 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of update `step`, counted from 0.
 
-    `name` is "noam" or a key of DECAY_CURVES. `floor` is the fraction of the peak reached at the end. For "noam",
-    `peak` is a factor on the formula of the paper and `width` its d_model.
+    `name` is "noam" or a key of DECAY_CURVES. The learning rate falls from `peak` to peak × `floor`. For "noam", `peak`
+    is a factor on the formula of the paper, and `width` is d_model.
     """
     if name == "noam":
         return peak * noam(step + 1, width, warmup)

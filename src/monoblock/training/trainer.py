@@ -1,4 +1,4 @@
-"""The training loop, independent of model and data; it yields its progress as events."""
+"""The training loop, which is independent of the model and the data and yields its progress as events."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from monoblock.training.update_guard import UpdateGuard
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 
 NO_CHECKPOINT = -1  # stands for None when a step is broadcast
-MAX_SAMPLES_SHOWN = 8  # of a bad batch in a message
+MAX_SAMPLES_SHOWN = 8  # how many samples of a bad batch a message lists
 
 
 @dataclass
 class Trainer:
     """A training run.
 
-    `batches(step)` yields the batches from that step on. `identity` describes model, data and recipe; a run resumes
-    only with the identity it was started with.
+    `batches(step)` yields the batches from that step on. `identity` describes the model, data and recipe; a run can be
+    resumed only with the same identity.
     """
 
     model: nn.Module
@@ -61,12 +61,12 @@ class Trainer:
     guard: UpdateGuard = field(default_factory=UpdateGuard)
     should_stop: Callable[[], bool] = lambda: False
     world: World = SINGLE_PROCESS
-    save_trainable_only: bool = False  # frozen weights are stored with the base model
+    save_trainable_only: bool = False  # leave out frozen weights, which are those of the base model
 
     def __post_init__(self) -> None:
         self.step, self.tokens, self.num_micro_batches = 0, 0, self.args.accumulate
         self.best: dict[str, Any] = {"step": None, "loss": None}
-        self.last_good_step: int | None = None  # the last checkpoint not saved between rejected updates
+        self.last_good_step: int | None = None  # of the last checkpoint without rejected updates just before it
         self.average = ExponentialMovingAverage(self.model, self.args.ema) if self.args.ema else None
         self.scaler = torch.amp.GradScaler(
             self.runtime.device.type, enabled=self.runtime.autocast_dtype == torch.float16
@@ -141,14 +141,15 @@ class Trainer:
             yield from self._roll_back(skipped)
 
     def _is_fp16_overflow(self, loss: float, grad_norm: float) -> bool:
-        """Whether the gradient overflowed only because the loss scale is too large for fp16; the weights are fine."""
+        """Return whether only the loss scale is too large for fp16, so that the gradient overflowed."""
         is_scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         return is_scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def _compute_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> tuple[float, list[WarningEvent]]:
-        """Return the loss of a batch and leave its gradients in the weights; halve the micro-batch if out of memory.
+        """Return the loss of a batch and store its gradients in the weights; halve the micro-batch if out of memory.
 
-        `target_count` is that of all processes, `rows` the largest batch of any process: all processes decide alike.
+        `target_count` is the number of targets in all processes, and `rows` is the largest batch size of any process;
+        so all processes take the same decisions.
         """
         self.model.train()
         warnings: list[WarningEvent] = []
@@ -245,7 +246,7 @@ class Trainer:
     def _save(self) -> CheckpointEvent:
         if not self.guard.bad_in_a_row:
             self.last_good_step = self.step
-        state = self.checkpoint_state()  # in every process: it gathers the random states
+        state = self.checkpoint_state()  # in every process, because it gathers their random states
         if self.world.is_main:
             checkpoint.save(
                 self.folder,
@@ -287,17 +288,17 @@ class Trainer:
         resume_state.restore_process_rng(state.tensors, self.world.rank, state.step)
 
     def _roll_back(self, last: SkippedUpdateEvent) -> Iterator[TrainingEvent]:
-        """Restore the last good checkpoint, but continue with the next batches, so that the bad ones do not return."""
+        """Restore the last good checkpoint, but continue with the next batches, and not with the bad ones again."""
         patience, rollbacks = self.guard.patience, self.guard.gone_back
         step = resume_state.last_good_step(self.folder) if self.world.is_main else None
         target = self.world.broadcast(NO_CHECKPOINT if step is None else step)
         if target == NO_CHECKPOINT:
-            raise FileError(f"{patience} bad updates in a row and no checkpoint to roll back to; lower train.lr")
+            raise FileError(f"{patience} bad updates in a row, but no checkpoint to roll back to; lower train.lr")
         if self.guard.is_exhausted:
             raise MonoblockError(
                 f"no improvement after {rollbacks} rollbacks: at step {last.step} {last.reason} "
                 f"(epoch {last.epoch}, samples {', '.join(map(str, last.samples[:MAX_SAMPLES_SHOWN]))} …); "
-                f"the last good checkpoint is step-{target}: look at these samples, or lower train.lr"
+                f"the last good checkpoint is step-{target}; look at these samples, or lower train.lr"
             )
         progress, rng_state = (self.step, self.tokens, self.num_micro_batches), resume_state.rng_tensors()
         yield from self._restore(checkpoint.load(self.folder / f"step-{target}"))

@@ -1,4 +1,4 @@
-"""Reject updates whose loss or gradient is not finite or whose gradient norm spikes."""
+"""Reject updates whose loss or gradient is not finite, or whose gradient norm is far above the usual."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STATE_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back")
 class UpdateGuard:
     """Track the usual gradient norm and decide whether to apply an update.
 
-    A norm above `spike` times the running mean is rejected, once `min_good_updates` have been applied. After `patience`
-    rejected updates in a row the trainer rolls back to the last good checkpoint. After `max_rollbacks` rollbacks
-    without `patience` good updates in a row between them the guard is exhausted, and the run ends.
+    An update is rejected if its norm is more than `spike` times the running mean, but only after `min_good_updates`
+    updates. After `patience` rejected updates in a row, the trainer rolls back to the last good checkpoint. After
+    `max_rollbacks` rollbacks without `patience` good updates in a row between them, the run ends.
     """
 
     spike: float = 10.0
@@ -26,10 +26,10 @@ class UpdateGuard:
     good: int = 0
     bad_in_a_row: int = 0
     good_in_a_row: int = 0
-    gone_back: int = 0  # rollbacks without progress since
+    gone_back: int = 0  # rollbacks since there were `patience` good updates in a row
 
     def rejection_reason(self, loss: float, grad_norm: float) -> str | None:
-        """Return why an update must not be applied, or None."""
+        """Return why an update must not be applied, or None if it may be applied."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
@@ -45,10 +45,11 @@ class UpdateGuard:
         if self.good_in_a_row >= self.patience:
             self.gone_back = 0
         self.good += 1
-        self.mean += max(0.02, 1 / self.good) * (grad_norm - self.mean)  # a plain mean at first, then exponential
+        # At first a plain mean, later an exponential one.
+        self.mean += max(0.02, 1 / self.good) * (grad_norm - self.mean)
 
     def record_bad_update(self) -> bool:
-        """Count a rejected update; return True if it is time to roll back, after `patience` in a row."""
+        """Count a rejected update; return whether to roll back, because `patience` updates in a row were rejected."""
         self.bad_in_a_row += 1
         self.good_in_a_row = 0
         if self.bad_in_a_row < self.patience:
@@ -57,7 +58,7 @@ class UpdateGuard:
         return True
 
     def record_rollback(self, previous_rollbacks: int) -> None:
-        """Set the count to previous_rollbacks + 1, because restoring the checkpoint has reset it."""
+        """Set the number of rollbacks to previous_rollbacks + 1; restoring the checkpoint has reset it."""
         self.gone_back, self.good_in_a_row = previous_rollbacks + 1, 0
 
     @property

@@ -1,4 +1,4 @@
-"""Weight averaging: exponential moving average during training, or the mean of the last checkpoints."""
+"""Average weights: the exponential moving average during training, or the mean of several checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from monoblock.training.checkpoint import find_problem
 
 
 class ExponentialMovingAverage:
-    """average = decay * average + (1 - decay) * weight after every update, with smaller decay in the first updates."""
+    """The exponential moving average of the trainable weights of a model.
+
+    After every update, average = decay * average + (1 - decay) * weight. The decay is smaller in the first updates.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -36,7 +39,7 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
-        """Swap the averaged weights into the model, and restore its own weights on exit."""
+        """Give the model the averaged weights in the `with` block, and its own weights again afterwards."""
         original = {name: weight.detach().clone() for name, weight in _trainable_parameters(model)}
         self._copy_to_model(self.tensors, model)
         try:
@@ -52,12 +55,12 @@ class ExponentialMovingAverage:
 
 
 def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of the parameters to average; frozen ones never change."""
+    """Yield (name, parameter) for the parameters to average; frozen parameters never change."""
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
 
 
 def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the mean of the model weights of several checkpoints, summed in fp64."""
+    """Return the mean of the model weights in several checkpoints, computed in fp64."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in checkpoints:

@@ -196,10 +196,8 @@ class TokenDataset:
     ) -> None:
         self.vocab, self.fingerprint = vocab, fingerprint
         self._shards = shards
-        self._shard_starts = np.cumsum(
-            [0, *map(len, shards)]
-        )  # the first token of each shard, and the end of the last shard
-        self.document_offsets = offsets  # the first token of each document, and the end of the last
+        self._shard_starts = np.cumsum([0, *map(len, shards)])  # the offset of each shard, and the end of the last
+        self.document_offsets = offsets  # the offset of each document, and the end of the last
         complete = len(offsets) and offsets[0] == 0 and offsets[-1] == self._shard_starts[-1]
         if not complete or bool(np.any(offsets[1:] < offsets[:-1])):
             raise FileError(

@@ -22,10 +22,7 @@ HELD_OUT_BOOKS = {
 
 # Patterns of unwanted text in the packages, and their replacements; applied in this order.
 CLEANING_RULES = (
-    (
-        re.compile(r"\s{2,}(?:BOOK [IVX]+\s+)?Psalm \d+.*$"),
-        "",
-    ),  # the heading of the next psalm, after the last verse of a psalm
+    (re.compile(r"\s{2,}(?:BOOK [IVX]+\s+)?Psalm \d+.*$"), ""),  # the heading of the next psalm
     (re.compile(r"\s{2,}[A-Z][A-Z ]+$"), ""),  # the Hebrew letters that head the sections of Psalm 119
     (re.compile(r"\s{2,}(?:Beloved|Lover|Friends)$"), ""),  # the next speaker in the Song of Solomon
     (re.compile(r" -\["), "-"),  # "first -[fruits]"

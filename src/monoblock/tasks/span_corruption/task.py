@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from monoblock.tasks.masked_lm.section import CorruptionSection
-from monoblock.tasks.span_corruption.data import build_span_corruption_data
-from monoblock.tasks.task import Task, TrainingDefaults
+from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 SPAN_CORRUPTION = Task(
     name="span_corruption",
     about="restore spans of running text that were replaced by sentinels",
-    build_data=build_span_corruption_data,
+    build_data=imported("span_corruption.data", "build_span_corruption_data"),
     families=("encoder-decoder",),
     section=CorruptionSection,
     special_tokens=lambda recipe, train: ["pad", "eos", "sentinels=100"],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from monoblock.data.readers.records import CorpusKind, Pair
+from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
 from monoblock.metrics.rouge import rouge
 from monoblock.metrics.squad import score_answers
@@ -24,9 +24,8 @@ from monoblock.tasks.text_to_text.data import (
     prefix_for,
     task_corpus_kind,
 )
-from monoblock.tasks.text_to_text.section import TextToTextSection
+from monoblock.tasks.text_to_text.section import TEXT_CORPUS_KINDS, TextToTextSection
 
-TEXT_CORPUS_KINDS: tuple[CorpusKind, ...] = ("pairs", "questions", "labelled")  # those that convert to pairs of texts
 MetricFunction = Callable[[list[str], list[list[str]]], dict[str, Any]]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monoblock.config.schema import check_at_least, check_types
+from monoblock.data.readers.records import CorpusKind
 from monoblock.tasks.seq2seq.section import Seq2SeqSection
+
+TEXT_CORPUS_KINDS: tuple[CorpusKind, ...] = ("pairs", "questions", "labelled")  # those that convert to pairs of texts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from monoblock.tasks.seq2seq.task import SEQ2SEQ, SEQ2SEQ_OLD_KEYS
-from monoblock.tasks.task import Task
-from monoblock.tasks.text_to_text.data import load_text_splits, prepare_text_splits
-from monoblock.tasks.text_to_text.evaluate import TEXT_CORPUS_KINDS, evaluate_text_to_text, score_validation_texts
-from monoblock.tasks.text_to_text.section import TextToTextSection
+from monoblock.tasks.task import Task, imported
+from monoblock.tasks.text_to_text.section import TEXT_CORPUS_KINDS, TextToTextSection
 
 TEXT_TO_TEXT: Task = replace(
     SEQ2SEQ,
@@ -16,10 +14,10 @@ TEXT_TO_TEXT: Task = replace(
     about="several tasks by one model, each named by a prefix of the source",
     corpus_kinds=TEXT_CORPUS_KINDS,
     section=TextToTextSection,
-    load_data=load_text_splits,
-    prepare_data=prepare_text_splits,
-    evaluate=evaluate_text_to_text,
-    score_validation=score_validation_texts,
+    load_data=imported("text_to_text.data", "load_text_splits"),
+    prepare_data=imported("text_to_text.data", "prepare_text_splits"),
+    evaluate=imported("text_to_text.evaluate", "evaluate_text_to_text"),
+    score_validation=imported("text_to_text.evaluate", "score_validation_texts"),
     metrics=("bleu", "rouge", "accuracy", "f1"),
     old_keys={**SEQ2SEQ_OLD_KEYS, "data.prefix": "prefix", "data.tasks": "tasks"},
 )

@@ -1,4 +1,4 @@
-"""Complete the sections of a converted tokenizer to a tokenizer.json, with added tokens and a post_processor."""
+"""Build a tokenizer.json from the sections of a converted tokenizer, its added tokens and a post_processor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from monoblock.tokenizers.special_tokens import SENTINEL_FORMAT
 from monoblock.untrusted_files import short_repr
 
 MAX_SENTINELS = 10_000
-MAX_TOKEN_LENGTH = 512  # of an added token, in characters
+MAX_TOKEN_LENGTH = 512  # characters in an added token
 
 
 def special_token(config: Mapping[str, Any], family: TokenizerFamily, role: str) -> str | None:
-    """Return the token of a role such as "bos", from tokenizer_config.json or else from the family; None if neither."""
+    """Return the token of a role such as "bos", as tokenizer_config.json (`config`) or else the family names it.
+
+    Return None if neither names a valid token.
+    """
     token = config.get(f"{role}_token", family.special_tokens.get(role))
     token = token.get("content") if isinstance(token, Mapping) else token
     return token if isinstance(token, str) and 0 < len(token) <= MAX_TOKEN_LENGTH else None
@@ -30,9 +33,10 @@ def assemble_tokenizer_json(
     special_tokens: Iterable[str] = (),
     plain_tokens: Iterable[str] = (),
 ) -> JsonObject:
-    """Return the content of a tokenizer.json with the added tokens of the family, the config and the two arguments.
+    """Return the content of a tokenizer.json.
 
-    `special_tokens` and `plain_tokens` are those the vocabulary file itself marks as such.
+    Its added tokens come from the family, from tokenizer_config.json (`config`) and from the vocabulary file, which may
+    mark some of its tokens as special (`special_tokens`) or as defined by the user (`plain_tokens`).
     """
     vocab = sections["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {row[0]: number for number, row in enumerate(vocab)}
@@ -58,7 +62,7 @@ def assemble_tokenizer_json(
 
 
 def _configured_added_tokens(config: Mapping[str, Any]) -> dict[str, JsonObject]:
-    """Return token -> its entry in `added_tokens_decoder` of a tokenizer_config.json, with its id."""
+    """Return a dict from the tokens in `added_tokens_decoder` of a tokenizer_config.json to their entries, with ids."""
     rows = config.get("added_tokens_decoder")
     tokens = {}
     for number, row in rows.items() if isinstance(rows, Mapping) else ():
@@ -75,7 +79,10 @@ def _configured_added_tokens(config: Mapping[str, Any]) -> dict[str, JsonObject]
 def build_post_processor(
     family: TokenizerFamily, config: Mapping[str, Any], ids: Mapping[str, int]
 ) -> JsonObject | None:
-    """Return the template that adds special tokens to one text or two; the config may override the family's."""
+    """Return the template that puts special tokens around one text or two, or None if there are none to add.
+
+    The family decides which ones, unless add_bos_token or add_eos_token of tokenizer_config.json overrides it.
+    """
     single, pair = family.single.split(), family.pair.split()
     for role in ("bos", "eos"):
         add = config.get(f"add_{role}_token")

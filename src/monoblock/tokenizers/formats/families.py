@@ -1,7 +1,7 @@
-"""DATA: how published tokenizers split text and which special tokens they add, by the family that a folder names.
+"""Families of published tokenizers: how each splits text, and which special tokens it adds.
 
-A vocabulary file lists pieces only. How text is split before, and which special tokens are added, is code in the
-Hugging Face tokenizer of each model; here it is one row.
+An older vocabulary file only lists tokens. How a text is split before it is segmented, and which special tokens are
+added, is code in the Hugging Face tokenizer of each model; here it is one entry of FAMILIES.
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from monoblock.tokenizers.components import JsonObject, byte_level, replace_regex, split_regex
 from monoblock.tokenizers.patterns import CLIP_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN
 
-# The normalizers and pre-tokenizers of byte-level BPE, by the name in GGUF's tokenizer.ggml.pre.
+# The normalizers and pre-tokenizers of byte-level BPE, by the names that tokenizer.ggml.pre has in GGUF files.
 PRE_TOKENIZERS: dict[str, tuple[tuple[JsonObject, ...], tuple[JsonObject, ...]]] = {
     "gpt-2": ((), (byte_level(use_regex=True),)),
     "smollm": ((), ({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True))),
@@ -36,19 +36,19 @@ PRE_TOKENIZER_ALIASES = {
 class TokenizerFamily:
     """The rules of one family of tokenizers.
 
-    `single` and `pair` are the templates for one text (A) and two (A and B): roles and texts in order, as in
-    "cls A sep B:1 sep:1", where ":1" marks the second segment.
+    `single` and `pair` are the templates for one text (A) and for two (A and B). They list roles and texts in order, as
+    in "cls A sep B:1 sep:1", where ":1" marks the second segment.
     """
 
-    pre_tokenizer: str = "gpt-2"  # of byte-level BPE
+    pre_tokenizer: str = "gpt-2"  # a key of PRE_TOKENIZERS; for byte-level BPE only
     single: str = "A"
     pair: str = "A B:1"
-    special_tokens: dict[str, str] = field(default_factory=dict)  # role -> spelling, if the folder names none
+    special_tokens: dict[str, str] = field(default_factory=dict)  # spellings of roles, unless the folder names one
     strip_mask: bool = False  # the mask token absorbs the space before it
-    lowercase: bool = False  # unless do_lower_case says otherwise
-    end_of_word_suffix: str | None = None  # of a word's last piece
-    num_sentinels: int = 0  # unless extra_ids says otherwise
-    fairseq_ids: bool = False  # fairseq's four special tokens come first, the mask last
+    lowercase: bool = False  # unless tokenizer_config.json sets do_lower_case
+    end_of_word_suffix: str | None = None  # ends the last piece of a word
+    num_sentinels: int = 0  # unless tokenizer_config.json sets extra_ids
+    fairseq_ids: bool = False  # ids begin with fairseq's four special tokens and end with the mask
 
 
 _ENDOFTEXT = "<|endoftext|>"
@@ -113,7 +113,7 @@ FAMILIES = {
     "plain": TokenizerFamily(),
 }
 
-# Name of a tokenizer_class (in lower case) or a model_type -> its family.
+# The family of each tokenizer_class (in lower case and without "Tokenizer") and of each model_type.
 FAMILY_ALIASES = {name: name for name in FAMILIES} | {
     "bart": "roberta",
     "blenderbot": "roberta",

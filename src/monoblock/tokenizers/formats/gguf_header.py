@@ -1,6 +1,6 @@
 """Read the header of a GGUF file, llama.cpp's format: its fields and the description of its tensors.
 
-The file is untrusted: lengths are checked against the size of the file, and counts against what a model could need.
+The file is untrusted: no length may exceed the size of the file, and no count may exceed what a model could need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRING_TYPE, ARRAY_TYPE = 8, 9
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as the header describes it; `shape` is in PyTorch's order, which is the reverse of the file's."""
+    """The header's description of a tensor; `shape` is in PyTorch's order, the reverse of the order in the file."""
 
     shape: tuple[int, ...]
     ggml_type: int
@@ -43,11 +43,11 @@ class GgufHeader(NamedTuple):
 
 
 class _InvalidGguf(Exception):
-    """An invalid GGUF file; the error shown is its path, followed by this message."""
+    """An invalid GGUF file; `read_gguf_header` puts its path before the message."""
 
 
 class _ByteReader:
-    """Read values of a header one after the other, never beyond `end` or MAX_HEADER_BYTES."""
+    """Read the values of a header one after the other, but never beyond `end` or MAX_HEADER_BYTES."""
 
     def __init__(self, raw: mmap.mmap, end: int) -> None:
         self.raw, self.offset, self.end = raw, 0, min(end, MAX_HEADER_BYTES)
@@ -55,7 +55,7 @@ class _ByteReader:
     def advance(self, size: int) -> int:
         """Skip `size` bytes and return the offset where they begin."""
         if size > self.end - self.offset:
-            raise _InvalidGguf("it is cut short, or claims more than it holds")
+            raise _InvalidGguf("its header claims more bytes than there are, so it is damaged or incomplete")
         start = self.offset
         self.offset += size
         return start
@@ -67,7 +67,7 @@ class _ByteReader:
     def read_string(self, max_bytes: int = MAX_STRING_BYTES) -> str:
         size = self.read_number("Q")
         if size > max_bytes:
-            raise _InvalidGguf(f"a string claims {size:,} bytes")
+            raise _InvalidGguf(f"a string claims {size:,} bytes, more than the limit of {max_bytes:,}")
         start = self.advance(size)
         return self.raw[start : start + size].decode()
 
@@ -77,10 +77,10 @@ class _ByteReader:
         if value_type == STRING_TYPE:
             return self.read_string()
         if value_type != ARRAY_TYPE:
-            raise _InvalidGguf(f"a field has the unknown type {value_type}")
+            raise _InvalidGguf(f"a field has the type {value_type}, which is unknown")
         item_type, count = self.read_number("I"), self.read_number("Q")
         if count > MAX_ARRAY_ITEMS:
-            raise _InvalidGguf(f"an array claims {count:,} items")
+            raise _InvalidGguf(f"an array claims {count:,} items, more than the limit of {MAX_ARRAY_ITEMS:,}")
         if item_type == STRING_TYPE:
             return [self.read_string() for _ in range(count)]
         if item_type not in SCALAR_FORMATS:
@@ -95,7 +95,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
-                raise FileError(f"{path} is not a GGUF file: it has {size} bytes")
+                raise FileError(f"{path} is not a GGUF file: it has only {size} bytes, too few for a header")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
                 return _parse_header(_ByteReader(raw, size), size)
     except (_InvalidGguf, UnicodeDecodeError, struct.error, OverflowError) as problem:
@@ -112,10 +112,10 @@ def _parse_header(reader: _ByteReader, size: int) -> GgufHeader:
         raise _InvalidGguf("it is not a GGUF file")
     version = reader.read_number("I")
     if version not in VERSIONS:
-        raise _InvalidGguf(f"it has version {version}; only little-endian files of versions 2 and 3 are read")
+        raise _InvalidGguf(f"it has version {version}; only little-endian files of versions 2 and 3 are supported")
     tensor_count, field_count = reader.read_number("Q"), reader.read_number("Q")
     if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
-        raise _InvalidGguf(f"it claims {tensor_count:,} tensors and {field_count:,} fields")
+        raise _InvalidGguf(f"it claims {tensor_count:,} tensors and {field_count:,} fields, more than any model has")
     fields: dict[str, Any] = {}
     for _ in range(field_count):
         name = reader.read_string(MAX_NAME_BYTES)
@@ -130,18 +130,20 @@ def _parse_header(reader: _ByteReader, size: int) -> GgufHeader:
         tensors[name] = _parse_tensor_info(reader, name)
     alignment = fields.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment % 8:
-        raise _InvalidGguf(f"its alignment is {short_repr(alignment)}")
+        raise _InvalidGguf(f"its alignment is {short_repr(alignment)}, not a multiple of 8 from 8 to {2**16}")
     return GgufHeader(fields, tensors, -(-reader.offset // alignment) * alignment, size)
 
 
 def _parse_tensor_info(reader: _ByteReader, name: str) -> TensorInfo:
     axes = reader.read_number("I")
     if not 0 < axes <= MAX_DIMENSIONS:
-        raise _InvalidGguf(f"the tensor {short_repr(name)} has {axes:,} axes")
+        raise _InvalidGguf(f"the tensor {short_repr(name)} has {axes:,} axes, not 1 to {MAX_DIMENSIONS}")
     shape = [reader.read_number("Q") for _ in range(axes)]
     elements = 1
     for axis in shape:
         elements *= axis
         if not 0 < elements < 2**48:
-            raise _InvalidGguf(f"the tensor {short_repr(name)} has the shape {short_repr(shape)}")
+            raise _InvalidGguf(
+                f"the tensor {short_repr(name)} has the shape {short_repr(shape)}, which is empty or too large"
+            )
     return TensorInfo(tuple(reversed(shape)), reader.read_number("I"), reader.read_number("Q"))

@@ -27,16 +27,16 @@ def read_gguf_tokenizer(path: str | Path) -> tuple[JsonObject, dict[str, Any]]:
 
 
 def from_fields(fields: Mapping[str, Any], where: str) -> tuple[JsonObject, dict[str, Any]]:
-    """Convert the fields of a GGUF header as `read_gguf_tokenizer` does; `where` is the file that errors name."""
+    """Convert the fields of a GGUF header to what `read_gguf_tokenizer` returns; errors call the file `where`."""
     tokens = _string_list(fields, f"{PREFIX}.tokens", where)
     if len(set(tokens)) != len(tokens):
         raise FileError(f"{where} cannot be used: its vocabulary has a token twice")
     types = fields.get(f"{PREFIX}.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not set(types) <= set(range(7)):
-        raise FileError(f"{where} cannot be used: its {PREFIX}.token_type does not match its tokens")
+        raise FileError(f"{where} cannot be used: its {PREFIX}.token_type is not a list of one type per token")
     kind = fields.get(f"{PREFIX}.model")
     if kind not in ("gpt2", "llama"):
-        raise FileError(f"{where}: its tokenizer is of the kind {short_repr(kind)}; only gpt2 and llama are read")
+        raise FileError(f"{where}: its tokenizer is of the kind {short_repr(kind)}; only gpt2 and llama are supported")
     config = _tokenizer_config(fields, tokens, add_bos=kind == "llama")
     if kind == "llama":
         sections = _llama_sections(fields, tokens, types, where)
@@ -86,7 +86,7 @@ def _gpt2_sections(fields: Mapping[str, Any], tokens: list[str], where: str) -> 
 def _llama_sections(fields: Mapping[str, Any], tokens: list[str], types: list[int], where: str) -> JsonObject:
     scores = fields.get(f"{PREFIX}.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise FileError(f"{where} cannot be used: its {PREFIX}.scores do not match its tokens")
+        raise FileError(f"{where} cannot be used: its {PREFIX}.scores is not a list of one score per token")
     unknown = fields.get(f"{PREFIX}.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise FileError(f"{where} cannot be used: its unknown token is not one of its tokens")
@@ -108,7 +108,10 @@ def _llama_sections(fields: Mapping[str, Any], tokens: list[str], types: list[in
 
 
 def to_fields(data: JsonObject, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Convert the content of tokenizer.json and tokenizer_config.json to GGUF fields for `vocab_size` embeddings."""
+    """Convert the content of a tokenizer.json and of a tokenizer_config.json to GGUF fields.
+
+    If the model has more embeddings (`vocab_size`) than the tokenizer has tokens, the rest are unused tokens [PAD…].
+    """
     model = data["model"]
     if model["type"] != "BPE":
         raise FileError(f"GGUF cannot hold a {model['type']} tokenizer; use byte-level BPE or SentencePiece's BPE")
@@ -140,9 +143,9 @@ def to_fields(data: JsonObject, config: Mapping[str, Any], vocab_size: int) -> d
 
 
 def _piece_scores(model: JsonObject, tokens: list[str], types: list[int]) -> list[float]:
-    """Return the score of each token, minus the rank of the first merge that creates it.
+    """Return the score of each token: the negative rank of the first merge that creates it.
 
-    Also set, in `types`, the types of byte tokens and of the unknown token.
+    Also write the types of byte tokens and of the unknown token into `types`.
     """
     scores: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
@@ -163,4 +166,6 @@ def _pre_tokenizer_name(data: JsonObject) -> str:
         if (normalizer, pre_tokenizer) == (data["normalizer"], data["pre_tokenizer"]):
             return name
     names = ", ".join(PRE_TOKENIZERS)
-    raise FileError(f"GGUF has no name for this tokenizer's pre-tokenizer, only for {names}; leave the tokenizer out")
+    raise FileError(
+        f"GGUF has no name for this tokenizer's pre-tokenizer, only for {names}; write the file without a tokenizer"
+    )

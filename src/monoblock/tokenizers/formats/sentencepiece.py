@@ -1,7 +1,7 @@
 """Read a SentencePiece model (Kudo and Richardson 2018) and convert it to the sections of a tokenizer.json.
 
 The file is a protocol buffer. The fields that matter are the pieces with their scores and types, the algorithm (BPE or
-Unigram), and the normalization; components of the `tokenizers` library express all of them.
+Unigram) and the normalization; all of them can be expressed by components of the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from monoblock.tokenizers.pipelines import WORD_MARKER
 
 MAX_PIECES = 2_000_000
 MAX_PIECE_BYTES = 512
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces, in GGUF as well
-UNIGRAM, BPE = 1, 2  # types of models
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # the types of pieces, also in GGUF
+UNIGRAM, BPE = 1, 2  # the types of models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class SentencePieceModel:
     types: list[int]
     model_type: int = UNIGRAM
     byte_fallback: bool = False
-    suffix: bool = False  # the marker of white space ends a word instead of beginning it
-    charsmap: bytes = b""  # the compiled normalization rules; empty: none
+    suffix: bool = False  # the ▁ for a space ends a word instead of beginning it
+    charsmap: bytes = b""  # the compiled normalization rules; empty if there are none
     dummy_prefix: bool = True  # add a space before the text
     collapse: bool = True  # collapse repeated spaces, and strip them at the ends
     unknown: int = 0  # the id of the unknown piece
@@ -60,7 +60,7 @@ def _read_varint(raw: bytes, offset: int) -> tuple[int, int]:
 
 
 def _iterate_fields(raw: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (field number, value: int or bytes) of one message."""
+    """Yield (field number, value) for each field of a protocol buffer message; values are int or bytes."""
     offset, end = 0, len(raw)
     while offset < end:
         tag, offset = _read_varint(raw, offset)
@@ -76,7 +76,7 @@ def _iterate_fields(raw: bytes) -> Iterator[tuple[int, Any]]:
             case 5:
                 size = 4
             case wire_type:
-                raise ValueError(f"a field has the wire type {wire_type}")
+                raise ValueError(f"a field has the wire type {wire_type}, which is not supported")
         if size > end - offset:
             raise ValueError("a field is longer than the file")
         yield tag >> 3, raw[offset : offset + size]
@@ -84,7 +84,7 @@ def _iterate_fields(raw: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def parse_model(raw: bytes, where: str) -> SentencePieceModel:
-    """Parse the content of a tokenizer.model; `where` is the file that errors name."""
+    """Parse the content of a tokenizer.model; errors call the file `where`."""
     try:
         return _validate(_parse_protobuf(raw))
     except (ValueError, IndexError, struct.error, TypeError, UnicodeDecodeError) as problem:
@@ -92,7 +92,7 @@ def parse_model(raw: bytes, where: str) -> SentencePieceModel:
 
 
 def validate(model: SentencePieceModel, where: str) -> SentencePieceModel:
-    """Check and return a model built from another format, such as GGUF; `where` is the file that errors name."""
+    """Check and return a model that was read from another format, such as GGUF; errors call the file `where`."""
     try:
         return _validate(model)
     except ValueError as problem:
@@ -146,13 +146,13 @@ def _validate(model: SentencePieceModel) -> SentencePieceModel:
     if not all(math.isfinite(score) for score in model.scores):
         raise ValueError("a score is not finite")
     if model.model_type not in (UNIGRAM, BPE) or not set(model.types) <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE}:
-        raise ValueError("it is neither BPE nor Unigram, or has unused pieces")
+        raise ValueError("it is neither BPE nor Unigram, or has pieces of an unsupported type")
     if model.suffix or not isinstance(model.charsmap, bytes):
         raise ValueError("it marks white space after words, which is not supported")
     byte_pieces = model.pieces_of_type(BYTE)
     expected = [f"<0x{value:02X}>" for value in range(256)]
     if model.byte_fallback != bool(byte_pieces) or (byte_pieces and sorted(byte_pieces) != expected):
-        raise ValueError("its byte pieces are not the 256 bytes")
+        raise ValueError("its byte pieces are not <0x00> to <0xFF>, or do not match its byte_fallback")
     return replace(model, unknown=unknown[0])
 
 
@@ -162,10 +162,10 @@ def _validate(model: SentencePieceModel) -> SentencePieceModel:
 def to_sections(
     model: SentencePieceModel, *, extra_normalizers: list[JsonObject] | None = None, prefix_first_only: bool = False
 ) -> JsonObject:
-    """Convert to the normalizer, pre_tokenizer, decoder and model of a tokenizer.json.
+    """Convert a SentencePiece model to the normalizer, pre_tokenizer, decoder and model of a tokenizer.json.
 
     `extra_normalizers` are applied first. The dummy prefix, a space, is added to each part of a text between special
-    tokens; with `prefix_first_only` only to the first part, and only if that does not begin with a space.
+    tokens; with `prefix_first_only`, it is added only to the first part, and only if this does not begin with a space.
     """
     normalizers = list(extra_normalizers or [])
     if model.charsmap:
@@ -201,7 +201,10 @@ def _bpe_model(model: SentencePieceModel) -> JsonObject:
 
 
 def build_merges(model: SentencePieceModel) -> list[list[str]]:
-    """Return every pair of pieces that joined is a piece, in falling order of its score, as SentencePiece merges."""
+    """Return every pair of pieces whose concatenation is also a piece, in the order in which SentencePiece merges them.
+
+    This order is by the score of the concatenation, the highest first.
+    """
     ids = {piece: number for number, piece in enumerate(model.pieces) if model.types[number] == NORMAL}
     merges = []
     for piece, number in ids.items():
@@ -214,7 +217,7 @@ def build_merges(model: SentencePieceModel) -> list[list[str]]:
 
 
 def _unigram_model(model: SentencePieceModel) -> JsonObject:
-    # The library would match "</s>" in a text; a score far below all others makes that the last choice.
+    # The library would also match special pieces such as "</s>" in a text; with a very low score they are never chosen.
     low = min(model.scores) - 100
     rows = zip(model.pieces, model.scores, model.types, strict=True)
     vocab = [[piece, score if kind in (NORMAL, USER_DEFINED) else low] for piece, score, kind in rows]

@@ -1,4 +1,4 @@
-"""Read tiktoken files: byte-level BPE given by ranks, from which the merges are reconstructed."""
+"""Read tiktoken files, which give the ranks of byte-level BPE tokens; the merges are reconstructed from the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKEN_BYTES = 512
 
 
 def is_tiktoken(raw: bytes) -> bool:
-    """Whether the first line is a base-64 token and its rank."""
+    """Return whether the first line of a file is a base-64 token and its rank."""
     first = raw[:200].split(b"\n")[0].split(b" ")
     return len(first) == 2 and first[1].strip().isdigit()
 
@@ -23,8 +23,8 @@ def is_tiktoken(raw: bytes) -> bool:
 def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]]:
     """Return the vocabulary and the merges of a file with a base-64 token and its rank on each line.
 
-    The merge that creates a token joins the two parts into which the merges of lower rank segment it. `where` is the
-    file that errors name.
+    The merge that creates a token joins the two parts into which the merges of lower rank segment it. Errors call the
+    file `where`.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines()):
@@ -37,24 +37,24 @@ def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]
         except (ValueError, binascii.Error):
             token, value = b"", -1
         if not 0 < len(token) <= MAX_TOKEN_BYTES or not 0 <= value < MAX_TOKENS or token in ranks:
-            raise FileError(f"{where}: line {number + 1} is not a base-64 token and its rank")
+            raise FileError(f"{where}: line {number + 1} is not a base-64 token and its rank, or repeats a token")
         ranks[token] = value
     missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
     if missing is not None:
-        raise FileError(f"{where} has no token for the byte {missing}")
+        raise FileError(f"{where} has no token for the byte {missing}, but byte-level BPE needs one for every byte")
     symbols = byte_symbols()
     spellings = {token: "".join(symbols[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         if len(token) > 1:
             parts = _split_by_rank(token, ranks, ranks[token])
-            if len(parts) == 2:  # otherwise no merge creates it, and only a whole word becomes this token
+            if len(parts) == 2:  # otherwise no merge creates the token, and it can only be a whole word
                 merges.append([spellings[parts[0]], spellings[parts[1]]])
     return {spellings[token]: rank for token, rank in ranks.items()}, merges
 
 
 def _split_by_rank(token: bytes, ranks: Mapping[bytes, int], max_rank: int) -> list[bytes]:
-    """Merge the bytes of a token by the merges of rank below `max_rank` until two parts are left, or none applies."""
+    """Merge the bytes of a token by the merges below `max_rank` until two parts are left or no merge applies."""
     parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         pair_ranks = [ranks.get(left + right, max_rank) for left, right in pairwise(parts)]

@@ -1,9 +1,9 @@
-"""Convert the vocabulary files published before tokenizer.json existed.
+"""Convert older vocabulary files, from before tokenizer.json existed, to the content of a tokenizer.json.
 
 vocab.json + merges.txt      byte-level BPE (GPT-2, RoBERTa, Qwen)
 vocab.txt                    WordPiece (BERT)
 tokenizer.model              SentencePiece, BPE or Unigram (Llama, T5, ALBERT, XLM-R); or tiktoken (Llama 3)
-*.tiktoken                   byte-level BPE by ranks
+*.tiktoken                   byte-level BPE, given by the ranks of tokens
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mod
 
 
 def find_vocabulary(folder: Path) -> str | None:
-    """Return the name of a folder's vocabulary file, such as "vocab.txt", or None."""
+    """Return the name of the vocabulary file in a folder, such as "vocab.txt", or None if there is none."""
     tiktoken_files = sorted(name for name in _list_files(folder) if name.endswith(".tiktoken"))
     candidates = [*SENTENCEPIECE_FILES, "vocab.json", "vocab.txt", *tiktoken_files]
     return next((name for name in candidates if has_file(folder, name)), None)
@@ -48,7 +48,10 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def read_vocabulary(folder: Path, name: str, config: Mapping[str, Any]) -> tuple[JsonObject, dict[str, Any]]:
-    """Convert the vocabulary file `name` to the content of a tokenizer.json; return it and the special tokens."""
+    """Convert the vocabulary file `name` of a folder; `config` is the content of tokenizer_config.json.
+
+    Return the content of a tokenizer.json, and the special tokens of the family as in a tokenizer_config.json.
+    """
     path = safe_join(folder, name)
     if name == "vocab.json":
         vocab = read_json(path, max_bytes=MAX_FILE_BYTES, max_values=MAX_JSON_VALUES)
@@ -75,7 +78,10 @@ def _special_tokens(family: TokenizerFamily) -> dict[str, Any]:
 
 
 def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> TokenizerFamily:
-    """Return the family named by tokenizer_class (tokenizer_config.json), model_type (config.json) or `default`."""
+    """Return the family that tokenizer_class in tokenizer_config.json names, or else model_type in config.json.
+
+    If there is neither, return the family `default`.
+    """
     name = config.get("tokenizer_class")
     if isinstance(name, str):
         name = name.removesuffix("Fast").removesuffix("Tokenizer").lower()
@@ -84,7 +90,9 @@ def _find_family(folder: Path, config: Mapping[str, Any], default: str) -> Token
     name = name or default
     if not isinstance(name, str) or name not in FAMILY_ALIASES:
         hint = did_you_mean(str(name)[:40], FAMILY_ALIASES)
-        raise FileError(f"{folder}: the vocabulary of {short_repr(name)} is not supported; add a tokenizer.json{hint}")
+        raise FileError(
+            f"{folder}: vocabulary files of {short_repr(name)} are not supported; add a tokenizer.json{hint}"
+        )
     return FAMILIES[FAMILY_ALIASES[name]]
 
 
@@ -106,7 +114,7 @@ def _read_merges(path: Path) -> list[list[str]]:
     pairs = [line.split(" ") for line in lines[lines[0].startswith("#version") :] if line]
     wrong = next((pair for pair in pairs if len(pair) != 2), None)
     if wrong is not None:
-        raise FileError(f"{path}: {short_repr(' '.join(wrong))} is not a pair of tokens")
+        raise FileError(f"{path}: {short_repr(' '.join(wrong))} is not two tokens with a space between")
     return pairs
 
 
@@ -119,7 +127,10 @@ def byte_level_sections(
     *,
     ignore_merges: bool = False,
 ) -> JsonObject:
-    """Return the sections of byte-level BPE; with `ignore_merges`, a word in the vocabulary is one token."""
+    """Return the sections of byte-level BPE.
+
+    With `ignore_merges`, a word that is in the vocabulary becomes one token, whether or not merges lead to it.
+    """
     normalizers, pre_tokenizers = PRE_TOKENIZERS[PRE_TOKENIZER_ALIASES.get(pre_tokenizer, pre_tokenizer)]
     if config.get("add_prefix_space") is True:
         pre_tokenizers = tuple(
@@ -141,7 +152,7 @@ def _wordpiece_sections(path: Path, family: TokenizerFamily, config: Mapping[str
     pieces = lines[:-1] if lines[-1] == "" else lines
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):
-        raise FileError(f"{path} has a piece twice")
+        raise FileError(f"{path} lists a piece twice")
     lowercase = config.get("do_lower_case", family.lowercase)
     return {
         "normalizer": {
@@ -190,7 +201,7 @@ def from_sentencepiece(
 
 
 def _to_fairseq_ids(model: sentencepiece.SentencePieceModel) -> sentencepiece.SentencePieceModel:
-    """Reorder the pieces to fairseq's ids: <s> <pad> </s> <unk>, the model's pieces from the fourth on, and <mask>."""
+    """Reorder the pieces to fairseq's ids: <s>, <pad>, </s>, <unk>, the model's pieces from the fourth on, <mask>."""
     normal, unknown, control = sentencepiece.NORMAL, sentencepiece.UNKNOWN, sentencepiece.CONTROL
     if model.model_type != sentencepiece.UNIGRAM or any(kind != normal for kind in model.types[3:]):
         raise FileError("a SentencePiece model with fairseq's ids must be Unigram and begin with three special pieces")
