@@ -15,12 +15,12 @@ TRAIN_SECTION = '[train]\nobjective = "{}"\nsteps = {}\nbatch = 5\neval_every = 
 CAUSAL_RECIPE = (
     '[data]\ncorpus = "{}"\n[tokenizer]\nkind = "bpe"\nvocab = 290\n'
     + MODEL_SECTION.format("gpt")
-    + TRAIN_SECTION.format("causal", 3)
+    + TRAIN_SECTION.format("causal_lm", 3)
 )
 SEQ2SEQ_RECIPE = (
     '[data]\ncorpus = "{}"\n[tokenizer]\nkind = "bpe"\nvocab = 270\n'
     + MODEL_SECTION.format("vaswani")
-    + TRAIN_SECTION.format("pairs", 3)
+    + TRAIN_SECTION.format("seq2seq", 3)
 )
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"

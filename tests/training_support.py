@@ -40,7 +40,13 @@ SEQ2SEQ_RECIPE = {
     "data": {"corpus": "pairs.tsv"},
     "tokenizer": {"kind": "bpe", "vocab": 60, "marker": "@@", "dropout": 0.1},
     "model": {"family": "vaswani", "width": 21, "depth": 1, "heads": 3, "hidden": 34, "context": 47, "dropout": 0.1},
-    "train": {"objective": "seq2seq", "tokens": 260, "label_smoothing": 0.1, "schedule": "noam", "optimizer": "adam"},
+    "train": {
+        "objective": "seq2seq",
+        "batch_tokens": 260,
+        "label_smoothing": 0.1,
+        "schedule": "noam",
+        "optimizer": "adam",
+    },
 }
 MASKED_LM_RECIPE = {
     "tokenizer": {"kind": "char"},
@@ -53,7 +59,7 @@ RECIPE_VARIATIONS = {
     "packed documents": {"data": {"corpus": "documents.jsonl", "packing": "documents"}},
     "accumulation": {"train": {"accumulate": 4, "batch": 2}},
     "a moving average": {"train": {"ema": 0.99}},
-    "an average of checkpoints": {"train": {"average": 2}},
+    "an average of checkpoints": {"train": {"average_checkpoints": 2}},
     "Muon": {"train": {"optimizer": "muon"}},
     "pairs by length with cut words": SEQ2SEQ_RECIPE,
     "masked tokens": MASKED_LM_RECIPE,

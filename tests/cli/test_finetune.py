@@ -60,10 +60,10 @@ def dry_run_recipe(capsys, *arguments):
 @pytest.mark.parametrize(
     ("model", "data", "objective"),
     [
-        ("encoder", "labelled.tsv", "classify"),
-        ("encoder", "tagged.conll", "label"),
-        ("encoder", "text.txt", "masked"),
-        ("decoder", "text.txt", "causal"),
+        ("encoder", "labelled.tsv", "classification"),
+        ("encoder", "tagged.conll", "token_classification"),
+        ("encoder", "text.txt", "masked_lm"),
+        ("decoder", "text.txt", "causal_lm"),
         ("decoder", "chat.jsonl", "chat"),
     ],
 )
@@ -71,7 +71,7 @@ def test_the_objective_follows_from_the_data_and_the_model(folder, capsys, model
     recipe = dry_run_recipe(capsys, folder / model, folder / data)
     assert recipe["train"]["objective"] == objective
     assert recipe["model"] == {"folder": str(folder / model)}
-    assert recipe["data"]["longest"] == 61
+    assert recipe["data"]["max_length"] == 61
     assert recipe["lora"]["rank"] == 0
 
 
@@ -95,7 +95,7 @@ def test_options_become_keys_of_the_recipe_and_overrides_come_last(folder, capsy
     )
     assert recipe["lora"] == {"rank": 4, "alpha": 8.0, "targets": ["q", "up"], "dropout": 0.1, "bits": 8}
     train = recipe["train"]
-    assert (train["freeze"], train["layer_decay"], train["epochs"], train["batch"]) == (1, 0.9, 2.0, 3)
+    assert (train["freeze_layers"], train["layer_decay"], train["epochs"], train["batch"]) == (1, 0.9, 2.0, 3)
     assert train["lr"] == pytest.approx(2e-4 * 768 / 24, rel=0.01)  # the default of LoRA for this width
 
 
@@ -164,13 +164,16 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
     [
         (("nowhere", "text.txt"), "there is no such folder"),
         (("decoder", "nothing.txt"), "no corpus, file or folder"),
-        (("decoder", "tagged.conll"), "'label' trains encoder-only models"),
+        (("decoder", "tagged.conll"), "'token_classification' trains encoder-only models"),
         (("decoder", "labelled.tsv"), "or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"),
         (("encoder", "strange.tsv"), "split valid, row 3: the label 'c' was not seen in training"),
         (("encoder", "strange.conll"), "split valid, row 2: the label 'c' was not seen in training"),
         (("encoder", "chat.jsonl"), "'chat' trains decoder-only models"),
-        (("encoder", "tagged.conll", "--objective", "classify"), "the objective classify needs labelled or images"),
-        (("decoder", "text.txt", "--objective", "casual"), "did you mean 'causal'"),
+        (
+            ("encoder", "tagged.conll", "--objective", "classification"),
+            "the objective classification needs labelled or images",
+        ),
+        (("decoder", "text.txt", "--objective", "casual"), "did you mean 'causal_lm'"),
         (("decoder", "text.txt", "--lora", "--targets", "qeury"), "did you mean 'query'"),
         (("decoder", "text.txt", "--rank", "4"), "--rank has no effect without --lora; write --lora as well"),
         (("decoder", "text.txt", "--freeze", "9", "model.width=7"), "is not what the weights"),

@@ -50,12 +50,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classifier(folder):
-    return train_model(folder, "classes", CLASSES, "tsv", BERT.format(19), "classify")
+    return train_model(folder, "classes", CLASSES, "tsv", BERT.format(19), "classification")
 
 
 @pytest.fixture(scope="module")
 def tagger(folder):
-    return train_model(folder, "names", NAMES, "conll", BERT.format(31), "label", 90)
+    return train_model(folder, "names", NAMES, "conll", BERT.format(31), "token_classification", 90)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def pixels():
 
 @pytest.fixture(scope="module")
 def vision_model(folder, pixels):
-    return train_model(folder, "images", pixels, "npz", 'family = "vit"\npatch = 4\n', "classify")
+    return train_model(folder, "images", pixels, "npz", 'family = "vit"\npatch = 4\n', "classification")
 
 
 # -- predict ----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_punctuation_is_restored_as_text(folder, run_verb):
     rows = "".join(
         "".join(f"{w} {t}\n" for w, t in zip(*strip_punctuation(MARKS), strict=True)) + "\n" for _ in range(70)
     )
-    model = train_model(folder, "marks", rows, "conll", BERT.format(31), "label", 80)
+    model = train_model(folder, "marks", rows, "conll", BERT.format(31), "token_classification", 80)
     code, out, _ = run_verb(["predict", model, "AND he SAID go the lord went why"])
     assert (code, out) == (0, "And he said, Go. The LORD went; why?\n")
     code, out, _ = run_verb(["evaluate", model, folder / "marks.conll", "--json"])
@@ -201,7 +201,7 @@ def test_punctuation_is_restored_as_text(folder, run_verb):
 
 def test_masks_are_filled(folder, run_verb):
     text = "".join(f"the {ANIMALS[n % 7]} sat on the mat and the {ANIMALS[n % 5]} ran.\n" for n in range(300))
-    model = train_model(folder, "hidden", text, "txt", BERT.format(17), "masked")
+    model = train_model(folder, "hidden", text, "txt", BERT.format(17), "masked_lm")
     code, out, _ = run_verb(["predict", model, "the [MASK] sat on the [MASK]", "--top", 3, "--json"])
     result = json.loads(out)
     assert code == 0
@@ -241,7 +241,7 @@ def test_the_metrics_of_a_classifier_are_those_of_its_predictions(classifier, fo
 
 
 def test_a_classifier_of_text_pairs_is_trained(folder, run_verb):
-    model = train_model(folder, "pairs", PAIRS, "tsv", BERT.format(23), "classify", 120)
+    model = train_model(folder, "pairs", PAIRS, "tsv", BERT.format(23), "classification", 120)
     code, out, _ = run_verb(["evaluate", model, folder / "pairs.tsv", "--split", "all", "--json"])
     assert code == 0
     assert json.loads(out)["accuracy"] > 90, "the label depends on which of the two texts is gold"

@@ -211,7 +211,7 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked_l
         (["toy.toml", "trian.lr=1"], 2, "no section 'trian'; did you mean 'train'?"),
         (["toy.toml", "lr=1"], 2, "write section.key=value"),
         (["toy.toml", "train.lr"], 2, "write section.key=value"),
-        (["toy.toml", "train.objective=causl"], 2, "did you mean 'causal'?"),
+        (["toy.toml", "train.objective=causl"], 2, "did you mean 'causal_lm'?"),
         (["toy.toml", "train.steps=ten"], 2, "error: train.steps='ten' is not a whole number"),
         (["toy.toml", "train.steps=0"], 2, "too small"),
         (["toy.toml", "model.family=gptt"], 2, "did you mean 'gpt'?"),

@@ -106,7 +106,7 @@ def train_until_first_save(recipe, out):
 
 @pytest.mark.slow
 def test_kills_inside_saves_that_prune_leave_a_good_checkpoint(tmp_path):
-    recipe = write_recipe(tmp_path, SAVES, {"train": {"steps": 60, "save_every": 3, "keep": 1}})
+    recipe = write_recipe(tmp_path, SAVES, {"train": {"steps": 60, "save_every": 3, "keep_checkpoints": 1}})
     train_to_end(recipe, tmp_path / "uninterrupted")
     good, out = tmp_path / "good", tmp_path / "run"
     train_until(recipe, good, 41)

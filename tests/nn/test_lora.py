@@ -309,7 +309,9 @@ def test_small_weights_and_frozen_layers_are_recipe_keys(base_folder, tmp_path):
         mb.Transformer.from_pretrained(tmp_path / "small").config
         == mb.Transformer.from_pretrained(base_folder / "base").config
     )
-    path = recipe(base_folder, tmp_path / "frozen.toml", {"train": {"freeze": 2, "layer_decay": 0.9, "steps": 3}})
+    path = recipe(
+        base_folder, tmp_path / "frozen.toml", {"train": {"freeze_layers": 2, "layer_decay": 0.9, "steps": 3}}
+    )
     run, _ = train_to_end(path, tmp_path / "frozen")
     base, trained_weights = (
         clone_weights(mb.Transformer.from_pretrained(base_folder / "base")),
@@ -323,7 +325,7 @@ def test_small_weights_and_frozen_layers_are_recipe_keys(base_folder, tmp_path):
         prepare_run(read_recipe(str(path), ["train.freeze_layers=9"]), tmp_path / "many")
     with pytest.raises(ConfigError, match=r"train\.layer_decay=0\.0 is not in"):
         read_recipe(str(path), ["train.layer_decay=0.0"])
-    path = recipe(base_folder, tmp_path / "lora.toml", LORA, {"train": {"freeze": 1}})
+    path = recipe(base_folder, tmp_path / "lora.toml", LORA, {"train": {"freeze_layers": 1}})
     assert prepare_run(read_recipe(str(path)), tmp_path / "both").trainable_event.reason.endswith(
         "the first 1 layers frozen with their adapters"
     )

@@ -19,14 +19,14 @@ from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, 
 from monoblock.interop.folder import load_model
 from monoblock.nn.lstm import Recurrent
 from monoblock.recipes.parse import list_recipes
-from monoblock.recipes.schema import OBJECTIVE_REQUIREMENTS, OBJECTIVES
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import build_model_config, read_recipe
+from monoblock.tasks.table import TASKS
 from monoblock.tasks.task_data import validate
 from monoblock.training.loss import CrossEntropyLoss
 
 DATA = Path(os.environ["MONOBLOCK_DATA"]) if os.environ.get("MONOBLOCK_DATA") else None
-SIZES = {"classify": {"classes": 7}, "label": {"classes": 7}}
+SIZES = {"classification": {"classes": 7}, "token_classification": {"classes": 7}}
 IMAGE = {"classes": 7, "image": 8, "channels": 1}
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "seconds"}
 
@@ -41,7 +41,7 @@ def _restore_determinism():
 @pytest.fixture
 def short_validation(monkeypatch):
     """Truncate validation splits, and read every corpus once."""
-    for module in ("data.corpora.load", "runs.build_data"):
+    for module in ("data.corpora.load", "tasks.splits"):
         monkeypatch.setattr(f"monoblock.{module}.load_corpus", load_short_corpus)
 
 
@@ -86,11 +86,8 @@ def test_a_dry_run_prints_a_recipe_that_reads_back_the_same_and_writes_nothing(n
 
 def test_every_objective_has_a_recipe():
     """Except chat, which needs the chat template of a model that has one (`finetune`)."""
-    assert (
-        {read_recipe(name).train.objective for name in list_recipes()} | {"chat"}
-        == set(OBJECTIVES)
-        == set(OBJECTIVE_REQUIREMENTS)
-    )
+    objectives = {read_recipe(name).train.objective for name in list_recipes()}
+    assert objectives | {"chat"} == {task.name for task in TASKS}
 
 
 def test_ls_recipes_does_not_import_torch():
@@ -106,7 +103,7 @@ sys.exit(code)
     rows = {row["name"]: row for row in json.loads(process.stdout)["recipes"]}
     assert list(rows) == list_recipes()
     assert rows["gpt2-124m"]["parameters"] == 124_439_808 or rows["gpt2-124m"]["parameters"] is None
-    assert rows["digits"]["objective"] == "classify"
+    assert rows["digits"]["objective"] == "classification"
     assert rows["digits"]["corpus"] == "digits"
     assert rows["digits"]["about"] == read_recipe("digits").about
 
@@ -125,13 +122,14 @@ def tiny_overrides(recipe):
     ]
     overrides += ["train.workers=0", "train.device=cpu", "train.save_every=1", "train.eval_every=2"]
     overrides += ["train.accumulate=1", "train.sample_every=2", "model.width=16", "model.depth=1"]
-    if recipe.tokenizer.kind != "char" and recipe.train.objective != "classify":
+    if recipe.tokenizer.kind != "char" and recipe.train.objective != "classification":
         overrides += ["tokenizer.vocab=420"]
     if recipe.data.corpus not in ("digits", "languages"):
-        overrides += ["data.limit=200" if recipe.train.objective in ("pairs", "label") else "data.limit=40"]
+        many = recipe.train.objective in ("seq2seq", "text_to_text", "token_classification")
+        overrides += ["data.limit=200" if many else "data.limit=40"]
     if "valid" not in CORPORA[recipe.data.corpus].split_names:
         overrides += ["data.validation_rows=20"]
-    if recipe.train.objective in ("causal", "masked", "spans") and recipe.model.get("family") != "lstm":
+    if recipe.train.objective in ("causal_lm", "masked_lm", "span_corruption") and recipe.model.get("family") != "lstm":
         overrides += ["model.context=32"]
     if recipe.model.get("family") != "lstm":
         overrides += ["model.heads=2"]

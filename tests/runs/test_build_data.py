@@ -23,12 +23,12 @@ from monoblock.training.loss import CrossEntropyLoss
 
 SIZES = {"width": 16, "depth": 1, "heads": 2}
 MODELS = {
-    "causal": {"family": "gpt", "context": 19, **SIZES},
-    "masked": {"family": "bert", "head": "masked_lm", "context": 19, **SIZES},
-    "spans": {"family": "t5", "context": 19, **SIZES},
-    "pairs": {"family": "vaswani", "context": 97, **SIZES},
-    "classify": {"family": "bert", "head": "classifier", "context": 97, **SIZES},
-    "label": {"family": "bert", "head": "tagger", "context": 97, **SIZES},
+    "causal_lm": {"family": "gpt", "context": 19, **SIZES},
+    "masked_lm": {"family": "bert", "head": "masked_lm", "context": 19, **SIZES},
+    "span_corruption": {"family": "t5", "context": 19, **SIZES},
+    "seq2seq": {"family": "vaswani", "context": 97, **SIZES},
+    "classification": {"family": "bert", "head": "classifier", "context": 97, **SIZES},
+    "token_classification": {"family": "bert", "head": "tagger", "context": 97, **SIZES},
 }
 WORDS = ["the", "king", "of", "the", "north", "went", "up", "and", "the", "king", "of", "the", "south", "came", "down"]
 
@@ -43,8 +43,8 @@ def corpora(tmp_path):
     files = {"text.txt": text, "pairs.tsv": pairs, "labelled.jsonl": labelled, "tagged.conll": tagged}
     for name, content in files.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-    names = dict.fromkeys(("causal", "masked", "spans"), "text.txt")
-    names |= {"pairs": "pairs.tsv", "classify": "labelled.jsonl", "label": "tagged.conll"}
+    names = dict.fromkeys(("causal_lm", "masked_lm", "span_corruption"), "text.txt")
+    names |= {"seq2seq": "pairs.tsv", "classification": "labelled.jsonl", "token_classification": "tagged.conll"}
     return {objective: str(tmp_path / name) for objective, name in names.items()}
 
 
@@ -64,7 +64,7 @@ def build_data(recipe):
 
 @pytest.mark.parametrize("objective", MODELS)
 def test_a_step_always_has_the_same_batch(objective, corpora):
-    recipe = make_recipe(objective, corpora, tokenizer={"dropout": 0.2 if objective == "pairs" else 0.0})
+    recipe = make_recipe(objective, corpora, tokenizer={"dropout": 0.2 if objective == "seq2seq" else 0.0})
     first, again = build_data(recipe), build_data(recipe)
     for step in (0, 5, 2):
         a, b = first.build_batch(first.batch_plan.batch_at(step)), again.build_batch(again.batch_plan.batch_at(step))
@@ -90,7 +90,7 @@ def test_the_loss_of_an_untrained_model_is_close_to_chance(objective, corpora):
 def test_the_evaluation_does_not_depend_on_the_batch_size(corpora):
     losses = []
     for batch in (3, 7):
-        recipe = make_recipe("pairs", corpora, train={"batch": batch})
+        recipe = make_recipe("seq2seq", corpora, train={"batch": batch})
         data = build_data(recipe)
         torch.manual_seed(0)
         model = Transformer(build_model_config(recipe, data.tokenizer.vocab_size)).eval()
@@ -99,8 +99,8 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(corpora):
 
 
 def test_bpe_dropout_segments_a_pair_anew_every_epoch_but_not_in_the_evaluation(corpora):
-    data = build_data(make_recipe("pairs", corpora, tokenizer={"dropout": 0.5}))
-    plain = build_data(make_recipe("pairs", corpora))
+    data = build_data(make_recipe("seq2seq", corpora, tokenizer={"dropout": 0.5}))
+    plain = build_data(make_recipe("seq2seq", corpora))
     batch = data.batch_plan.batch_at(0)
     first, second = data.build_batch(batch), data.build_batch(batch._replace(epoch=1))
     assert first.inputs["source"].tolist() != second.inputs["source"].tolist()
@@ -113,15 +113,15 @@ def test_bpe_dropout_segments_a_pair_anew_every_epoch_but_not_in_the_evaluation(
 
 
 def test_every_word_is_a_target_once_at_its_first_piece(corpora):
-    data = build_data(make_recipe("label", corpora, tokenizer={"kind": "char"}))
-    words = sum(len(row.words) for row in list(read_conll(corpora["label"]))[54:])
+    data = build_data(make_recipe("token_classification", corpora, tokenizer={"kind": "char"}))
+    words = sum(len(row.words) for row in list(read_conll(corpora["token_classification"]))[54:])
     num_targets = sum(batch.target_count for batch in data.evaluation_batches())
     assert num_targets == words
     batch = data.build_batch(data.batch_plan.batch_at(0))
     assert int((batch.labels != IGNORE_INDEX).sum()) < batch.labels.numel()
 
 
-@pytest.mark.parametrize("objective", ["classify", "label"])
+@pytest.mark.parametrize("objective", ["classification", "token_classification"])
 def test_a_limit_keeps_the_labels_of_the_whole_corpus(objective, corpora):
     assert (
         build_data(make_recipe(objective, corpora, data={"limit": 1})).labels
@@ -145,7 +145,10 @@ def test_a_folder_of_arrays_is_read_as_images(tmp_path):
     assert data.build_batch(data.batch_plan.batch_at(0)).inputs["source"].shape == (5, 1, 8, 8)
 
 
-@pytest.mark.parametrize(("objective", "model"), [("causal", "masked"), ("masked", "causal"), ("label", "classify")])
+@pytest.mark.parametrize(
+    ("objective", "model"),
+    [("causal_lm", "masked_lm"), ("masked_lm", "causal_lm"), ("token_classification", "classification")],
+)
 def test_a_model_that_the_objective_cannot_train_is_refused(objective, model, corpora):
     recipe = make_recipe(objective, corpora)
     wrong = parse_recipe({"data": {"corpus": "kjv"}, "model": MODELS[model], "train": {"objective": objective}})
@@ -157,7 +160,7 @@ def test_a_model_that_the_objective_cannot_train_is_refused(objective, model, co
 # -- presets ---------------------------------------------------------------------------------------------------------
 
 ENCODERS = ["bert-base", "distilbert", "modernbert-base", "roberta-base"]
-HEADS = {"masked": "masked_lm", "classify": "classifier", "label": "tagger"}
+HEADS = {"masked_lm": "masked_lm", "classification": "classifier", "token_classification": "tagger"}
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -173,11 +176,11 @@ def test_a_published_encoder_gets_the_head_its_objective_needs(name, objective, 
     data = build_task_data(recipe, 19)
     config = build_model_config(recipe, data.tokenizer.vocab_size, **data.model_sizes)
     assert config.head.kind == HEADS[objective]
-    assert config.tie == ("output" if objective == "masked" else "none")
+    assert config.tie == ("output" if objective == "masked_lm" else "none")
     batch = data.build_batch(data.batch_plan.batch_at(0))
     logits = Transformer(config)(**batch.inputs)
     classes = len(data.labels) or data.tokenizer.vocab_size
-    assert logits.shape == (7, classes) if objective == "classify" else (*batch.labels.shape, classes)
+    assert logits.shape == (7, classes) if objective == "classification" else (*batch.labels.shape, classes)
     assert CrossEntropyLoss().from_logits(logits, batch.labels) > 0
 
 
@@ -218,12 +221,12 @@ def test_a_preset_trains_on_images_like_a_family(model, tmp_path):
 def test_throughput_is_counted_in_the_unit_of_the_targets(corpora, capsys):
     units = {objective: build_data(make_recipe(objective, corpora)).unit for objective in MODELS}
     assert units == {
-        "causal": "tokens",
-        "masked": "tokens",
-        "spans": "tokens",
-        "pairs": "tokens",
-        "classify": "texts",
-        "label": "words",
+        "causal_lm": "tokens",
+        "masked_lm": "tokens",
+        "span_corruption": "tokens",
+        "seq2seq": "tokens",
+        "classification": "texts",
+        "token_classification": "words",
     }
     progress = TrainingProgress(3, "images")
     progress.handle_event(StepEvent(1, 2.0, 0.1, 1.0, 5, 0.1))
@@ -233,7 +236,7 @@ def test_throughput_is_counted_in_the_unit_of_the_targets(corpora, capsys):
 
 def test_a_faulty_validation_split_raises_instead_of_counting_as_missing(tmp_path):
     (tmp_path / "train.tsv").write_text("a\tone\nb\ttwo\n" * 20, encoding="utf-8")
-    recipe = make_recipe("classify", {"classify": str(tmp_path)})
+    recipe = make_recipe("classification", {"classification": str(tmp_path)})
     assert build_data(recipe).evaluation_batches is None
     (tmp_path / "valid.tsv").write_bytes(b"a\tone\nb\t\xff\n")
     with pytest.raises(FileError, match=r"valid.tsv, line 2: a byte is not UTF-8"):

@@ -54,11 +54,11 @@ def folder(tmp_path_factory):
         model={**SIZES, "head": "masked_lm"},
         train={**TRAIN, "objective": "masked_lm"},
     )
-    train_to_end(recipe, folder / "masked")
+    train_to_end(recipe, folder / "masked_lm")
     return folder
 
 
-def warm_recipe(folder, path, objective, corpus, start="masked", *, model=None, **more):
+def warm_recipe(folder, path, objective, corpus, start="masked_lm", *, model=None, **more):
     return write(
         path,
         data={"corpus": str(folder / corpus)},
@@ -71,42 +71,43 @@ def warm_recipe(folder, path, objective, corpus, start="masked", *, model=None, 
 
 
 @pytest.mark.parametrize(
-    ("objective", "corpus", "outputs"), [("classify", "labelled.tsv", 2), ("label", "tagged.conll", 3)]
+    ("objective", "corpus", "outputs"),
+    [("classification", "labelled.tsv", 2), ("token_classification", "tagged.conll", 3)],
 )
 def test_a_new_head_is_fresh_and_all_other_weights_are_copied(folder, tmp_path, objective, corpus, outputs):
     run = prepare_run(
         read_recipe(str(warm_recipe(folder, tmp_path / "warm.toml", objective, corpus))), tmp_path / "out"
     )
-    stored, weights = load_file(folder / "masked" / "model.safetensors"), clone_weights(run.model)
+    stored, weights = load_file(folder / "masked_lm" / "model.safetensors"), clone_weights(run.model)
     body = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
     assert_same_weights(body, {name: tensor for name, tensor in stored.items() if not name.startswith("head.")})
     assert weights["head.output.weight"].shape == (outputs, 22)
     fresh = set(run.warm_start_event.reason.removeprefix("fresh: ").split(", "))
     assert fresh == {name for name in weights if name.startswith("head.")}
-    assert run.task_data.tokenizer.fingerprint == mb.Tokenizer.from_pretrained(folder / "masked").fingerprint
+    assert run.task_data.tokenizer.fingerprint == mb.Tokenizer.from_pretrained(folder / "masked_lm").fingerprint
 
 
 def test_a_head_of_the_same_kind_is_copied(folder, tmp_path):
     run = prepare_run(
-        read_recipe(str(warm_recipe(folder, tmp_path / "warm.toml", "masked", "text.txt"))), tmp_path / "out"
+        read_recipe(str(warm_recipe(folder, tmp_path / "warm.toml", "masked_lm", "text.txt"))), tmp_path / "out"
     )
-    assert_same_weights(clone_weights(run.model), load_file(folder / "masked" / "model.safetensors"))
+    assert_same_weights(clone_weights(run.model), load_file(folder / "masked_lm" / "model.safetensors"))
     assert run.warm_start_event.reason == "fresh: nothing"
 
 
 def test_training_does_not_change_the_folder_it_starts_from(folder, tmp_path):
-    before = (folder / "masked" / "model.safetensors").read_bytes()
-    run, events = train_to_end(warm_recipe(folder, tmp_path / "warm.toml", "masked", "text.txt"), tmp_path / "out")
+    before = (folder / "masked_lm" / "model.safetensors").read_bytes()
+    run, events = train_to_end(warm_recipe(folder, tmp_path / "warm.toml", "masked_lm", "text.txt"), tmp_path / "out")
     count = sum(tensor.numel() for tensor in run.model.state_dict().values())
-    assert DecisionEvent(f"begins with {count:,} weights of {folder / 'masked'}", "fresh: nothing") in events
-    assert (folder / "masked" / "model.safetensors").read_bytes() == before
-    stored = load_file(folder / "masked" / "model.safetensors")
+    assert DecisionEvent(f"begins with {count:,} weights of {folder / 'masked_lm'}", "fresh: nothing") in events
+    assert (folder / "masked_lm" / "model.safetensors").read_bytes() == before
+    stored = load_file(folder / "masked_lm" / "model.safetensors")
     assert not torch.equal(run.model.state_dict()["input.token.weight"], stored["input.token.weight"])
 
 
 def test_dropout_may_be_changed_and_structure_may_not(folder, tmp_path):
     recipe = warm_recipe(
-        folder, tmp_path / "warm.toml", "classify", "labelled.tsv", model={"dropout": 0.3, "pooling": "mean"}
+        folder, tmp_path / "warm.toml", "classification", "labelled.tsv", model={"dropout": 0.3, "pooling": "mean"}
     )
     config = build_model_config(read_recipe(str(recipe)), 60, classes=2)
     assert isinstance(config, ModelConfig)
@@ -119,8 +120,8 @@ def test_dropout_may_be_changed_and_structure_may_not(folder, tmp_path):
 
 
 def test_a_folder_on_the_command_line_replaces_the_sizes_of_the_recipe(folder):
-    recipe = read_recipe("languages", [f"model.folder={folder / 'masked'}", "model.head_dropout=0.2"])
-    assert recipe.model == {"folder": str(folder / "masked"), "dropout": 0.1, "head_dropout": 0.2}
+    recipe = read_recipe("languages", [f"model.folder={folder / 'masked_lm'}", "model.head_dropout=0.2"])
+    assert recipe.model == {"folder": str(folder / "masked_lm"), "dropout": 0.1, "head_dropout": 0.2}
 
 
 # -- a chain: masked -> classifier -> classifier -----------------------------------------------------------------------
@@ -128,7 +129,7 @@ def test_a_folder_on_the_command_line_replaces_the_sizes_of_the_recipe(folder):
 
 @pytest.fixture(scope="module")
 def classifier(folder):
-    train_to_end(warm_recipe(folder, folder / "classify.toml", "classify", "labelled.tsv"), folder / "classifier")
+    train_to_end(warm_recipe(folder, folder / "classify.toml", "classification", "labelled.tsv"), folder / "classifier")
     return folder / "classifier"
 
 
@@ -142,7 +143,7 @@ def test_a_fine_tuned_model_folder_is_complete(classifier, tmp_path):
 
 
 def test_a_head_with_other_classes_is_refused_unless_a_fresh_one_is_requested(folder, classifier, tmp_path):
-    recipe = warm_recipe(folder, tmp_path / "warm.toml", "classify", "three.tsv", "classifier")
+    recipe = warm_recipe(folder, tmp_path / "warm.toml", "classification", "three.tsv", "classifier")
     with pytest.raises(ConfigError, match=r"the label 'a' of the data is not one of the head .*: bad, good; .*fresh"):
         prepare_run(read_recipe(str(recipe)), tmp_path / "out")
     with pytest.raises(ConfigError, match="has 2 classes, and 3 are needed"):
@@ -170,7 +171,7 @@ def test_labels_keep_the_order_of_the_head(folder, classifier, tmp_path):
 
 def test_epochs_become_steps_and_fractions_become_counts(folder, tmp_path):
     recipe = warm_recipe(
-        folder, tmp_path / "warm.toml", "classify", "labelled.tsv", epochs=4, warmup=0.25, save_every=0.5, batch=9
+        folder, tmp_path / "warm.toml", "classification", "labelled.tsv", epochs=4, warmup=0.25, save_every=0.5, batch=9
     )
     run = prepare_run(read_recipe(str(recipe)), tmp_path / "out")
     section = run.recipe.train  # 54 rows train
@@ -182,7 +183,15 @@ def test_epochs_become_steps_and_fractions_become_counts(folder, tmp_path):
 def test_the_best_checkpoint_can_be_the_final_model(folder, tmp_path):
     """The learning rate ruins the model, so that the first evaluation stays the best."""
     recipe = warm_recipe(
-        folder, tmp_path / "warm.toml", "masked", "text.txt", best=True, eval_every=1, save_every=1, lr=90.0, warmup=99
+        folder,
+        tmp_path / "warm.toml",
+        "masked_lm",
+        "text.txt",
+        load_best=True,
+        eval_every=1,
+        save_every=1,
+        lr=90.0,
+        warmup=99,
     )
     run, _ = train_to_end(recipe, tmp_path / "out")
     best = run.trainer.best["step"]
@@ -197,13 +206,14 @@ def test_bpe_dropout_segments_texts_anew_in_every_epoch(folder, tmp_path):
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": "the king said unto them"}) + "\n" for _ in range(9))
     )
-    for objective, corpus in (("classify", folder / "labelled.tsv"), ("masked", tmp_path / "texts.jsonl")):
+    for objective, corpus in (("classification", folder / "labelled.tsv"), ("masked_lm", tmp_path / "texts.jsonl")):
         recipe = write(
             tmp_path / "cut.toml",
             data={"corpus": str(corpus), "packing": "documents"},
             tokenizer={"kind": "bpe", "vocab": 300, "dropout": 0.5},
-            model={**SIZES, "head": "classifier" if objective == "classify" else "masked_lm"},
-            train={**TRAIN, "objective": objective, "batch": 3, "mask_rate": 0.0},
+            model={**SIZES, "head": "classifier" if objective == "classification" else "masked_lm"},
+            train={**TRAIN, "objective": objective, "batch": 3},
+            **({"masked_lm": {"mask_rate": 0.0}} if objective == "masked_lm" else {}),
         )
         run = prepare_run(read_recipe(str(recipe)), tmp_path / objective)
         data, tokenizer = run.task_data, run.task_data.tokenizer
@@ -235,7 +245,7 @@ def published(tmp_path_factory):
 
 def test_a_published_encoder_becomes_a_classifier_in_a_folder_of_ours(published, folder, tmp_path):
     recipe = warm_recipe(
-        published.parent, tmp_path / "warm.toml", "classify", str(folder / "labelled.tsv"), published.name
+        published.parent, tmp_path / "warm.toml", "classification", str(folder / "labelled.tsv"), published.name
     )
     run, _ = train_to_end(recipe, tmp_path / "out")
     batch = run.task_data.build_batch(run.task_data.batch_plan.batch_at(0))
@@ -254,7 +264,7 @@ def test_a_published_encoder_becomes_a_classifier_in_a_folder_of_ours(published,
 
 
 def test_a_warm_run_that_is_resumed_equals_one_never_stopped(folder, tmp_path):
-    recipe = warm_recipe(folder, tmp_path / "warm.toml", "classify", "labelled.tsv", model={"dropout": 0.2})
+    recipe = warm_recipe(folder, tmp_path / "warm.toml", "classification", "labelled.tsv", model={"dropout": 0.2})
     train_to_end(recipe, tmp_path / "uninterrupted")
     train_until(recipe, tmp_path / "resumed", 4)
     train_to_end(recipe, tmp_path / "resumed", resume=True)
@@ -262,10 +272,10 @@ def test_a_warm_run_that_is_resumed_equals_one_never_stopped(folder, tmp_path):
 
 
 def test_a_run_is_not_resumed_from_other_weights(folder, tmp_path):
-    Transformer.from_pretrained(folder / "masked").save_pretrained(tmp_path / "start")
+    Transformer.from_pretrained(folder / "masked_lm").save_pretrained(tmp_path / "start")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "start" / name).write_bytes((folder / "masked" / name).read_bytes())
-    recipe = warm_recipe(tmp_path, tmp_path / "warm.toml", "classify", str(folder / "labelled.tsv"), "start")
+        (tmp_path / "start" / name).write_bytes((folder / "masked_lm" / name).read_bytes())
+    recipe = warm_recipe(tmp_path, tmp_path / "warm.toml", "classification", str(folder / "labelled.tsv"), "start")
     train_until(recipe, tmp_path / "out", 4)
     model = Transformer.from_pretrained(tmp_path / "start")
     with torch.no_grad():
@@ -281,20 +291,21 @@ def test_a_run_is_not_resumed_from_other_weights(folder, tmp_path):
 def test_a_missing_folder_and_one_without_a_model_are_refused(folder, tmp_path):
     with pytest.raises(FileError, match="nowhere: there is no such folder"):
         prepare_run(
-            read_recipe(str(warm_recipe(folder, tmp_path / "a.toml", "masked", "text.txt", "nowhere"))),
+            read_recipe(str(warm_recipe(folder, tmp_path / "a.toml", "masked_lm", "text.txt", "nowhere"))),
             tmp_path / "out",
         )
     (folder / "empty").mkdir(exist_ok=True)
     with pytest.raises(FileError, match=r"empty is not a model folder: it has no config\.json"):
         prepare_run(
-            read_recipe(str(warm_recipe(folder, tmp_path / "b.toml", "masked", "text.txt", "empty"))), tmp_path / "out"
+            read_recipe(str(warm_recipe(folder, tmp_path / "b.toml", "masked_lm", "text.txt", "empty"))),
+            tmp_path / "out",
         )
 
 
 def test_a_model_of_another_family_is_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="'causal' trains decoder-only models"):
+    with pytest.raises(ConfigError, match="'causal_lm' trains decoder-only models"):
         prepare_run(
-            read_recipe(str(warm_recipe(folder, tmp_path / "warm.toml", "causal", "text.txt"))), tmp_path / "out"
+            read_recipe(str(warm_recipe(folder, tmp_path / "warm.toml", "causal_lm", "text.txt"))), tmp_path / "out"
         )
 
 
@@ -305,7 +316,7 @@ def test_two_names_for_one_model_are_refused(folder):
 
 def test_a_faulty_validation_split_raises_instead_of_counting_as_missing(folder, tmp_path):
     (tmp_path / "train.tsv").write_text((folder / "labelled.tsv").read_text())
-    assert build_finetuning_recipe(str(folder / "masked"), str(tmp_path)).data.held == 6
+    assert build_finetuning_recipe(str(folder / "masked_lm"), str(tmp_path)).data.validation_rows == 6
     (tmp_path / "valid.tsv").write_bytes(b"good\t\xff\n")
     with pytest.raises(FileError, match=r"valid.tsv, line 1: a byte is not UTF-8"):
-        build_finetuning_recipe(str(folder / "masked"), str(tmp_path))
+        build_finetuning_recipe(str(folder / "masked_lm"), str(tmp_path))

@@ -214,7 +214,7 @@ def test_a_checkpoint_left_by_an_interruption_is_deleted_after_the_next_save(tmp
 
 
 def test_the_best_step_survives_a_long_run(tmp_path):
-    recipe = write_recipe(tmp_path, {"train": {"steps": 14, "save_every": 2, "eval_every": 2, "keep": 2}})
+    recipe = write_recipe(tmp_path, {"train": {"steps": 14, "save_every": 2, "eval_every": 2, "keep_checkpoints": 2}})
 
     def best_at_four(run):
         run.trainer.evaluate = lambda model: {"val_loss": abs(run.trainer.step - 4)}

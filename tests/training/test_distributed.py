@@ -36,7 +36,7 @@ SHORT = {"train": {"steps": 12, "batch": 7, "save_every": 5, "eval_every": 6, "p
 BATCHES_OF_ONE = copy.deepcopy(SEQ2SEQ_RECIPE)
 BATCHES_OF_ONE["model"]["dropout"] = 0.0
 BATCHES_OF_ONE["train"] |= {"batch": 1, "steps": 6}
-del BATCHES_OF_ONE["train"]["tokens"]
+del BATCHES_OF_ONE["train"]["batch_tokens"]
 RECIPES = {
     "plain": (EXACT, PACKED, SHORT, {"train": {"accumulate": 3}}),
     "alone": (SHORT, BATCHES_OF_ONE),  # the second process has empty batches

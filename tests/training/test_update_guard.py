@@ -241,7 +241,7 @@ def nan_from(first):
     return dict.fromkeys(range(first, 10**4), float("nan"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"train": {"save_every": 1, "keep": 1, "patience": 4}}])
+@pytest.mark.parametrize("changes", [{}, {"train": {"save_every": 1, "keep_checkpoints": 1, "max_skipped_updates": 4}}])
 def test_permanently_bad_losses_end_the_run_and_keep_the_last_good_checkpoint(changes, tmp_path):
     recipe = write_recipe(tmp_path, PATIENT, {"train": {"steps": 500}}, changes)
     run = start_run(recipe, tmp_path / "run")
@@ -268,7 +268,7 @@ def test_permanently_bad_losses_end_the_run_and_keep_the_last_good_checkpoint(ch
         for event in events_until(clean.events(), 11)
         if isinstance(event, StepEvent)
     }
-    assert_same_weights(weights, weights_at[11 if "keep" in changes.get("train", {}) else 10])
+    assert_same_weights(weights, weights_at[11 if "keep_checkpoints" in changes.get("train", {}) else 10])
 
 
 def test_enough_good_updates_between_rollbacks_are_progress(tmp_path):
@@ -287,7 +287,9 @@ def test_single_good_updates_between_rollbacks_are_no_progress(tmp_path):
 
 
 def test_a_learning_rate_that_breaks_every_update_is_a_one_line_error_and_exit_code_1(tmp_path, capsys):
-    recipe = write_recipe(tmp_path, PATIENT, {"train": {"lr": 1e30, "warmup": 0, "save_every": 1, "spike": 0.0}})
+    recipe = write_recipe(
+        tmp_path, PATIENT, {"train": {"lr": 1e30, "warmup": 0, "save_every": 1, "spike_threshold": 0.0}}
+    )
     assert run_command("train", recipe, "train.steps=500", "--out", tmp_path / "run") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: no improvement after 3 rollbacks")

@@ -135,6 +135,8 @@ def _owner(old: str, tasks: Iterable[TaskKeys]) -> TaskKeys:
 def _is_default(value: Any, old: str, owner: TaskKeys) -> bool:
     """Return whether a former key of a task is missing or has its default value."""
     default = _get(_section_defaults(owner), owner.old_keys[old])
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return all(default.get(key) == item for key, item in value.items())
     return value is _MISSING or value == default or (not value and not default)
 
 

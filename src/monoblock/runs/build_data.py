@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.fingerprint import fingerprint_rows
 from monoblock.errors import ConfigError, FileError
 from monoblock.interop.tokenizer_folder import load_tokenizer
-from monoblock.recipes.model_config import is_vision
+from monoblock.recipes.model_config import check_family, is_vision
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import DECODER_START_KEY
-from monoblock.runs.recipe import task_of_recipe
+from monoblock.runs.recipe import build_model_config, task_of_recipe
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.special_tokens import check_required_tokens
 from monoblock.tasks.splits import CorpusSplits
@@ -38,12 +40,13 @@ def build_task_data(
 
     context: the context of the model in tokens; None means no limit.
     task: a task that is not in the package.
-    config: the configuration of the model; its vocabulary and number of classes do not matter.
+    config: that of `draft_config`, if the caller has built it already.
     data_folder: folder with corpora.
     run_folder: the folder of a resumed run, whose tokenizer is used.
     start: the model that training starts from.
     """
     task = task_of_recipe(recipe, task)
+    config = draft_config(recipe, task, start) if config is None else config
     splits = _prepare_splits(recipe, task, data_folder, start)
     _check_modality(recipe, splits.train)
     tokenizer = None
@@ -52,6 +55,20 @@ def build_task_data(
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
     inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
     return replace(task.build_data(inputs), content_digests=splits.digests)
+
+
+def draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:
+    """Return the configuration of the model before the data are read; None for images, whose size is not known yet.
+
+    The vocabulary and the number of classes are placeholders.
+    """
+    if start is not None:
+        check_family(task, start.config)
+        return start.config
+    if is_vision(recipe):
+        return None
+    sizes: dict[str, Any] = {"classes": 2} if task.head in HEADS_WITH_CLASSES else {}
+    return build_model_config(recipe, 3, task=task, **sizes)
 
 
 def _prepare_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: WarmStart | None) -> CorpusSplits:

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.digest import compute_body_digest
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.model_config import check_family, is_vision
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.build_data import build_task_data
+from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.identity import old_run_identity, run_identity
@@ -190,7 +188,7 @@ def _build_run(
 ) -> Run:
     start = load_warm_start(recipe.model)
     run_folder = folder if resume or not world.is_main else None  # whose tokenizer is used again
-    draft = _draft_config(recipe, task, start)
+    draft = draft_config(recipe, task, start)
     task_data = build_task_data(
         recipe,
         _model_context(recipe, draft, start),
@@ -254,20 +252,6 @@ def _copy_initial_weights(
 
 def build_model(config: ModelConfig | RecurrentConfig) -> Transformer | Recurrent:
     return Recurrent(config) if isinstance(config, RecurrentConfig) else Transformer(config)
-
-
-def _draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:
-    """Return the configuration of the model before the data are read; None for images, whose size is not known yet.
-
-    The vocabulary and the number of classes are placeholders.
-    """
-    if start is not None:
-        check_family(task, start.config)
-        return start.config
-    if is_vision(recipe):
-        return None
-    sizes: dict[str, Any] = {"classes": 2} if task.head in HEADS_WITH_CLASSES else {}
-    return build_model_config(recipe, 3, task=task, **sizes)
 
 
 def _model_context(recipe: Recipe, config: ModelConfig | RecurrentConfig | None, start: WarmStart | None) -> int | None:

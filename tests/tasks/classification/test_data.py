@@ -12,7 +12,6 @@ from monoblock.data.readers.conll import read_conll
 from monoblock.data.readers.labelled import read_labelled
 from monoblock.data.readers.records import LabelledText, TaggedSentence
 from monoblock.errors import FileError
-from monoblock.recipes.schema import DataSection
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.input_template import InputTemplate, WordEncoder
@@ -104,6 +103,7 @@ def build_data(tmp_path, name, text, objective, *, context=31, **sections):
         "tokenizer": {"kind": "bpe", "vocab": 300, **sections.pop("tokenizer", {})},
         "model": model | sections.pop("model", {}),
         "train": {"objective": objective, "batch": 5},
+        **sections,
     }
     return build_task_data(parse_recipe(recipe), context)
 
@@ -114,30 +114,35 @@ def batch_at(task_data, step):
 
 def test_pairs_have_segments_if_the_model_has_them(tmp_path):
     text = "".join(f"l{n % 2}\tthe king {n}\tcame down {n} times\n" for n in range(40))
-    task_data = build_data(tmp_path, "a.tsv", text, "classify")
+    task_data = build_data(tmp_path, "a.tsv", text, "classification")
     batch = batch_at(task_data, 0)
     row, segments = batch.inputs["source"][0].tolist(), batch.inputs["segments"][0].tolist()
     first = row.index(task_data.tokenizer.sep_id)
     assert segments[: first + 1] == [0] * (first + 1)
     assert segments[first + 1 : row.index(task_data.tokenizer.sep_id, first + 1) + 1][0] == 1
-    without_segments = build_data(tmp_path, "a.tsv", text, "classify", model={"segments": 0})
+    without_segments = build_data(tmp_path, "a.tsv", text, "classification", model={"segments": 0})
     assert "segments" not in batch_at(without_segments, 0).inputs
-    single = build_data(tmp_path, "b.tsv", text.replace("\tcame", " came"), "classify")
+    single = build_data(tmp_path, "b.tsv", text.replace("\tcame", " came"), "classification")
     assert "segments" not in batch_at(single, 0).inputs
 
 
 def test_the_summary_counts_truncated_rows(tmp_path):
     text = "".join(f"l{n % 2}\t{'king ' * (40 if n % 10 == 3 else 2)}\n" for n in range(40))
-    task_data = build_data(tmp_path, "a.tsv", text, "classify", context=13)
+    task_data = build_data(tmp_path, "a.tsv", text, "classification", context=13)
     assert "(4 of them cut to 13 tokens)" in task_data.summary
     assert max(batch_at(task_data, step).inputs["source"].shape[1] for step in range(8)) == 13
     tagged = "".join("".join(f"king T{n % 2}\n" for _ in range(40 if n % 10 == 3 else 2)) + "\n" for n in range(40))
-    assert "(4 of them cut to 13 tokens)" in build_data(tmp_path, "a.conll", tagged, "label", context=13).summary
-    assert "cut" not in build_data(tmp_path, "b.conll", tagged, "label", context=97).summary
+    assert (
+        "(4 of them cut to 13 tokens)"
+        in build_data(tmp_path, "a.conll", tagged, "token_classification", context=13).summary
+    )
+    assert "cut" not in build_data(tmp_path, "b.conll", tagged, "token_classification", context=97).summary
 
 
 def test_iob1_is_converted_to_bio_and_the_summary_says_so(tmp_path):
-    task_data = build_data(tmp_path, "a.conll", "the O\nking I-PER\nof I-PER\nnorth B-PER\n\n" * 30, "label")
+    task_data = build_data(
+        tmp_path, "a.conll", "the O\nking I-PER\nof I-PER\nnorth B-PER\n\n" * 30, "token_classification"
+    )
     assert task_data.labels == ["B-PER", "I-PER", "O"]
     assert "IOB1" in task_data.summary
     targets = batch_at(task_data, 0).labels[0].tolist()
@@ -147,7 +152,7 @@ def test_iob1_is_converted_to_bio_and_the_summary_says_so(tmp_path):
 
 def test_a_single_error_in_iobes_labels_does_not_make_them_iob1(tmp_path):
     row = "the O\nking B-PER\nof I-PER\nnorth E-PER\n\n"
-    task_data = build_data(tmp_path, "a.conll", "the O\nking I-PER\n\n" + row * 30, "label")
+    task_data = build_data(tmp_path, "a.conll", "the O\nking I-PER\n\n" + row * 30, "token_classification")
     assert task_data.labels == ["B-PER", "E-PER", "I-PER", "O"]
     assert "IOB1" not in task_data.summary
 
@@ -181,7 +186,7 @@ def test_entities_are_replaced_by_others_of_their_type():
 
 
 def test_augmentation_is_a_function_of_row_and_epoch(tokenizer):
-    section = DataSection(corpus="x", exchange=0.5, hide=0.2, join=2)
+    section = TokenClassificationSection(replace_entities=0.5, mask_words=0.2, join_rows=2)
     words = WordEncoder(tokenizer, InputTemplate(tokenizer, 47))
     augmenter, other = (TaggedAugmenter(ROWS, words, section, 0.3, seed=5) for _ in range(2))
     first = [augmenter(index, 0) for index in range(3)]
@@ -196,17 +201,17 @@ def test_augmentation_is_a_function_of_row_and_epoch(tokenizer):
 
 def make_augmenter(tokenizer, dropout=0.0, **options):
     words = WordEncoder(tokenizer, InputTemplate(tokenizer))
-    return TaggedAugmenter(ROWS, words, DataSection(corpus="x", **options), dropout, seed=5)
+    return TaggedAugmenter(ROWS, words, TokenClassificationSection(**options), dropout, seed=5)
 
 
 def test_the_expected_share_of_words_is_masked(tokenizer):
-    augmenter = make_augmenter(tokenizer, hide=0.2)
+    augmenter = make_augmenter(tokenizer, mask_words=0.2)
     num_masked = sum(augmenter(0, epoch)[1].ids.count(tokenizer.mask_id) for epoch in range(1000))
     assert abs(num_masked - 800) < 5 * (4000 * 0.2 * 0.8) ** 0.5
 
 
 def test_the_expected_share_of_rows_is_in_capitals(tokenizer):
-    augmenter = make_augmenter(tokenizer, capitals=0.3)
+    augmenter = make_augmenter(tokenizer, uppercase_rows=0.3)
     samples = [augmenter(0, epoch) for epoch in range(1000)]
     in_capitals = [tokenizer.decode(encoded.ids).strip() == "THE KING OF NORTH" for _, encoded in samples]
     assert abs(sum(in_capitals) - 300) < 5 * (1000 * 0.3 * 0.7) ** 0.5
@@ -237,7 +242,9 @@ def test_neighbouring_rows_are_grouped_if_they_fit(tokenizer):
 
 def test_every_word_is_a_target_once_if_rows_are_joined(tmp_path):
     text = "".join("".join(f"{word} T{len(word)}\n" for word in TEXT.split()[n % 5 :]) + "\n" for n in range(60))
-    task_data = build_data(tmp_path, "a.conll", text, "label", context=53, data={"join": 3})
+    task_data = build_data(
+        tmp_path, "a.conll", text, "token_classification", context=53, token_classification={"join_rows": 3}
+    )
     rows = list(read_conll(tmp_path / "a.conll"))[54:]
     assert sum(batch.target_count for batch in task_data.evaluation_batches()) == sum(len(row.words) for row in rows)
     labels = batch_at(task_data, 0).labels

@@ -33,7 +33,7 @@ def workspace(tmp_path_factory):
 
 def make_recipe(folder, corpus, **data):
     sections = {"data": {"corpus": corpus, **data}, "tokenizer": {"kind": "char", "vocab": 64}, "model": MODEL}
-    train = {"objective": "masked_lm", "steps": 2, "eval_every": 2, "mask_rate": 0.15}
+    train = {"objective": "masked_lm", "steps": 2, "eval_every": 2}
     return write_recipe(folder, {**sections, "train": train})
 
 

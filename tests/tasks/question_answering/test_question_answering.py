@@ -261,7 +261,8 @@ NAMES = ["Moses", "Aaron", "David", "Saul", "Joab", "Esther", "Ruth", "Gideon"]
 RECIPE = """
 [data]
 corpus = "{}"
-impossible = {}
+[question_answering]
+unanswerable = {}
 [tokenizer]
 kind = "word"
 vocab = 64
@@ -393,9 +394,9 @@ def test_questions_without_answers_are_refused_unless_the_recipe_allows_them(tmp
 def test_the_target_of_a_window_is_the_position_of_the_answer(tmp_path):
     data = tmp_path / "questions.json"
     data.write_text(json.dumps(to_squad_json(make_questions())), encoding="utf-8")
-    section = {"corpus": str(data), "stride": 2}
     model = {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 11}
-    recipe = {"data": section, "tokenizer": {"kind": "word", "vocab": 64}, "model": model}
+    recipe = {"data": {"corpus": str(data)}, "tokenizer": {"kind": "word", "vocab": 64}, "model": model}
+    recipe |= {"question_answering": {"stride": 2}}
     task_data = build_task_data(parse_recipe(recipe | {"train": {"objective": "question_answering", "batch": 13}}), 11)
     batches = [task_data.build_batch(task_data.batch_plan.batch_at(step)) for step in range(9)]
     num_answers = 0

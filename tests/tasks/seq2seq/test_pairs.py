@@ -9,13 +9,13 @@ from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.pairs import read_pairs
 from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.recipes.schema import DataSection
 from monoblock.tasks.loaded_model import Hypothesis
 from monoblock.tasks.seq2seq.alignment import format_pharaoh, hard_alignment, word_indices
 from monoblock.tasks.seq2seq.backtranslation import BacktranslationMethod
 from monoblock.tasks.seq2seq.evaluate import target_language
 from monoblock.tasks.seq2seq.pairs import collect_references, mix_pairs, prepare_pairs
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies, tune_weight
+from monoblock.tasks.seq2seq.section import Seq2SeqSection
 from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tasks.text_splitting import decode_lines, split_text
 from monoblock.tokenizers.tokenizer import Tokenizer
@@ -23,9 +23,9 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 PAIRS = [Pair("delhi", "दिल्ली", 3), Pair("chennai", "சென்னை")]
 
 
-def prepare(pairs=PAIRS, kind="pairs", **section):
+def prepare(pairs=PAIRS, **section):
     """The rows of a corpus after `prepare_pairs` with these options."""
-    return prepare_pairs(Corpus("name", kind, "train", pairs), DataSection(corpus="name", **section)).rows
+    return prepare_pairs(Corpus("name", "pairs", "train", pairs), Seq2SeqSection(**section)).rows
 
 
 def test_pairs_are_swapped_and_tagged_by_direction_and_script():
@@ -38,8 +38,6 @@ def test_pairs_are_swapped_and_tagged_by_direction_and_script():
         "<2tamil> chennai",
         "<2latin> சென்னை",
     ]
-    with pytest.raises(ConfigError, match="needs pairs"):
-        prepare(kind="text", tag="script")
 
 
 def test_sources_and_targets_are_normalized():

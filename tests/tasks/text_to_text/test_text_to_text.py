@@ -16,18 +16,19 @@ from monoblock.data.readers.records import LabelledText, Pair, Question
 from monoblock.data.readers.squad import to_squad_json
 from monoblock.errors import ConfigError, FileError
 from monoblock.metrics.rouge import rouge
-from monoblock.recipes.schema import DataSection, TaskSection
+from monoblock.recipes.schema import DataSection
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe, read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.text_to_text.data import convert_to_pairs, first_word, group_by_task, load_extra_tasks, prefix_for
 from monoblock.tasks.text_to_text.evaluate import METRICS_BY_TASK, evaluate_text_to_text
+from monoblock.tasks.text_to_text.section import ExtraTask, TextToTextSection
 
 SIZES = {"width": 16, "depth": 1, "heads": 2}
-SECTION = DataSection(
-    corpus="kjv-web",
+DATA = DataSection(corpus="kjv-web")
+SECTION = TextToTextSection(
     prefix="translate to modern English:",
-    tasks=(TaskSection(corpus="languages", prefix="classify:"), TaskSection(corpus="mine.tsv", prefix="summarize:")),
+    tasks=(ExtraTask(corpus="languages", prefix="classify:"), ExtraTask(corpus="mine.tsv", prefix="summarize:")),
 )
 
 
@@ -52,10 +53,10 @@ def test_a_source_belongs_to_the_task_whose_prefix_it_has():
     assert group_by_task(rows, SECTION) == {"classify:": [rows[0], rows[2]], "summarize:": [rows[1]]}
     with pytest.raises(ConfigError, match=r"'clasify: x' has no prefix; begin it with .* did you mean 'classify:'"):
         group_by_task([Pair("clasify: x", "a")], SECTION)
-    assert prefix_for(SECTION, "languages") == "classify:"
-    assert prefix_for(SECTION, "kjv-web") == "translate to modern English:"
-    assert prefix_for(SECTION, "strange.tsv") == "", "its sources must have prefixes of their own"
-    assert prefix_for(DataSection(corpus="a", prefix="sort:"), "strange.tsv") == "sort:"
+    assert prefix_for(SECTION, "languages", DATA) == "classify:"
+    assert prefix_for(SECTION, "kjv-web", DATA) == "translate to modern English:"
+    assert prefix_for(SECTION, "strange.tsv", DATA) == "", "its sources must have prefixes of their own"
+    assert prefix_for(TextToTextSection(prefix="sort:"), "strange.tsv", DATA) == "sort:"
 
 
 def test_the_first_word_of_the_prefix_selects_the_metrics():
@@ -83,17 +84,14 @@ def files(tmp_path):
 
 
 def make_recipe(files, **train):
-    data = {
-        "corpus": files["swap"],
-        "prefix": "swap:",
-        "tasks": [{"corpus": files["parity"], "prefix": "classify:", "limit": 11}],
-    }
+    section = {"prefix": "swap:", "tasks": [{"corpus": files["parity"], "prefix": "classify:", "limit": 11}]}
     return parse_recipe(
         {
-            "data": data,
+            "data": {"corpus": files["swap"]},
+            "text_to_text": section,
             "tokenizer": {"kind": "word", "vocab": 128},
             "model": {"family": "t5", "context": 19, **SIZES},
-            "train": {"objective": "seq2seq", "batch": 7, "steps": 2, "device": "cpu", "compile": "no", **train},
+            "train": {"objective": "text_to_text", "batch": 7, "steps": 2, "device": "cpu", "compile": "no", **train},
             "generate": {"max_new_tokens": 5, "num_beams": 1},
         },
     )
@@ -130,23 +128,23 @@ def test_a_recipe_with_tasks_reads_back_the_same(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("section", "message"),
     [
         (
-            {"corpus": "digits", "prefix": "describe:"},
-            "text_to_text.prefix needs pairs, but the corpus digits is images",
+            {"prefix": "describe:"},
+            "'text_to_text' needs pairs or questions or labelled, but the corpus digits is images",
         ),
         ({"tasks": [{"corpus": "digits", "prefix": "describe:"}]}, "the corpus digits is images"),
         ({"tasks": [{"corpus": "nothing.tsv", "prefix": "x:"}]}, "no corpus, file or folder 'nothing.tsv'"),
         ({"tasks": [{"corpus": "x", "prefx": "x:"}]}, "did you mean 'prefix'"),
     ],
 )
-def test_corpora_that_cannot_be_converted_to_pairs_are_refused(data, message, files):
+def test_corpora_that_cannot_be_converted_to_pairs_are_refused(section, message, files):
     pytest.importorskip("sklearn")
-    data = {"corpus": files["swap"], **data}
-    model = {"family": "t5", "context": 19, **SIZES}
+    recipe = {"data": {"corpus": "digits" if "prefix" in section else files["swap"]}, "text_to_text": section}
+    recipe |= {"model": {"family": "t5", "context": 19, **SIZES}, "train": {"objective": "text_to_text"}}
     with pytest.raises((ConfigError, FileError), match=message):
-        build_task_data(parse_recipe({"data": data, "model": model, "train": {"objective": "seq2seq"}}), 19)
+        build_task_data(parse_recipe(recipe), 19)
 
 
 def test_labels_are_not_targets_without_a_prefix(monkeypatch):
@@ -164,7 +162,8 @@ def test_labels_are_not_targets_without_a_prefix(monkeypatch):
     recipe |= {"train": {"objective": "seq2seq"}, "tokenizer": {"kind": "char", "vocab": 64}}
     with pytest.raises(ConfigError, match="needs pairs, but the corpus small is labelled"):
         build_task_data(parse_recipe(recipe), 19)
-    recipe["data"] |= {"prefix": "sort:", "limit": 7}
+    recipe |= {"data": {"corpus": "small", "limit": 7}, "text_to_text": {"prefix": "sort:"}}
+    recipe["train"] = {"objective": "text_to_text"}
     data = build_task_data(parse_recipe(recipe), 31)
     assert data.validation_rows[5] == Pair("sort: a text 5", "sort 2")
     assert data.summary.startswith("7 pairs")
@@ -263,8 +262,9 @@ def test_the_pretraining_experiment_varies_only_the_initial_weights(files, pretr
 def recipe_for_file(path, prefix, text):
     """Write a corpus file and return a recipe for it."""
     path.write_text(text, encoding="utf-8")
-    data = {"data": {"corpus": str(path), "prefix": prefix}, "tokenizer": {"kind": "char", "vocab": 64}}
-    data |= {"model": {"family": "t5", "context": 97, **SIZES}, "train": {"objective": "seq2seq"}}
+    data = {"data": {"corpus": str(path)}, "text_to_text": {"prefix": prefix}}
+    data |= {"tokenizer": {"kind": "char", "vocab": 64}, "train": {"objective": "text_to_text"}}
+    data |= {"model": {"family": "t5", "context": 97, **SIZES}}
     return parse_recipe(data)
 
 
@@ -274,8 +274,8 @@ def test_the_columns_of_a_classification_file_may_have_either_order(line, tmp_pa
     text = "".join(line.format(**row) for row in rows)
     data = build_task_data(recipe_for_file(tmp_path / "mine.tsv", "classify:", text), 97)
     assert data.validation_rows[-1] == Pair("classify: number 39", "odd")
-    task = TaskSection(corpus=str(tmp_path / "mine.tsv"), prefix="classify:")
-    extra_rows = load_extra_tasks(DataSection(corpus="reverse", tasks=(task,)), "valid", None)
+    task = ExtraTask(corpus=str(tmp_path / "mine.tsv"), prefix="classify:")
+    extra_rows = load_extra_tasks(TextToTextSection(tasks=(task,)), "valid", None)
     assert extra_rows[-1] == data.validation_rows[-1]
     translation = recipe_for_file(tmp_path / "pairs.tsv", "translate:", "ja\tyes one\nja\tyes two\n" * 20)
     assert build_task_data(translation, 97).validation_rows[-1] == Pair("translate: ja", "yes two"), (
@@ -285,7 +285,7 @@ def test_the_columns_of_a_classification_file_may_have_either_order(line, tmp_pa
 
 def test_a_faulty_validation_split_of_a_task_raises_instead_of_counting_as_missing(tmp_path):
     (tmp_path / "train.tsv").write_text("a\tb\n" * 9)
-    section = DataSection(corpus="reverse", tasks=(TaskSection(corpus=str(tmp_path), prefix="x:"),))
+    section = TextToTextSection(tasks=(ExtraTask(corpus=str(tmp_path), prefix="x:"),))
     assert load_extra_tasks(section, "valid", None) == []
     (tmp_path / "valid.tsv").write_text("a\n")
     with pytest.raises(FileError, match=r"valid.tsv, line 1: 1 column"):
