@@ -281,7 +281,7 @@ def test_a_run_is_not_resumed_from_other_weights(folder, tmp_path):
     with torch.no_grad():
         model.get_parameter("encoder.0.attention.query.weight")[3, 5] += 1e-3
     model.save_pretrained(tmp_path / "start")
-    with pytest.raises(FileError, match=r"another set of weights in model\.folder; restore it"):
+    with pytest.raises(FileError, match=r"another set of weights in model\.folder; restore the original"):
         train_to_end(recipe, tmp_path / "out", resume=True)
 
 

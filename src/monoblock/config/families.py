@@ -7,8 +7,9 @@ llama(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, context=2048, k
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, Unpack
 
+from monoblock.config.knob_options import HeadSizeKnobs, SizeKnobs, StyleKnobs
 from monoblock.config.knobs import build_encoder_head, check_positive_int, resize_pattern, vary
 from monoblock.config.model import (
     AttentionConfig,
@@ -42,7 +43,7 @@ def _default_hidden(width: int, hidden: int | None = None) -> int:
     return 4 * check_positive_int("width", width) if hidden is None else hidden
 
 
-def gpt(*, vocab: int, width: int, depth: int, heads: int, context: int, **knobs: Any) -> ModelConfig:
+def gpt(*, vocab: int, width: int, depth: int, heads: int, context: int, **knobs: Unpack[SizeKnobs]) -> ModelConfig:
     """GPT-2 (Radford et al. 2019): decoder-only, pre-norm, learned positions, tied output."""
     block = BlockConfig(
         width=width,
@@ -59,7 +60,14 @@ def gpt(*, vocab: int, width: int, depth: int, heads: int, context: int, **knobs
 
 
 def llama(
-    *, vocab: int, width: int, depth: int, heads: int, hidden: int | None = None, context: int, **knobs: Any
+    *,
+    vocab: int,
+    width: int,
+    depth: int,
+    heads: int,
+    hidden: int | None = None,
+    context: int,
+    **knobs: Unpack[HeadSizeKnobs],
 ) -> ModelConfig:
     """LLaMA (Touvron et al. 2023): RMS pre-norm, rotary positions, SwiGLU, no biases, untied output."""
     if hidden is None:
@@ -87,7 +95,7 @@ def bert(
     context: int,
     head: Literal["pooled", "masked_lm", "classifier", "regression", "tagger", "spans", "none"] = "pooled",
     classes: int | None = None,
-    **knobs: Any,
+    **knobs: Unpack[SizeKnobs],
 ) -> ModelConfig:
     """BERT (Devlin et al. 2019): encoder-only, post-norm, learned positions, two segments, by default with a pooler."""
     norm = NormConfig(eps=1e-12)
@@ -140,7 +148,7 @@ def vaswani(
     hidden: int | None = None,
     context: int | None = None,
     target_vocab: int | None = None,
-    **knobs: Any,
+    **knobs: Unpack[HeadSizeKnobs],
 ) -> ModelConfig:
     """The Transformer (Vaswani et al. 2017): post-norm, ReLU, sinusoids, one matrix for source, target and output.
 
@@ -178,7 +186,7 @@ def t5(
     hidden: int | None = None,
     head_dim: int | None = None,
     context: int | None = None,
-    **knobs: Any,
+    **knobs: Unpack[StyleKnobs],
 ) -> ModelConfig:
     """T5 (Raffel et al. 2020): RMS pre-norm, bucketed relative bias, unscaled scores, no biases, one tied matrix."""
     block = BlockConfig(
@@ -201,7 +209,14 @@ def t5(
 
 
 def bart(
-    *, vocab: int, width: int, depth: int, heads: int, hidden: int | None = None, context: int, **knobs: Any
+    *,
+    vocab: int,
+    width: int,
+    depth: int,
+    heads: int,
+    hidden: int | None = None,
+    context: int,
+    **knobs: Unpack[HeadSizeKnobs],
 ) -> ModelConfig:
     """BART (Lewis et al. 2020): post-norm, a norm after the embedding, learned positions, three-way tying."""
     block = BlockConfig(
@@ -233,7 +248,7 @@ def vit(
     classes: int,
     hidden: int | None = None,
     channels: int = 3,
-    **knobs: Any,
+    **knobs: Unpack[HeadSizeKnobs],
 ) -> ModelConfig:
     """ViT (Dosovitskiy et al. 2021): patches as tokens, a class token, pre-norm encoder, a classifier.
 

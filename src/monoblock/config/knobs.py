@@ -8,10 +8,11 @@ function that sets it. All knobs of a call are applied in one pass from the leav
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
+from monoblock.config.knob_options import Knobs
 from monoblock.config.model import (
     Alibi,
     AttentionConfig,
@@ -279,14 +280,19 @@ APPLIED_LAST = (
 )
 
 
-def vary(config: ModelConfig, **knobs: Any) -> ModelConfig:
-    """Return a copy of a configuration with some choices changed, by the names in KNOBS."""
+def vary(config: ModelConfig, **knobs: Unpack[Knobs]) -> ModelConfig:
+    """Return a copy of a configuration with some values changed; the names of `knobs` are listed in KNOBS."""
+    return _apply_knobs(config, knobs)
+
+
+def _apply_knobs(config: ModelConfig, knobs: Mapping[str, Any]) -> ModelConfig:
     for name in knobs:
         if name not in KNOBS:
             raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
     later = {name: value for name, value in knobs.items() if name in APPLIED_LAST}
     if later and len(later) < len(knobs):
-        return vary(vary(config, **{name: value for name, value in knobs.items() if name not in later}), **later)
+        earlier = {name: value for name, value in knobs.items() if name not in later}
+        return _apply_knobs(_apply_knobs(config, earlier), later)
     applied: set[str] = set()
 
     def edit(part: Any, values: FieldValues) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from monoblock.decoding.request import RequestOutput
 from monoblock.decoding.settings import Settings, parse_settings
 from monoblock.decoding.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.errors import InputError
-from monoblock.nn.transformer import Transformer
+from monoblock.nn.transformer import ModelOptions, Transformer
 
 MAX_ROWS = 512  # sequences decoded at the same time; each beam counts as one
 
 
-def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
+def generate(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -> Tensor:
     """Continue prompts and return them with their new tokens.
 
     ids: the prompts (B, T); for an encoder-decoder, the sources.
@@ -28,7 +28,7 @@ def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
     fewer new tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
-    call = GenerateCall(model, ids, options)
+    call = GenerateCall(model, ids, {**options})
     new: dict[tuple[int, int], list[int]] = {}
     for outputs in call.steps():
         for output in outputs:
@@ -37,12 +37,12 @@ def generate(model: Transformer, ids: Tensor, **options: Any) -> Tensor:
     return call.to_tensor([new.get(sequence, []) for sequence in sequences])
 
 
-def stream(model: Transformer, ids: Tensor, **options: Any) -> Iterator[Tensor]:
+def stream(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
     """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
 
     A sequence that has ended yields the padding token.  The arguments are those of `generate`.
     """
-    call = GenerateCall(model, ids, options)
+    call = GenerateCall(model, ids, {**options})
     if call.settings.num_beams > 1:
         raise InputError(
             "beam search knows its text only at the end, so it cannot be streamed; write num_beams=1, or call generate"

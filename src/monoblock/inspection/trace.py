@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from monoblock.errors import InputError
+from monoblock.nn.kv_cache.cache import Cache
 
 
 class RecordingTap:
@@ -37,7 +37,9 @@ class Trace(dict[str, Tensor]):
 
 
 @torch.no_grad()
-def trace(model: nn.Module, *inputs: Tensor, names: str | Iterable[str] = "*", **options: Any) -> Trace:
+def trace(
+    model: nn.Module, *inputs: Tensor, names: str | Iterable[str] = "*", **options: Tensor | Cache | None
+) -> Trace:
     """Run a model once and record its activations; `names` are patterns such as "decoder.*.attention.weights"."""
     recorder = RecordingTap((names,) if isinstance(names, str) else tuple(names))
     logits = model(*inputs, tap=recorder, **options)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from monoblock.nn.inputs.check_inputs import (
     either_argument,
     reject_arguments,
 )
+from monoblock.nn.inputs.generation_options import TextOptions
 from monoblock.nn.inputs.input_positions import memory_positions, token_positions
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.stack import Stack
@@ -100,6 +101,9 @@ class Transformer(nn.Module):
 
     def encode(
         self,
+    if TYPE_CHECKING:  # nn.Module types a call as Any
+        __call__ = forward
+
         source: Tensor,
         attention_mask: Tensor | None = None,
         *,
@@ -239,44 +243,19 @@ class Transformer(nn.Module):
 
     # -- generation ------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        ids: Tensor,
-        *,
-        max_new_tokens: int = 50,
-        temperature: float = 0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        num_beams: int = 1,
-        length_penalty: float = 1.0,
-        early_stopping: bool | str = False,
-        repetition_penalty: float = 1.0,
-        no_repeat_ngram_size: int = 0,
-        num_return_sequences: int = 1,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        attention_mask: Tensor | None = None,
-        seed: int | None = None,
-        use_cache: bool = True,
-        **options: Any,
-    ) -> Tensor:
+    def generate(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Tensor:
         """Return the prompts with their continuations (B · num_return_sequences, T + new tokens); greedy by default.
 
         An encoder-decoder reads ids as the source and returns the target, which begins with `decoder_start_token_id`,
-        else the padding token, else 0.  `options`: typical_p, min_new_tokens, bad_words_ids, suppress_tokens,
-        begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, num_beam_groups, diversity_penalty,
-        decoder_input_ids, draft (a smaller model that proposes tokens, or "8-bit", an 8-bit copy of this model on a
-        CPU), prompt_lookup (the number of tokens to propose from the text itself).
+        else the padding token, else 0.  `options`: max_new_tokens (50 by default), temperature, top_k, top_p,
+        num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the others of `ModelOptions`.
         """
         from monoblock.decoding.generate import generate
 
-        skipped = ("self", "ids", "options", "generate")
-        arguments = {name: value for name, value in locals().items() if name not in (*skipped, "skipped")}
-        return generate(self, ids, **arguments, **options)
+        return generate(self, ids, **options)
 
-    def stream(self, ids: Tensor, **options: Any) -> Iterator[Tensor]:
-        """Yield the new tokens (B,) of each step; takes the options of `generate`."""
+    def stream(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+        """Yield the new tokens (B,) after each step; `options` are those of `generate`."""
         from monoblock.decoding.generate import stream
 
         return stream(self, ids, **options)
@@ -284,14 +263,29 @@ class Transformer(nn.Module):
     # -- folders --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> Self:
+    def from_pretrained(
+        cls, folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu"
+    ) -> Self:
         """Load a model from a folder with config.json and model.safetensors."""
         from monoblock.interop.folder import load_model
 
-        return cast(Self, load_model(cls, folder, **options))
+        return cast(Self, load_model(cls, folder, dtype=dtype, device=device))
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
         """Write config.json and model.safetensors, split into files of at most `max_shard_size` bytes."""
         from monoblock.interop.folder import save_model
 
         save_model(self, folder, max_shard_size=max_shard_size)
+
+
+class ModelOptions(TextOptions, total=False):
+    """The options of `Transformer.generate` and `Transformer.stream`."""
+
+    num_return_sequences: int
+    draft: Transformer | str | None  # a smaller model that proposes tokens, or "8-bit": a copy of this one, on a CPU
+    prompt_lookup: int  # the number of tokens to propose from the text itself
+    attention_mask: Tensor | None
+    decoder_start_token_id: int | None
+    decoder_input_ids: Tensor | None  # the beginning of the target of an encoder-decoder
+    use_cache: bool
+    tap: Tap | None

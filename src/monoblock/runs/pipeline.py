@@ -11,37 +11,39 @@
 generated text ends; the text does not include them.
 """
 
+# mypy: disable-error-code="overload-overlap"
+# A str is also an Iterable[str]; the overload for one text comes first.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
-
-import torch
+from typing import Unpack, overload
 
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.streaming_text import chunk_texts
+from monoblock.errors import InputError
+from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
-from monoblock.tasks.classification.predict import predict_image_probabilities, predict_probabilities
-from monoblock.tasks.embedding.predict import embed_images, embed_texts
-from monoblock.tasks.labels import top_predictions
-from monoblock.tasks.loaded_model import GenerationDefaults, Hypothesis, LoadedModel
-from monoblock.tasks.masked_lm.predict import fill_masks
-from monoblock.tasks.question_answering.predict import answer_questions
+from monoblock.runs.prediction_methods import PredictionMethods
+from monoblock.tasks.loaded_model import GenerationDefaults, Hypothesis
+from monoblock.tasks.prediction_options import TranslationOptions
 from monoblock.tasks.seq2seq.predict import translate_texts
+from monoblock.tasks.table import task_of_model
 from monoblock.tasks.task import Task
-from monoblock.tasks.token_classification.predict import split_words, tag_words
 from monoblock.tokenizers.tokenizer import Tokenizer
+
+ChatMessages = Sequence[Mapping[str, object]]  # such as [{"role": "user", "content": "Hello"}]
+Stop = str | Sequence[str]  # strings at which a text ends
 
 
 @dataclass
-class Pipeline:
+class Pipeline(PredictionMethods):
     """A loaded model with methods that generate and predict; returned by `mb.load`."""
 
-    loaded: LoadedModel
     task: Task | None = None  # a task that is not in the package
 
     @property
@@ -77,46 +79,71 @@ class Pipeline:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> str: ...
+    def generate(
+        self, prompt: str, *, stop: Stop = (), num_return_sequences: None = None, **options: Unpack[PipelineOptions]
+    ) -> str: ...
     @overload
-    def generate(self, prompt: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> list[str]: ...
-    def generate(self, prompt: str | Sequence[str], *, stop: str | Sequence[str] = (), **options: Any) -> Any:
+    def generate(
+        self, prompt: str, *, stop: Stop = (), num_return_sequences: int, **options: Unpack[PipelineOptions]
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[str],
+        *,
+        stop: Stop = (),
+        num_return_sequences: None = None,
+        **options: Unpack[PipelineOptions],
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[str], *, stop: Stop = (), num_return_sequences: int, **options: Unpack[PipelineOptions]
+    ) -> list[list[str]]: ...
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        stop: Stop = (),
+        num_return_sequences: int | None = None,
+        **options: Unpack[PipelineOptions],
+    ) -> str | list[str] | list[list[str]]:
         """Return the text that continues a prompt; for a list of prompts, return a list.
 
-        With num_return_sequences above 1, each prompt gives a list of texts.
+        With num_return_sequences, each prompt gives a list of this many texts.
         """
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        texts = [
-            [hypothesis.text for hypothesis in hypotheses] if len(hypotheses) > 1 else hypotheses[0].text
-            for hypotheses in self.generate_hypotheses(prompts, stop=stop, **options)
-        ]
-        return texts[0] if isinstance(prompt, str) else texts
+        count = 1 if num_return_sequences is None else num_return_sequences
+        hypotheses = self.generate_hypotheses(prompts, stop=stop, num_return_sequences=count, **options)
+        texts = [[hypothesis.text for hypothesis in row] for row in hypotheses]
+        if num_return_sequences is not None:
+            return texts[0] if isinstance(prompt, str) else texts
+        return texts[0][0] if isinstance(prompt, str) else [row[0] for row in texts]
 
-    def stream(self, prompt: str, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
+    def stream(self, prompt: str, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> Iterator[str]:
         """Yield the continuation of a prompt in pieces as it is generated; joined, they are the text of `generate`."""
         settings = self.resolve_settings(options, streaming=True)
         return chunk_texts(self.loaded.stream_chunks([self.encode_prompt(prompt)], [settings], stop))
 
     def generate_hypotheses(
-        self, prompts: Sequence[str], *, stop: str | Sequence[str] = (), **options: Any
+        self, prompts: Sequence[str], *, stop: Stop = (), **options: Unpack[GenerationOptions]
     ) -> list[list[Hypothesis]]:
         """Return num_return_sequences texts for each prompt, with token counts, finish reasons and scores."""
         encoded = [self.encode_prompt(prompt) for prompt in prompts]
         return self.loaded.generate(encoded, self.resolve_settings(options), stop)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any) -> str:
+    def chat(self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> str:
         """Return the next answer of the assistant to messages such as {"role": "user", "content": "Hello"}."""
         settings = self.resolve_settings(options)
         return self.loaded.generate([self.encode_chat(messages)], settings, stop, new_text=True)[0][0].text
 
     def chat_stream(
-        self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), **options: Any
+        self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]
     ) -> Iterator[str]:
         """Yield the next answer of the assistant in pieces, as it is generated."""
         prompt, settings = self.encode_chat(messages), self.resolve_settings(options, streaming=True)
         return chunk_texts(self.loaded.stream_chunks([prompt], [settings], stop, new_text=True))
 
-    def resolve_settings(self, options: Mapping[str, Any], *, streaming: bool = False) -> Settings:
+    def resolve_settings(self, options: Mapping[str, object], *, streaming: bool = False) -> Settings:
         """Return the decoding settings: the defaults of the model folder, overridden by options."""
         return self.loaded.resolve_settings(options, streaming=streaming)
 
@@ -124,100 +151,49 @@ class Pipeline:
         """Encode a prompt or, for a model with an encoder, a source."""
         return self.loaded.encode_prompt(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def encode_chat(self, messages: ChatMessages) -> Prompt:
         """Encode a conversation with the chat template of the tokenizer."""
         return self.loaded.encode_chat(messages)
 
     # -- translation --------------------------------------------------------------------------------------------------
 
     @overload
-    def translate(self, text: str, *, n_best: None = None, **more: Any) -> str: ...
+    def translate(self, text: str, *, n_best: None = None, **options: Unpack[TranslationOptions]) -> str: ...
     @overload
-    def translate(self, text: str, *, n_best: int, **more: Any) -> list[Hypothesis]: ...
+    def translate(self, text: str, *, n_best: int, **options: Unpack[TranslationOptions]) -> list[Hypothesis]: ...
     @overload
-    def translate(self, text: Iterable[str], *, n_best: None = None, **more: Any) -> list[str]: ...
-    @overload
-    def translate(self, text: Iterable[str], *, n_best: int, **more: Any) -> list[list[Hypothesis]]: ...
     def translate(
-        self,
-        text: str | Iterable[str],
-        *,
-        n_best: int | None = None,
-        batch: int = 64,
-        to: str | None = None,
-        long: str = "refuse",
-        first_index: int = 0,
-        **options: Any,
-    ) -> Any:
+        self, text: Iterable[str], *, n_best: None = None, **options: Unpack[TranslationOptions]
+    ) -> list[str]: ...
+    @overload
+    def translate(
+        self, text: Iterable[str], *, n_best: int, **options: Unpack[TranslationOptions]
+    ) -> list[list[Hypothesis]]: ...
+    def translate(
+        self, text: str | Iterable[str], *, n_best: int | None = None, **options: Unpack[TranslationOptions]
+    ) -> str | list[str] | list[Hypothesis] | list[list[Hypothesis]]:
         """Translate a source, or a list of sources in their order; an empty source gives an empty target.
 
         n_best: return this many hypotheses with scores for each source, best first, instead of one text.
-        batch: number of sources translated at once; sources of similar length are batched together.
-        to: the script of the target, for a model that writes several scripts.
-        long: "refuse" a source beyond the context, or "split" it into sentences.
-        first_index: with a seed, source n is sampled with seed + first_index + n.
+        options: batch, the number of sources translated at once; to, the script of the target, for a model that writes
+        several; long="refuse" or "split" into sentences, for a source beyond the context; first_index: with a seed,
+        source n is sampled with seed + first_index + n; and those of `generate`.
         """
         texts = [text] if isinstance(text, str) else list(text)
-        how: dict[str, Any] = {"batch": batch, "to": to, "long": long, "first_index": first_index}
-        hypotheses = translate_texts(self.loaded, texts, n_best=n_best, **how, **options)
-        results = [row[0].text if n_best is None else row for row in hypotheses]
-        return results[0] if isinstance(text, str) else results
+        hypotheses = translate_texts(self.loaded, texts, n_best=n_best, **options)
+        if n_best is not None:
+            return hypotheses[0] if isinstance(text, str) else hypotheses
+        best = [row[0].text for row in hypotheses]
+        return best[0] if isinstance(text, str) else best
 
-    # -- prediction ---------------------------------------------------------------------------------------------------
+    # -- any task -----------------------------------------------------------------------------------------------------
 
-    def classify(self, text: Any, *, top: int = 1, **options: Any) -> Any:
-        """Return the `top` most probable classes of a text, a pair (text, text) or an image; a list gives a list.
+    def predict(self, inputs: Sequence[object]) -> Sequence[object]:
+        """Return the prediction of the model's task for each input: a class, a translation, an answer …
 
-        options: batch, the number of inputs processed at once; long="refuse", "cut" or "split", for texts beyond the
-        context.
+        With a task of your own (`mb.load(folder, task=…)`), this is its `predict`.
         """
-        single = isinstance(text, str | tuple) or hasattr(text, "ndim")
-        rows = [text] if single else list(text)
-        predict: Any = predict_image_probabilities if self.tokenizer is None else predict_probabilities
-        probabilities = predict(self.loaded, rows, **options) if rows else []
-        predictions = [top_predictions(self.labels, row, top) for row in probabilities]
-        return predictions[0] if single else predictions
-
-    def tag(self, text: Any, *, split_punctuation: bool = True, **options: Any) -> Any:
-        """Label every word of a text, and find its entities or restore its punctuation (see TaggedText).
-
-        text: a text, or a list whose elements are texts or lists of words; a list gives a list of results.
-        split_punctuation: treat punctuation marks as words; if False, words are separated by spaces only.
-        """
-        rows = [text] if isinstance(text, str) else list(text)
-        words = [split_words(self.loaded, row, split_punctuation) for row in rows]
-        tagged = tag_words(self.loaded, words, **options)
-        return tagged[0] if isinstance(text, str) else tagged
-
-    def fill(self, text: Any, *, top: int = 5, **options: Any) -> Any:
-        """Fill each [MASK] of a text with its `top` most probable tokens (see FilledText); a list gives a list."""
-        filled = fill_masks(self.loaded, [text] if isinstance(text, str) else list(text), top=top, **options)
-        return filled[0] if isinstance(text, str) else filled
-
-    def embed(self, text: Any, *, pooling: str | None = None, normalize: bool = True, **options: Any) -> torch.Tensor:
-        """Return the embedding (D,) of a text or image, or (N, D) of a list of N.
-
-        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
-        normalize: scale embeddings to length one.
-        """
-        single = isinstance(text, str) or hasattr(text, "ndim")
-        rows = [text] if single else list(text)
-        embed: Any = embed_images if self.tokenizer is None else embed_texts
-        vectors: torch.Tensor = embed(self.loaded, rows, pooling=pooling, normalize=normalize, **options)
-        return vectors[0] if single else vectors
-
-    def answer(self, question: Any, context: Any = None, *, n_best: int | None = None, **options: Any) -> Any:
-        """Return the span of the text `context` that answers a question, "" for no answer.
-
-        question, context: two strings, or two lists; or a list of pairs as `question`. Lists give a list.
-        n_best: return this many spans with positions and probabilities, best first, instead of one text.
-        options: longest (most tokens in an answer), impossible (whether "" is allowed), batch.
-        """
-        single = isinstance(question, str)
-        if single:
-            pairs = [(question, context)]
-        else:
-            pairs = list(question if context is None else zip(question, context, strict=True))
-        spans = answer_questions(self.loaded, pairs, n_best=n_best or 1, **options) if pairs else []
-        results = [row if n_best else row[0].text for row in spans]
-        return results[0] if single else results
+        task = self.task or task_of_model(self.loaded)
+        if task is None or task.predict is None:
+            raise InputError("the task of this model has no predict function; call generate, or give mb.load a task")
+        return task.predict(self.loaded, inputs)

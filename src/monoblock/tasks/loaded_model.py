@@ -41,7 +41,7 @@ class GenerationDefaults:
     ignored_fields: tuple[str, ...] = ()  # fields of generation_config.json that have no meaning here
     from_recipe: bool = False  # a run folder: texts are encoded as in its training
 
-    def merge(self, overrides: Mapping[str, Any]) -> Settings:
+    def merge(self, overrides: Mapping[str, object]) -> Settings:
         """Return the settings of a call: options override defaults, also defaults that contradict an option."""
         options = {**self.options, **overrides}
         explicit = {name for name, value in overrides.items() if value is not None}
@@ -53,7 +53,7 @@ class GenerationDefaults:
         return parse_settings({name: value for name, value in options.items() if value is not None})
 
 
-def exceeds(value: Any, threshold: float) -> bool:
+def exceeds(value: object, threshold: float) -> bool:
     """Return whether a value, whose type was not checked, is a number above a threshold."""
     return isinstance(value, (int, float)) and value > threshold
 
@@ -116,7 +116,7 @@ class LoadedModel:
 
     # -- prompts and settings -----------------------------------------------------------------------------------------
 
-    def resolve_settings(self, options: Mapping[str, Any], *, streaming: bool = False) -> Settings:
+    def resolve_settings(self, options: Mapping[str, object], *, streaming: bool = False) -> Settings:
         """Merge the options of a call into the defaults of the folder; streaming ignores a default of several beams."""
         settings = self.defaults.merge(options)
         if streaming and settings.num_beams > 1 and "num_beams" not in options:
@@ -163,7 +163,7 @@ class LoadedModel:
                 return [token]
         raise InputError("this tokenizer has no start token to begin with; give a prompt of at least one word")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> Prompt:
         """Encode a conversation with the chat template of the tokenizer."""
         if self.model.encoder is not None:
             raise InputError(f"chat is for decoders; call translate on this {self.model.config.family} model")

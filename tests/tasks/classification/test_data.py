@@ -23,6 +23,7 @@ from monoblock.tasks.token_classification.augment import (
     replace_mentions,
 )
 from monoblock.tasks.token_classification.bio import extract_entities
+from monoblock.tasks.token_classification.section import TokenClassificationSection
 from monoblock.training.corruption import sample_generator
 
 TEXT = "the king of the north went up and the king of the south came down"

@@ -8,6 +8,7 @@ import torch
 
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.metrics.text import perplexity
+from monoblock.tasks.batching import run_model
 from monoblock.tasks.chat.data import collate_chats, encode_chats
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.loaded_model import LoadedModel
@@ -26,7 +27,7 @@ def evaluate_chat(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation
     for batch in iterate_evaluation_batches(samples, max(1, request.batch // 8), collate):
         count += batch.target_count
         batch = batch.to(loaded.model.device)
-        logits = loaded.model(**batch.inputs)
+        logits = run_model(loaded, batch.inputs)
         total += float(loss.from_logits(logits, batch.labels))
         correct += int(((logits.argmax(-1) == batch.labels) & (batch.labels != IGNORE_INDEX)).sum())
     mean = total / count

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
+from monoblock.tasks.image_inputs import Image
 from monoblock.tasks.input_template import EncodedInput
 from monoblock.tasks.labels import Prediction, top_predictions
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.long_inputs import (
+    LongTextMode,
     average_parts,
     check_long_mode,
     enumerate_lines,
@@ -28,7 +29,7 @@ def predict_probabilities(
     texts: Sequence[TextOrPair],
     *,
     batch: int = 64,
-    long: str = "refuse",
+    long: LongTextMode = "refuse",
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> Tensor:
@@ -65,7 +66,7 @@ def _encode_parts(loaded: LoadedModel, line: int, text: TextOrPair, long: str) -
 
 
 def predict_image_probabilities(
-    loaded: LoadedModel, images: Sequence[Any], *, batch: int = 64, progress: ProgressCallback = no_progress
+    loaded: LoadedModel, images: Sequence[Image], *, batch: int = 64, progress: ProgressCallback = no_progress
 ) -> Tensor:
     """Return the probabilities (images, classes) of the classes, from pixels between 0 and 1."""
     loaded.check_head("classifier")

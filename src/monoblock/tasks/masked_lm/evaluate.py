@@ -12,6 +12,7 @@ from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.corpora.load import Corpus
 from monoblock.errors import InputError
 from monoblock.metrics.text import perplexity
+from monoblock.tasks.batching import run_model
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
 from monoblock.tasks.language_modeling.data import tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
@@ -39,7 +40,7 @@ def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evalu
     for rows in iterate(loaded, corpus, request, batch):
         inputs, labels = collate_masked_lm(rows, special, seed=EVALUATION_SEED, epoch=0, rate=MASK_RATE)
         labels = labels.to(device)
-        logits = loaded.model(**{name: tensor.to(device) for name, tensor in inputs.items()})
+        logits = run_model(loaded, {name: tensor.to(device) for name, tensor in inputs.items()})
         total += float(loss.from_logits(logits, labels))
         correct += int(((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum())
         count += int((labels != IGNORE_INDEX).sum())

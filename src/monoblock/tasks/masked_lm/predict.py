@@ -12,7 +12,7 @@ from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches
 from monoblock.tasks.input_template import EncodedInput
 from monoblock.tasks.labels import Prediction
 from monoblock.tasks.loaded_model import LoadedModel
-from monoblock.tasks.long_inputs import check_long_mode, enumerate_lines, fit_to_context
+from monoblock.tasks.long_inputs import LongTextMode, check_long_mode, enumerate_lines, fit_to_context
 
 MASK = "[MASK]"  # accepted for the mask token of every tokenizer
 CHARACTER_TOKENIZERS = ("char", "byte")  # kinds of tokenizer that encode a space as a token of its own
@@ -29,7 +29,7 @@ def fill_masks(
     *,
     top: int = 5,
     batch: int = 64,
-    long: str = "refuse",
+    long: LongTextMode = "refuse",
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[FilledText]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError, with_article
+from monoblock.nn.inputs.generation_options import GenerationOptions
 from monoblock.tasks.batching import group_by_length
 from monoblock.tasks.loaded_model import Hypothesis, LoadedModel
 from monoblock.tasks.long_inputs import check_long_mode
 from monoblock.tasks.text_splitting import split_text
 
+LongSourceMode = Literal["refuse", "split"]
 LONG_SOURCE_MODES = ("refuse", "split")  # for a source that exceeds the context
 
 
@@ -32,9 +34,9 @@ def translate_texts(
     n_best: int | None = None,
     batch: int = 64,
     to: str | None = None,
-    long: str = "refuse",
+    long: LongSourceMode = "refuse",
     first_index: int = 0,
-    **options: Any,
+    **options: Unpack[GenerationOptions],
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses of each text, best first; an empty text has empty hypotheses.
 
@@ -50,8 +52,8 @@ def translate_texts(
             f"translate needs an encoder, and this is {with_article(loaded.model.config.family)} model; call generate"
         )
     if n_best is not None:
-        beams = max(n_best, options.get("num_beams") or loaded.defaults.options.get("num_beams", 1))
-        options |= {"num_return_sequences": n_best, "num_beams": beams}
+        options["num_return_sequences"] = n_best
+        options["num_beams"] = max(n_best, options.get("num_beams") or loaded.defaults.options.get("num_beams", 1))
     settings = loaded.resolve_settings(options)
     check_long_mode(long, LONG_SOURCE_MODES)
     requests = [

@@ -1,0 +1,48 @@
+"""The keyword arguments of `generate` and its relatives, for type checkers and editors.
+
+They are the fields of `Settings` in decoding/settings.py, which checks their values and gives the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+
+class TextOptions(TypedDict, total=False):
+    """How the tokens of one text are chosen."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float  # 0: greedy
+    top_k: int  # 0: every token
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    bad_words_ids: Sequence[Sequence[int]] | None
+    suppress_tokens: int | Sequence[int] | None
+    begin_suppress_tokens: int | Sequence[int] | None
+    forced_bos_token_id: int | None  # the first new token
+    forced_eos_token_id: int | None  # the last one, if max_new_tokens is reached
+    num_beams: int
+    num_beam_groups: int
+    diversity_penalty: float
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    seed: int | None
+
+
+class PipelineOptions(TextOptions, total=False):
+    """The options of the methods of a pipeline that return one text."""
+
+    draft: str | None  # "8-bit" or "4-bit": a quantized copy of the model proposes tokens
+
+
+class GenerationOptions(PipelineOptions, total=False):
+    """Every field of `Settings`."""
+
+    num_return_sequences: int

@@ -1,0 +1,165 @@
+"""The methods of a pipeline that predict: classes, labels of words, masked tokens, embeddings and answers."""
+
+# mypy: disable-error-code="overload-overlap"
+# A str is also an Iterable[str]; the overload for one text comes first.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Unpack, cast, overload
+
+from torch import Tensor
+
+from monoblock.tasks.classification.predict import TextOrPair, predict_image_probabilities, predict_probabilities
+from monoblock.tasks.embedding.predict import embed_images, embed_texts
+from monoblock.tasks.image_inputs import Image
+from monoblock.tasks.labels import Prediction, top_predictions
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.masked_lm.predict import FilledText, fill_masks
+from monoblock.tasks.prediction_options import AnswerOptions, PredictionOptions
+from monoblock.tasks.question_answering.predict import AnswerSpan, answer_questions
+from monoblock.tasks.token_classification.predict import TaggedText, split_words, tag_words
+
+
+@dataclass
+class PredictionMethods:
+    """The part of `Pipeline` for the heads that do not generate text."""
+
+    loaded: LoadedModel
+
+    @overload
+    def classify(
+        self, text: TextOrPair | Image, *, top: int = 1, **options: Unpack[PredictionOptions]
+    ) -> list[Prediction]: ...
+    @overload
+    def classify(
+        self, text: Iterable[TextOrPair | Image], *, top: int = 1, **options: Unpack[PredictionOptions]
+    ) -> list[list[Prediction]]: ...
+    def classify(
+        self,
+        text: TextOrPair | Image | Iterable[TextOrPair | Image],
+        *,
+        top: int = 1,
+        **options: Unpack[PredictionOptions],
+    ) -> list[Prediction] | list[list[Prediction]]:
+        """Return the `top` most probable classes of a text, a pair (text, text) or an image; a list gives a list.
+
+        options: batch, the number of inputs processed at once; long="refuse", "cut" or "split", for texts beyond the
+        context.
+        """
+        single = isinstance(text, str | tuple) or hasattr(text, "ndim")
+        rows = [text] if single else list(text)
+        predict: Callable[..., Tensor] = (
+            predict_image_probabilities if self.loaded.tokenizer is None else predict_probabilities
+        )
+        probabilities = predict(self.loaded, rows, **options) if rows else ()
+        predictions = [top_predictions(self.loaded.labels, row, top) for row in probabilities]
+        return predictions[0] if single else predictions
+
+    @overload
+    def tag(self, text: str, *, split_punctuation: bool = True, **options: Unpack[PredictionOptions]) -> TaggedText: ...
+    @overload
+    def tag(
+        self,
+        text: Iterable[str | Sequence[str]],
+        *,
+        split_punctuation: bool = True,
+        **options: Unpack[PredictionOptions],
+    ) -> list[TaggedText]: ...
+    def tag(
+        self,
+        text: str | Iterable[str | Sequence[str]],
+        *,
+        split_punctuation: bool = True,
+        **options: Unpack[PredictionOptions],
+    ) -> TaggedText | list[TaggedText]:
+        """Label every word of a text, and find its entities or restore its punctuation (see TaggedText).
+
+        text: a text, or a list whose elements are texts or lists of words; a list gives a list of results.
+        split_punctuation: treat punctuation marks as words; if False, words are separated by spaces only.
+        """
+        rows = [text] if isinstance(text, str) else list(text)
+        words = [split_words(self.loaded, row, split_punctuation) for row in rows]
+        tagged = tag_words(self.loaded, words, **options)
+        return tagged[0] if isinstance(text, str) else tagged
+
+    @overload
+    def fill(self, text: str, *, top: int = 5, **options: Unpack[PredictionOptions]) -> FilledText: ...
+    @overload
+    def fill(self, text: Iterable[str], *, top: int = 5, **options: Unpack[PredictionOptions]) -> list[FilledText]: ...
+    def fill(
+        self, text: str | Iterable[str], *, top: int = 5, **options: Unpack[PredictionOptions]
+    ) -> FilledText | list[FilledText]:
+        """Fill each [MASK] of a text with its `top` most probable tokens (see FilledText); a list gives a list."""
+        filled = fill_masks(self.loaded, [text] if isinstance(text, str) else list(text), top=top, **options)
+        return filled[0] if isinstance(text, str) else filled
+
+    def embed(
+        self,
+        text: str | Image | Iterable[str | Image],
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+        **options: Unpack[PredictionOptions],
+    ) -> Tensor:
+        """Return the embedding (D,) of a text or image, or (N, D) of a list of N.
+
+        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
+        normalize: scale embeddings to length one.
+        """
+        single = isinstance(text, str) or hasattr(text, "ndim")
+        rows = [text] if single else list(text)
+        embed: Callable[..., Tensor] = embed_images if self.loaded.tokenizer is None else embed_texts
+        vectors = embed(self.loaded, rows, pooling=pooling, normalize=normalize, **options)
+        return vectors[0] if single else vectors
+
+    @overload
+    def answer(self, question: str, context: str, *, n_best: None = None, **options: Unpack[AnswerOptions]) -> str: ...
+    @overload
+    def answer(
+        self, question: str, context: str, *, n_best: int, **options: Unpack[AnswerOptions]
+    ) -> list[AnswerSpan]: ...
+    @overload
+    def answer(
+        self,
+        question: Iterable[str] | Iterable[tuple[str, str]],
+        context: Iterable[str] | None = None,
+        *,
+        n_best: None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> list[str]: ...
+    @overload
+    def answer(
+        self,
+        question: Iterable[str] | Iterable[tuple[str, str]],
+        context: Iterable[str] | None = None,
+        *,
+        n_best: int,
+        **options: Unpack[AnswerOptions],
+    ) -> list[list[AnswerSpan]]: ...
+    def answer(
+        self,
+        question: str | Iterable[str] | Iterable[tuple[str, str]],
+        context: str | Iterable[str] | None = None,
+        *,
+        n_best: int | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> str | list[str] | list[AnswerSpan] | list[list[AnswerSpan]]:
+        """Return the span of the text `context` that answers a question, "" for no answer.
+
+        question, context: two strings, or two lists; or a list of pairs as `question`. Lists give a list.
+        n_best: return this many spans with positions and probabilities, best first, instead of one text.
+        options: longest (most tokens in an answer), impossible (whether "" is allowed), batch.
+        """
+        single = isinstance(question, str)
+        if single:
+            rows: Iterable[object] = [(question, context)]
+        else:
+            rows = question if context is None else zip(question, context, strict=True)
+        pairs = cast(list[tuple[str, str]], list(rows))
+        spans = answer_questions(self.loaded, pairs, n_best=1 if n_best is None else n_best, **options) if pairs else []
+        if n_best is not None:
+            return spans[0] if single else spans
+        best = [row[0].text for row in spans]
+        return best[0] if single else best

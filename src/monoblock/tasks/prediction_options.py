@@ -1,0 +1,33 @@
+"""The keyword arguments that predictors share, for type checkers and editors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from monoblock.nn.inputs.generation_options import PipelineOptions
+from monoblock.tasks.batching import ProgressCallback
+from monoblock.tasks.long_inputs import LongTextMode
+from monoblock.tasks.seq2seq.predict import LongSourceMode
+
+
+class BatchOptions(TypedDict, total=False):
+    batch: int  # the number of inputs processed at once
+    lines: Sequence[int] | None  # line numbers for error messages, counted from 0
+    progress: ProgressCallback
+
+
+class PredictionOptions(BatchOptions, total=False):
+    long: LongTextMode  # for texts beyond the context
+
+
+class AnswerOptions(BatchOptions, total=False):
+    longest: int  # the most tokens in an answer
+    impossible: bool | None  # whether "" (no answer) is allowed; None: as in training
+
+
+class TranslationOptions(PipelineOptions, total=False):
+    batch: int  # the number of sources translated at once
+    to: str | None  # the script of the target, for a model that writes several scripts
+    long: LongSourceMode  # for sources beyond the context
+    first_index: int  # with a seed, source n is sampled with seed + first_index + n
