@@ -137,8 +137,11 @@ def test_an_invalid_width_is_named_in_the_error(name, width):
         ({"head": "classifier", "classes": 0}, "classes=0 is too small"),
         ({"head": "tagger", "classes": "5"}, "classes='5' is not a whole number"),
         ({"head": "regression", "classes": 0}, "classes=0 is too small"),
-        ({"head": "pooled", "classes": 7}, "the heads classifier, tagger, regression, not with head='pooled'"),
-        ({"head": "none", "classes": 7}, "classes=7 goes with the heads classifier"),
+        (
+            {"head": "pooled", "classes": 7},
+            "the heads classifier, tagger, regression, not for head='pooled'",
+        ),
+        ({"head": "none", "classes": 7}, "classes=7 is only for the heads classifier"),
         ({"head": None}, "head=None is not one of pooled"),
     ],
 )

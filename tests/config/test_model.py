@@ -74,17 +74,17 @@ INVALID = {
     "an RMS norm has no shift; write affine='scale'": lambda: NormConfig(kind="rms"),
     "reach beyond a window; write window=": lambda: AttentionConfig(heads=3, global_tokens=True),
     "write window=": lambda: AttentionConfig(heads=3, random_blocks=2),
-    "window cannot go with mask='prefix'": lambda: AttentionConfig(heads=3, mask="prefix", window=3),
+    "window cannot be combined with mask='prefix'": lambda: AttentionConfig(heads=3, mask="prefix", window=3),
     "cross-attention has no window": lambda: replace(BLOCK, cross=AttentionConfig(heads=3, mask="full", window=3)),
     "cross-attention sees the whole source": lambda: replace(BLOCK, cross=AttentionConfig(heads=3)),
     "positions=None": lambda: replace(BLOCK, cross=AttentionConfig(heads=3, mask="full", positions=Alibi())),
-    "parallel attention and feed-forward need norm_place='pre'": lambda: replace(
+    "residual='parallel' is possible only with pre-norm": lambda: replace(
         BLOCK, residual="parallel", norm_place="post"
     ),
-    "no cross-attention": lambda: replace(CROSS, residual="parallel_shared"),
+    "without cross-attention": lambda: replace(CROSS, residual="parallel_shared"),
     "attention_norm=False needs norm_place='pre'": lambda: replace(BLOCK, attention_norm=False, norm_place="post"),
     "yarn scaling needs the length .* write original_context=": lambda: Scaling(kind="yarn"),
-    "learned positions need context": lambda: EmbeddingConfig(vocab=11, positions=Learned()),
+    "learned positions need a context": lambda: EmbeddingConfig(vocab=11, positions=Learned()),
     "form='grid' is for images": lambda: EmbeddingConfig(vocab=11, positions=Sinusoid(form="grid")),
     "classifier and tagger need classes": lambda: HeadConfig(kind="classifier"),
     "teacher=True needs kind='classifier'": lambda: HeadConfig(kind="regression", teacher=True),
@@ -104,8 +104,8 @@ INVALID = {
         input=PatchConfig(image=6, patch=2), decoder=build_stack(1, BLOCK)
     ),
     "with one stack leave target=None": lambda: replace(GPT, target=EMBEDDING),
-    "there is one input; write tie='output'": lambda: replace(GPT, tie="three_way"),
-    "shares one input, which tie='output' does not; write tie='three_way'": lambda: replace(T5, tie="output"),
+    "has only one input; write tie='output'": lambda: replace(GPT, tie="three_way"),
+    "share one input, but tie='output' does not tie them; write tie='three_way'": lambda: replace(T5, tie="output"),
     "need the same vocab and dim": lambda: replace(T5, target=EmbeddingConfig(vocab=17)),
     "needs a language_model or masked_lm head": lambda: replace(GPT, head=None),
     "a language_model head needs a decoder": lambda: ModelConfig(

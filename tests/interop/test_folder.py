@@ -114,7 +114,7 @@ def test_deeply_nested_json_is_refused_in_one_line(folder):
         (lambda data: data.pop("model"), "must be an object"),
         (lambda data: data["model"].update(dekoder=None), "did you mean 'decoder'"),
         (lambda data: data["model"]["input"].update(vocab="many"), "vocab='many' is not a whole number"),
-        (lambda data: data["model"].update(tie="three_way"), "there is one input"),
+        (lambda data: data["model"].update(tie="three_way"), "this model has only one input"),
         (lambda data: data["model"]["input"].update(vocab=59), r"has shape \(61, 36\).*\(59, 36\)"),
         (lambda data: data["model"].update(tie="none"), "lacks the tensor: head.output.weight"),
         (lambda data: data["model"].update(head=None, tie="none", decoder={**data["model"]["decoder"], "norm": None}),

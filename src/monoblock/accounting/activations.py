@@ -1,7 +1,7 @@
 """The activations that a forward pass saves for the backward pass.
 
-For each token, in elements of the computing dtype (statistics of norms and of the fused softmax are fp32), with the
-sizes named as in parameters.py and S keys:
+The table lists what is saved for each token, in elements of the computing dtype (statistics of norms and of the fused
+softmax are fp32). Sizes are named as in parameters.py, and S is the number of keys:
 
     norm                     its input, D, and its statistics: 2 (layer) or 1 (rms)
     self-attention           its input, D, queries H·K, keys G·K, values G·Kv, and the input of the output matrix, H·Kv
@@ -20,9 +20,10 @@ sizes named as in parameters.py and S keys:
     head                     the input of each matrix, the logits, and their log-softmax in fp32 for the loss; pooling
                              the first or last vector saves the vectors of all positions
 
-For each pair of positions, independent of the batch: a bias on the scores once for each kind of block (with 8 bytes a
-pair for its buckets if it is learned), and a mask other than full or causal once for each block, because the kernel
-converts it to floats; with 128 tokens or more FlexAttention is used, which saves no mask.
+Some tensors have an element for each pair of positions, whatever the batch size: a bias on the scores, saved once for
+each kind of block (a learned bias takes 8 more bytes a pair for bucket indices), and a mask other than full or causal,
+saved once for each block, because the kernel converts it to floats. With 128 tokens or more FlexAttention is used,
+which saves no mask.
 
 Parallel attention and feed-forward read the same tensor, which is counted once. With checkpointing only the input of
 each block is saved, plus the activations of the largest block while it is recomputed. Workspaces, fragmentation and
@@ -62,7 +63,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.parts import SEQUENCE_HEADS
 
-# Activation -> the number of tensors only it saves, and whether it saves its output, which the next layer reads too.
+# Activation -> the number of tensors that only it saves, and whether it saves its output, as the next layer does too.
 ACTIVATION_TENSORS = {
     "relu": (0, True),
     "relu2": (1, False),
@@ -109,7 +110,10 @@ def _count_hidden_tensors(feedforward: FeedForwardConfig) -> int:
 
 
 def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fused: bool = False) -> SavedActivations:
-    """Count what one block saves for `length` tokens of each sequence; cross-attention reads `shape.source` tokens."""
+    """Count the activations that one block saves for `length` tokens of each sequence.
+
+    Cross-attention reads `shape.source` tokens.
+    """
     rows, width = shape.batch * length, block.width
     saved = [
         scale_activations(count_norms(block), norm_activations(block.norm, rows, width)),
@@ -138,7 +142,7 @@ def _stack_activations(stack: StackConfig, shape: BatchShape, length: int, fused
 def _checkpointed_activations(
     stack: StackConfig, shape: BatchShape, length: int, fused: bool
 ) -> tuple[SavedActivations, SavedActivations]:
-    """Return the saved inputs of all blocks, and the further activations while the largest block is recomputed."""
+    """Return the saved inputs of all blocks, and what is saved in addition while the largest block is recomputed."""
     block_input = SavedActivations(shape.batch * length * stack.width)
     largest = _largest(block_activations(block, shape, length, fused=fused) for block in count_blocks(stack))
     return scale_activations(stack.depth, block_input), add_activations(largest, scale_activations(-1, block_input))
@@ -192,7 +196,11 @@ def _head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivation
 
 
 def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShape) -> SavedActivations:
-    """Count what pooling saves: all positions if one is selected, the pooler activation, and vector lengths."""
+    """Count what pooling saves.
+
+    It saves the vectors of all positions if it selects one of them, the activation of the pooler, and the lengths of
+    the vectors if these are normalized.
+    """
     saves_input = head.kind != "pooled" or head.pooler != "none" or head.normalize or head.project is not None
     if head.kind not in SEQUENCE_HEADS or not saves_input:
         return SavedActivations()
@@ -208,9 +216,10 @@ def _pooling_activations(config: ModelConfig, head: HeadConfig, shape: BatchShap
 def model_activations(
     config: ModelConfig, shape: BatchShape, *, fused: bool = False, checkpointing: bool = False
 ) -> SavedActivations:
-    """Count all activations saved at the end of the forward pass, or with checkpointing at the backward pass's peak.
+    """Count the activations that are saved at the end of the forward pass.
 
-    `fused` attention kernels save no attention weights.
+    With checkpointing, count those at the peak of the backward pass.  `fused` attention kernels save no attention
+    weights.
     """
     saved, recomputed = [_input_activations(config, shape), _head_activations(config, shape)], [SavedActivations()]
     for name, stack in config.stacks.items():

@@ -1,6 +1,7 @@
-"""The number of parameters of a configuration, by component, in closed form.
+"""Count the parameters of a configuration by component, without building the model.
 
-D width, H heads, G key/value heads, K key size, Kv value size, F hidden, V vocabulary, E experts, N normalized size:
+The formulas, for width D, H heads, G key/value heads, key size K, value size Kv, hidden size F, vocabulary size V,
+E experts and norms over N features:
 
     attention     D·H·K + D·G·K + D·G·Kv + H·Kv·D    query, key, value, output, and the biases that `bias` names
     feedforward   2·D·F, gated 3·D·F                 with experts E times as many, and D·E for the router
@@ -34,7 +35,7 @@ from monoblock.config.model import (
 from monoblock.config.parts import SEQUENCE_HEADS, VOCABULARY_HEADS
 
 ParameterCounts = dict[str, int]
-RowKind = Literal["tokens", "sequences"]  # a matrix is applied to every token, or to one vector a sequence
+RowKind = Literal["tokens", "sequences"]  # whether a matrix is applied to every token, or to one vector per sequence
 
 
 class LinearShape(NamedTuple):
@@ -44,7 +45,7 @@ class LinearShape(NamedTuple):
     inputs: int
     outputs: int
     bias: bool = False
-    tied: bool = False  # the matrix belongs to another component, the bias does not
+    tied: bool = False  # the matrix is counted with another component; the bias is not
     applied_to: RowKind = "tokens"
 
     @property
@@ -82,7 +83,7 @@ def attention_linears(
 
 
 def feedforward_linears(feedforward: FeedForwardConfig, width: int) -> tuple[LinearShape, ...]:
-    """The linear layers of one feed-forward network, or of one expert."""
+    """Return the linear layers of one feed-forward network, or of one expert."""
     up = LinearShape("up", width, feedforward.hidden, feedforward.bias)
     down = LinearShape("down", feedforward.hidden, width, feedforward.bias)
     return (up, up._replace(name="gate"), down) if feedforward.gated else (up, down)
@@ -102,7 +103,7 @@ def projection_linear(input_config: EmbeddingConfig | PatchConfig | FramesConfig
 
 
 def head_linears(config: ModelConfig) -> tuple[LinearShape, ...]:
-    """The linear layers after the last stack, in the order they run."""
+    """Return the linear layers of the head, in the order they run."""
     head = config.head
     if head is None:
         return ()
@@ -169,12 +170,15 @@ def _patch_parameters(patches: PatchConfig, width: int) -> Iterator[tuple[str, i
 
 
 def patch_linear(patches: PatchConfig, width: int) -> LinearShape:
-    """The convolution on patches as a linear layer on flattened patches, which do not overlap."""
+    """Return the convolution on patches as a linear layer on flattened patches, which do not overlap."""
     return LinearShape("patch", patches.channels * patches.patch**2, width, patches.bias)
 
 
 def frame_linears(frames: FramesConfig, width: int) -> tuple[LinearShape, LinearShape]:
-    """Two convolutions as linear layers on three frames; the first runs at every frame, the second at every other."""
+    """Return the two convolutions on frames as linear layers, each of which reads three frames.
+
+    The first runs at every frame, the second at every other frame.
+    """
     first = LinearShape("first", 3 * frames.channels, width, bias=True)
     return first, LinearShape("second", 3 * width, width, bias=True)
 
@@ -207,7 +211,7 @@ def _feedforward_parameters(feedforward: FeedForwardConfig, width: int, active: 
 
 
 def count_blocks(stack: StackConfig, *, owned_only: bool = False) -> Counter[BlockConfig]:
-    """Count how often each distinct block runs, or with `owned_only` how often it is stored: once if tied."""
+    """Count how often each distinct block runs; with `owned_only`, repetitions with tied weights count once."""
     counts: Counter[BlockConfig] = Counter()
     for run in stack.pattern:
         for block in run.blocks:
@@ -253,13 +257,13 @@ def _stack_parameters(stack: StackConfig, active: bool) -> ParameterCounts:
 
 
 def block_matrix_weights(block: BlockConfig, experts: int | None = None) -> int:
-    """Count the weights in the matrices of a block, with only `experts` of its experts (None: all)."""
+    """Count the weights in the matrices of a block, of which only `experts` experts are counted (None: all)."""
     router = router_linear(block.feedforward, block.width)
     return sum(linear.num_weights for linear in block_linears(block, experts)) + (router.num_weights if router else 0)
 
 
 def block_linears(block: BlockConfig, experts: int | None = None) -> Iterator[LinearShape]:
-    """Yield the linear layers of a block except the router, with only `experts` of its experts (None: all)."""
+    """Yield the linear layers of a block except the router, including those of `experts` experts (None: all)."""
     yield from attention_linears(block.attention, block.width)
     yield from attention_linears(block.cross, block.width) if block.cross else ()
     mixture = block.feedforward.experts
@@ -269,7 +273,7 @@ def block_linears(block: BlockConfig, experts: int | None = None) -> Iterator[Li
 
 
 def model_matrix_weights(config: ModelConfig) -> int:
-    """Count the weights in the matrices of all blocks, which Muon updates."""
+    """Count the weights in the matrices of all blocks, which are the weights that Muon updates."""
     stacks = [count_blocks(stack, owned_only=True) for stack in config.stacks.values()]
     return sum(times * block_matrix_weights(block) for counts in stacks for block, times in counts.items())
 

@@ -39,7 +39,7 @@ def build_stack(depth: int, *blocks: BlockConfig, norm: NormConfig | None = None
 
 
 def _default_hidden(width: int, hidden: int | None = None) -> int:
-    """Return `hidden`, or four times the width."""
+    """Return `hidden`, or four times the width if it is None."""
     return 4 * check_positive_int("width", width) if hidden is None else hidden
 
 
@@ -126,7 +126,7 @@ def build_encoder_decoder(
     tie: Literal["none", "output", "source_target", "three_way"],
     init: InitConfig = InitConfig(),
 ) -> ModelConfig:
-    """Build an encoder and a decoder of `depth` blocks; in the decoder they are causal and have cross-attention."""
+    """Build an encoder and a decoder of `depth` blocks each, those of the decoder causal and with cross-attention."""
     causal, cross = replace(block.attention, mask="causal"), replace(block.attention, positions=None)
     return ModelConfig(
         input=source,

@@ -1,7 +1,7 @@
 """Change some choices of a configuration and keep the rest: `vary(config, norm="rms", kv_heads=2)`.
 
-A knob is a flat name for a choice somewhere in the tree of a ModelConfig; KNOBS lists the classes it belongs to and the
-function that sets it. All knobs of a call are applied in one pass from the leaves up, so that values that must agree
+A knob is a short name for a field somewhere inside a ModelConfig; KNOBS maps it to the classes that have this field and
+the function that sets it. All knobs of a call are set in one pass, inner parts first, so that values that must agree
 (width and heads) are validated together. Family constructors, recipes and the command line use these names.
 """
 
@@ -36,7 +36,7 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.stack import MAX_LAYERS
 from monoblock.errors import ConfigError, did_you_mean
 
-FieldValues = dict[str, Any]  # the arguments from which a part is rebuilt
+FieldValues = dict[str, Any]  # the arguments from which a part of a configuration is rebuilt
 ConfigT = TypeVar("ConfigT")
 
 POSITION_SCHEMES: dict[str, tuple[Learned | Sinusoid | None, Rotary | Alibi | Buckets | None]] = {
@@ -80,7 +80,7 @@ def _set_field(name: str) -> Callable[[Any, FieldValues, Any], None]:
 
 
 def _set_self_attention(name: str) -> Callable[[Any, FieldValues, Any], None]:
-    """Return a setter of the field `name` of self-attention that leaves cross-attention as it is."""
+    """Return a function that sets the field `name` of self-attention and leaves cross-attention unchanged."""
 
     def write(part: BlockConfig, values: FieldValues, value: Any) -> None:
         values["attention"] = dataclasses.replace(values["attention"], **{name: value})
@@ -131,7 +131,7 @@ def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
 
 
 def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
-    """Remove the norm after the last block if the blocks are post-norm and end with one; else add it if missing."""
+    """Remove the norm after the last block if the blocks are post-norm, since these end with one; else add it."""
     values["norm"] = None if norm_place == "post" else values["norm"] or values["pattern"][0].blocks[0].norm
 
 
@@ -205,7 +205,7 @@ def build_encoder_head(head: str, classes: int | None, norm: NormConfig) -> Head
         raise ConfigError(f"head={head!r} is not one of {', '.join(heads)}{did_you_mean(str(head), heads)}")
     if classes is not None and head not in HEADS_WITH_CLASSES:
         kinds = ", ".join(HEADS_WITH_CLASSES)
-        raise ConfigError(f"classes={classes} goes with the heads {kinds}, not with head={head!r}; leave it out")
+        raise ConfigError(f"classes={classes} is only for the heads {kinds}, not for head={head!r}; leave it out")
     return heads[head]()
 
 
@@ -220,7 +220,7 @@ def _set_head(part: ModelConfig, values: FieldValues, head: str) -> None:
 
 KnobSetter = tuple[tuple[type, ...], Callable[[Any, FieldValues, Any], None]]
 
-# name -> the classes it belongs to and how to set it there
+# The name of each knob, with the classes that have the field and the function that sets it there.
 KNOBS: dict[str, tuple[KnobSetter, ...]] = {
     "vocab": (((EmbeddingConfig,), _set_field("vocab")),),
     "context": (((EmbeddingConfig,), _set_field("context")),),
@@ -273,7 +273,8 @@ KNOBS: dict[str, tuple[KnobSetter, ...]] = {
 }
 
 
-# Knobs of parts that other knobs may add, and specific dropout rates, which override the general `dropout`.
+# Knobs set after all others: those of parts that another knob may add, and specific dropout rates, which override
+# the general `dropout`.
 APPLIED_LAST = (
     *("rotary_base", "rotary_dim", "scaling", "top_k", "classes", "pooling", "pooler"),
     *("attention_dropout", "embedding_dropout", "head_dropout"),

@@ -65,23 +65,24 @@ class QuantizeConfig:
 
     bits: Literal[8, 4] = 8
     group: int = 64  # weights that share a scale
-    table_bits: Literal[8, 4] = 8  # of the token embedding and the output matrix, which every logit depends on
+    table_bits: Literal[8, 4] = 8  # bits of the token embedding and the output matrix, which every logit depends on
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.group < 32 or self.group % 32:
             raise ConfigError(
-                f"group={self.group} is not a multiple of 32, the weights packed together; write 32, 64 or 128"
+                f"group={self.group} is not a multiple of 32, although weights are packed in blocks of 32; "
+                "write 32, 64 or 128"
             )
 
     def padded_columns(self, inputs: int) -> int:
-        """Return the stored length of a row, padded to whole groups."""
+        """Return the number of weights stored for a row of `inputs` weights, which is padded to whole groups."""
         return -(-inputs // self.group) * self.group
 
     def packed_bytes(self, inputs: int, outputs: int, *, is_vocab_matrix: bool = False) -> int:
-        """Return the bytes of a quantized matrix (outputs, inputs).
+        """Return the size in bytes of a quantized matrix (outputs, inputs).
 
-        These are the integers and, for each group of weights, a 2-byte scale and at 4 bits also a 2-byte minimum.
+        It counts the integers and, for each group of weights, a 2-byte scale and at 4 bits also a 2-byte minimum.
         """
         bits, columns = self.table_bits if is_vocab_matrix else self.bits, self.padded_columns(inputs)
         return outputs * (columns * bits // 8 + columns // self.group * (2 if bits == 8 else 4))
@@ -120,7 +121,7 @@ class ModelConfig:
         if self.decoder and any(b.attention.mask == "full" for b in self.decoder.layers()):
             raise ConfigError("a decoder block must not see the future; write mask='causal' (or 'prefix')")
         if self.decoder and any((b.cross is not None) != (self.encoder is not None) for b in self.decoder.layers()):
-            fix = "add cross=…" if self.encoder else "write cross=None"
+            fix = "this model has one, so add cross=…" if self.encoder else "this model has none, so write cross=None"
             raise ConfigError(f"decoder blocks have cross-attention exactly when there is an encoder; {fix}")
         if isinstance(self.input, PatchConfig) and self.decoder:
             raise ConfigError("image patches are read by an encoder only; leave decoder=None")
@@ -134,18 +135,24 @@ class ModelConfig:
     def _check_tie(self) -> None:
         ties_inputs = self.tie in ("source_target", "three_way")
         if ties_inputs and self.family != "encoder-decoder":
-            raise ConfigError(f"tie={self.tie!r} ties source and target, but there is one input; write tie='output'")
+            raise ConfigError(
+                f"tie={self.tie!r} ties source and target, but this model has only one input; write tie='output'"
+            )
         if self.family == "encoder-decoder" and self.target is None and not ties_inputs:
             fix = "three_way" if self.tie == "output" else "source_target"
             raise ConfigError(
-                f"target=None shares one input, which tie={self.tie!r} does not; write tie={fix!r}, or give target=…"
+                f"with target=None, source and target share one input, but tie={self.tie!r} does not tie them; "
+                f"write tie={fix!r}, or give target=…"
             )
         if (
             ties_inputs
             and self.target is not None
             and self._embedding_shape(self.target) != self._embedding_shape(self.input)
         ):
-            raise ConfigError("tied source and target need the same vocab and dim; write tie='output' or 'none'")
+            raise ConfigError(
+                "tied source and target need the same vocab and dim, which input and target do not have; "
+                "write tie='output' or 'none'"
+            )
         if self.tie in ("output", "three_way") and (not self.head or self.head.kind not in VOCABULARY_HEADS):
             raise ConfigError(f"tie={self.tie!r} needs a language_model or masked_lm head to tie; write tie='none'")
 
@@ -157,7 +164,7 @@ class ModelConfig:
             )
         if kind == "masked_lm" and (self.family != "encoder-only" or not isinstance(self.input, EmbeddingConfig)):
             raise ConfigError(
-                "a masked_lm head needs an encoder-only model of tokens; for a decoder write 'language_model'"
+                "a masked_lm head needs an encoder-only model that reads tokens; for a decoder write 'language_model'"
             )
         if kind is not None and kind not in VOCABULARY_HEADS and self.family == "encoder-decoder":
             raise ConfigError(f"a {kind} head is for a model of one stack; drop the decoder, or write 'language_model'")
@@ -220,7 +227,7 @@ class ModelConfig:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as problem:
-            raise ConfigError(f"the configuration is not JSON: {problem}") from None
+            raise ConfigError(f"the configuration is not valid JSON: {problem}") from None
         return cls.from_dict(data)
 
 
@@ -232,7 +239,7 @@ class RecurrentConfig:
     vocab: int
     width: int  # of the embedding and of every LSTM layer
     depth: int = 2
-    target_vocab: int | None = None  # None: as for the source
+    target_vocab: int | None = None  # None: source and target share a vocabulary
     tie: bool = True  # share the output matrix with the (target) embedding
     dropout: float = 0.0
 
@@ -248,4 +255,4 @@ class RecurrentConfig:
 
     @property
     def context(self) -> None:
-        """None: an LSTM reads sequences of any length."""
+        """Always None, because an LSTM reads sequences of any length."""

@@ -1,6 +1,6 @@
-"""The configurations of norm, attention, feed-forward, head and initialization.
+"""The configurations of norms, attention, feed-forward networks, heads and initialization.
 
-Values that depend on the width of the model are methods with the width as argument.
+Values that depend on the width of the model are methods that take the width as an argument.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class AttentionConfig:
     random_seed: int = 0  # for the choice of random blocks
     positions: Rotary | Alibi | Buckets | None = None
     qk_norm: NormConfig | None = None
-    qk_norm_over: Literal["head", "each_head", "width"] = "head"  # weights shared by heads, for each, or over all
+    # "head": all heads share the weights of the norm; "each_head": each has its own; "width": one norm over all heads
+    qk_norm_over: Literal["head", "each_head", "width"] = "head"
     softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
     clip: float | None = None  # queries, keys and values clamped to +-clip (OLMo, MPT)
-    sinks: bool = False  # for each head a learned score without a value (gpt-oss)
+    sinks: bool = False  # for each head a learned extra score in the denominator of the softmax (gpt-oss)
     kept_heads: tuple[int, ...] = ()  # indices of the heads left after pruning; (): all
-    unpruned_heads: int | None = None  # heads before pruning, where positions give each head its own bias
+    unpruned_heads: int | None = None  # number of heads before pruning, for which position biases are computed
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,7 +78,8 @@ class AttentionConfig:
             raise ConfigError(f"kv_heads={self.num_kv_heads} does not divide heads={self.heads}; try kv_heads={fix}")
         if set(self.bias) - set("qkvo") or len(set(self.bias)) != len(self.bias):
             raise ConfigError(
-                f"bias={self.bias!r} lists projections with a bias: write letters of 'qkvo', each once, or ''"
+                f"bias={self.bias!r} does not name projections; write letters of 'qkvo' for those with a bias, "
+                "each once, or '' for none"
             )
         kept = set(self.kept_heads)
         if kept and (len(kept) != self.heads or not kept <= set(range(self.num_unpruned_heads))):
@@ -89,7 +91,8 @@ class AttentionConfig:
             raise ConfigError("global_tokens and random_blocks reach beyond a window; write window=… too, or drop them")
         if self.window is not None and self.mask == "prefix":
             raise ConfigError(
-                "a window cannot go with mask='prefix', which sees the whole prefix; write window=None or mask='causal'"
+                "a window cannot be combined with mask='prefix', with which every token sees the whole prefix; "
+                "write window=None or mask='causal'"
             )
 
     @property
@@ -103,11 +106,11 @@ class AttentionConfig:
         return self.unpruned_heads if self.unpruned_heads is not None else self.heads
 
     def key_size(self, width: int) -> int:
-        """K, the size of a query or key head."""
+        """Return K, the size of a query or key head."""
         return self.head_dim if self.head_dim is not None else width // self.heads
 
     def value_size(self, width: int) -> int:
-        """The size of a value head."""
+        """Return the size of a value head."""
         return self.value_dim if self.value_dim is not None else self.key_size(width)
 
     def check_width(self, width: int) -> None:
@@ -159,7 +162,7 @@ class FeedForwardConfig:
     hidden: int  # F
     activation: Activation = "gelu"
     gated: bool = False  # down(activation(gate(x)) * up(x)), as in GLU, SwiGLU, GeGLU
-    clamp: float | None = None  # gated: limit of gate and up, and 1 is added to up (gpt-oss)
+    clamp: float | None = None  # only if gated: gate and up are clamped to this, and 1 is added to up (gpt-oss)
     bias: bool = True
     dropout: float = 0.0
     experts: ExpertsConfig | None = None
@@ -178,7 +181,7 @@ class HeadConfig:
     """The layers after the last stack."""
 
     kind: Literal["language_model", "masked_lm", "classifier", "regression", "tagger", "spans", "pooled"]
-    classes: int | None = None  # classifier and tagger; of a regression head the count of numbers, 1 by default
+    classes: int | None = None  # of a classifier or tagger; a regression head predicts this many numbers (default 1)
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
     pooling: Literal["first", "last", "mean"] = "first"
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)
@@ -188,7 +191,7 @@ class HeadConfig:
     transform: Activation | None = None  # masked LM: linear layer, activation and norm before the output
     transform_bias: bool = True
     norm: NormConfig | None = None
-    scale: float | Literal["inverse_sqrt_width"] = 1.0  # on the logits (T5, Cohere, Granite)
+    scale: float | Literal["inverse_sqrt_width"] = 1.0  # factor on the logits (T5, Cohere, Granite)
     softcap: float | None = None
     dropout: float = 0.0
 
@@ -222,7 +225,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """The scheme of the initial weights (nn/initialize.py) and its standard deviation."""
+    """The initialization scheme of the weights (see nn/initialize.py), and its standard deviation."""
 
     kind: Literal["normal", "xavier", "t5", "small"] = "normal"
     std: float = 0.02

@@ -1,4 +1,4 @@
-"""Record activations of a forward pass by name: `trace(model, ids, names="decoder.*.attention.weights")`."""
+"""Record activations of a forward pass by name, as in `trace(model, ids, names="decoder.*.attention.weights")`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from monoblock.nn.kv_cache.cache import Cache
 
 
 class RecordingTap:
-    """A tap that keeps the activations whose names match a pattern; costly ones are computed only if they match."""
+    """A tap that keeps the activations whose names match one of the patterns.
+
+    Activations that cost extra to compute are computed only if they match.
+    """
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self.patterns = patterns
@@ -45,7 +48,9 @@ def trace(
     logits = model(*inputs, tap=recorder, **options)
     if not recorder.activations:
         names = ", ".join(dict.fromkeys(recorder.names[:6]))
-        raise InputError(f"no activation matches {' or '.join(recorder.patterns)}; the names are {names} and so on")
+        raise InputError(
+            f"no activation matches {' or '.join(recorder.patterns)}; write patterns for names such as {names}"
+        )
     result = Trace(recorder.activations)
     result.logits = logits
     return result

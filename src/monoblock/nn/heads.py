@@ -1,7 +1,7 @@
 """Output heads, selected by `kind`.
 
-language_model   logits over the vocabulary for each token, tied to the embedding or not
-masked_lm        the same after a transform, for encoders
+language_model   logits over the vocabulary for each token, with or without a tied output matrix
+masked_lm        the same for encoders, after a linear layer with activation and norm
 classifier       class logits for a sequence, or for an image made of patches
 regression       numbers for a sequence or an image, computed as the logits of a classifier
 tagger           class logits for each token
@@ -26,7 +26,7 @@ from monoblock.nn.tap import Tap, apply_tap
 
 
 def pool(hidden: Tensor, valid: Tensor | None, pooling: str) -> Tensor:
-    """(B, T, D) -> (B, D): the first or last valid token, or the mean of all valid tokens."""
+    """Pool hidden states (B, T, D) to (B, D): select the first or last valid token, or average all valid tokens."""
     B, T, _ = hidden.shape
     if pooling == "mean":
         if valid is None:
@@ -42,7 +42,7 @@ def pool(hidden: Tensor, valid: Tensor | None, pooling: str) -> Tensor:
 
 
 class Head(nn.Module):
-    plain_outputs: tuple[type[nn.Module], ...] = (nn.Linear,)  # types of `output` whose weight `linear` may multiply
+    plain_outputs: tuple[type[nn.Module], ...] = (nn.Linear,)  # types of `output` whose weight is passed to `linear`
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -85,7 +85,11 @@ class Head(nn.Module):
         table: Tensor | nn.Module | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """hidden (B, T, D) -> (B, T, V), (B, T, classes), (B, T, 2), (B, classes) or (B, D), depending on the kind."""
+        """Apply the head to hidden states (B, T, D); `table` is the token embedding that a tied output multiplies by.
+
+        The output is (B, T, V) for a language_model or masked_lm head, (B, T, classes) for a tagger, (B, T, 2) for
+        spans, (B, classes) for a classifier or regression head, and (B, D) for a pooled head.
+        """
         config = self.config
         x = hidden
         if config.kind in SEQUENCE_HEADS:
@@ -124,18 +128,18 @@ class Head(nn.Module):
         return self.linear(x, table, bias) if isinstance(table, Tensor) else table.linear(x, bias)  # type: ignore[operator]
 
     def _own_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x by the output matrix of the head; if the module is not plain (see `is_plain`), call it instead."""
+        """Multiply x by the head's own output matrix; if `output` is not a plain module (see `is_plain`), call it."""
         output: nn.Module | None = self.output
         assert output is not None
         if any(is_plain(output, kind) for kind in self.plain_outputs):
             return self.linear(x, cast(Tensor, output.weight), bias)
-        if hasattr(output, "linear") and not is_customized(output):  # quantized: adds the bias itself
+        if hasattr(output, "linear") and not is_customized(output):  # a quantized matrix, which adds the bias itself
             return output.linear(x, bias)  # type: ignore[operator]
         logits: Tensor = output(x)
         return logits if bias is None else logits + bias
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x (…, dim) by weight (outputs, dim) and add the bias; heads for inference override it."""
+        """Multiply x (…, dim) by weight (outputs, dim) and add the bias; subclasses for inference override this."""
         return F.linear(x, weight, bias)
 
 

@@ -68,7 +68,7 @@ _has_warned = False
 
 
 def _warn_of_old_names() -> None:
-    """Warn of at, real, flags and each, once and not after `monoblock.Where`, which warns too."""
+    """Warn once that `at`, `real`, `flags` and `each` have new names, unless `monoblock.Where` has warned already."""
     global _has_warned
     if not _has_warned:
         _has_warned = True

@@ -1,4 +1,4 @@
-"""The Transformer: input -> encoder and/or decoder -> head; which stacks exist decides the family."""
+"""The Transformer: an input, an encoder or a decoder or both, and a head; the stacks it has decide its family."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):
-            raise ConfigError(f"a Transformer is built from a ModelConfig, not from {config!r:.60}; see mb.preset")
+            raise ConfigError(
+                f"a Transformer is built from a ModelConfig, not from {config!r:.60}; get one with mb.preset(name)"
+            )
         if config.quantize is not None:
             raise ConfigError(
                 "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
@@ -99,11 +101,11 @@ class Transformer(nn.Module):
         )
         return self._apply_head(hidden, input_positions, logits_at, tap)
 
-    def encode(
-        self,
     if TYPE_CHECKING:  # nn.Module types a call as Any
         __call__ = forward
 
+    def encode(
+        self,
         source: Tensor,
         attention_mask: Tensor | None = None,
         *,
@@ -113,7 +115,7 @@ class Transformer(nn.Module):
         flags: Tensor | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Return the hidden states of the encoder (B, T, D)."""
+        """Run the encoder on a source and return its hidden states (B, T, D)."""
         if self.encoder is None:
             raise InputError(f"{with_article(self.config.family)} model has no encoder; call model(ids)")
         return self._run_stack(source, attention_mask, segments, positions, documents, flags, None, tap)[0]
@@ -130,7 +132,10 @@ class Transformer(nn.Module):
         logits_at: Tensor | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Return the logits of a target (B, T), given the encoded source, memory (B, S, D), or a cache with it."""
+        """Return the logits of a target (B, T), given the encoded source.
+
+        It is given as `memory` (B, S, D), or by a cache that was used with it before.
+        """
         if self.encoder is None or self.decoder is None:
             raise InputError(f"{with_article(self.config.family)} model has no decode method; call model(ids)")
         check_cache(cache, self.decoder.config)
@@ -138,7 +143,7 @@ class Transformer(nn.Module):
         source_positions = memory_positions(memory, source_mask, cache, self.config.width)
         if memory is not None and memory.shape[0] != target.shape[0]:
             raise InputError(
-                f"{memory.shape[0]} sources do not go with {target.shape[0]} targets; give one source for each target"
+                f"there are {memory.shape[0]} sources but {target.shape[0]} targets; give one source for each target"
             )
         x = self._embed(target, target_positions, None, tap, side="target")
         x = self.decoder(
@@ -166,7 +171,7 @@ class Transformer(nn.Module):
         return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def recompute(self, mode: bool = True) -> Self:
-        """Turn activation checkpointing on or off: recompute blocks in the backward pass of training."""
+        """Turn activation checkpointing on or off: whether training recomputes each block in the backward pass."""
         for stack in self._stacks:
             stack.recompute = mode
         return self
@@ -227,7 +232,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         if logits_at is not None:
             if self.head is not None and self.head.config.kind in SEQUENCE_HEADS:
-                raise InputError("this head gives one output for a sequence; leave logits_at=None")
+                raise InputError("the head of this model gives one output for a sequence; leave logits_at=None")
             check_logits_at(logits_at, hidden)
             rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
             hidden = hidden[rows, logits_at]
@@ -237,7 +242,7 @@ class Transformer(nn.Module):
 
     @property
     def output_embedding(self) -> Tensor | nn.Module | None:
-        """The token embedding that a tied output uses as its matrix; None without tokens."""
+        """The token embedding that a tied output uses as its matrix, or None if the model reads no tokens."""
         owner = self.target if self.target is not None and self.target.token is not None else self.input
         return tied_table(owner.token) if isinstance(owner, Embedding) and owner.token is not None else None
 
@@ -272,7 +277,7 @@ class Transformer(nn.Module):
         return cast(Self, load_model(cls, folder, dtype=dtype, device=device))
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
-        """Write config.json and model.safetensors, split into files of at most `max_shard_size` bytes."""
+        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes."""
         from monoblock.interop.folder import save_model
 
         save_model(self, folder, max_shard_size=max_shard_size)

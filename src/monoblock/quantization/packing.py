@@ -22,7 +22,7 @@ from monoblock.kernels.cpu.library import load_kernels
 
 NIBBLE_BLOCK = 16
 KERNEL_MIN_WEIGHTS = 1 << 20  # for fewer weights, the packing kernel is not worth compiling
-CHUNK_WEIGHTS = 1 << 22  # weights quantized at once, which bounds the memory of the search
+CHUNK_WEIGHTS = 1 << 22  # weights quantized at once, which limits the memory that 4-bit quantization needs
 RANGE_STEPS = [14.0 + step / 4 for step in range(9)]  # 4 bits: steps across a group's range; beyond 15 it is clipped
 
 
