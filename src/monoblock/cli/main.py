@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (such as `evalua
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -86,6 +87,7 @@ def cli(ctx: click.Context) -> None:
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` does not include the name of the program."""
     words, debug = _extract_debug(list(sys.argv[1:] if argv is None else argv))
+    warnings.showwarning = _print_warning
     try:
         result = cli.main(words, prog_name="monoblock", standalone_mode=False)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not while Python shuts down
@@ -134,6 +136,11 @@ def _describe_error(error: Exception) -> tuple[str, int]:
 def _print_error(line: str, code: int) -> int:
     click.echo(f"error: {' '.join(line.split())}", err=True)
     return code
+
+
+def _print_warning(message: Warning | str, category: type[Warning], *place: object, **more: object) -> None:
+    """Print a warning as one line; that of a renamed recipe key does not concern the code it was raised in."""
+    click.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 
 def _handle_closed_pipe() -> int:

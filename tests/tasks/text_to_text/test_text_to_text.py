@@ -20,6 +20,7 @@ from monoblock.recipes.schema import DataSection
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe, read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.text_to_text.data import convert_to_pairs, first_word, group_by_task, load_extra_tasks, prefix_for
 from monoblock.tasks.text_to_text.evaluate import METRICS_BY_TASK, evaluate_text_to_text
 from monoblock.tasks.text_to_text.section import ExtraTask, TextToTextSection
@@ -122,7 +123,7 @@ def test_a_recipe_with_tasks_reads_back_the_same(files, tmp_path):
     recipe = make_recipe(files)
     (tmp_path / "again.toml").write_text(recipe.to_toml(), encoding="utf-8")
     assert read_recipe(str(tmp_path / "again.toml")).data == recipe.data
-    assert tomllib.loads(recipe.to_toml())["data"]["tasks"] == [
+    assert tomllib.loads(recipe.to_toml())["text_to_text"]["tasks"] == [
         {"corpus": files["parity"], "prefix": "classify:", "limit": 11}
     ]
 
@@ -302,6 +303,7 @@ def test_any_of_several_gold_answers_is_correct(tmp_path, monkeypatch):
 
     monkeypatch.setattr("monoblock.tasks.text_to_text.evaluate.best_translations", fake_translations)
     request = EvaluationRequest(data=str(tmp_path / "mine.json"), samples=2)
-    metrics = evaluate_text_to_text(None, request, recipe.data, lambda *_: {}).metrics
+    loaded = LoadedModel(None, None, data_section=recipe.data, task_section=recipe.task)
+    metrics = evaluate_text_to_text(loaded, request).metrics
     assert metrics["exact_match"] == 50
     assert (metrics["sources"], metrics["split"]) == (2, "valid")

@@ -98,7 +98,7 @@ def _next_command(run: Run) -> str:
     recipe, rows = run.recipe, run.task_data.validation_rows
     arguments = {
         "generate": recipe.generate.prompt or "The",
-        "translate": rows[0].source if rows else "TEXT",
+        "translate": getattr(rows[0], "source", "TEXT") if rows else "TEXT",
         "evaluate": recipe.data.corpus,
     }
     verb = run.task.verb
