@@ -1,7 +1,9 @@
 """Shared by the benchmarks that train: metrics of finished runs, kept as JSON lines, and tables of them.
 
 A line records the name of the run, its seed and overrides, the machine and the metrics. A run that has a line is not
-repeated, so a table may combine runs from several days and processes, and can be written again anywhere.
+repeated, so a table may combine runs from several days and processes, and can be written again anywhere. Accuracies
+are fractions from 0 to 1 in a line ("scale": "fraction"), and percentages in a table; in lines without "scale", which
+are older, they are percentages, and are divided by 100 when they are read.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from monoblock.training import metrics_file
 
 Metrics = dict[str, Any]
 CARD_FILE = "README.md"  # the last file that a run writes
+FRACTIONS = ("accuracy", "test accuracy", "validation", "top_k", "attested", "rescored top-1", "rescored top_k")
+OLD_NAMES = {"accuracy %": "accuracy", "macro F1 %": "macro F1"}  # of columns, in lines without "scale"
 
 
 def add_arguments(parser: argparse.ArgumentParser, runs: Sequence[str], default: Sequence[str] | None = None) -> None:
@@ -73,7 +77,7 @@ def collect_rows(name: str, args: argparse.Namespace, run: Callable[[int], Metri
         key = {"run": name, "seed": seed, "changes": " ".join([*args.more, *overrides]), "measured": split_name(args)}
         known = [row for row in _read_rows(args.rows) if all(row[field] == value for field, value in key.items())]
         if not known:
-            known = [key | {"machine": machine_name(), "note": args.note} | run(seed)]
+            known = [key | {"machine": machine_name(), "note": args.note, "scale": "fraction"} | run(seed)]
             _append_row(args.rows, known[0])
             print(json.dumps(known[0], ensure_ascii=False), flush=True)
         rows.append(known[-1])
@@ -110,7 +114,14 @@ def _stored_rows(name: str, args: argparse.Namespace) -> list[Metrics]:
 def _read_rows(path: Path | None) -> list[Metrics]:
     if path is None or not path.is_file():
         return []
-    return [{"measured": "test"} | json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [{"measured": "test"} | json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row if "scale" in row else _upgrade_row(row) for row in rows]
+
+
+def _upgrade_row(row: Metrics) -> Metrics:
+    """Return a row whose accuracies are percentages in the present form, with fractions."""
+    row = {OLD_NAMES.get(name, name): value for name, value in row.items()}
+    return row | {name: row[name] / 100 for name in FRACTIONS if row.get(name) is not None} | {"scale": "fraction"}
 
 
 def _append_row(path: Path | None, row: Metrics) -> None:
@@ -120,13 +131,13 @@ def _append_row(path: Path | None, row: Metrics) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def format_mean(values: Iterable[float | None], digits: int = 2) -> str:
-    """Format the mean, with the standard deviation if there are several values."""
-    numbers = [value for value in values if value is not None]
+def format_mean(values: Iterable[float | None], digits: int = 2, *, percent: bool = False) -> str:
+    """Format the mean, with the standard deviation if there are several values; `percent` is for fractions."""
+    numbers = [100 * value if percent else value for value in values if value is not None]
     if not numbers:
         return "–"
     deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-    return f"{statistics.fmean(numbers):.{digits}f}{deviation}"
+    return f"{statistics.fmean(numbers):.{digits}f}{deviation}{' %' if percent else ''}"
 
 
 def format_tables(title: str, rows: Sequence[Metrics], names: Sequence[str], *notes: str) -> list[str]:
@@ -137,15 +148,20 @@ def format_tables(title: str, rows: Sequence[Metrics], names: Sequence[str], *no
     return [line for group in groups.values() for line in _format_table(title, group, names, *notes)]
 
 
+def _format_value(name: str, value: float | None) -> str:
+    is_count = isinstance(value, int) and name not in FRACTIONS
+    return f"{value:,}" if is_count else format_mean([value], percent=name in FRACTIONS)
+
+
 def _format_table(title: str, rows: Sequence[Metrics], names: Sequence[str], *notes: str) -> list[str]:
     lines = [f"### {title}", "", f"| {' | '.join(['seed', *names, 'parameters', 'training seconds'])} |"]
     lines.append("|---" * (len(names) + 3) + "|")
     if len(rows) > 1:
-        means = [format_mean(row[name] for row in rows) for name in names]
+        means = [format_mean((row[name] for row in rows), percent=name in FRACTIONS) for name in names]
         seconds = format_mean((row["seconds"] for row in rows), 0)
         lines.append(f"| mean of {len(rows)} | {' | '.join(means)} | {rows[0]['parameters']:,} | {seconds} |")
     for row in rows:
-        cells = [f"{row[name]:,}" if isinstance(row[name], int) else format_mean([row[name]]) for name in names]
+        cells = [_format_value(name, row[name]) for name in names]
         lines.append(f"| {row['seed']} | {' | '.join(cells)} | {row['parameters']:,} | {row['seconds']:.0f} |")
     conditions = {
         f"{row['machine']}; changes to the recipe: {row['changes'] or 'none'}. {row['note']}".strip() for row in rows

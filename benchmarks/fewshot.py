@@ -42,7 +42,7 @@ LABELS = {"negative": "negative", "positive": "positive"}
 
 
 def evaluate_shots(pipe: Pipeline, rows: Any, train: Any, shots: int, seed: int, batch: int) -> dict[str, float]:
-    """Return plain and calibrated accuracy with this many examples."""
+    """Return plain and calibrated accuracy with this many examples, and the fraction predicted to be positive."""
     template = PromptTemplate(TEMPLATES["reviews"], LABELS)
     examples = sample_balanced(train, template.labels, shots, seed)
     start = time.perf_counter()
@@ -53,7 +53,7 @@ def evaluate_shots(pipe: Pipeline, rows: Any, train: Any, shots: int, seed: int,
     return {
         "plain": accuracy(scores, rows, template.labels),
         "calibrated": accuracy(calibrated, rows, template.labels),
-        "positive": 100 * float(predicted_positive),
+        "positive": float(predicted_positive),
         "seconds": seconds,
     }
 
@@ -108,11 +108,11 @@ def main() -> None:
             for seed in args.seeds[: None if shots else 1]
         ]
         cells = [
-            f"{statistics.fmean(result[name] for result in results):.1f}"
+            f"{100 * statistics.fmean(result[name] for result in results):.1f} %"
             for name in ("plain", "calibrated", "positive")
         ]
         seconds = sum(result["seconds"] for result in results)
-        lines.append(f"| {shots} | {' | '.join(cells)} % | {seconds:.0f} |")
+        lines.append(f"| {shots} | {' | '.join(cells)} | {seconds:.0f} |")
         print(lines[-1], flush=True)
     lines += ["", *fine_tuned_tables(), ""]
     print("\n".join(lines))

@@ -53,10 +53,10 @@ def evaluate_run(folder: Path, args: argparse.Namespace, summary: Metrics, pretr
     seconds = summary["seconds"] + pretraining_seconds
     if args.choose:
         last = [line for line in metrics_file.read(folder) if "val_loss" in line][-1]
-        return summary | {"accuracy %": 100 * last["val_accuracy"], "macro F1 %": None, "seconds": seconds}
+        return summary | {"accuracy": last["val_accuracy"], "macro F1": None, "seconds": seconds}
     request = EvaluationRequest(data="reviews", split="test", folder=args.data, limit=30 if args.smoke else None)
     metrics = evaluate(load(folder), request).metrics
-    return summary | {"accuracy %": metrics["accuracy"], "macro F1 %": metrics["f1"], "seconds": seconds}
+    return summary | {"accuracy": metrics["accuracy"], "macro F1": metrics["f1"], "seconds": seconds}
 
 
 def validation_overrides(args: argparse.Namespace) -> list[str]:
@@ -103,8 +103,8 @@ def tfidf(seed: int, folder: Path, args: argparse.Namespace) -> Metrics:
     predictions, labels = model.predict(vectorizer.transform(test.texts())), [row.label for row in test]
     correct = sum(prediction == label for prediction, label in zip(predictions, labels, strict=True))
     f1 = 100 * f1_score(labels, predictions, average="macro")
-    accuracy = 100 * correct / len(labels)
-    return {"accuracy %": accuracy, "macro F1 %": f1, "parameters": model.coef_.size, "seconds": 0.0}
+    accuracy = correct / len(labels)
+    return {"accuracy": accuracy, "macro F1": f1, "parameters": model.coef_.size, "seconds": 0.0}
 
 
 RUNS: dict[str, Callable[[int, Path, argparse.Namespace], Metrics]] = {
@@ -180,7 +180,7 @@ def main() -> None:
                 return RUNS[name](seed, run_folder(args, Path(temporary), "reviews", seed, *overrides), args)
 
             rows = collect_rows(name, args, run_seed, *args.masked, *args.tune)
-            lines += format_tables(name, rows, ["accuracy %", "macro F1 %"])
+            lines += format_tables(name, rows, ["accuracy", "macro F1"])
     print("\n".join(lines))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ JOBS = {
         "dakshina-hi",
         (),
         WORD_METRICS,
-        "top-1 50.0 (paper), 53.5 (best repository without outside data)",
+        "top-1 50.0 % (paper), 53.5 % (best repository without outside data)",
     ),
     "hi-back": Job(
         "Dakshina Hindi, native→Roman",

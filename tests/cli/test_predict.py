@@ -211,7 +211,7 @@ def test_masks_are_filled(folder, run_verb):
     code, out, _ = run_verb(["evaluate", model, folder / "hidden.txt", "--json"])
     result = json.loads(out)
     assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
-    assert 0 < result["accuracy"] < 100
+    assert 0 < result["accuracy"] < 1
 
 
 # -- evaluate ---------------------------------------------------------------------------------------------------------
@@ -226,13 +226,17 @@ def test_the_metrics_of_a_classifier_are_those_of_its_predictions(classifier, fo
     code, out, _err = run_verb([*arguments, "--json", "--picture", tmp_path / "a.png"])
     assert code == 0
     result = json.loads(out)
-    assert result["accuracy"] == pytest.approx(100 * metrics.accuracy_score(labels, predictions))
+    assert result["accuracy"] == pytest.approx(metrics.accuracy_score(labels, predictions))
     assert result["f1"] == pytest.approx(100 * metrics.f1_score(labels, predictions, average="macro"))
     assert result["confusion"]["labels"] == ["no", "yes"]
     assert result["confusion"]["counts"] == metrics.confusion_matrix(labels, predictions, labels=["no", "yes"]).tolist()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert run_verb([*arguments, "--at-least", "accuracy=0"])[0] == 0
     assert run_verb([*arguments, "--at-least", "f1=101"])[0] == 3
+    shown = run_verb(arguments)[1].splitlines()
+    assert f"{100 * result['accuracy']:.2f} %" in next(line for line in shown if line.startswith("accuracy"))
+    assert f"{result['ece']:.2f} %" in next(line for line in shown if line.startswith("ece"))
+    assert result["majority"] == max(labels.count(label) for label in set(labels)) / len(labels)
     (tmp_path / "long.tsv").write_text("yes\t" + "the cat sat " * 20 + "\nno\tthe dog\n")
     assert (
         "1 of 2 texts were cut to 19 tokens"
@@ -240,11 +244,24 @@ def test_the_metrics_of_a_classifier_are_those_of_its_predictions(classifier, fo
     )
 
 
+def test_a_bound_on_accuracy_is_a_fraction(classifier, folder, run_verb):
+    arguments = ["evaluate", classifier, folder / "classes.tsv", "--split", "all"]
+    for option in ("--at-least", "--at-most"):
+        code, _, err = run_verb([*arguments, option, "accuracy=90"])
+        assert code == 2
+        assert "accuracy is a fraction from 0 to 1; write accuracy=0.9" in err
+    accuracy = json.loads(run_verb([*arguments, "--json"])[1])["accuracy"]
+    assert run_verb([*arguments, "--at-least", f"accuracy={accuracy}"])[0] == 0
+    code, _, err = run_verb([*arguments, "--at-most", f"accuracy={accuracy / 2}"])
+    assert code == 3
+    assert f"check failed: accuracy {100 * accuracy:.2f} % is above {50 * accuracy:.2f} %" in err
+
+
 def test_a_classifier_of_text_pairs_is_trained(folder, run_verb):
     model = train_model(folder, "pairs", PAIRS, "tsv", BERT.format(23), "classification", 120)
     code, out, _ = run_verb(["evaluate", model, folder / "pairs.tsv", "--split", "all", "--json"])
     assert code == 0
-    assert json.loads(out)["accuracy"] > 90, "the label depends on which of the two texts is gold"
+    assert json.loads(out)["accuracy"] > 0.9, "the label depends on which of the two texts is gold"
     code, out, _ = run_verb(["predict", model, "the gold\tthe cow", "--json"])
     result = json.loads(out)
     assert result["text_pair"] == "the cow"

@@ -186,6 +186,11 @@ def test_single_words_are_evaluated_by_accuracy_and_rescored(word_model, folder,
     assert set(result) >= {"accuracy", "top_k", "k", "cer", "rescored"}
     assert result["rescored"]["gain"] == pytest.approx(result["rescored"]["accuracy"] - result["accuracy"])
     assert "any target attested" in err
+    _, out, _ = run_verb([*arguments, "--rescore"])
+    for name in ("accuracy", "top_k", "attested"):
+        assert 0 <= result[name] <= 1
+        assert f"{100 * result[name]:.2f} %" in next(line for line in out.splitlines() if line.startswith(name))
+    assert f"changes accuracy by {100 * result['rescored']['gain']:+.2f} points" in out
     counts = json.loads((folder / "words.json").read_text())["counts"]
     assert counts["hea"] == 1
     assert sum(counts.values()) == sum(int(row.split("\t")[2]) for row in rows[:36])

@@ -68,9 +68,9 @@ def test_the_character_error_rate_uses_the_nearest_reference():
 def test_accuracy_counts_any_reference_among_the_first_k():
     hypotheses = [["a", "b", "c"], ["x", "y", "z"], ["q", "r", "s"]]
     references = [["a"], ["z", "y"], ["none"]]
-    assert text_metrics.accuracy(hypotheses, references) == pytest.approx(100 / 3)
-    assert text_metrics.accuracy(hypotheses, references, 2) == pytest.approx(200 / 3)
-    assert text_metrics.accuracy(hypotheses, references, 3) == pytest.approx(200 / 3)
+    assert text_metrics.accuracy(hypotheses, references) == pytest.approx(1 / 3)
+    assert text_metrics.accuracy(hypotheses, references, 2) == pytest.approx(2 / 3)
+    assert text_metrics.accuracy(hypotheses, references, 3) == pytest.approx(2 / 3)
 
 
 def test_perplexity_and_bits_per_byte_of_a_uniform_distribution():

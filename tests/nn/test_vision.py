@@ -178,7 +178,7 @@ def test_rows_can_be_held_back_for_validation(corpus):
     task_data = build_task_data(recipe(corpus, "data.validation_rows=4"), None)
     assert "19 images" in task_data.summary
     assert sum(part.batch_size for part in task_data.evaluation_batches()) == 4
-    with pytest.raises(ConfigError, match=r"data\.held=23 leaves none of the 23 rows"):
+    with pytest.raises(ConfigError, match=r"data\.validation_rows=23 leaves none of the 23 rows"):
         build_task_data(recipe(corpus, "data.validation_rows=23"), None)
 
 
@@ -189,7 +189,7 @@ def test_bad_images_are_one_line(corpus):
         build_task_data(recipe(corpus), None)
     np.savez(corpus / "train.npz", images=np.zeros((4, 8, 8)), labels=np.arange(4))
     np.savez(corpus / "valid.npz", images=np.zeros((1, 8, 8)), labels=np.array([9]))
-    with pytest.raises(InputError, match="split valid: the label 9 was not seen in training; known are 0, 1, 2, 3"):
+    with pytest.raises(InputError, match=r"split valid: the label 9 was not seen in training; .* are 0, 1, 2, 3"):
         list(build_task_data(recipe(corpus), None).evaluation_batches())
     with pytest.raises(ConfigError, match="shift"):
         recipe(corpus, "classification.augment={shift=-1}")
@@ -256,6 +256,6 @@ def test_images_of_another_size_are_refused_unless_positions_are_interpolated(tr
     images = np.load(trained / "test.npz")
     logits = larger(torch.from_numpy(images["images"][:, None] / 127.5 - 1).float())
     right = (logits.argmax(-1).numpy() == images["labels"]).mean()
-    assert result["accuracy"] == pytest.approx(100 * right)
+    assert result["accuracy"] == pytest.approx(right)
     assert run(["evaluate", model, str(trained), "--interpolate", "15"]) in (1, 2)
     assert "image=15 cannot be cut into whole patches of 2 pixels; try image=16" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from monoblock.cli._shared.image_options import interpolate_option, set_image_si
 from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
 
 if TYPE_CHECKING:
     from monoblock.runs.pipeline import Pipeline
@@ -166,17 +167,19 @@ def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None
     metrics = dict(evaluation.metrics)
     rescored, signatures = metrics.pop("rescored", None), metrics.pop("signatures", {})
     metrics.pop("signature", None)
-    rows: list[list[object]] = [[name, value] for name, value in metrics.items() if not isinstance(value, dict | list)]
+    names = [name for name, value in metrics.items() if not isinstance(value, dict | list)]
+    columns = [metrics] if rescored is None else [metrics, rescored]
+    rows = [[name, *(format_cell(name, column.get(name)) for column in columns)] for name in names]
     if rescored is not None:
-        print_table(["metric", "value", "rescored"], [[*row, rescored.get(str(row[0]))] for row in rows])
-        click.echo(
-            f"reranking by word frequencies changes accuracy by {rescored['gain']:+.2f} (weight {rescored['weight']:g})"
-        )
+        print_table(["metric", "value", "rescored"], rows)
+        change = format_change("accuracy", rescored["gain"])
+        click.echo(f"reranking by word frequencies changes accuracy by {change} (weight {rescored['weight']:g})")
     else:
         print_table(["metric", "value"], rows)
     for table in evaluation.tables:
         click.echo()
-        print_table(table.columns, table.rows)
+        cells = [[format_cell(*cell) for cell in zip(table.columns, row, strict=True)] for row in table.rows]
+        print_table(table.columns, cells)
     for name, signature in signatures.items():
         click.echo(f"{name}: {signature}")
     for sample in evaluation.samples:
@@ -187,9 +190,13 @@ def _print_report(evaluation: Evaluation, seconds: float, as_json: bool) -> None
 def _parse_bound(text: str, *, is_lower: bool) -> Bound:
     name, _, number = text.partition("=")
     try:
-        return Bound(name, float(number), is_lower)
+        value = float(number)
     except ValueError:
         raise ConfigError(f"{text!r} is not a bound; write METRIC=NUMBER, as in bleu=38") from None
+    if is_fraction(name) and not 0 <= value <= 1:
+        fraction = value / 100 if 1 < value <= 100 else 0.9
+        raise ConfigError(f"{name} is a fraction from 0 to 1; write {name}={fraction:g}")
+    return Bound(name, value, is_lower)
 
 
 def _failed_bounds(metrics: dict[str, Any], bounds: list[Bound]) -> list[str]:
@@ -206,5 +213,6 @@ def _failed_bounds(metrics: dict[str, Any], bounds: list[Bound]) -> list[str]:
             )
         value = numbers[name]
         if not (value >= limit if is_lower else value <= limit):
-            failures.append(f"{name} {value:.4g} is {'below' if is_lower else 'above'} {limit:g}")
+            side = "below" if is_lower else "above"
+            failures.append(f"{name} {format_metric(name, value)} is {side} {format_metric(name, limit, 'g')}")
     return failures

@@ -14,6 +14,7 @@ from typing import Any
 
 from monoblock.config.schema import from_dict
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.metrics.format import format_cell, format_change, is_fraction
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.load import load
@@ -50,14 +51,21 @@ class ExperimentResult:
     about: dict[str, Any] = field(default_factory=dict)  # budget, seeds, data
 
     def table(self) -> tuple[list[str], list[list[object]]]:
-        """Return the column names and the rows; the gain of an arm is its mean minus the mean of the first arm."""
+        """Return the column names and the rows of the printed table, with accuracies as percentages.
+
+        The gain of an arm is its mean minus the mean of the first arm.
+        """
         extra = list(dict.fromkeys(key for row in self.rows for key in row.extra))
         columns = ["arm", self.metric, "gain", "deviation", *extra]
-        baseline = self.rows[0].mean
         return columns, [
-            [row.arm, row.mean, row.mean - baseline, row.std, *(row.extra.get(key) for key in extra)]
-            for row in self.rows
+            [row.arm, *self._cells(row), *(format_cell(key, row.extra.get(key)) for key in extra)] for row in self.rows
         ]
+
+    def _cells(self, row: ArmResult) -> list[object]:
+        """Return mean, gain and deviation of an arm as cells of the table."""
+        mean, deviation = (format_cell(self.metric, value) for value in (row.mean, row.std))
+        gain = row.mean - self.rows[0].mean
+        return [mean, format_change(self.metric, gain) if isinstance(mean, str) else gain, deviation]
 
     def to_json(self) -> dict[str, Any]:
         baseline = self.rows[0].mean
@@ -75,6 +83,7 @@ class ExperimentResult:
         """Save a bar plot: one bar per arm, with the standard deviation over the seeds."""
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import PercentFormatter
         except ImportError:
             raise ConfigError("plots need matplotlib; install it with pip install 'monoblock[plot]'") from None
         figure = Figure(figsize=(1.5 + 0.9 * len(self.rows), 3.6), layout="constrained")
@@ -84,6 +93,8 @@ class ExperimentResult:
             means, deviations = [row.mean for row in self.rows], [row.std for row in self.rows]
             axes.errorbar(range(len(self.rows)), means, yerr=deviations, fmt="none", ecolor="black", capsize=3)
         axes.set_ylabel(self.metric)
+        if is_fraction(self.metric):
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.tick_params(axis="x", rotation=30)
         figure.savefig(path, dpi=120)
 

@@ -34,6 +34,7 @@ from monoblock.experiments.arms import (
 )
 from monoblock.experiments.jobs import Job, run_jobs
 from monoblock.interop.atomic_write import write_atomically
+from monoblock.metrics.format import format_metric
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
 from monoblock.runs.recipe import read_recipe, task_of_recipe
@@ -230,7 +231,8 @@ def _run_arm(context: ExperimentContext, seed: int, arm: str) -> Iterator[str]:
         )
         write_atomically(folder / arm / METRICS_FILE, json.dumps(evaluate(pipe, request).metrics, indent=2) + "\n")
     metrics = _read_metrics(folder / arm)
-    yield f"{arm}, seed {seed}: {context.options.figure} {metrics.get(context.options.figure, 0.0):.2f}"
+    name = context.options.figure
+    yield f"{arm}, seed {seed}: {name} {format_metric(name, metrics.get(name, 0.0), '.2f')}"
 
 
 def _read_metrics(folder: Path) -> dict[str, Any]:

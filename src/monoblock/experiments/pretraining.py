@@ -25,6 +25,7 @@ from monoblock.experiments.arms import (
     train_arm,
     with_seed,
 )
+from monoblock.metrics.format import format_metric
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
 from monoblock.runs.recipe import read_recipe, task_of_recipe
@@ -86,7 +87,8 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
             check_metric(options.figure, metrics)
             values[arm].append(metrics[options.figure])
             exact[arm].append(metrics.get("accuracy", 0.0))
-            yield f"{arm}, seed {seed}: {options.figure} {metrics[options.figure]:.2f}"
+            value = format_metric(options.figure, metrics[options.figure], ".2f")
+            yield f"{arm}, seed {seed}: {options.figure} {value}"
     about = {
         "recipe": options.recipe,
         "samples": options.samples,

@@ -27,6 +27,7 @@ from monoblock.experiments.arms import (
     with_seed,
 )
 from monoblock.interop.folder import read_config
+from monoblock.metrics.format import format_metric
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate
 from monoblock.runs.recipe import read_recipe, task_of_recipe
@@ -75,7 +76,8 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
             values[arm].append(metrics[options.figure])
             seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read(arm_folder))
             extra[arm] = {"parameters": account(pipe.model.config).parameters, "seconds": seconds}
-            yield f"{arm}, seed {seed}: {options.figure} {metrics[options.figure]:.2f}"
+            value = format_metric(options.figure, metrics[options.figure], ".2f")
+            yield f"{arm}, seed {seed}: {options.figure} {value}"
     about = {"recipe": options.recipe, "seeds": seeds, "steps": recipe.train.steps, "split": metrics["split"]}
     rows = tuple(ArmResult(arm, tuple(values[arm]), extra[arm]) for arm in arms)
     yield ExperimentResult("recurrence", options.figure, rows, about)

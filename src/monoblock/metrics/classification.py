@@ -1,4 +1,7 @@
-"""Metrics of classifiers: accuracy, precision, recall, F1, confusion matrix and calibration error, in percent."""
+"""Metrics of classifiers: accuracy, precision, recall, F1, confusion matrix and calibration error.
+
+Accuracy is a fraction from 0 to 1; precision, recall, F1 and the calibration error are percentages.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,13 @@ def confusion_matrix(predictions: Sequence[int], labels: Sequence[int], num_clas
 
 
 def accuracy(counts: IntArray) -> float:
-    """Compute the percentage of correct predictions from a confusion matrix."""
-    return 100 * float(np.trace(counts)) / max(1, int(counts.sum()))
+    """Compute the fraction of correct predictions from a confusion matrix."""
+    return float(np.trace(counts)) / max(1, int(counts.sum()))
+
+
+def majority_accuracy(labels: Sequence[int]) -> float:
+    """Compute the accuracy of always predicting the most frequent class."""
+    return int(np.bincount(np.asarray(labels, np.int64), minlength=1).max()) / len(labels)
 
 
 def class_scores(counts: IntArray) -> list[ClassScore]:

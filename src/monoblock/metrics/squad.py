@@ -46,9 +46,10 @@ def _word_f1(answer: list[str], gold: list[str]) -> float:
 
 
 def score_answers(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float | int]:
-    """Compute exact match and F1 in percent over all questions.
+    """Compute exact match and F1 in percent over all questions, as the official script does.
 
     If only some questions have a gold answer, the answerable and the unanswerable ones are also scored separately.
+    The accuracy on the unanswerable ones is a fraction from 0 to 1.
     """
     if len(answers) != len(golds) or not answers:
         raise InputError(
@@ -61,7 +62,7 @@ def score_answers(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dic
     if 0 < len(answerable) < len(pairs):
         unanswerable = [(answer, gold) for answer, gold in pairs if not gold]
         scores |= {f"answerable_{name}": value for name, value in _mean_scores(answerable).items()}
-        scores["unanswerable_accuracy"] = _mean_scores(unanswerable)["exact_match"]
+        scores["unanswerable_accuracy"] = _mean_scores(unanswerable)["exact_match"] / 100
         scores["unanswerable"] = len(unanswerable)
     return scores
 

@@ -3,7 +3,7 @@
     score = bleu(["the cat sat"], [["the cat sat"]], lowercase=True)     # a list of references for each text
     score.value, score.signature
 
-BLEU, chrF, CER and accuracy are percentages over the whole corpus.
+BLEU, chrF and CER are percentages over the whole corpus; accuracy is a fraction from 0 to 1.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def cer(hypotheses: Sequence[str], references: References) -> float:
 
 
 def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int = 1) -> float:
-    """Compute the top-k accuracy, the percentage of texts for which one of the first k hypotheses is a reference."""
+    """Compute the top-k accuracy, the fraction of texts for which one of the first k hypotheses is a reference."""
     if len(hypotheses) != len(references) or not hypotheses:
         raise InputError(
             f"there are {len(hypotheses)} lists of hypotheses and {len(references)} lists of references; give at least "
@@ -112,7 +112,7 @@ def accuracy(hypotheses: Sequence[Sequence[str]], references: References, k: int
         )
     pairs = zip(hypotheses, references, strict=True)
     correct = sum(not set(candidates[:k]).isdisjoint(accepted) for candidates, accepted in pairs)
-    return 100 * correct / len(hypotheses)
+    return correct / len(hypotheses)
 
 
 # -- language models --------------------------------------------------------------------------------------------------

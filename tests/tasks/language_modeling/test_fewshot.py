@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_calibration_divides_by_the_probabilities_after_content_free_texts(model
 
 def test_accuracy_counts_rows_whose_label_has_the_highest_score():
     rows = [LabelledText("x", "b"), LabelledText("y", "a"), LabelledText("z", "b")]
-    assert accuracy(torch.tensor([[0.0, 1.0], [0.0, 1.0], [-2.0, -1.0]]), rows, ["a", "b"]) == pytest.approx(200 / 3)
+    assert accuracy(torch.tensor([[0.0, 1.0], [0.0, 1.0], [-2.0, -1.0]]), rows, ["a", "b"]) == pytest.approx(2 / 3)
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_the_accuracy_of_each_number_of_shots_equals_that_of_transformers(models
             scores = score(sample.text)
             plain += "01"[scores[1] > scores[0]] == sample.label
             calibrated += "01"[scores[1] - math.log(prior[1]) > scores[0] - math.log(prior[0])] == sample.label
-        assert row == {"shots": count, "plain": 100 * plain / 6, "accuracy": 100 * calibrated / 6}
+        assert row == {"shots": count, "plain": plain / 6, "accuracy": calibrated / 6}
     assert metrics["accuracy"] == metrics["few_shot"][-1]["accuracy"]
 
 
@@ -182,6 +183,8 @@ def test_the_command_line_evaluates_few_shot_prompts(corpus, tmp_path, capsys):
     metrics = json.loads(capsys.readouterr().out)
     assert [row["shots"] for row in metrics["few_shot"]] == [0, 1]
     assert metrics["sources"] == 6
+    assert run(command[:-1]) == 0
+    assert re.search(r"^ *1 +[\d.]+ %$", capsys.readouterr().out, re.MULTILINE), "the row of one shot"
     assert run([*command, "--label", "3=bad"]) == 2 or "no label '3'" in capsys.readouterr().err
     assert run(["evaluate", str(model), str(corpus), "--shots", "many"]) == 2
     assert "is not a list of whole numbers; write --shots 0,4,8" in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_means_are_over_all_questions_and_over_answerable_and_unanswerable_ones(
     assert metrics["f1"] == pytest.approx(100 * (1 + 2 / 3 + 1) / 4)
     assert metrics["answerable_exact_match"] == 50
     assert metrics["answerable_f1"] == pytest.approx(100 * (1 + 2 / 3) / 2)
-    assert metrics["unanswerable_accuracy"] == 50
+    assert metrics["unanswerable_accuracy"] == 0.5
     assert (metrics["questions"], metrics["unanswerable"]) == (4, 2)
     assert "answerable_f1" not in score_answers(["a"], [["b"]])
     with pytest.raises(InputError, match="1 answers to 0 questions"):

@@ -53,7 +53,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     table = Table(box=None, pad_edge=False, header_style="bold")
     min_width = full_width = 0
     for index, name in enumerate(columns):
-        is_number = any(isinstance(row[index], int | float) for row in rows)
+        is_number = any(_is_number(row[index]) for row in rows)
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
         width = COLUMN_GAP + max(cell_len(text) for text in [name, *(row[index] for row in texts)])
         full_width += width
@@ -64,6 +64,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     # rich crops columns that do not fit, numbers included, so the width is never less than the numbers need.
     console.width = max(min_width, console.width) if console.is_terminal else full_width
     console.print(table)
+
+
+def _is_number(cell: object) -> bool:
+    """Whether a cell is a number, also one that is written in percent or in percentage points."""
+    return isinstance(cell, int | float) or (isinstance(cell, str) and cell.endswith((" %", " points")))
 
 
 def _format_cell(value: object) -> str:

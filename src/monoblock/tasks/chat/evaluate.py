@@ -1,4 +1,4 @@
-"""Evaluate a chat model: loss, perplexity and accuracy of the tokens of the answers."""
+"""Evaluate a chat model by its loss, perplexity and accuracy over the tokens of the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from monoblock.training.loss import CrossEntropyLoss
 
 @torch.inference_mode()
 def evaluate_chat(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Compute loss, perplexity and accuracy on the labels of training: the answers and the ends of their turns."""
+    """Compute loss, perplexity and accuracy over the tokens of the answers, including those that end the turns."""
     corpus, limit = read_corpus(request, "chat"), request.context or loaded.model.config.context
     samples, num_truncated = encode_chats(corpus.rows, loaded.tokenizer, limit)
     collate, loss = partial(collate_chats, special=special_token_ids(loaded.tokenizer)), CrossEntropyLoss()
@@ -34,15 +34,15 @@ def evaluate_chat(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation
     metrics = {
         "loss": mean,
         "perplexity": perplexity(mean),
-        "accuracy": 100 * correct / count,
+        "accuracy": correct / count,
         "tokens": count,
         "sources": len(samples),
         "split": corpus.split,
     }
-    notes = ["measured on the tokens of the answers, including the ends of turns"]
+    notes = ["measured on the tokens of the answers, including the tokens that end turns"]
     if num_truncated:
         notes.append(f"{num_truncated:,} of {len(corpus):,} conversations were cut to {limit} tokens")
     num_dropped = len(corpus) - len(samples)
     if num_dropped:
-        notes.append(f"{num_dropped:,} without an answer in their first {limit} tokens were left out")
+        notes.append(f"{num_dropped:,} conversations without an answer in their first {limit} tokens were left out")
     return Evaluation(metrics, notes=notes)

@@ -1,11 +1,9 @@
-"""Evaluate a classifier of texts, of pairs of texts or of images."""
+"""Evaluate a classifier of texts, pairs of texts or images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from monoblock.data.corpora.load import Corpus
 from monoblock.data.readers.records import LabelledText
@@ -29,7 +27,7 @@ def evaluate_classifier(loaded: LoadedModel, request: EvaluationRequest) -> Eval
         "f1": classification.macro_f1(counts),
         "loss": float(classification.negative_log_likelihood(probabilities, labels).mean()),
         "ece": classification.calibration_error(probabilities, labels),
-        "majority": 100 * int(np.bincount(labels, minlength=1).max()) / len(corpus),  # of always the same class
+        "majority": classification.majority_accuracy(labels),
         "sources": len(corpus),
         "split": corpus.split,
     }
@@ -53,7 +51,7 @@ def evaluate_classifier(loaded: LoadedModel, request: EvaluationRequest) -> Eval
 
 
 def label_indices(corpus: Corpus, labels: Sequence[str]) -> list[int]:
-    """Return the class index of each row; raise InputError for a label that was not seen in training."""
+    """Return the class index of each row; raise InputError for a label that is not in `labels`."""
     if corpus.kind == "images":
         return [int(label) for label in label_ids(corpus, labels)]
     check_labels(corpus, ((row.label,) for row in corpus.rows), labels)
@@ -71,7 +69,7 @@ def _predict_probabilities(loaded: LoadedModel, corpus: Corpus, request: Evaluat
 
 
 def _truncation_notes(loaded: LoadedModel, corpus: Corpus) -> list[str]:
-    """Return a note on how many texts were truncated, [] for none."""
+    """Return a note that says how many texts were truncated, as a list; the list is empty if none were."""
     limit = loaded.model.config.context
     if corpus.kind == "images" or limit is None:
         return []

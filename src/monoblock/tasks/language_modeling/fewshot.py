@@ -31,7 +31,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 
 TEXT_FIELD, LABEL_FIELD = "{text}", "{label}"
 DEFAULT_TEMPLATE = "Text: {text}\nLabel: {label}\n\n"
-# Corpus -> its template; other corpora have DEFAULT_TEMPLATE.
+# Maps corpora to their templates; other corpora have DEFAULT_TEMPLATE.
 TEMPLATES = {"reviews": "Review: {text}\nSentiment: {label}\n\n"}
 CONTENT_FREE = ("N/A", "", "[MASK]")  # texts without content (Zhao et al. 2021, section 5)
 
@@ -204,9 +204,9 @@ def _evaluate_shots(
 
 
 def accuracy(scores: Tensor, rows: Sequence[LabelledText], labels: Sequence[str]) -> float:
-    """Return the percentage of rows whose own label has the highest score; `scores` has the shape (rows, labels)."""
+    """Return the fraction of rows whose own label has the highest score; `scores` has the shape (rows, labels)."""
     correct = [labels[index] == row.label for index, row in zip(scores.argmax(-1).tolist(), rows, strict=True)]
-    return 100 * sum(correct) / len(correct)
+    return sum(correct) / len(correct)
 
 
 # -- scoring ----------------------------------------------------------------------------------------------------------

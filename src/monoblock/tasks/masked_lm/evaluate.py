@@ -1,4 +1,4 @@
-"""Evaluate masked language models: loss, perplexity and accuracy of masked tokens."""
+"""Evaluate a masked language model by its loss, perplexity and accuracy over masked tokens."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MASK_RATE = 0.15
 
 @torch.inference_mode()
 def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Compute loss, perplexity and accuracy of the masked tokens, which are the same in every evaluation.
+    """Compute loss, perplexity and accuracy over the masked tokens, which are the same in every evaluation.
 
-    Of the masked tokens, 80 % become [MASK], 10 % random and 10 % stay (Devlin et al. 2019). Text is read in blocks or
-    by documents, as in training; labels of the corpus are ignored.
+    Of the masked tokens, 80 % are replaced by [MASK] and 10 % by random tokens; 10 % are unchanged (Devlin et al.
+    2019). The inputs are blocks of text or single documents, as in training; labels of the corpus are ignored.
     """
     corpus = read_corpus(request, MASKED_LM_CORPUS_KINDS)
     special, device, batch = special_token_ids(loaded.tokenizer), loaded.model.device, max(1, request.batch // 4)
@@ -50,11 +50,13 @@ def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evalu
     metrics = {
         "loss": mean,
         "perplexity": perplexity(mean),
-        "accuracy": 100 * correct / count,
+        "accuracy": correct / count,
         "tokens": count,
         "split": corpus.split,
     }
-    return Evaluation(metrics, notes=[f"over the {MASK_RATE:.0%} of the tokens that are masked, always the same ones"])
+    return Evaluation(
+        metrics, notes=[f"over the {MASK_RATE:.0%} of the tokens that are masked, always the same tokens"]
+    )
 
 
 def _iterate_blocks(

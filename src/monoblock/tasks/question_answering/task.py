@@ -1,4 +1,4 @@
-"""Extractive question answering: the start and end of the answer in a context (Rajpurkar et al. 2016)."""
+"""Extractive question answering: mark the start and end of the answer in a context (Rajpurkar et al. 2016)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTION_ANSWERING = Task(
     predict=imported("question_answering.predict", "best_answers"),
     evaluate=imported("question_answering.evaluate", "evaluate_question_answering"),
     score_validation=imported("question_answering.evaluate", "score_validation_answers"),
-    metrics=("f1", "exact"),
+    metrics=("f1", "exact_match"),
     supports_adversarial=True,
     defaults=TrainingDefaults(2, 16, 384),
     old_names=("answers",),

@@ -19,7 +19,7 @@ from monoblock.tasks.seq2seq.section import Seq2SeqSection
 
 
 def evaluate_pairs(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Evaluate translations of sentences by BLEU and chrF, of single words by accuracy and character error rate."""
+    """Evaluate a model by BLEU and chrF or, if every target is a single word, by accuracy and character error rate."""
     section = loaded.section(Seq2SeqSection)
     corpus = prepare_pairs(read_corpus(request, "pairs"), section)
     evaluate = evaluate_transliteration if has_single_word_targets(corpus.rows) else evaluate_translation
@@ -29,12 +29,12 @@ def evaluate_pairs(loaded: LoadedModel, request: EvaluationRequest) -> Evaluatio
 
 
 def has_single_word_targets(rows: Sequence[Pair]) -> bool:
-    """Whether every target is a single word."""
+    """Return whether every target is a single word."""
     return not any(" " in row.target for row in rows)
 
 
 def evaluate_translation(loaded: LoadedModel, request: EvaluationRequest, rows: Sequence[Pair]) -> Evaluation:
-    """Evaluate the best hypothesis of each source by BLEU and chrF; `accuracy` is the percentage of exact matches."""
+    """Evaluate the best hypothesis of each source by BLEU and chrF; `accuracy` is the fraction of exact matches."""
     texts = best_translations(loaded, [row.source for row in rows], batch=request.batch, **request.options)
     references = [[row.target] for row in rows]
     language = request.language or target_language(request.data, loaded.section(Seq2SeqSection).direction)
@@ -43,7 +43,7 @@ def evaluate_translation(loaded: LoadedModel, request: EvaluationRequest, rows: 
 
 
 def target_language(data: str, direction: str) -> str:
-    """Return the language of the targets, from a file name such as {split}.de-en; "en" if the name has none."""
+    """Return the language of the targets, from a file name such as {split}.de-en; "en" if the name has no language."""
     corpus = CORPORA.get(data)
     languages = ALIGNED_SUFFIX.search(str(corpus.path_template) if corpus is not None else data)
     return "en" if languages is None else languages[1 if direction == "backward" else 2]
@@ -52,7 +52,7 @@ def target_language(data: str, direction: str) -> str:
 def score_translations(
     hypotheses: list[str], references_per_source: References, *, lowercase: bool = False, language: str = "en"
 ) -> dict[str, Any]:
-    """Compute three variants of BLEU, chrF and exact matches of translations, with the signatures of sacreBLEU."""
+    """Return three variants of BLEU, chrF and the fraction of exact matches, with the signatures of sacreBLEU."""
     scores = {
         "bleu": bleu(hypotheses, references_per_source, lowercase=lowercase),
         "bleu_lowercased": bleu(hypotheses, references_per_source, lowercase=True),
@@ -74,7 +74,7 @@ def evaluate_transliteration(loaded: LoadedModel, request: EvaluationRequest, ro
     hypotheses = generate_hypotheses(loaded, request, list(references))
     targets = list(references.values())
     evaluation = Evaluation(_word_metrics(hypotheses, targets, request.n_best))
-    evaluation.notes.append("each source counts once, and any target attested for it is right")
+    evaluation.notes.append("each distinct source counts once, and any target attested for it in the data is correct")
     if request.rescore:
         section = loaded.section(Seq2SeqSection)
         train = prepare_pairs(read_corpus(request, "pairs", "train"), section).rows
@@ -82,7 +82,9 @@ def evaluate_transliteration(loaded: LoadedModel, request: EvaluationRequest, ro
         evaluation.metrics["attested"] = accuracy(
             [[row[0].text] for row in hypotheses], [all_references[source] for source in references]
         )
-        evaluation.notes.append("attested: targets that the training split has for a source are right as well")
+        evaluation.notes.append(
+            "attested: the accuracy if the targets that the training split has for a source are correct as well"
+        )
         frequencies = evaluation.word_frequencies = _tune_frequencies(loaded, request, train, section)
         hypotheses = [frequencies.rerank(row) for row in hypotheses]
         rescored = _word_metrics(hypotheses, targets, request.n_best)
@@ -112,7 +114,7 @@ def _word_metrics(hypotheses: list[list[Hypothesis]], references_per_source: lis
 def _tune_frequencies(
     loaded: LoadedModel, request: EvaluationRequest, train: Sequence[Pair], section: Seq2SeqSection
 ) -> WordFrequencies:
-    """Count the words of the training targets, and tune the weight of their frequencies on the validation split."""
+    """Count the words of the training targets, and tune the weight for reranking by them on the validation split."""
     valid = collect_references(prepare_pairs(read_corpus(request, "pairs", "valid"), section).rows)
     hypotheses = generate_hypotheses(loaded, request, list(valid))
     return tune_weight(WordFrequencies.from_pairs(train), hypotheses, list(valid.values()))
@@ -124,9 +126,9 @@ def _build_samples(rows: Sequence[Pair], hypotheses: list[list[str]], count: int
 
 
 def score_validation_pairs(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
-    """Return metrics on the first `count` validation sources that fit the context, for the model card.
+    """Return metrics on the first `count` validation sources that fit into the context, for the model card.
 
-    Without sacreBLEU, exact matches are the only metric of sentences.
+    If sacreBLEU is not installed, BLEU and chrF are left out.
     """
     measured = [row for row in rows[: 2 * count] if fits_context(loaded, row.source)][:count]
     if not measured:

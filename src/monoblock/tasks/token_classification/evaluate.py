@@ -62,7 +62,7 @@ def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluati
         **_f1_metrics(loaded.labels, predictions, corpus.rows, _training_request(loaded, request), notes),
         "loss": float(classification.negative_log_likelihood(probabilities, gold).mean()),
         "ece": classification.calibration_error(probabilities, gold),
-        "majority": 100 * int(np.bincount(gold).max()) / len(gold),
+        "majority": classification.majority_accuracy(gold),
         "words": len(gold),
         "sources": len(corpus),
         "split": corpus.split,
