@@ -29,7 +29,14 @@ S = TypeVar("S")
 MAX_SEQUENCES = 512  # decoded at once, beams included
 DEFAULT_MAX_NEW_TOKENS = 256  # where neither the folder nor the call gives a limit
 # Kind of head -> the method of a pipeline that uses it.
-HEAD_METHODS = {"classifier": "classify", "tagger": "tag", "masked_lm": "fill", "spans": "answer", "pooled": "embed"}
+HEAD_METHODS = {
+    "classifier": "classify",
+    "tagger": "tag",
+    "masked_lm": "fill",
+    "spans": "answer",
+    "pooled": "embed",
+    "regression": "predict",
+}
 
 
 @dataclass(frozen=True)
