@@ -49,8 +49,9 @@ def predict(loaded: LoadedModel, texts: Any) -> list[float]:
 
 def evaluate(loaded: LoadedModel, request: EvaluationRequest) -> mb.Evaluation:
     rows = read_corpus(request, "pairs").rows
-    scores = zip(predict(loaded, [row.source for row in rows]), predict(loaded, [row.target for row in rows]))
-    return mb.Evaluation({"accuracy": sum(better > worse for better, worse in scores) / len(rows)})
+    better = torch.tensor(predict(loaded, [row.source for row in rows]))
+    worse = torch.tensor(predict(loaded, [row.target for row in rows]))
+    return mb.Evaluation({"accuracy": (better > worse).float().mean().item()})
 
 
 RANKING = mb.Task(

@@ -178,7 +178,7 @@ def test_rows_can_be_held_back_for_validation(corpus):
     task_data = build_task_data(recipe(corpus, "data.validation_rows=4"), None)
     assert "19 images" in task_data.summary
     assert sum(part.batch_size for part in task_data.evaluation_batches()) == 4
-    with pytest.raises(ConfigError, match=r"data\.held=23 leaves none of the 23 rows"):
+    with pytest.raises(ConfigError, match=r"data\.validation_rows=23 leaves none of the 23 rows"):
         build_task_data(recipe(corpus, "data.validation_rows=23"), None)
 
 
@@ -202,10 +202,10 @@ def test_bad_images_are_one_line(corpus):
             build_task_data(recipe(corpus), None)
         with pytest.raises(FileError, match=r"train\.npz: pixels range from"):
             read_pixels(corpus / "train.npz", mb.tiny("deit-base").input)
-    assert recipe(corpus, "classification.augment.rotate=5", "classification.augment.flip=0.5").data.augment.rotate == 5
+    assert recipe(corpus, "classification.augment.rotate=5", "classification.augment.flip=0.5").task.augment.rotate == 5
     with pytest.raises(ConfigError, match="trun"):
         recipe(corpus, "classification.augment.trun=5")
-    with pytest.raises(ConfigError, match=r"data\.augment varies images, and the corpus reverse is pairs"):
+    with pytest.raises(ConfigError, match=r"\[classification\] is for train\.objective='classification'"):
         build_task_data(read_recipe("reverse", ["classification.augment={shift=1}", "data.limit=9"]), 32)
 
 

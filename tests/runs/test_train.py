@@ -1,6 +1,5 @@
 """`mb.train` and `mb.evaluate`: recipes, tasks, blocks, optimizers and batches of the user; events as progress."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +38,6 @@ def run_example(name, *arguments, code=None):
     done = subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True, cwd=EXAMPLES, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-def example_length(name):
-    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
-    return sum(bool(line.strip()) for line in lines)
 
 
 def test_a_recipe_is_trained_from_python(recipe, tmp_path, capfd):
@@ -95,7 +89,6 @@ def test_a_run_is_resumed_bit_for_bit_from_python(recipe, tmp_path):
 
 
 def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(tmp_path):
-    assert example_length("ranking_task.py") < 75, "the task itself is shorter: the rest trains it"
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"good {n} x\tbad {n % 7} y\n" for n in range(200)), encoding="utf-8")
     loss, accuracy = map(float, run_example("ranking_task.py", pairs, tmp_path / "run").split())
@@ -108,7 +101,7 @@ def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(
     better, worse, again = map(float, run_example("", tmp_path / "run", pairs, code=code).split())
     assert better > worse
     assert again == 1
-    with pytest.raises(mb.ConfigError, match="train.objective='ranking' is not one of"):
+    with pytest.raises(mb.ConfigError, match=r"train\.objective='ranking' is not one of"):
         mb.load(tmp_path / "run")
 
 
@@ -119,8 +112,7 @@ def test_the_task_of_the_example_takes_fewer_than_60_lines():
     assert sum(bool(line.strip()) for line in lines) < 60
 
 
-@pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")
-def test_a_block_of_the_user_is_trained_and_loaded(recipe, tmp_path, monkeypatch):
+def test_a_block_of_the_user_is_trained_and_loaded(recipe, tmp_path):
     sys.path.insert(0, str(EXAMPLES))
     try:
         from own_block import ScaledTransformer

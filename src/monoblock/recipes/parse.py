@@ -73,11 +73,19 @@ def _build_recipe(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys
         if task.section is None:
             if own:
                 raise ConfigError(f"the objective {task.name} has no keys of its own; leave out the section")
+            _check_adversarial(recipe, task, tasks)
             return recipe
         section: Any = from_dict(task.section, own, task.name)
     except FieldError as problem:
         raise (problem.with_path("") if problem.path == Recipe.__name__ else problem) from None
+    _check_adversarial(recipe, task, tasks)
     return replace(recipe, task=section)
+
+
+def _check_adversarial(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> None:
+    if recipe.train.adversarial and not task.supports_adversarial:
+        names = ", ".join(item.name for item in tasks if item.supports_adversarial)
+        raise ConfigError(f"train.adversarial is for {names}, not {task.name}; leave it out")
 
 
 def read_toml(name_or_path: str) -> dict[str, Any]:

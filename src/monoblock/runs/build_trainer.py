@@ -89,8 +89,6 @@ def build_trainer(
 
 def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, task: Task) -> Loss:
     """Return the loss of a task, with the options of the recipe: smoothing, load balancing, adversarial training."""
-    if section.adversarial and not task.supports_adversarial:
-        raise ConfigError(f"train.adversarial is not for train.objective={task.name!r}; leave it out")
     if task.loss is not None:
         if section.label_smoothing:
             raise ConfigError(f"train.label_smoothing is not for the loss of {task.name!r}; leave it out")
