@@ -162,10 +162,10 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere", "text.txt"), "there is no such folder"),
+        (("nowhere", "text.txt"), "nowhere does not exist"),
         (("decoder", "nothing.txt"), "no corpus, file or folder"),
         (("decoder", "tagged.conll"), "'token_classification' trains encoder-only models"),
-        (("decoder", "labelled.tsv"), "or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"),
+        (("decoder", "labelled.tsv"), "or prompt this model for labels with monoblock evaluate MODEL DATA --shots 4"),
         (("encoder", "strange.tsv"), "split valid, row 3: the label 'c' was not seen in training"),
         (("encoder", "strange.conll"), "split valid, row 2: the label 'c' was not seen in training"),
         (("encoder", "chat.jsonl"), "'chat' trains decoder-only models"),

@@ -229,7 +229,7 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked_l
         (
             ["toy.toml", "model.family=bert", "train.objective=classification", "data.corpus=digits"],
             2,
-            "the corpus digits is images, and this model reads text",
+            "the corpus digits is images, but this model reads text",
         ),
         (["digits", "data.corpus=book.txt"], 1, "book.txt"),
         (["toy.toml", "data.corpus=digits"], 2, "needs text, but the corpus digits is images"),
@@ -243,7 +243,7 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked_l
             "has no mask token, which train.objective='masked_lm' needs",
         ),
         (["nowhere.toml"], 1, "there is no recipe file nowhere.toml"),
-        (["bad.toml"], 1, "bad.toml is not TOML"),
+        (["bad.toml"], 1, "bad.toml is not valid TOML"),
         (["bare.toml"], 2, "lacks the field 'data'"),
         (["toy.toml", "--resume"], 1, "there is nothing to resume in runs/toy"),
         (["toy.toml", "--data", "nowhere"], 2, "nowhere"),

@@ -31,5 +31,5 @@ def test_a_new_head_of_a_vision_model_has_no_pooler(kind, default):
 def test_a_regression_head_of_another_size_is_an_error():
     config = adapt_config(BERT, "regression", {}, classes=3)
     assert adapt_config(config, "regression", {}, classes=3) == config
-    with pytest.raises(ConfigError, match="has 3 classes, and 1 are needed"):
+    with pytest.raises(ConfigError, match="has 3 classes, but 1 are needed"):
         adapt_config(config, "regression", {}, classes=1)

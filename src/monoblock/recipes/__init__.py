@@ -1,1 +1,1 @@
-"""Training recipes: one TOML file each, their schema and their parser."""
+"""Training recipes: a TOML file for each recipe of the package, and the code that parses and checks recipes."""

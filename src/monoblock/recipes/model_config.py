@@ -1,4 +1,4 @@
-"""The model configuration that a recipe describes."""
+"""Build the model configuration that a recipe describes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def build_model_config(
     """Build the configuration of the model that a recipe trains.
 
     task: the task of the recipe, which must be able to train the model.
-    vocab: the size of the tokenizer's vocabulary, None without a tokenizer.
-    stored: the configuration in model.folder, if the caller has read it already.
+    vocab: the size of the tokenizer's vocabulary; None if there is no tokenizer.
+    stored: the configuration in model.folder; None reads it from there.
     data_sizes: sizes that follow from the data, such as `classes` or `image`.
     """
     if "folder" in recipe.model:
@@ -43,15 +43,18 @@ def _build_new_config(
 ) -> ModelConfig | RecurrentConfig:
     knobs = {**data_sizes, **recipe.model}
     if vocab is not None and isinstance(size := knobs.setdefault("vocab", vocab), int) and size < vocab:
-        raise ConfigError(f"model.vocab={size} is less than the {vocab} tokens of the tokenizer; leave it out")
+        raise ConfigError(f"model.vocab={size} is less than the {vocab} tokens of the tokenizer; leave out model.vocab")
     try:
         return _apply_knobs(task, knobs)
-    except FieldError as problem:  # the field may lie deep in the configuration; the user wrote model.heads
+    except FieldError as problem:  # name the key that the user wrote, such as model.heads
         raise (problem.with_path("model") if problem.field in recipe.model else problem) from None
 
 
 def _apply_knobs(task: TaskKeys, knobs: dict[str, Any]) -> ModelConfig | RecurrentConfig:
-    """Build a preset or a family with knobs; an encoder without an explicit head gets the head that the task needs."""
+    """Build a configuration from knobs, which include a preset or a family.
+
+    An encoder-only model gets the head that the task needs, unless the knobs include a head.
+    """
     if "preset" in knobs:
         published = preset(str(knobs.pop("preset")))
         if published.family in task.families and published.family == "encoder-only":
@@ -71,7 +74,7 @@ def _apply_knobs(task: TaskKeys, knobs: dict[str, Any]) -> ModelConfig | Recurre
 
 
 def is_vision(recipe: Recipe) -> bool:
-    """Whether the model of a recipe reads images."""
+    """Return whether the model of a recipe reads images."""
     if "folder" in recipe.model:
         from monoblock.recipes.stored_config import read_stored_config
 
@@ -85,26 +88,26 @@ def is_vision(recipe: Recipe) -> bool:
 def _check_trainable(task: TaskKeys, config: ModelConfig) -> None:
     if config.head is None or config.head.kind != task.head:
         head = config.head.kind if config.head is not None else "none"
-        raise _incompatible_model_error(task, f"{config.family} with {head!r}")
+        raise _incompatible_model_error(task, f"{config.family} with the head {head!r}")
     check_family(task, config)
 
 
 def check_family(task: TaskKeys, config: ModelConfig | RecurrentConfig) -> None:
-    """Raise ConfigError unless a task trains models of this family; the head is not checked."""
+    """Raise ConfigError unless the task trains models of the family of `config`; the head is not checked."""
     if isinstance(config, ModelConfig) and config.family not in task.families:
         raise _incompatible_model_error(task, config.family)
 
 
 def _incompatible_model_error(task: TaskKeys, model: str) -> ConfigError:
-    advice = "start from one of those"
+    advice = "start from such a model"
     if model.startswith("decoder-only") and (task.head == "classifier" or "encoder-decoder" in task.families):
-        advice += ", or prompt this one for labels: monoblock evaluate MODEL DATA --shots 4"
+        advice += ", or prompt this model for labels with monoblock evaluate MODEL DATA --shots 4"
     return ConfigError(
         f"train.objective={task.name!r} trains {' or '.join(task.families)} models with the head {task.head!r}; "
-        f"this one is {model}: {advice}"
+        f"this model is {model}; {advice}"
     )
 
 
 def has_segments(config: ModelConfig | RecurrentConfig) -> bool:
-    """Whether a model has segment embeddings, which tell the two texts of a pair apart."""
+    """Return whether a model has segment embeddings, which tell the two texts of a pair apart."""
     return getattr(getattr(config, "input", None), "segments", 0) > 1

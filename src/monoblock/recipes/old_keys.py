@@ -1,6 +1,7 @@
-"""Accept the keys and objectives of earlier versions, and say what they are called now.
+"""Accept keys and objectives under the names they had in earlier versions.
 
-A key of one task moved into the section of that task (`Task.old_keys`); keys of all tasks were renamed (RENAMED_KEYS).
+Keys that belong to one task were moved into the section of that task (`Task.old_keys`). Some of the keys that all tasks
+share were renamed (RENAMED_KEYS).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.recipes.schema import Recipe, TaskKeys
 
-# Former key -> key now.
+# Maps former keys to their present names.
 RENAMED_KEYS = {
     "data.held": "data.validation_rows",
     "data.longest": "data.max_length",
@@ -35,9 +36,10 @@ _MISSING = object()
 
 
 def select_task(data: Mapping[str, Any], tasks: Iterable[TaskKeys]) -> TaskKeys:
-    """Return the task of a recipe by train.objective; raise ConfigError for an unknown one.
+    """Return the task that train.objective names in the tables of a recipe; raise ConfigError if there is none.
 
-    Of several tasks with one former name, return the first that has all the former task keys set in the recipe.
+    If train.objective is a former name of several tasks, return the first of them that has all the former task keys
+    that the recipe sets.
     """
     tasks = list(tasks)
     section = data.get("train")
@@ -52,9 +54,9 @@ def select_task(data: Mapping[str, Any], tasks: Iterable[TaskKeys]) -> TaskKeys:
 
 
 def translate_key(old: str, value: Any, task: TaskKeys, tasks: Sequence[TaskKeys]) -> str | None:
-    """Return what a key is called now; None for a former key of another task that has its default value.
+    """Return the present name of a key, which may be a former name.
 
-    Raise ConfigError for a former key of another task with any other value.
+    For a former key of another task than `task`, return None if its value is the default, else raise ConfigError.
     """
     if old in RENAMED_KEYS:
         return RENAMED_KEYS[old]
@@ -66,13 +68,13 @@ def translate_key(old: str, value: Any, task: TaskKeys, tasks: Sequence[TaskKeys
     if _is_default(value, old, owners[0]):
         return None
     names = " or ".join(f"{other.name}.{other.old_keys[old]}" for other in owners)
-    raise ConfigError(f"{old} is now called {names}, and train.objective={task.name!r} has no such key; leave it out")
+    raise ConfigError(f"{old} is now called {names}, but train.objective={task.name!r} has no such key; leave it out")
 
 
 def rename_old_keys(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys]) -> list[str]:
-    """Rename former keys and the former objective in the tables of a recipe; return a message for each change."""
+    """Rename former keys and a former objective in the tables of a recipe, in place; return a message for each."""
     messages = []
-    for old in [*RENAMED_KEYS, *reversed(_all_old_keys(tasks))]:  # keys within a table before the table
+    for old in [*RENAMED_KEYS, *reversed(_all_old_keys(tasks))]:  # keys in a table come before the table itself
         value = _pop(data, old)
         if value is _MISSING:
             continue
@@ -90,9 +92,9 @@ def rename_old_keys(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKe
 
 
 def to_old_tables(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> dict[str, Any]:
-    """Return a recipe under its former keys, with the defaults of the keys that its task does not have.
+    """Return the tables of a recipe as earlier versions had them: with former keys, and with the keys of all tasks.
 
-    Checkpoints of earlier versions store digests of these tables.
+    The keys of other tasks have their defaults. Checkpoints of earlier versions store digests of these tables.
     """
     tables = recipe.to_tables()
     own = tables.pop(task.name, {}) if task.section is not None else {}
@@ -100,7 +102,7 @@ def to_old_tables(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> 
         owner = task if old in task.old_keys else _owner(old, tasks)
         values = own if owner is task else _section_defaults(owner)
         set_key(tables, old, _get(values, owner.old_keys[old]))
-        if "." in old.partition(".")[2]:  # a key of a table within a section: drop the name it has now
+        if "." in old.partition(".")[2]:  # a key in a table of a section: drop its present name
             table, _, _ = old.rpartition(".")
             _pop(tables, f"{table}.{owner.old_keys[old].rpartition('.')[2]}")
     for old, new in RENAMED_KEYS.items():

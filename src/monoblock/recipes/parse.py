@@ -1,7 +1,7 @@
 """Read recipes from TOML and apply command-line overrides.
 
-The command line beats the file, and the file beats the defaults. An unknown key is an error that names the nearest
-known one.
+Overrides take precedence over the file, and the file over the defaults. For an unknown key, the error message suggests
+the most similar known key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from monoblock.recipes.schema import Recipe, TaskKeys
 
 RECIPE_FILE = "recipe.toml"  # in the folder of a run
 SECTIONS = ("data", "tokenizer", "model", "train", "lora", "generate")
-# Keys of [model] that `model.folder=…` on the command line leaves in place.
+# The keys of [model] that are kept if `model.folder=…` on the command line replaces the model of the file.
 REGULARIZATION_KEYS = ("dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout", "pooling")
 
 
@@ -42,7 +42,7 @@ def parse_recipe(
     """Build a recipe from the tables of a TOML file and overrides, `section.key=value` or {"section.key": value}.
 
     tasks: the known tasks, whose sections a recipe may have.
-    warn: warn about keys of earlier versions.
+    warn: whether to warn about keys of earlier versions.
     """
     sections = (*SECTIONS, *(task.name for task in tasks if task.section is not None))
     data, changes = copy.deepcopy(data), _parse_overrides(overrides, sections)
@@ -66,13 +66,14 @@ def _build_recipe(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys
     if other is not None:
         raise ConfigError(
             f"the section [{other}] is for train.objective={other!r}, but this recipe has train.objective={task.name!r}"
+            "; leave out the section, or change the objective"
         )
     own = data.pop(task.name, {})
     try:
         recipe = from_dict(Recipe, data)
         if task.section is None:
             if own:
-                raise ConfigError(f"the objective {task.name} has no keys of its own; leave out the section")
+                raise ConfigError(f"the objective {task.name} has no keys of its own; leave out [{task.name}]")
             _check_adversarial(recipe, task, tasks)
             return recipe
         section: Any = from_dict(task.section, own, task.name)
@@ -89,7 +90,10 @@ def _check_adversarial(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]
 
 
 def read_toml(name_or_path: str) -> dict[str, Any]:
-    """Return the tables of a recipe by its name in the package or from a TOML file; `name` defaults to that name."""
+    """Return the tables of a recipe, which is given by its name in the package or by the path of a TOML file.
+
+    If the recipe has no key `name`, its name is that of the file.
+    """
     tables = _load_toml(name_or_path)
     tables.setdefault("name", Path(name_or_path).stem)
     return tables
@@ -102,15 +106,15 @@ def _load_toml(name_or_path: str) -> dict[str, Any]:
     elif path.is_file():
         text = path.read_text(encoding="utf-8")
     elif path.suffix == ".toml" or "/" in name_or_path:
-        raise FileError(f"there is no recipe file {name_or_path}")
+        raise FileError(f"there is no recipe file {name_or_path}; check the path")
     else:
         raise ConfigError(
-            f"there is no recipe {name_or_path!r}{did_you_mean(name_or_path, names)} (monoblock ls recipes)"
+            f"there is no recipe {name_or_path!r}{did_you_mean(name_or_path, names)} (`monoblock ls recipes` lists all)"
         )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise FileError(f"{name_or_path} is not TOML: {problem}") from None
+        raise FileError(f"{name_or_path} is not valid TOML: {problem}") from None
 
 
 def _parse_overrides(overrides: Iterable[str] | Mapping[str, Any], sections: Sequence[str]) -> list[tuple[str, Any]]:
@@ -141,10 +145,10 @@ def _parse_override(override: str, sections: Sequence[str]) -> tuple[str, Any]:
 
 def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a key in the tables of a recipe, and remove the keys that the new value replaces."""
-    if key == "model.folder" and "folder" not in data.get("model", {}):  # the sizes in the file are another model's
+    if key == "model.folder" and "folder" not in data.get("model", {}):  # the file has the sizes of another model
         data["model"] = {name: size for name, size in data.get("model", {}).items() if name in REGULARIZATION_KEYS}
     if key == "train.steps":
-        data.get("train", {}).pop("epochs", None)  # those of the file, which would override the steps
+        data.get("train", {}).pop("epochs", None)  # epochs in the file would override the steps
     set_key(data, key, value)
 
 

@@ -1,7 +1,8 @@
-"""A recipe and its sections: every key with its default and its meaning.
+"""The sections of a recipe: every key with its default and its meaning.
 
 A recipe says which model is trained, on which data and how. It is written as TOML (parse.py reads it) and stored as
-recipe.toml in the run folder. A task adds a section of its own, such as [question_answering] (tasks/*/section.py).
+recipe.toml in the run folder. A task may add a section of its own, such as [question_answering], which is defined in
+tasks/*/section.py.
 """
 
 from __future__ import annotations
@@ -57,16 +58,18 @@ class TaskKeys(Protocol):
 
     @property
     def old_keys(self) -> Mapping[str, str]:
-        """Former key ("question_answering.stride") to the key in the section of the task ("stride")."""
+        """Maps a former key, such as "data.stride", to the key in the section of the task, such as "stride"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    corpus: str  # a named corpus or a path
-    packing: Literal["stream", "documents"] = "stream"  # one running text, or documents that do not see each other
-    limit: int | None = None  # use at most this many training rows
-    validation_rows: int = 0  # hold out this many last training rows for validation; 0: use the split `valid`, if any
-    max_length: int | None = None  # tokens: longer texts are cut, longer pairs left out; None: the model's context
+    corpus: str  # the name of a corpus (monoblock ls corpora), or the path of a file or folder
+    packing: Literal["stream", "documents"] = "stream"  # train on one running text, or on separate documents
+    limit: int | None = None  # train on at most this many rows
+    validation_rows: int = (
+        0  # number of last training rows to hold out for validation; 0: use the split `valid`, if any
+    )
+    max_length: int | None = None  # in tokens; longer texts are cut, longer pairs left out; None: the model's context
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -76,13 +79,13 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSection:
-    kind: Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"] = "bpe"
-    vocab: int = 4096
-    marker: str | None = None  # character-level BPE: "@@" or "▁"
-    lowercase: bool = False
-    dropout: float = 0.0  # of merges, in training only (BPE-dropout, Provilkov et al. 2020)
-    tags: tuple[str, ...] = ()  # further special tokens, recognized in texts: "<bt>"
-    folder: str | None = None  # use the tokenizer of this folder instead
+    kind: Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"] = "bpe"  # the kind of tokenizer to train
+    vocab: int = 4096  # the size of the vocabulary
+    marker: str | None = None  # how character-level BPE marks word boundaries, "@@" or "▁"; None: byte-level BPE
+    lowercase: bool = False  # convert texts to lower case
+    dropout: float = 0.0  # probability of skipping a merge, in training (BPE-dropout, Provilkov et al. 2020)
+    tags: tuple[str, ...] = ()  # further special tokens that are recognized in texts, such as "<bt>"
+    folder: str | None = None  # load the tokenizer from this folder instead of training one
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -93,45 +96,47 @@ class TokenizerSection:
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
     objective: str = "causal_lm"  # the name of a task (monoblock ls tasks)
-    steps: int = 1000
-    epochs: float | None = None  # passes over the data; overrides steps
-    batch: int = 16  # sequences in a micro-batch
-    batch_tokens: int | None = None  # seq2seq, text_to_text: tokens in a micro-batch instead, padding included
-    accumulate: int = 1  # micro-batches in an update
-    lr: float = 1e-3  # the peak learning rate; with schedule="noam", a factor
-    schedule: Literal["noam", "constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup: float = 100  # warm-up steps; below 1, a fraction of all steps
+    steps: int = 1000  # number of updates
+    epochs: float | None = None  # number of passes over the training data; overrides steps
+    batch: int = 16  # number of sequences in a micro-batch
+    batch_tokens: int | None = None  # seq2seq, text_to_text: tokens in an update, with padding; overrides batch
+    accumulate: int = 1  # number of micro-batches in an update
+    lr: float = 1e-3  # the peak learning rate; with schedule="noam", a factor on the formula of the paper
+    schedule: Literal["noam", "constant", "linear", "cosine", "wsd"] = "cosine"  # how the learning rate falls
+    warmup: float = 100  # number of warm-up steps; below 1, a fraction of all steps
     min_lr_ratio: float = 0.1  # the final learning rate as a fraction of lr
-    optimizer: Literal["adam", "adamw", "muon"] = "adamw"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    embedding_weight_decay: float = 0.0
-    adam_lr_factor: float = 1.0  # with Muon: the learning rate of AdamW as a multiple of lr
-    layer_decay: float = 1.0  # the learning rate of a layer as a fraction of that of the layer above
-    freeze_layers: int | None = None  # do not train the embeddings and this many first layers; None: train all
-    clip: float = 1.0  # largest norm of the gradient
-    label_smoothing: float = 0.0
-    adversarial: float = 0.0  # perturb embeddings by this fraction of their norm (Miyato et al. 2017); 0: do not
-    load_balancing: float = 0.01  # experts: weight of the load-balancing loss
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # graphs: CUDA graphs, for batches of one shape
-    device: str = "auto"
-    deterministic: bool = False
+    optimizer: Literal["adam", "adamw", "muon"] = "adamw"  # "muon": Muon for matrices in blocks, AdamW for the rest
+    beta1: float = 0.9  # of Adam: decay of the mean gradient
+    beta2: float = 0.95  # of Adam: decay of the mean squared gradient
+    eps: float = 1e-8  # of Adam: added to the denominator
+    weight_decay: float = 0.1  # weight decay of matrices; embeddings, norms and biases are not decayed
+    embedding_weight_decay: float = 0.0  # weight decay of embeddings
+    adam_lr_factor: float = 1.0  # with Muon: the learning rate of the weights that AdamW updates, as a multiple of lr
+    layer_decay: float = 1.0  # the learning rate of a layer as a fraction of that of the next layer
+    freeze_layers: int | None = None  # freeze the embeddings and this many layers from the bottom; None: train all
+    clip: float = 1.0  # the largest gradient norm; a larger gradient is scaled down to it; 0: no clipping
+    label_smoothing: float = 0.0  # share of the target probability that is spread over all classes
+    adversarial: float = (
+        0.0  # adversarial noise on embeddings, as a fraction of their norm (Miyato et al. 2017); 0: off
+    )
+    load_balancing: float = 0.01  # for models with experts: the weight of the load-balancing loss
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # "auto": bf16 on a GPU, fp32 on a CPU
+    compile: Literal["auto", "yes", "no", "graphs"] = "auto"  # whether to use torch.compile; "graphs": with CUDA graphs
+    device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
+    deterministic: bool = False  # use deterministic algorithms, which can be slower
     activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    seed: int = 1
-    workers: int = 0  # processes that prepare batches
-    save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps
-    eval_every: float = 500  # steps between evaluations; below 1, a fraction of all steps
-    eval_batches: int = 0  # validation batches in an evaluation; 0: all
-    sample_every: int = 0  # steps between sampled texts; 0: none
-    keep_checkpoints: int = 3  # delete older ones
-    ema: float = 0.0  # decay of an exponential moving average of the weights; 0: none
-    average_checkpoints: int = 0  # the final model is the mean of this many last checkpoints; 0: the last weights
+    seed: int = 1  # of the initial weights, the order of the data, dropout and augmentation
+    workers: int = 0  # number of processes that prepare batches; 0: the training process prepares them
+    save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps; 0: only at the end
+    eval_every: float = 500  # steps between evaluations; below 1, a fraction of all steps; 0: none during training
+    eval_batches: int = 0  # number of validation batches in an evaluation; 0: all
+    sample_every: int = 0  # steps between texts sampled for the log; 0: none
+    keep_checkpoints: int = 3  # number of checkpoints to keep; older ones are deleted
+    ema: float = 0.0  # decay of an exponential moving average of the weights, which becomes the model; 0: none
+    average_checkpoints: int = 0  # number of last checkpoints whose mean is the final model; 0: no averaging
     load_best: bool = False  # the final model is the checkpoint with the lowest validation loss
     spike_threshold: float = 10.0  # skip an update whose gradient norm is this many times the usual one; 0: never
-    max_skipped_updates: int = 5  # after this many skipped updates in a row, return to a checkpoint
+    max_skipped_updates: int = 5  # after this many skipped updates in a row, return to the last good checkpoint
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -144,18 +149,21 @@ class TrainSection:
             raise ConfigError(f"train.layer_decay={self.layer_decay} is not in (0, 1]; write 1 for no decay")
         if self.average_checkpoints > self.keep_checkpoints:
             count = self.average_checkpoints
-            raise ConfigError(f"train.average_checkpoints={count} needs train.keep_checkpoints={count} or more")
+            raise ConfigError(
+                f"train.average_checkpoints={count} averages more checkpoints than are kept; "
+                f"write train.keep_checkpoints={count} or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """Low-rank adapters beside frozen weights (Hu et al. 2021)."""
+    """Low-rank adapters, which are trained instead of the weights (Hu et al. 2021)."""
 
-    rank: int = 0  # 0: no adapters
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ("query", "value")  # suffixes of the names of projections, or "all"
-    dropout: float = 0.0
-    bits: Literal[0, 4, 8] = 0  # of the frozen weights; 0: not quantized
+    rank: int = 0  # the rank of the adapters; 0: no adapters, all weights are trained
+    alpha: float = 16.0  # the output of an adapter is multiplied by alpha / rank
+    targets: tuple[str, ...] = ("query", "value")  # projections that get an adapter, by the end of the name; or "all"
+    dropout: float = 0.0  # dropout probability of the inputs of an adapter
+    bits: Literal[0, 4, 8] = 0  # quantize the frozen weights to this many bits; 0: do not quantize
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -170,14 +178,14 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSection:
-    prompt: str = ""
-    max_new_tokens: int = 120
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    num_beams: int = 4  # for tasks that decode by beam search
-    length_penalty: float = 1.0
-    scored_rows: int = 100  # validation rows to predict for the metrics in the model card; 0: none
+    prompt: str = ""  # the text that samples during training continue
+    max_new_tokens: int = 120  # maximum number of generated tokens
+    temperature: float = 0.8  # sampling temperature; 0: always the most probable token
+    top_k: int = 0  # sample from this many most probable tokens; 0: from all
+    top_p: float = 0.95  # sample from the most probable tokens whose probabilities add up to this
+    num_beams: int = 4  # number of beams, for tasks that decode by beam search
+    length_penalty: float = 1.0  # beam search divides the log-probability by length to this power
+    scored_rows: int = 100  # number of validation rows on which the metrics of the model card are computed; 0: none
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -191,11 +199,11 @@ class Recipe:
     about: str = ""
     data: DataSection
     tokenizer: TokenizerSection = TokenizerSection()
-    model: dict  # a preset, a family or a folder, and the knobs to change in it
+    model: dict  # one of preset, family and folder, and the knobs to set in it
     train: TrainSection = TrainSection()
     lora: LoraSection = LoraSection()
     generate: GenerateSection = GenerateSection()
-    task: object = None  # the keys of the task alone: in TOML, the section with the name of the objective
+    task: object = None  # the keys of the task; in TOML, the section that has the name of the objective
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -221,12 +229,12 @@ def _without_none(value: Any) -> Any:
 
 
 def _check_model_source(model: Mapping[str, Any]) -> None:
-    """Raise unless [model] names exactly one preset, family or folder.
+    """Raise ConfigError unless [model] has exactly one of the keys preset, family and folder, with a known value.
 
-    A folder is looked up only when it is read: the recipe of a finished run may outlive the folder it started from.
+    A folder need not exist: the recipe of a finished run may outlive the folder that the run started from.
     """
     if sum(name in model for name in MODEL_SOURCES) != 1:
-        raise ConfigError("[model] must have exactly one of the keys preset, family and folder")
+        raise ConfigError("[model] must have exactly one of the keys preset, family and folder; write one of them")
     if "preset" in model:
         preset(str(model["preset"]))
     elif "family" in model:

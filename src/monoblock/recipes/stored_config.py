@@ -1,7 +1,7 @@
-"""Read the configuration of a model that has weights, and apply the changes that a recipe may make to it.
+"""Read the configuration of a stored model, and apply the changes that a recipe makes to it.
 
-Dropout and the context may be changed, since the weights keep their meaning; the shape of a weight may not. The head
-may be replaced by a new one.
+A recipe may change dropout and the context, which leave the weights usable, but not the shape of a weight. It may
+replace the head by a new one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from monoblock.untrusted_files import has_file, read_json, safe_join
 
 CHANGEABLE_KNOBS = ("context", "dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout")
 HEAD_KNOBS = ("head", "classes", "pooling", "pooler")
-FRESH_HEAD = "fresh"  # model.head="fresh": a new head even if the stored one has the kind of the objective
+FRESH_HEAD = "fresh"  # model.head="fresh" asks for a new head even if the stored head is of the kind that is needed
 
 
 def resolve_model_folder(folder: Any) -> Path:
-    """Return the local path of model.folder; a name on the Hugging Face hub is downloaded."""
+    """Return the local path of model.folder; a model named by its id on the Hugging Face hub is downloaded."""
     path = resolve_model_path(str(folder))
     if not path.exists():
         raise FileError(
-            f"model.folder={folder}: there is no such folder; give a run, a Hugging Face folder or a .gguf file"
+            f"model.folder={folder} does not exist; give a run folder, a Hugging Face folder or a .gguf file"
         )
     return path
 
@@ -42,7 +42,7 @@ def read_stored_config(folder: Any) -> ModelConfig | RecurrentConfig:
 
         return read_gguf_config(path)
     if not has_file(path, CONFIG_FILE):
-        raise FileError(f"model.folder={path} is not a model folder: it has no {CONFIG_FILE}")
+        raise FileError(f"model.folder={path} is not a model folder: it has no {CONFIG_FILE}; give another folder")
     data = read_json(safe_join(path, CONFIG_FILE))
     if data.get("format") == FORMAT_NAME:
         return read_config(path)
@@ -57,24 +57,29 @@ def read_stored_config(folder: Any) -> ModelConfig | RecurrentConfig:
 def adapt_config(
     config: ModelConfig | RecurrentConfig, head: str, model: Mapping[str, Any], **data_sizes: Any
 ) -> ModelConfig | RecurrentConfig:
-    """Apply `model`, the [model] section of a recipe, to a stored configuration.
+    """Return a stored configuration with the changes that a recipe makes to it.
 
-    `head` is the kind of head that the objective needs; `data_sizes` are sizes of the data, such as `classes`.
+    head: the kind of head that the objective needs.
+    model: the [model] section of the recipe.
+    data_sizes: sizes that follow from the data, such as `classes`.
     """
     knobs = {name: value for name, value in model.items() if name != "folder"}
     if isinstance(config, RecurrentConfig):
         return _adapt_lstm_config(config, knobs)
     for name, value in knobs.items():
         if name not in KNOBS:
-            raise ConfigError(f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")
+            raise ConfigError(f"[model] has no key {name!r}{did_you_mean(name, KNOBS)}")
         if name not in (*CHANGEABLE_KNOBS, *HEAD_KNOBS) and vary(config, **{name: value}) != config:
             raise ConfigError(
                 f"model.{name}={value!r} is not what the weights of model.folder were trained with; leave it out "
-                f"(these may change: {', '.join(CHANGEABLE_KNOBS)})"
+                f"(only these can be changed: {', '.join(CHANGEABLE_KNOBS)})"
             )
     for name, value in data_sizes.items():
         if name != "classes" and vary(config, **{name: value}) != config:
-            raise ConfigError(f"the data have {name}={value}, but the model in model.folder has another {name}")
+            raise ConfigError(
+                f"the data need a model with {name}={value}, but the model in model.folder has another {name}; "
+                "give other data or another model"
+            )
     changes = {name: value for name, value in knobs.items() if name in CHANGEABLE_KNOBS and name != "head_dropout"}
     return _configure_head(vary(config, **changes), head, knobs, data_sizes.get("classes"))
 
@@ -85,8 +90,8 @@ def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], cl
     if config.head is not None and requested == config.head.kind:
         if classes is not None and config.head.classes != classes:
             raise ConfigError(
-                f"the head of model.folder has {config.head.classes} classes, and {classes} are needed; "
-                f"write model.head={FRESH_HEAD} to begin with a new one"
+                f"the head of the model in model.folder has {config.head.classes} classes, but {classes} are needed; "
+                f"write model.head={FRESH_HEAD} to train a new head"
             )
     elif config.family not in ("encoder-only", "vision") or kind == "language_model":
         return config  # build_model_config raises if the objective cannot train it
@@ -109,5 +114,5 @@ def _adapt_lstm_config(config: RecurrentConfig, knobs: Mapping[str, Any]) -> Rec
     changes = {name: value for name, value in knobs.items() if name != "context"}
     fixed = next((name for name in changes if "dropout" not in name or not hasattr(config, name)), None)
     if fixed is not None:
-        raise ConfigError(f"model.{fixed}: only the dropout of a trained LSTM can be changed; leave it out")
+        raise ConfigError(f"model.{fixed}: only the dropout of a stored LSTM can be changed; leave out model.{fixed}")
     return replace(config, **changes)

@@ -1,4 +1,4 @@
-"""Build the data of a recipe: read the corpus, find the tokenizer, and let the task build the batches."""
+"""Build the data of a recipe: read the corpus, load or train the tokenizer, and let the task build the batches."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def build_task_data(
     """Read the corpus of a recipe and prepare its training and validation batches.
 
     context: the context of the model in tokens; None means no limit.
-    task: a task that is not in the package.
-    config: that of `draft_config`, if the caller has built it already.
-    data_folder: folder with corpora.
+    task: a task of your own, which train.objective may name.
+    config: the result of `draft_config`; None computes it.
+    data_folder: the user's folder of corpora.
     run_folder: the folder of a resumed run, whose tokenizer is used.
-    start: the model that training starts from.
+    start: the stored model that training starts from, if any.
     """
     task = task_of_recipe(recipe, task)
     config = draft_config(recipe, task, start) if config is None else config
@@ -58,9 +58,10 @@ def build_task_data(
 
 
 def draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:
-    """Return the configuration of the model before the data are read; None for images, whose size is not known yet.
+    """Return the configuration of the model as far as it is known before the data are read.
 
-    The vocabulary and the number of classes are placeholders.
+    The size of the vocabulary and the number of classes are placeholders. Return None for a new vision model, which
+    depends on the size of the images.
     """
     if start is not None:
         check_family(task, start.config)
@@ -76,8 +77,11 @@ def _prepare_splits(recipe: Recipe, task: Task, data_folder: Path | None, start:
     train, valid = task.load_data(recipe, task.corpus_kinds, data_folder)
     if train.kind not in task.corpus_kinds:
         kinds = " or ".join(task.corpus_kinds)
-        raise ConfigError(f"train.objective={task.name!r} needs {kinds}, but the corpus {train.name} is {train.kind}")
-    labels = train.labels()  # before the limit, which must not lose a class
+        raise ConfigError(
+            f"train.objective={task.name!r} needs {kinds}, but the corpus {train.name} is {train.kind}; "
+            "give another corpus or another objective"
+        )
+    labels = train.labels()  # before data.limit is applied, so that no class is lost
     if start is not None and start.keeps_head(task.head, recipe.model):
         labels = start.match_labels(labels)
     digests = {corpus.split: fingerprint_rows(corpus) for corpus in (train, valid) if corpus is not None}
@@ -86,10 +90,10 @@ def _prepare_splits(recipe: Recipe, task: Task, data_folder: Path | None, start:
 
 
 def _check_modality(recipe: Recipe, train: Corpus) -> None:
-    """Raise ConfigError unless a vision model gets images, and any other model text."""
+    """Raise ConfigError unless the corpus has images for a vision model, or text for any other model."""
     if (train.kind == "images") != is_vision(recipe):
         reads = "reads images; give a corpus of images" if is_vision(recipe) else "reads text; write model.family='vit'"
-        raise ConfigError(f"the corpus {train.name} is {train.kind}, and this model {reads}")
+        raise ConfigError(f"the corpus {train.name} is {train.kind}, but this model {reads}")
 
 
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -98,7 +102,10 @@ def _check_modality(recipe: Recipe, train: Corpus) -> None:
 def find_tokenizer(
     recipe: Recipe, task: Task, train: Corpus, run_folder: Path | None, start: WarmStart | None = None
 ) -> Tokenizer:
-    """Return the tokenizer of the run folder, else of the initial model, else of tokenizer.folder, else train one."""
+    """Return the tokenizer of the run folder or, if there is none, of the stored model that training starts from.
+
+    Without such a model, load the tokenizer in tokenizer.folder or, if that key is not set, train a new one.
+    """
     section, roles = recipe.tokenizer, task.required_tokens
     if run_folder is not None and (run_folder / TOKENIZER_FILE).is_file():
         return check_required_tokens(load_tokenizer(run_folder), roles, task.name, run_folder)

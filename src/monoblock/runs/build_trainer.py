@@ -88,10 +88,13 @@ def build_trainer(
 
 
 def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, task: Task) -> Loss:
-    """Return the loss of a task, with the options of the recipe: smoothing, load balancing, adversarial training."""
+    """Return the loss of a task, with the label smoothing, load balancing and adversarial training of the recipe."""
     if task.loss is not None:
         if section.label_smoothing:
-            raise ConfigError(f"train.label_smoothing is not for the loss of {task.name!r}; leave it out")
+            raise ConfigError(
+                f"train.label_smoothing cannot be used with the objective {task.name!r}, which has a loss of its own; "
+                "leave it out"
+            )
         return FunctionLoss(task.loss)
     stacks = config.stacks.values() if isinstance(config, ModelConfig) else ()
     experts = next(
@@ -120,7 +123,7 @@ def _build_optimizers(section: TrainSection, model: nn.Module) -> Optimizers:
 
 
 def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) -> Callable[[int], Iterator[TensorBatch]]:
-    """Return a function that yields the batches of this process from a given step on."""
+    """Return a function that takes the number of a step and yields the batches of this process from that step on."""
 
     if task_data.batches is not None:
         return task_data.batches
@@ -129,7 +132,7 @@ def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) ->
     assert build_batch is not None
 
     def build(batch: BatchIndices) -> TensorBatch:
-        """Build this process's part of a batch, which may be empty; its `samples` list those of the whole batch."""
+        """Build this process's share of a batch, which may be empty; `samples` has the indices of the whole batch."""
         share, samples = batch_for_rank(batch, world.rank, world.size), batch.indices.tolist()
         if not len(share.indices):
             return TensorBatch({}, torch.empty(0, dtype=torch.int64), batch.epoch, samples)

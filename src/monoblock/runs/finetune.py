@@ -1,7 +1,7 @@
 """Build the recipe of `monoblock finetune`: the data decide the objective, and the objective the hyperparameters.
 
-Learning rates are those of BERT (Devlin et al. 2019) and LoRA (Hu et al. 2021) for models of REFERENCE_WIDTH, scaled
-inversely with the width.
+For models of REFERENCE_WIDTH, the learning rates are those of BERT (Devlin et al. 2019) and LoRA (Hu et al. 2021); for
+others, they are inversely proportional to the width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from monoblock.tasks.task import Task
 
 REFERENCE_WIDTH = 768
 LEARNING_RATE, LORA_LEARNING_RATE = 5e-5, 2e-4
-MAX_VALIDATION_ROWS = 1000  # held out of the training rows if there is no validation split
+MAX_VALIDATION_ROWS = 1000  # maximum number of training rows held out if there is no validation split
 
 
 def build_finetuning_recipe(
@@ -33,30 +33,33 @@ def build_finetuning_recipe(
     folder: Path | None = None,
     overrides: Iterable[str] = (),
 ) -> Recipe:
-    """Build the recipe that fine-tunes the model of a folder on a corpus.
+    """Build the recipe that fine-tunes a stored model on a corpus.
 
     model: a run folder, a Hugging Face folder or a GGUF file.
-    data: a named corpus, a file or a folder.
-    objective: None infers it from the data and the model.
-    folder: folder with corpora.
-    overrides: `section.key=value`, as on the command line.
+    data: the name of a corpus, or the path of a file or folder.
+    objective: the name of a task; None infers it from the data and the model.
+    folder: the user's folder of corpora.
+    overrides: strings `section.key=value`, as on the command line.
     """
     config = read_stored_config(model)
     if not isinstance(config, ModelConfig):
-        raise ConfigError(f"{model} is an LSTM; continue training it with monoblock train RECIPE model.folder={model}")
+        raise ConfigError(
+            f"monoblock finetune is for Transformers, but {model} is an LSTM; "
+            f"train it with monoblock train RECIPE model.folder={model}"
+        )
     task = None if objective is None else find_task(objective)
     corpus = _load_training_corpus(data, config, task, folder)
     task = task or _infer_task(corpus, config)
     if corpus.kind not in task.corpus_kinds:
         raise ConfigError(
             f"the objective {task.name} needs {' or '.join(task.corpus_kinds)}, "
-            f"and {data} is {corpus.kind}; give other data or another --objective"
+            f"but {data} is {corpus.kind}; give other data or another --objective"
         )
     overrides, max_length = list(overrides), task.defaults.max_length
     return parse_recipe(
         {
             "name": f"{Path(data).stem}-{Path(model).resolve().stem}",
-            "about": f"{Path(model).name} taught {task.name} by {data}.",
+            "about": f"{Path(model).name} fine-tuned for {task.name} on {data}.",
             "data": {
                 "corpus": data,
                 "max_length": min(max_length, config.context or max_length),
@@ -73,7 +76,7 @@ def _train_section(task: Task, width: int, overrides: list[str]) -> dict[str, An
     epochs, batch, _ = task.defaults
     lora = any(word.startswith("lora.rank=") and word != "lora.rank=0" for word in overrides)
     rate = (LORA_LEARNING_RATE if lora else LEARNING_RATE) * REFERENCE_WIDTH / width
-    interval = min(1 / epochs, 0.5)  # of evaluations, as a fraction of all steps
+    interval = min(1 / epochs, 0.5)  # between evaluations, as a fraction of all steps
     return {
         "objective": task.name,
         "epochs": epochs,
@@ -92,7 +95,7 @@ def _train_section(task: Task, width: int, overrides: list[str]) -> dict[str, An
 
 
 def _load_training_corpus(data: str, config: ModelConfig, task: Task | None, folder: Path | None) -> Corpus:
-    """Load the training rows; two columns are labelled texts for an encoder-only model, pairs for others."""
+    """Load the training rows; two columns of text are labels and texts for an encoder-only model, else pairs."""
     if task is not None and data not in CORPORA:
         kind = infer_corpus_kind(data, task.corpus_kinds, folder=folder)
         return load_corpus(data, "train", folder=folder, kind=kind)
@@ -104,12 +107,12 @@ def _load_training_corpus(data: str, config: ModelConfig, task: Task | None, fol
 def _infer_task(corpus: Corpus, config: ModelConfig) -> Task:
     task = task_of_corpus(corpus.kind, config.family)
     if task is None:
-        raise ConfigError(f"{corpus.name} is text, and a {config.family} model reads none; give it labelled images")
+        raise ConfigError(f"{corpus.name} is text, but a {config.family} model reads images; give labelled images")
     return task
 
 
 def _validation_count(data: str, corpus: Corpus, folder: Path | None) -> int:
-    """Return how many training rows to hold out for validation; 0 for text, and if there is a validation split."""
+    """Return how many training rows to hold out for validation: 0 for text or if there is a validation split."""
     if corpus.kind == "text":
         return 0
     kind = None if data in CORPORA else corpus.kind

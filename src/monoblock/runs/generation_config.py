@@ -1,6 +1,6 @@
-"""generation_config.json: the default decoding options of a model.
+"""Read and build generation_config.json, the default decoding options of a model.
 
-Fields on an allow-list are read, from run folders and Hugging Face folders; others are ignored and reported.
+The file is read from run folders and Hugging Face folders. Fields that are not supported are ignored and reported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ DECODER_START_KEY = "decoder_start_token_id"
 SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed"}
 # Fields that older Hugging Face folders keep in config.json.
 TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
+# Further fields that are not reported as ignored: do_sample is read, and the others have no effect on decoding.
 UNREPORTED_FIELDS = {"bos_token_id", "do_sample", "transformers_version", "_from_model_config", "use_cache"}
 
 
 def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> GenerationDefaults:
-    """Read the default decoding options of a model folder; special tokens it does not name come from the tokenizer."""
+    """Read the default decoding options of a model folder; ids of special tokens that it lacks are the tokenizer's."""
     folder = Path(folder)
     data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
     config = _read_json_if_present(folder, CONFIG_FILE)
@@ -64,12 +65,15 @@ def _decoder_start_token_id(value: Any, folder: Path, tokenizer: Tokenizer) -> i
     if value is None:
         return tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.pad_id
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FileError(f"{folder}: {DECODER_START_KEY}={short_repr(value)} is not a token id; write a whole number")
+        raise FileError(f"{folder}: {DECODER_START_KEY}={short_repr(value)} is not a token id; write 0 or more")
     return value
 
 
 def build_generation_config(section: GenerateSection, task: Task, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the content of generation_config.json for a run, by the way in which models of the task generate text."""
+    """Return the content of generation_config.json for a run.
+
+    It has the options for sampling or beam search, as `task.decoding` says, and the ids of special tokens.
+    """
     data: dict[str, Any] = {"max_new_tokens": section.max_new_tokens}
     if task.decoding == "sampling":
         sampling = {"temperature": section.temperature, "top_p": section.top_p, "top_k": section.top_k}

@@ -16,7 +16,7 @@ from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 
-# Keys of [train] that a resumed run may change.
+# The keys of [train] that may be changed when a run is resumed.
 CHANGEABLE_ON_RESUME = (
     "steps",
     "epochs",
@@ -35,7 +35,11 @@ CHANGEABLE_ON_RESUME = (
 def run_identity(
     recipe: Recipe, task: Task, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
 ) -> dict[str, Any]:
-    """Return what must not change on resuming: each key of the recipe with its value, and digests of the rest."""
+    """Return what must not change when a run is resumed.
+
+    It has the keys of the recipe with their values, and digests of the configuration, the data, the initial weights and
+    the tokenizer.
+    """
     tables = recipe.to_tables()
     sections = ("train", "data", "model", task.name, *(["lora"] if recipe.lora.rank else []))
     values = {key: value for name in sections for key, value in _flatten(tables.get(name, {}), name)}
@@ -47,7 +51,7 @@ def run_identity(
 def old_run_identity(
     recipe: Recipe, task: Task, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
 ) -> dict[str, Any]:
-    """Return the identity as monoblock 0.1 stored it: a digest of each section under its former keys."""
+    """Return the identity in the form that monoblock 0.1 stored: a digest of each section, with its former keys."""
     tables = to_old_tables(recipe, task, known_tasks(task))
     old_names = {new: old for old, new in RENAMED_KEYS.items()}
     changeable = {old_names.get(f"train.{key}", f"train.{key}").removeprefix("train.") for key in CHANGEABLE_ON_RESUME}
@@ -67,7 +71,7 @@ def _data_digests(task_data: TaskData, start: WarmStart | None) -> dict[str, Any
 
 
 def _flatten(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of nested tables as section.key, each with its value."""
+    """Yield (key, value) for all keys of nested tables; the name of a key begins with `path`, as in "train.lr"."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{path}.{key}")

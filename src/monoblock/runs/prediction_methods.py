@@ -1,4 +1,4 @@
-"""The methods of a pipeline that predict: classes, labels of words, masked tokens, embeddings and answers."""
+"""The methods of `Pipeline` that predict classes, labels of words, masked tokens, embeddings and answers."""
 
 # mypy: disable-error-code="overload-overlap"
 # A str is also an Iterable[str]; the overload for one text comes first.
@@ -24,7 +24,7 @@ from monoblock.tasks.token_classification.predict import TaggedText, split_words
 
 @dataclass
 class PredictionMethods:
-    """The part of `Pipeline` for the heads that do not generate text."""
+    """The methods of `Pipeline` for models that do not generate text."""
 
     loaded: LoadedModel
 
@@ -43,10 +43,12 @@ class PredictionMethods:
         top: int = 1,
         **options: Unpack[PredictionOptions],
     ) -> list[Prediction] | list[list[Prediction]]:
-        """Return the `top` most probable classes of a text, a pair (text, text) or an image; a list gives a list.
+        """Return the `top` most probable classes of a text, a pair (text, text) or an image, most probable first.
 
-        options: batch, the number of inputs processed at once; long="refuse", "cut" or "split", for texts beyond the
-        context.
+        For a list of inputs, return a list of such results.
+
+        options: `batch`, the number of inputs processed at once; `long`, what to do with a text that is longer than
+            the context ("refuse", "cut" or "split" it).
         """
         single = isinstance(text, str | tuple) or hasattr(text, "ndim")
         rows = [text] if single else list(text)
@@ -76,8 +78,8 @@ class PredictionMethods:
     ) -> TaggedText | list[TaggedText]:
         """Label every word of a text, and find its entities or restore its punctuation (see TaggedText).
 
-        text: a text, or a list whose elements are texts or lists of words; a list gives a list of results.
-        split_punctuation: treat punctuation marks as words; if False, words are separated by spaces only.
+        text: a text, or a list whose elements are texts or lists of words; for a list, return a list of results.
+        split_punctuation: treat punctuation marks as separate words; if False, split texts at spaces only.
         """
         rows = [text] if isinstance(text, str) else list(text)
         words = [split_words(self.loaded, row, split_punctuation) for row in rows]
@@ -91,7 +93,10 @@ class PredictionMethods:
     def fill(
         self, text: str | Iterable[str], *, top: int = 5, **options: Unpack[PredictionOptions]
     ) -> FilledText | list[FilledText]:
-        """Fill each [MASK] of a text with its `top` most probable tokens (see FilledText); a list gives a list."""
+        """Predict the `top` most probable tokens for each [MASK] of a text (see FilledText).
+
+        For a list of texts, return a list of results.
+        """
         filled = fill_masks(self.loaded, [text] if isinstance(text, str) else list(text), top=top, **options)
         return filled[0] if isinstance(text, str) else filled
 
@@ -103,9 +108,9 @@ class PredictionMethods:
         normalize: bool = True,
         **options: Unpack[PredictionOptions],
     ) -> Tensor:
-        """Return the embedding (D,) of a text or image, or (N, D) of a list of N.
+        """Return the embedding of a text or image, of shape (D,), or of N of them in a list, of shape (N, D).
 
-        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
+        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None uses the model's default.
         normalize: scale embeddings to length one.
         """
         single = isinstance(text, str) or hasattr(text, "ndim")
@@ -146,11 +151,12 @@ class PredictionMethods:
         n_best: int | None = None,
         **options: Unpack[AnswerOptions],
     ) -> str | list[str] | list[AnswerSpan] | list[list[AnswerSpan]]:
-        """Return the span of the text `context` that answers a question, "" for no answer.
+        """Return the part of the text `context` that answers a question; "" means no answer.
 
-        question, context: two strings, or two lists; or a list of pairs as `question`. Lists give a list.
+        question, context: two strings, or two lists of the same length, or a list of pairs (question, context) as
+            `question`. For lists, return a list of answers.
         n_best: return this many spans with positions and probabilities, best first, instead of one text.
-        options: longest (most tokens in an answer), impossible (whether "" is allowed), batch.
+        options: `longest`, the maximum number of tokens in an answer; `impossible`, whether "" is allowed; `batch`.
         """
         single = isinstance(question, str)
         if single:

@@ -1,4 +1,4 @@
-"""Read recipes with the sections of the tasks, and build the model configuration that a recipe describes."""
+"""Read recipes, including the sections of the tasks, and build the model configuration that a recipe describes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def read_recipe(
     task: Task | None = None,
     warn: bool = True,
 ) -> Recipe:
-    """Read a recipe by its name in the package or from a TOML file, and apply overrides `section.key=value`.
+    """Read a recipe of the package by its name, or a TOML file by its path, and apply overrides `section.key=value`.
 
-    task: a task that is not in the package; the recipe may have its section.
-    warn: warn about keys of earlier versions.
+    task: a task of your own, which train.objective may name.
+    warn: whether to warn about keys of earlier versions.
     """
     return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
 
@@ -38,21 +38,21 @@ def parse_recipe(
     task: Task | None = None,
     warn: bool = True,
 ) -> Recipe:
-    """Build a recipe from nested dicts; the arguments are those of `read_recipe`."""
+    """Build a recipe from the nested dicts of its sections; the other arguments are those of `read_recipe`."""
     return parse.parse_recipe(data, overrides, tasks=known_tasks(task), warn=warn)
 
 
 def known_tasks(task: Task | None = None) -> tuple[Task, ...]:
-    """Return the tasks of the package and `task`, whose name must be new."""
+    """Return the tasks of the package and `task`; raise ConfigError if its name is already that of another task."""
     if task is None or task in TASKS:
         return TASKS
     if any(task.name == known.name for known in TASKS):
-        raise ConfigError(f"the name {task.name!r} is that of a task in monoblock; give your task another name")
+        raise ConfigError(f"monoblock already has a task with the name {task.name!r}; give your task another name")
     return (*TASKS, task)
 
 
 def task_of_recipe(recipe: Recipe, task: Task | None = None) -> Task:
-    """Return the task of a recipe: `task` if it has the name of its objective, else one of the package."""
+    """Return the task that train.objective names: `task` if it has this name, else a task of the package."""
     return next(known for known in known_tasks(task) if known.name == recipe.train.objective)
 
 
@@ -66,8 +66,9 @@ def build_model_config(
 ) -> ModelConfig | RecurrentConfig:
     """Build the configuration of the model that a recipe trains.
 
-    vocab: the size of the tokenizer's vocabulary, None without a tokenizer.
-    stored: the configuration in model.folder, if the caller has read it already.
+    vocab: the size of the tokenizer's vocabulary; None if there is no tokenizer.
+    stored: the configuration in model.folder; None reads it from there.
+    task: a task of your own, which train.objective may name.
     data_sizes: sizes that follow from the data, such as `classes` or `image`.
     """
     return model_config.build_model_config(recipe, task_of_recipe(recipe, task), vocab, stored, **data_sizes)

@@ -1,4 +1,4 @@
-"""The files of a run folder that are written before the first training step."""
+"""Check the folder of a run, and write the files that it has before the first training step."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def write_initial_files(
     task_data: TaskData,
     special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write recipe, configuration, tokenizer, labels and generation_config.json, so that they exist from the start.
+    """Write the recipe, the configuration, the tokenizer, the labels and generation_config.json.
 
-    special_tokens: fields of generation_config.json taken from the initial model; they override the token ids of the
-    tokenizer.
+    special_tokens: fields of generation_config.json with token ids of the stored model that training starts from; they
+        override those of the tokenizer.
     """
     tokenizer, labels = task_data.tokenizer, task_data.labels
     try:

@@ -1,7 +1,7 @@
-"""Choose the weights that a recipe trains: all, only the upper layers, or LoRA adapters beside frozen weights.
+"""Choose the weights that a recipe trains: all weights, only the upper layers, or only LoRA adapters.
 
-A run with adapters stores them in `adapter/` in the format of peft, and in the run folder the model with the adapters
-merged into its weights.
+A run with adapters stores them in the subfolder `adapter` in the format of the library peft; the model in the run
+folder has the adapters merged into its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Model = Transformer | Recurrent
 
 
 def resolve_steps(recipe: Recipe, task_data: TaskData) -> Recipe:
-    """Return the recipe with epochs converted to steps, and intervals given as fractions converted to steps."""
+    """Return the recipe with train.epochs, and intervals that are given as fractions, converted to numbers of steps."""
     section = recipe.train
     batches = getattr(task_data.batch_plan, "batches", None)
     steps = section.steps if section.epochs is None or batches is None else max(1, round(section.epochs * batches))
@@ -43,7 +43,9 @@ def resolve_steps(recipe: Recipe, task_data: TaskData) -> Recipe:
 def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tuple[Model, DecisionEvent | None]:
     """Add adapters and freeze weights as a recipe says; return the model and an event that reports what is trained.
 
-    fresh: names of newly initialized weights, which are always trained.
+    The event is None if all weights are trained.
+
+    fresh: the names of newly initialized weights, which are always trained.
     """
     lora, freeze = recipe.lora, recipe.train.freeze_layers
     if not lora.rank and freeze is None:
@@ -70,16 +72,16 @@ def prepare_trainable(model: Model, recipe: Recipe, fresh: Sequence[str]) -> tup
 
 
 def _add_adapters(model: Transformer, lora: LoraSection, fresh: Sequence[str]) -> tuple[Transformer, str]:
-    """Freeze (and quantize) the weights and add LoRA layers; return the model and a description.
+    """Freeze the weights, quantize them if lora.bits is set, and add LoRA layers; return the model and a description.
 
-    A newly initialized head stays in full precision.
+    A newly initialized head is not quantized.
     """
     reason = f"LoRA of rank {lora.rank}"
     if lora.bits:
         head = model.head
         model = quantize(model, bits=lora.bits)
         model.head = head if any(name.startswith("head.") for name in fresh) else model.head
-        reason += f" beside {lora.bits}-bit weights"
+        reason += f" with {lora.bits}-bit weights"
     names = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout)
     return model, f"{reason} on {len(names)} projections"
 
@@ -88,12 +90,12 @@ def _check_freeze(model: Transformer, layers: int | None) -> None:
     depth = max(len(list(stack.layers())) for stack in model.config.stacks.values())
     if layers is not None and layers > depth:
         raise ConfigError(
-            f"train.freeze_layers={layers} is more than the {depth} layers of this model; write {depth} or less"
+            f"train.freeze_layers={layers} is more than the {depth} layers of this model; write at most {depth}"
         )
 
 
 def _freeze_layers(model: nn.Module, layers: int) -> None:
-    """Freeze the embeddings and the first layers of every stack."""
+    """Freeze the embeddings and the first `layers` layers of the encoder and the decoder."""
     layers_above = count_layers_above(name for name, _ in model.named_parameters())
     for name, weight in model.named_parameters():
         stack, index = (name.split(".") + [""])[:2]
@@ -103,9 +105,9 @@ def _freeze_layers(model: nn.Module, layers: int) -> None:
 
 
 def finalize_model(model: Any, folder: Path, recipe: Recipe, base_digest: str | None = None) -> Any:
-    """Return the model to save at the end of a run; adapters are saved to `adapter/` and merged into the weights.
+    """Return the model to save at the end of a run; adapters are saved in the subfolder `adapter` and merged into it.
 
-    base_digest: digest of the frozen weights that the adapters belong to.
+    base_digest: the digest of the frozen weights that the adapters were trained with.
     """
     if not any(True for _ in lora_layers(model)):
         for weight in model.parameters():

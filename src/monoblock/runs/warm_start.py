@@ -1,7 +1,7 @@
-"""Start training from a stored model: `[model] folder` gives configuration, weights and tokenizer.
+"""Start training from a stored model: model.folder gives its configuration, weights and tokenizer.
 
-The folder is a run, a Hugging Face folder or a GGUF file. A head of another kind than the objective needs is
-initialized anew; all other weights are copied.
+model.folder is a run folder, a Hugging Face folder or a GGUF file. All weights are copied, but if the objective needs
+another kind of head, a new head is initialized.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from monoblock.recipes.stored_config import FRESH_HEAD, read_stored_config, reso
 from monoblock.runs.generation_config import DECODER_START_KEY, read_generation_defaults
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-POOLER_PREFIX = "head.pooler."  # heads of several kinds have one, so it is copied even if the head is not
+POOLER_PREFIX = "head.pooler."  # several kinds of head have a pooler, so it is copied even if the head is new
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The model that training starts from."""
+    """The stored model that training starts from."""
 
     folder: Path
     model: Transformer | Recurrent  # in fp32 on the CPU
     tokenizer: Tokenizer | None
-    labels: tuple[str, ...]  # of its head, if they have names
-    special_tokens: Mapping[str, Any]  # fields of generation_config.json: end, padding, start of a target
+    labels: tuple[str, ...]  # the class names of its head; () if they are not stored
+    special_tokens: Mapping[str, Any]  # ids of the end, padding and start tokens, as fields of generation_config.json
 
     @property
     def config(self) -> ModelConfig | RecurrentConfig:
@@ -46,27 +46,38 @@ class WarmStart:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights; a resumed run must start from weights with the same digest."""
+        """The SHA-256 of the weights; a run can only be resumed if its initial weights have the same digest."""
         return compute_digest(self.model.state_dict())
 
     def keeps_head(self, kind: str, model: Mapping[str, Any]) -> bool:
-        """Whether training keeps the stored head: it is of this kind, and the [model] section asks for no other."""
+        """Return whether training keeps the stored head: it is of this kind, and the recipe asks for no other head.
+
+        kind: the kind of head that the objective needs.
+        model: the [model] section of the recipe.
+        """
         head = self.config.head if isinstance(self.config, ModelConfig) else None
         return head is not None and head.kind == model.get("head", kind) == kind
 
     def match_labels(self, labels: Sequence[str]) -> list[str]:
-        """Return the labels of the stored head, which must include `labels`; `labels` if it has no label names."""
+        """Return the labels of the stored head; if they are not stored, return `labels`, the labels of the data.
+
+        Raise ConfigError if one of `labels` is not among the stored labels.
+        """
         unknown = next((label for label in labels if label not in self.labels), None)
         if not self.labels or unknown is None:
             return list(self.labels or labels)
         raise ConfigError(
-            f"the label {unknown!r} of the data is not one of the head of {self.folder}: {', '.join(self.labels[:8])}"
-            f"{did_you_mean(unknown, self.labels)}; write model.head={FRESH_HEAD} to train a new head"
+            f"the label {unknown!r} of the data is not a label of the model in {self.folder}: "
+            f"{', '.join(self.labels[:8])}{did_you_mean(unknown, self.labels)}; "
+            f"write model.head={FRESH_HEAD} to train a new head"
         )
 
 
 def load_warm_start(model: Mapping[str, Any]) -> WarmStart | None:
-    """Load the model in `folder` of the [model] section of a recipe; return None if the section has no `folder`."""
+    """Load the model in model.folder of a recipe; return None if the recipe does not set this key.
+
+    model: the [model] section of the recipe.
+    """
     if "folder" not in model:
         return None
     folder = resolve_model_folder(model["folder"])
@@ -90,15 +101,18 @@ def _read_special_tokens(folder: Path, tokenizer: Tokenizer, config: ModelConfig
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list[str]:
-    """Copy the stored weights (the head only if `keep_head`) into a model; return the names of weights not copied."""
+    """Copy the stored weights into a model, but those of the head only if `keep_head`.
+
+    Return the names of the weights of the model that were not copied.
+    """
     own, stored = model.state_dict(), start.model.state_dict()
     copied = {name: tensor for name, tensor in stored.items() if keep_head or not name.startswith("head.")}
     copied |= {name: tensor for name, tensor in stored.items() if name.startswith(POOLER_PREFIX) and name in own}
     for name, tensor in copied.items():
         if name not in own or own[name].shape != tensor.shape:
-            shape = tuple(own[name].shape) if name in own else "nothing"
+            shape = tuple(own[name].shape) if name in own else "no such weight"
             raise ConfigError(
-                f"model.folder={start.folder} stores {name} of shape {tuple(tensor.shape)}, and this recipe needs "
+                f"model.folder={start.folder} stores {name} of shape {tuple(tensor.shape)}, but this recipe needs "
                 f"{shape}; leave out the keys of [model] that change it "
                 "(instead of model.context, write data.max_length)"
             )
@@ -108,6 +122,6 @@ def copy_weights(model: nn.Module, start: WarmStart, *, keep_head: bool) -> list
     if missing is not None:
         raise ConfigError(
             f"model.folder={start.folder} has no weight {missing}, which this recipe needs; "
-            f"leave out the keys of [model] that add it"
+            f"leave out the key of [model] that adds it"
         )
     return fresh

@@ -1,1 +1,1 @@
-"""The tasks that a model can be trained for, each in its folder."""
+"""The tasks that a model can be trained for, each in a folder of its own."""

@@ -41,7 +41,7 @@ def run_batches(
 
     forward: called with a padded batch as keyword arguments: `source` and, if needed, `attention_mask`, `segments` and
         `logits_at`.
-    positions: the token positions of each row at which logits are computed; None means all.
+    positions: the token positions of each row at which logits are computed; None means all positions.
     """
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     for indices in group_by_length([len(row.ids) for row in rows], batch):
@@ -83,7 +83,7 @@ def run_image_batches(
     forward: Callable[[Tensor], Tensor],
     progress: ProgressCallback = no_progress,
 ) -> list[Tensor]:
-    """Normalize images, and return the output of `forward` for each batch, on the CPU in fp32.
+    """Normalize images as the model expects, and return the output of `forward` for each batch, on the CPU in fp32.
 
     images: arrays of shape (channels, height, width) with pixels in [0, 1].
     """

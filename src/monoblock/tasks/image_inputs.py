@@ -18,8 +18,8 @@ from monoblock.untrusted_files import has_file, read_json, safe_join
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 ARRAY_SUFFIXES, IMAGE_SUFFIXES = (".npz",), (".png", ".jpg", ".jpeg")
-Pixels = NDArray[np.float32]  # (channels, height, width), from 0 to 1
-Image = Tensor | NDArray[np.generic]  # the same, as a tensor or an array
+Pixels = NDArray[np.float32]  # of shape (channels, height, width), with values from 0 to 1
+Image = Tensor | NDArray[np.generic]  # an image of that shape and range, as a tensor or an array
 
 
 class ImageNormalization(NamedTuple):
@@ -67,12 +67,12 @@ def _channel_values(
 def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
     """Read the images in a file, each as an array of shape (channels, height, width).
 
-    Raise InputError if that is not the shape that the model reads.
+    Raise InputError if an image has another shape than the model reads, which `config` describes.
     """
     path = Path(path)
     suffix, known = path.suffix.lower(), (*ARRAY_SUFFIXES, *IMAGE_SUFFIXES)
     if suffix not in known:
-        raise InputError(f"{path} is not an image; this model reads {', '.join(known)} files")
+        raise InputError(f"{path} is not an image file; this model reads {', '.join(known)} files")
     if not path.is_file():
         raise FileError(f"there is no file {path}; give the path of an image")
     images = _read_npz(path) if suffix in ARRAY_SUFFIXES else [_read_image(path, config.channels)]
@@ -86,7 +86,7 @@ def read_pixels(path: str | Path, config: PatchConfig) -> list[Pixels]:
 
 
 def resize_hint(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return what to do with an image of another shape than the expected one, for an error message."""
+    """Return the part of an error message that says what to do with an image that has not the expected shape."""
     square = len(shape) == 3 and shape[0] == expected[0] and shape[1] == shape[2]
     return f"resize it, or give --interpolate {shape[1]}" if square else "resize it"
 
@@ -117,7 +117,9 @@ def _read_image(path: Path, channels: int) -> Pixels:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise FileError(f"{path}: pictures need pillow; pip install 'monoblock[plot]', or give an .npz file") from None
+        raise FileError(
+            f"{path}: reading pictures needs Pillow; run pip install 'monoblock[plot]', or give an .npz file"
+        ) from None
     try:
         with Image.open(path) as picture:
             values: Any = np.asarray(picture.convert("L" if channels == 1 else "RGB"), np.float32) / 255

@@ -16,14 +16,14 @@ class EncodedInput(NamedTuple):
     ids: list[int]
     segments: list[int]
     text_start: int = 0  # index of the first token of the first text
-    num_truncated: int = 0  # tokens left out
+    num_truncated: int = 0  # number of tokens that were cut off
 
 
 class InputTemplate:
     """Put special tokens around the ids of a text or of a pair of texts.
 
-    max_length: longest result in tokens, special tokens included; None means no limit.
-    no_special_tokens: add none; a pair is still marked by segments 0 and 1.
+    max_length: the longest result in tokens, special tokens included; None means no limit.
+    no_special_tokens: add no special tokens; the texts of a pair still have the segments 0 and 1.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int | None = None, *, no_special_tokens: bool = False) -> None:
@@ -60,7 +60,10 @@ def _first_text(template: Sequence[tuple[int | None, int]]) -> int:
 
 
 def _truncate_lengths(lengths: list[int], max_total: int | None) -> list[int]:
-    """Return the lengths to which one or two texts are truncated so that their sum fits; the longer is cut first."""
+    """Return the lengths to which one or two texts are truncated, so that their sum is at most `max_total`.
+
+    Of two texts, the longer one is cut first.
+    """
     if max_total is None or sum(lengths) <= max_total:
         return lengths
     max_total = max(0, max_total)  # the special tokens alone may be too many
@@ -77,7 +80,7 @@ def _truncate_lengths(lengths: list[int], max_total: int | None) -> list[int]:
 
 class EncodedWords(NamedTuple):
     ids: list[int]
-    word_positions: list[int]  # index of the first piece of each word; truncated words have none
+    word_positions: list[int]  # index of the first token of each word; words that were cut off have none
 
 
 class WordEncoder:
@@ -86,7 +89,7 @@ class WordEncoder:
     def __init__(self, tokenizer: Tokenizer, template: InputTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.cache: dict[str, list[int]] = {}
-        # For a word that the tokenizer encodes to nothing.
+        # The ids of a word that the tokenizer encodes as an empty list.
         self.fallback_ids = [
             next((n for n in (tokenizer.unk_id, tokenizer.mask_id, tokenizer.pad_id) if n is not None), 0)
         ]

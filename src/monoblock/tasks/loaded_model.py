@@ -1,6 +1,6 @@
-"""A loaded model with what prediction and evaluation need: its tokenizer, its labels and how it was trained.
+"""The class `LoadedModel`: a model with its tokenizer, its labels and the settings it was trained with.
 
-Predictors and evaluators take a `LoadedModel`; `mb.load` (runs/load.py) reads one from a folder.
+The functions that predict and evaluate take a `LoadedModel`; `mb.load` (runs/load.py) reads one from a folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 S = TypeVar("S")
-MAX_SEQUENCES = 512  # decoded at once, beams included
-DEFAULT_MAX_NEW_TOKENS = 256  # where neither the folder nor the call gives a limit
-# Kind of head -> the method of a pipeline that uses it.
+MAX_SEQUENCES = 512  # maximum number of sequences decoded at once; every beam counts as one
+DEFAULT_MAX_NEW_TOKENS = 256  # used if neither the model folder nor the call sets max_new_tokens
+# Maps each kind of head to the `Pipeline` method that uses it.
 HEAD_METHODS = {
     "classifier": "classify",
     "tagger": "tag",
@@ -43,13 +43,17 @@ HEAD_METHODS = {
 class GenerationDefaults:
     """The default decoding options of a model folder."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # fields of Settings
+    options: dict[str, Any] = field(default_factory=dict)  # values for fields of `Settings`
     decoder_start_token_id: int | None = None  # the first token of a target, for models with an encoder
-    ignored_fields: tuple[str, ...] = ()  # fields of generation_config.json that have no meaning here
-    from_recipe: bool = False  # a run folder: texts are encoded as in its training
+    ignored_fields: tuple[str, ...] = ()  # fields of generation_config.json that are not supported
+    from_recipe: bool = False  # whether the folder is a run folder, so that texts are encoded as in training
 
     def merge(self, overrides: Mapping[str, object]) -> Settings:
-        """Return the settings of a call: options override defaults, also defaults that contradict an option."""
+        """Return the default settings with `overrides`, the options of a call, applied to them.
+
+        Beam search and a temperature above 0 exclude each other: if a call asks for one of them, a default for the
+        other is ignored.
+        """
         options = {**self.options, **overrides}
         explicit = {name for name, value in overrides.items() if value is not None}
         if exceeds(options.get("num_beams"), 1) and exceeds(options.get("temperature"), 0):
@@ -61,7 +65,7 @@ class GenerationDefaults:
 
 
 def exceeds(value: object, threshold: float) -> bool:
-    """Return whether a value, whose type was not checked, is a number above a threshold."""
+    """Return whether `value`, which may have any type, is a number above the threshold."""
     return isinstance(value, (int, float)) and value > threshold
 
 
@@ -71,9 +75,9 @@ class Hypothesis:
 
     text: str = ""
     num_tokens: int = 0
-    finish_reason: str | None = None  # "stop": an end token or a stop string; "length": no more room
+    finish_reason: str | None = None  # "stop" after an end token or a stop string, "length" at the maximum length
     score: float | None = None  # sum of log-probabilities / length ** length_penalty
-    ids: tuple[int, ...] = ()  # including a final end token
+    ids: tuple[int, ...] = ()  # the generated tokens, including the end token
 
 
 @dataclass
@@ -81,15 +85,15 @@ class LoadedModel:
     model: Transformer | Recurrent
     tokenizer: Tokenizer
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    data_section: DataSection | None = None  # of the recipe it was trained by, if any
-    objective: str | None = None  # of that recipe
-    task_section: object = None  # of that recipe: the keys of its task
-    labels: list[str] = field(default_factory=list)  # of a classifier or tagger
-    pooling: str = "mean"  # how texts are embedded
+    data_section: DataSection | None = None  # [data] of the recipe that the model was trained with, if there is one
+    objective: str | None = None  # train.objective of that recipe
+    task_section: object = None  # the section of that recipe with the keys of the task
+    labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
+    pooling: str = "mean"  # the default pooling of embeddings, "mean" or "cls"
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
 
     def section(self, kind: type[S]) -> S:
-        """Return the keys of the task that the model was trained with; the defaults of `kind` for another task."""
+        """Return the task section of the training recipe if it has the type `kind`, else a `kind` with its defaults."""
         return self.task_section if isinstance(self.task_section, kind) else kind()
 
     @property
@@ -107,7 +111,7 @@ class LoadedModel:
         if actual != kind:
             advice = f"; call {self.prediction_method}" if self.prediction_method else ""
             raise InputError(
-                f"{HEAD_METHODS[kind]} needs a model with the head {kind!r}, and this one has {actual!r}{advice}"
+                f"{HEAD_METHODS[kind]} needs a model with the head {kind!r}, but this model has {actual!r}{advice}"
             )
 
     @property
@@ -117,20 +121,27 @@ class LoadedModel:
         return self.objective == "masked_lm" and packing == "documents"
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
-        """Return the template of special tokens around a text; empty if the model was trained on running text."""
+        """Return a template that puts special tokens around a text, or none if the model was trained on running text.
+
+        max_length: the longest result of the template in tokens; None means no limit.
+        """
         blocks = self.defaults.from_recipe and self.objective == "masked_lm" and not self.trained_on_documents
         return InputTemplate(self.tokenizer, max_length, no_special_tokens=blocks)
 
     # -- prompts and settings -----------------------------------------------------------------------------------------
 
     def resolve_settings(self, options: Mapping[str, object], *, streaming: bool = False) -> Settings:
-        """Merge the options of a call into the defaults of the folder; streaming ignores a default of several beams."""
+        """Return the settings of a call: its options, and the defaults of the model folder for all others.
+
+        With `streaming`, beam search is turned off if it is only a default; if the call asks for it, raise InputError.
+        """
         settings = self.defaults.merge(options)
         if streaming and settings.num_beams > 1 and "num_beams" not in options:
             settings = replace(settings, num_beams=1)
         if streaming and settings.rows_per_prompt > 1:
             raise InputError(
-                "a stream is a single text without beam search, which returns its text only at the end; call generate"
+                "only a single text without beam search can be streamed, because beam search chooses its text only at "
+                "the end; call generate"
             )
         if "max_new_tokens" not in {**self.defaults.options, **options}:
             settings = replace(settings, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
@@ -144,11 +155,17 @@ class LoadedModel:
         return NORMALIZERS[self.section(Seq2SeqSection).normalize](text)
 
     def normalize_source(self, text: str) -> tuple[str, int]:
-        """Return a source normalized as in training and without its leading tags, and the number of tags removed."""
+        """Return a source normalized as in training and without its leading tags, and the number of tags removed.
+
+        For a model that was not trained with a recipe, return the text unchanged and 0.
+        """
         return self.source_encoder.strip_leading_tags(self._normalize(text)) if self.defaults.from_recipe else (text, 0)
 
     def encode_prompt(self, text: str) -> Prompt:
-        """Encode a text to continue or, for a model with an encoder, a source with the first token of the target."""
+        """Encode a text as a prompt, which a model without an encoder continues.
+
+        For a model with an encoder, the text is the source, and the prompt is the first token of the target.
+        """
         tokenizer, from_recipe = self.tokenizer, self.defaults.from_recipe
         if self.model.encoder is not None:
             end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -173,7 +190,9 @@ class LoadedModel:
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> Prompt:
         """Encode a conversation with the chat template of the tokenizer."""
         if self.model.encoder is not None:
-            raise InputError(f"chat is for decoders; call translate on this {self.model.config.family} model")
+            raise InputError(
+                f"chat needs a decoder-only model, but this model is {self.model.config.family}; call translate"
+            )
         return Prompt(tuple(self.tokenizer.encode(self.tokenizer.apply_chat_template(messages), allow_specials=True)))
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -186,7 +205,7 @@ class LoadedModel:
         *,
         new_text: bool = False,
     ) -> list[list[Hypothesis]]:
-        """Return `num_return_sequences` hypotheses for each prompt; arguments as in `stream_chunks`."""
+        """Return `num_return_sequences` hypotheses for each prompt; the arguments are those of `stream_chunks`."""
         settings = [settings] * len(prompts) if isinstance(settings, Settings) else list(settings)
         hypotheses = [[Hypothesis() for _ in range(own.num_return_sequences)] for own in settings]
         for chunk in self.stream_chunks(prompts, settings, stop, new_text=new_text):
@@ -208,9 +227,10 @@ class LoadedModel:
         """Decode prompts together, each with its own settings; yield chunks of text as they are generated.
 
         An invalid prompt or setting raises an error before the first chunk.
+
         stop: strings at which a text ends.
-        new_text: detokenize the new tokens as a text of their own, as after a chat turn; otherwise as a continuation of
-        the prompt, on which a leading space can depend.
+        new_text: decode the new tokens as a separate text, such as an answer in a chat. Otherwise they continue the
+            text of the prompt, which can decide whether they begin with a space.
         """
         limit = self.model.config.context
         lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]

@@ -18,16 +18,16 @@ class BatchOptions(TypedDict, total=False):
 
 
 class PredictionOptions(BatchOptions, total=False):
-    long: LongTextMode  # for texts beyond the context
+    long: LongTextMode  # what to do with a text longer than the context: "refuse", "cut" or "split" it
 
 
 class AnswerOptions(BatchOptions, total=False):
-    longest: int  # the most tokens in an answer
-    impossible: bool | None  # whether "" (no answer) is allowed; None: as in training
+    longest: int  # the maximum number of tokens in an answer
+    impossible: bool | None  # whether "" (no answer) is allowed; None means as in training
 
 
 class TranslationOptions(PipelineOptions, total=False):
     batch: int  # the number of sources translated at once
     to: str | None  # the script of the target, for a model that writes several scripts
-    long: LongSourceMode  # for sources beyond the context
-    first_index: int  # with a seed, source n is sampled with seed + first_index + n
+    long: LongSourceMode  # what to do with a source longer than the context: "refuse" or "split" it
+    first_index: int  # the index of the first source; with a seed, source n is sampled with seed + first_index + n

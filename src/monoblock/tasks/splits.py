@@ -1,4 +1,4 @@
-"""The training and the validation rows of a recipe."""
+"""Read the training and the validation rows of a recipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from monoblock.recipes.schema import Recipe
 class CorpusSplits:
     train: Corpus
     valid: Corpus | None
-    labels: list[str]  # of all training rows, before data.limit
-    digests: dict[str, str]  # split -> SHA-256 of its content
+    labels: list[str]  # all labels of the training rows, collected before data.limit is applied
+    digests: dict[str, str]  # SHA-256 of the content of each split
 
 
 def load_splits(
@@ -25,12 +25,12 @@ def load_splits(
 ) -> tuple[Corpus, Corpus | None]:
     """Read the training and the validation rows of a recipe.
 
-    The validation rows are the last `data.validation_rows` training rows or, if that is 0, the split `valid`; None if
-    there is no such split.
+    The validation rows are the last `data.validation_rows` training rows. If that key is 0, they are the split `valid`,
+    or None if the corpus has no such split.
 
     kinds: the kinds of corpus that the task reads.
-    folder: folder with corpora.
-    kind: the kind of corpus to read a path as; None infers it from the suffix and `kinds`.
+    folder: the user's folder of corpora.
+    kind: the kind of corpus that a path is read as; None infers it from the suffix and `kinds`.
     """
     name, count = recipe.data.corpus, recipe.data.validation_rows
     kind = kind if kind is not None else infer_corpus_kind(name, tuple(kinds), folder=folder)

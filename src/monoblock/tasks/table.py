@@ -1,4 +1,4 @@
-"""The list of tasks, and the task of a recipe, a model or a corpus."""
+"""The list of tasks, and functions that choose the task for a name, a model or a corpus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from monoblock.tasks.token_classification.task import TOKEN_CLASSIFICATION
 if TYPE_CHECKING:
     from monoblock.tasks.loaded_model import LoadedModel
 
-# The first task that fits a corpus or a model is the default for it.
+# If several tasks fit a corpus or a model, the first in this order is used.
 TASKS: tuple[Task, ...] = (
     CAUSAL_LM,
     SEQ2SEQ,
@@ -36,7 +36,7 @@ TASKS: tuple[Task, ...] = (
 
 
 def find_task(name: str, tasks: Iterable[Task] = TASKS) -> Task:
-    """Return the task of this name or former name; raise ConfigError for an unknown one."""
+    """Return the task with this name or former name; raise ConfigError if there is none."""
     tasks = list(tasks)
     found = next((task for task in tasks if name == task.name), None)
     found = found or next((task for task in tasks if name in task.old_names), None)
@@ -47,7 +47,11 @@ def find_task(name: str, tasks: Iterable[Task] = TASKS) -> Task:
 
 
 def task_of_model(loaded: LoadedModel) -> Task | None:
-    """Return the task to evaluate a model by: that of its head, else of its recipe, else of its family."""
+    """Return the task by which a model is evaluated; None if there is none.
+
+    The kind of head decides. Several tasks train language models: for these, return the task of the training recipe
+    or, without a recipe, the first task for the family of the model.
+    """
     config = loaded.model.config
     head = getattr(config, "head", None)
     kind = "" if head is None else head.kind
@@ -61,9 +65,9 @@ def task_of_model(loaded: LoadedModel) -> Task | None:
 
 
 def task_of_corpus(kind: CorpusKind, family: str) -> Task | None:
-    """Return the task that trains a model of this family on this kind of corpus; None if there is none.
+    """Return the first task that reads this kind of corpus and trains models of this family.
 
-    Where no task fits both, return the first that reads the corpus, unless the corpus is text.
+    If there is none, return the first task that reads the corpus; for text, return None.
     """
     readers = [task for task in TASKS if kind in task.corpus_kinds]
     fallback = readers[0] if readers and kind != "text" else None

@@ -32,7 +32,7 @@ def script_tags(texts: Iterable[str]) -> list[str]:
 def tag_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the tags of a tokenizer with their ids.
 
-    Tags are the special tokens that have no role (as <pad> has) and are not sentinels.
+    Tags are the special tokens that are neither sentinels nor have a role, as <pad> has.
     """
     candidates = tokenizer.special_ids - set(tokenizer.sentinel_ids)
     tokens = {tokenizer.token(index): index for index in candidates}

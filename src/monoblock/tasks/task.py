@@ -1,7 +1,7 @@
-"""A task as one row: what it reads, which models it trains, and how these are trained, used and evaluated.
+"""The class `Task`, which describes a training objective: its data, models, loss, prediction and evaluation.
 
-Each folder of tasks/ has a task.py with one `Task`; tasks/table.py lists them. A task of your own is another `Task`,
-given to `mb.train(…, task=…)` and `mb.load(…, task=…)` (docs/tasks.md).
+Each folder of tasks/ has a task.py with one `Task`; tasks/table.py lists them. To add a task of your own, create a
+`Task` and pass it to `mb.train(…, task=…)` and `mb.load(…, task=…)` (docs/tasks.md).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class TrainingDefaults(NamedTuple):
-    """What `monoblock finetune` trains with unless told otherwise."""
+    """The hyperparameters of `monoblock finetune` for a task; overrides on the command line replace them."""
 
     epochs: float
     batch: int
-    max_length: int  # tokens in a sample, if the context of the model allows
+    max_length: int  # maximum number of tokens in a sample; the context of the model may lower it
 
 
 DEFAULT_TRAINING = TrainingDefaults(3, 16, 512)
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports `name` from a module of monoblock.tasks when it is called.
+    """Return a function that, when it is called, imports `name` from monoblock.tasks.`module` and calls it.
 
-    The rows of the package use it, so that recipes and tasks can be listed without torch.
+    The tasks of the package are built from such functions, so that recipes and tasks can be listed without torch.
     """
 
     def call(*args: Any, **options: Any) -> Any:
@@ -55,28 +55,33 @@ def _keep_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> C
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One objective, such as "seq2seq": data, loss, prediction and evaluation.
+    """A training objective, such as "seq2seq", with its data, loss, prediction and evaluation.
 
     name: the value of train.objective in a recipe, and the name of the recipe section with the keys of the task.
-    build_data: builds the training and validation batches from `TaskInputs`.
+    build_data: a function that builds the training and validation batches from `TaskInputs`.
+    about: a short description of the task.
     head, families: the kind of head and the model families that the task trains.
-    corpus_kinds: the kinds of corpus that it reads. A file is read by its suffix, or else as the first kind.
+    corpus_kinds: the kinds of corpus that the task reads. The kind of a file follows from its suffix; if the suffix is
+        ambiguous, the first kind is used.
     section: a frozen dataclass with the keys of the recipe section; None if the task has no keys of its own.
-    special_tokens: the special tokens of a tokenizer that is trained for the task.
-    required_tokens: special tokens of which a given tokenizer must have at least one.
-    load_data: reads the training and the validation corpus of a recipe.
-    prepare_data: changes the rows after data.limit was applied.
-    loss: a function (model, inputs, labels) that returns the loss summed over the targets of a batch; None is
-        cross-entropy with the options of [train].
-    classes_are_positions: the cross-entropy is over the positions of a row instead of the outputs of the head.
-    predict: predicts a list of inputs with a loaded model; `Pipeline.predict` calls it.
-    evaluate: computes the metrics of `mb.evaluate` and `monoblock evaluate`.
-    score_validation: computes metrics of the first validation rows for the model card.
+    special_tokens: a function (recipe, training corpus) that returns the special tokens of a new tokenizer.
+    required_tokens: roles of special tokens, such as "mask". A tokenizer that is loaded instead of trained must have a
+        special token for at least one of these roles.
+    load_data: a function that reads the training and the validation corpus of a recipe.
+    prepare_data: a function that changes the training and validation rows after data.limit has been applied.
+    loss: a function (model, inputs, labels) that returns the loss summed over the targets of a batch; None means
+        cross-entropy with the options in the recipe section [train], such as label smoothing.
+    classes_are_positions: whether the classes of the cross-entropy are the token positions of an input, as for the
+        start and end of an answer, instead of the outputs of the head.
+    predict: a function that predicts a list of inputs with a loaded model; `Pipeline.predict` calls it.
+    evaluate: a function that computes the metrics of `mb.evaluate` and `monoblock evaluate`.
+    score_validation: a function that computes metrics on the first validation rows, for the model card.
     metrics: the names of the main metrics, for `monoblock ls tasks`.
     decoding: how models of the task generate text by default.
-    verb: the command that uses a trained model.
+    verb: the monoblock command to use a trained model with.
     supports_adversarial: whether train.adversarial can be used.
-    defaults: what `monoblock finetune` trains with.
+    defaults: the default hyperparameters of `monoblock finetune`.
+    old_names, old_keys: the names that the task and its recipe keys had in earlier versions, which are still accepted.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The data of a training run: what a task builds it from, and its training and validation batches."""
+"""The data of a training run: a task builds `TaskData`, training and validation batches, from `TaskInputs`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from monoblock.training.collate import SpecialTokenIds, TensorBatch
 from monoblock.training.loss import Loss
 
 S = TypeVar("S")
-EVALUATION_SEED = 0  # masks and order of an evaluation are the same in every run
-Collate = Callable[..., tuple[dict[str, Tensor], Tensor]]  # samples -> inputs and labels
+EVALUATION_SEED = 0  # every evaluation masks the same tokens and has the same order of batches
+Collate = Callable[..., tuple[dict[str, Tensor], Tensor]]  # takes a list of samples, and returns inputs and labels
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,28 @@ class TaskInputs:
     """What a task builds its data from."""
 
     recipe: Recipe
-    context: int | None  # of the model, in tokens; None means no limit
+    context: int | None  # context length of the model in tokens; None means no limit
     tokenizer: Tokenizer | None  # None for images
     train: Corpus
     valid: Corpus | None
-    labels: list[str] = field(default_factory=list)  # of the rows, or of the stored head that training continues
-    config: ModelConfig | RecurrentConfig | None = None  # of the model; vocabulary and classes may differ
-    decoder_start_id: int | None = None  # of the model that training starts from
+    labels: list[str] = field(default_factory=list)  # class names in the data, or of a stored head that is trained on
+    config: ModelConfig | RecurrentConfig | None = None  # of the model; vocabulary and classes may be placeholders
+    decoder_start_id: int | None = None  # the first token of targets, if training starts from a stored model
 
     @property
     def max_length(self) -> int | None:
-        """The longest sample in tokens, by the context of the model and data.max_length; None means no limit."""
+        """Maximum length of a sample: the smaller of the model's context and data.max_length; None means no limit."""
         limits = (self.context, self.recipe.data.max_length)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer of a corpus of texts."""
+        """The tokenizer, for tasks on text, which always have one."""
         assert self.tokenizer is not None
         return self.tokenizer
 
     def section(self, kind: type[S]) -> S:
-        """Return the section of the recipe with the keys of the task, which is of this type."""
+        """Return the task section of the recipe if it has the type `kind`, else a `kind` with its defaults."""
         return self.recipe.task if isinstance(self.recipe.task, kind) else kind()
 
     def task_data(
@@ -105,15 +105,15 @@ class TaskData:
     batch_plan: BatchPlan | None  # None for batches given from Python
     build_batch: Callable[[BatchIndices], TensorBatch] | None
     evaluation_batches: Callable[[], Iterable[TensorBatch]] | None
-    model_sizes: dict[str, Any] = field(default_factory=dict)  # sizes of the model that follow from the data: classes …
-    labels: list[str] = field(default_factory=list)
-    summary: str = ""  # how much data there is, for the user
-    bytes_per_token: float | None = None  # of the validation text
-    baseline_losses: dict[str, float] = field(default_factory=dict)  # validation loss of trivial models
-    validation_rows: list[Any] = field(default_factory=list)  # rows to score for the model card
-    unit: str = "tokens"  # what throughput is counted in
-    batches: Callable[[int], Iterator[TensorBatch]] | None = None  # given from Python: those from a step on
-    content_digests: dict[str, str] = field(default_factory=dict)  # split -> SHA-256 of its content
+    model_sizes: dict[str, Any] = field(default_factory=dict)  # sizes that follow from the data, such as `classes`
+    labels: list[str] = field(default_factory=list)  # the class names, in the order of the outputs
+    summary: str = ""  # the amount of data, in words for the user
+    bytes_per_token: float | None = None  # mean number of bytes per token of the validation text
+    baseline_losses: dict[str, float] = field(default_factory=dict)  # validation losses of trivial models by name
+    validation_rows: list[Any] = field(default_factory=list)  # rows on which the metrics of the model card are computed
+    unit: str = "tokens"  # the unit of throughput
+    batches: Callable[[int], Iterator[TensorBatch]] | None = None  # given from Python: yields those from a step on
+    content_digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the content of each split
 
 
 # -- training batches -------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ def samples_per_step(recipe: Recipe) -> int:
 
 
 def build_fixed_plan(recipe: Recipe, count: int) -> FixedBatchPlan:
-    """Return a plan of batches of one size from `count` samples of equal length."""
+    """Return a plan of batches of equal size, for `count` samples that need not be grouped by length."""
     size = samples_per_step(recipe)
     return FixedBatchPlan(count, min(size, count), recipe.train.seed, last="drop")
 
 
 def build_bucket_plan(recipe: Recipe, lengths: Any) -> BucketBatchPlan:
-    """Return a plan of batches of samples of similar length."""
+    """Return a plan of batches in which samples have similar lengths; `lengths` has the length of each sample."""
     return BucketBatchPlan(lengths, seed=recipe.train.seed, batch=samples_per_step(recipe))
 
 
@@ -141,7 +141,7 @@ def batch_builder(samples: EncodedDataset, collate: Collate) -> Callable[[BatchI
 
 
 def truncation_note(count: int, context: int | None) -> str:
-    """Return a note for a summary on how many samples were truncated; "" for none."""
+    """Return a note for `TaskData.summary` that says how many samples were truncated; "" if none were."""
     return f" ({count:,} of them cut to {context} tokens)" if count else ""
 
 
@@ -149,7 +149,10 @@ def truncation_note(count: int, context: int | None) -> str:
 
 
 def group_for_evaluation(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """Group indices by similar length, in random order, so that the first few batches represent the whole."""
+    """Group the indices of samples of similar length into batches.
+
+    The batches are in random order, so that the first few are representative of all.
+    """
     groups = group_by_length(lengths, batch, longest_first=False)
     return [groups[index] for index in permutation(EVALUATION_SEED, 0, len(groups)).tolist()]
 
@@ -164,7 +167,7 @@ def iterate_evaluation_batches(samples: EncodedDataset, batch: int, collate: Col
 def validate(
     model: nn.Module, data: TaskData, loss: Loss, device: torch.device, *, max_batches: int = 0
 ) -> dict[str, float]:
-    """Return the mean loss (and accuracy) over the targets of the validation batches.
+    """Return the mean metrics over the targets of the validation batches, such as "val_loss" and "val_accuracy".
 
     max_batches: use at most this many batches; 0 means all.
     """

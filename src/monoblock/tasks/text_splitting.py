@@ -24,9 +24,11 @@ def decode_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def split_text(text: str, fits: Callable[[str], bool], *, pack: bool = True) -> list[str]:
-    """Split a text into parts for which `fits` returns True: after sentences, and at spaces in longer sentences.
+    """Split a text into parts for which `fits` returns True; a text that fits is returned as a single part.
 
-    pack: join neighbouring sentences to a part as long as they fit; False makes each sentence a separate part.
+    The text is split between sentences, and a sentence that does not fit is split at spaces.
+
+    pack: join neighbouring sentences into one part as long as it fits; False makes each sentence a separate part.
     """
     if fits(text):
         return [text]
@@ -52,7 +54,7 @@ def _pack(parts: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
     for part in parts:
         if not fits(part):
             raise InputError(
-                f"{part[:40]!r} is longer than the context of the model and has no space to split at; shorten it"
+                f"{part[:40]!r} is longer than the context of the model and has no space to split it at; shorten it"
             )
         if packed and fits(f"{packed[-1]} {part}"):
             packed[-1] = f"{packed[-1]} {part}"

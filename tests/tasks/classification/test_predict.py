@@ -122,7 +122,7 @@ def test_a_text_beyond_the_context_is_refused_cut_or_split(classifier):
 
 def test_a_method_for_another_head_is_refused_with_the_right_one(classifier):
     pipe = mb.load(classifier[0])
-    with pytest.raises(mb.InputError, match=r"tag needs .* the head 'tagger', and this one has 'classifier'; call"):
+    with pytest.raises(mb.InputError, match=r"tag needs .* the head 'tagger', but this model has 'classifier'; call"):
         pipe.tag("gold")
     with pytest.raises(mb.InputError, match="call classify"):
         pipe.fill("gold [MASK]")

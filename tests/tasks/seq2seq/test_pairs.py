@@ -121,7 +121,7 @@ def test_long_lines_are_split_at_sentences_then_at_words():
         "Eight?",
     ]
     assert split_text("one two three four five six seven", fits) == ["one two three four", "five six seven"]
-    with pytest.raises(InputError, match="no space to split at"):
+    with pytest.raises(InputError, match="no space to split it at"):
         split_text("a " + "b" * 21, fits)
 
 

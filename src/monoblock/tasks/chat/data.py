@@ -1,7 +1,7 @@
-"""Training data of conversations, rendered by the chat template of the tokenizer; only the answers are labels.
+"""Training data from conversations, which the chat template of the tokenizer renders as text.
 
-An answer is the text of the template from the generation prompt to the token that ends the assistant's turn, including
-that token, so that the model learns to stop. All other tokens are inputs without labels.
+Only the tokens of answers have labels. An answer is the rendered text from the end of the generation prompt to the
+token that ends the assistant's turn, including that token, so that the model learns to stop.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from monoblock.training.collate import SpecialTokenIds, pad_rows
 
 
 class EncodedChat(NamedTuple):
-    """The token ids of a conversation, and labels: the same ids in answers, −100 elsewhere."""
+    """The token ids of a conversation, and their labels, which are the same ids in answers and −100 elsewhere."""
 
     ids: list[int]
     labels: list[int]
 
 
 def encode_chat(chat: Chat, tokenizer: Tokenizer) -> EncodedChat:
-    """Encode a conversation by the chat template of the tokenizer, with labels for the answers."""
+    """Encode a conversation with the chat template of the tokenizer, with labels for the answers."""
     text = tokenizer.apply_chat_template(chat.to_dicts(), add_generation_prompt=False)
     pieces = tokenizer.pieces(text, allow_specials=True)
     ids = [piece.id for piece in pieces]
@@ -56,19 +56,19 @@ def encode_chat(chat: Chat, tokenizer: Tokenizer) -> EncodedChat:
 
 
 def _answer_span(chat: Chat, index: int, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the start and end of the answer messages[index] in the rendered text, after its generation prompt."""
+    """Return the start and end, in characters of the rendered text, of the answer `chat.messages[index]`."""
     prompt = tokenizer.apply_chat_template(chat.to_dicts(index), add_generation_prompt=True)
     turn = tokenizer.apply_chat_template(chat.to_dicts(index + 1), add_generation_prompt=False)
     if not (turn.startswith(prompt) and text.startswith(turn)):
         raise InputError(
             "the chat template changes earlier messages as a conversation grows, so answers cannot be located; "
-            "give a tokenizer whose chat template only appends"
+            "give a tokenizer whose chat template only appends messages"
         )
     return len(prompt), len(turn)
 
 
 def build_chat_data(inputs: TaskInputs) -> TaskData:
-    """Build the training data of a recipe: conversations in which the tokens of the answers are labels."""
+    """Build the training data of a recipe: conversations in which only the tokens of the answers have labels."""
     recipe, context, tokenizer = inputs.recipe, inputs.max_length, inputs.text_tokenizer
     train, valid, special = inputs.train, inputs.valid, special_token_ids(tokenizer)
     samples, num_truncated = encode_chats(train.rows, tokenizer, context)
@@ -90,8 +90,8 @@ def build_chat_data(inputs: TaskInputs) -> TaskData:
 def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None) -> tuple[EncodedDataset, int]:
     """Encode conversations; also return how many of them lost part of an answer by truncation.
 
-    Conversations are truncated to context + 1 tokens, because labels are the inputs shifted by one. A conversation
-    without any label is left out.
+    Conversations are truncated to context + 1 tokens, because the labels are the inputs shifted by one token. A
+    conversation in which no token has a label is left out.
     """
     longest = None if context is None else context + 1
     encoded = [encode_chat(row, tokenizer) for row in rows]
@@ -107,6 +107,9 @@ def encode_chats(rows: Sequence[Chat], tokenizer: Tokenizer, context: int | None
 
 
 def collate_chats(rows: Sequence[dict[str, Any]], special: SpecialTokenIds) -> tuple[dict[str, Tensor], Tensor]:
-    """Return inputs and next-token labels (B, T), padded on the right; causal attention needs no padding mask."""
+    """Return inputs and next-token labels, both of shape (B, T) and padded on the right.
+
+    No padding mask is needed, because attention is causal.
+    """
     source = pad_rows([row["ids"][:-1] for row in rows], special.pad_id)
     return {"source": source}, pad_rows([row["labels"][1:] for row in rows], IGNORE_INDEX)

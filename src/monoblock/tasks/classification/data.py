@@ -33,7 +33,7 @@ def build_classification_data(inputs: TaskInputs) -> TaskData:
     if train.kind == "images":
         return build_image_data(recipe, section, train, valid, labels)
     if section != ClassificationSection():
-        raise ConfigError(f"classification.augment is for images, and the corpus {train.name} is text; leave it out")
+        raise ConfigError(f"classification.augment is for images, but the corpus {train.name} is text; leave it out")
     tokenizer = inputs.text_tokenizer
     template, with_segments, num_truncated = InputTemplate(tokenizer, context), inputs.has_segments, 0
 
@@ -53,7 +53,7 @@ def build_classification_data(inputs: TaskInputs) -> TaskData:
     dropout, seed = recipe.tokenizer.dropout, recipe.train.seed
 
     def sample(index: int, epoch: int) -> dict[str, Any]:
-        """Return the sample of this index; with BPE-dropout, a text (not a pair) is segmented anew in every epoch."""
+        """Return a sample; with BPE-dropout, a text (but not a pair) is segmented differently in every epoch."""
         encoded, number = dict(samples[index]), int(samples.row_numbers[index])
         if not dropout or train.rows[number].text_pair is not None:
             return encoded

@@ -1,4 +1,4 @@
-"""Training data for the classification of images, augmented in batches."""
+"""Training data for the classification of images, which are augmented."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from monoblock.training.collate import SpecialTokenIds, TensorBatch
 def build_image_data(
     recipe: Recipe, options: ClassificationSection, train: Corpus, valid: Corpus | None, labels: list[str]
 ) -> TaskData:
-    """Build the training data of a recipe: square images of one size, augmented anew in every epoch."""
+    """Build the training data of a recipe: square images of one size, augmented differently in every epoch."""
     pixels, targets = stack_images(train.rows, train.name), label_ids(train, labels)
     channels, height, width = pixels.shape[1:]
     if height != width:
@@ -35,7 +35,9 @@ def build_image_data(
     valid_pixels = None if valid is None else stack_images(valid.rows, valid.name)
     if valid_pixels is not None and valid_pixels.shape[1:] != pixels.shape[1:]:
         actual, needed = _format_shapes(valid_pixels.shape[1:], pixels.shape[1:])
-        raise FileError(f"{train.name} has training images of {needed} and validation images of {actual}; resize them")
+        raise FileError(
+            f"{train.name} has training images of {needed} and validation images of {actual}; make them one size"
+        )
     valid_targets = None if valid is None else label_ids(valid, labels)
     section = recipe.train
     augmentations = {key: value for key, value in to_dict(options.augment).items() if value}
@@ -70,7 +72,10 @@ def build_image_data(
 
 
 def stack_images(rows: Sequence[LabelledImage], name: str) -> Tensor:
-    """Stack images of one shape to (count, channels, height, width), with pixels from 0 to 1."""
+    """Stack images of one shape into a tensor of shape (count, channels, height, width), with pixels from 0 to 1.
+
+    name: the name of the corpus, for error messages.
+    """
     shapes = {row.pixels.shape for row in rows}
     if len(shapes) > 1:
         first, second, *_ = ("×".join(map(str, shape)) for shape in sorted(shapes))
@@ -79,7 +84,7 @@ def stack_images(rows: Sequence[LabelledImage], name: str) -> Tensor:
 
 
 def scale_pixels(pixels: Tensor) -> Tensor:
-    """Map pixels from 0 … 1 to −1 … 1, as the model reads them."""
+    """Map pixels from the range [0, 1] to [−1, 1], the range of a model's inputs."""
     return 2 * pixels - 1
 
 
@@ -98,10 +103,13 @@ def _format_shapes(*shapes: Sequence[int]) -> list[str]:
 
 
 def label_ids(corpus: Corpus, labels: Sequence[str]) -> Tensor:
-    """Return the class index of each image (count,); raise InputError for a label that was not seen in training."""
+    """Return the class index of each image, of shape (count,); raise InputError for a label that is not in `labels`."""
     ids = label_to_id(labels)
     unknown = next((row.label for row in corpus.rows if str(row.label) not in ids), None)
     if unknown is not None:
         split = f"{corpus.name}, split {corpus.split}"
-        raise InputError(f"{split}: the label {unknown} was not seen in training; known are {', '.join(labels):.60}")
+        raise InputError(
+            f"{split}: the label {unknown} was not seen in training; the labels of the model are "
+            f"{', '.join(labels):.60}"
+        )
     return torch.tensor([ids[str(row.label)] for row in corpus.rows])

@@ -1,4 +1,4 @@
-"""Predict the probabilities of the classes for texts, pairs of texts and images."""
+"""Predict class probabilities of texts, pairs of texts and images."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def predict_probabilities(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> Tensor:
-    """Return the probabilities (texts, classes) of the classes.
+    """Return the class probabilities of each text or pair of texts, of shape (texts, classes).
 
-    long: "refuse", "cut" or "split" a text beyond the context; a split text gets the mean over its parts, weighted by
-    their numbers of tokens.
-    lines: line numbers for error messages, counted from 0.
+    long: "refuse", "cut" or "split" a text that is longer than the context; a split text gets the mean over its parts,
+        weighted by their numbers of tokens.
+    lines: the line numbers of the texts for error messages, counted from 0.
     """
     loaded.check_head("classifier")
     check_long_mode(long)
@@ -51,7 +51,7 @@ def predict_probabilities(
 
 
 def class_probabilities(logits: Tensor) -> Tensor:
-    """Return the softmax over classes; for a single class, the sigmoid, the probability that it is present."""
+    """Return the softmax of the logits; for a single class, the sigmoid, which is the probability of that class."""
     return logits.sigmoid() if logits.shape[-1] == 1 else logits.softmax(-1)
 
 
@@ -69,7 +69,7 @@ def _encode_parts(loaded: LoadedModel, line: int, text: TextOrPair, long: str) -
 def predict_image_probabilities(
     loaded: LoadedModel, images: Sequence[Image], *, batch: int = 64, progress: ProgressCallback = no_progress
 ) -> Tensor:
-    """Return the probabilities (images, classes) of the classes, from pixels between 0 and 1."""
+    """Return the class probabilities of images with pixels from 0 to 1, of shape (images, classes)."""
     loaded.check_head("classifier")
     logits = run_image_batches(loaded, images, batch, loaded.model, progress)
     return torch.cat([class_probabilities(rows) for rows in logits])

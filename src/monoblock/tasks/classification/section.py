@@ -1,4 +1,4 @@
-"""The recipe section [classification]: augmentation of training images."""
+"""The recipe section [classification]: how training images are augmented."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from monoblock.config.schema import check_at_least, check_fraction, check_types
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentSection:
-    """Augmentation of training images, with new random numbers in every epoch; off by default."""
+    """How training images are augmented, differently in every epoch; with 0, an augmentation is not applied."""
 
-    shift: int = 0  # by up to this many pixels in each direction, filled with zeros
-    rotate: float = 0.0  # by up to this many degrees
-    zoom: float = 0.0  # by up to this fraction of the size
-    flip: float = 0.0  # probability of a horizontal flip
-    cutout: int = 0  # side in pixels of a square that is set to zero
+    shift: int = 0  # shift each image by up to this many pixels in both directions, and fill the gap with zeros
+    rotate: float = 0.0  # rotate each image by up to this many degrees
+    zoom: float = 0.0  # enlarge or shrink each image by up to this fraction of its size
+    flip: float = 0.0  # mirror each image horizontally with this probability
+    cutout: int = 0  # set a random square of this many pixels on each side to zero
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -25,7 +25,7 @@ class AugmentSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSection:
-    augment: AugmentSection = AugmentSection()  # images
+    augment: AugmentSection = AugmentSection()  # how training images are augmented
 
     def __post_init__(self) -> None:
         check_types(self)

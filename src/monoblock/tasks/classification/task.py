@@ -1,4 +1,4 @@
-"""Classification: one label for a text, a pair of texts or an image."""
+"""Classification: predict one label for a text, a pair of texts or an image."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 CLASSIFICATION = Task(
     name="classification",
-    about="one label for a text, a pair of texts or an image",
+    about="predict one label for a text, a pair of texts or an image",
     build_data=imported("classification.data", "build_classification_data"),
     head="classifier",
     families=("encoder-only", "vision"),

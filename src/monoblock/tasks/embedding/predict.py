@@ -32,7 +32,7 @@ def embed_texts(
 ) -> Tensor:
     """Return the embeddings of texts, of shape (texts, D).
 
-    pooling: "mean" of the token vectors, or "cls", the vector of the first token; None: as stored with the model.
+    pooling: "mean" of the token vectors, or "cls", the vector of the first token; None uses the model's default.
     normalize: scale embeddings to length one.
     long: "refuse", "cut" or "split" a text that is longer than the context; a split text gets the mean of its parts.
     lines: the line numbers of the texts for error messages, counted from 0.

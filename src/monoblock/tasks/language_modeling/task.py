@@ -8,7 +8,7 @@ from monoblock.tasks.task import Task, TrainingDefaults, imported
 
 
 def _special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
-    return ["eos"] if len(train) > 1 else []  # a single text never ends
+    return ["eos"] if len(train) > 1 else []  # a single text needs no end token
 
 
 CAUSAL_LM = Task(

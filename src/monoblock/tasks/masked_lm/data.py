@@ -12,9 +12,9 @@ from monoblock.training.collate import collate_masked_lm
 
 
 def build_masked_lm_data(inputs: TaskInputs) -> TaskData:
-    """Build training data with masked tokens to predict (Devlin et al. 2019).
+    """Build the training data of a recipe, in which masked tokens are predicted (Devlin et al. 2019).
 
-    The inputs are blocks of running text, or with data.packing="documents" single documents.
+    The inputs are blocks of running text or, with data.packing="documents", single documents.
     """
     if inputs.recipe.data.packing == "documents":
         return build_masked_document_data(inputs)

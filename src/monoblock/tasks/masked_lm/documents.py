@@ -37,7 +37,7 @@ def build_masked_document_data(inputs: TaskInputs) -> TaskData:
     encoded = [template(ids) for ids in tokenizer.encode_batch(texts)]
     documents, num_truncated = [row.ids for row in encoded], sum(row.num_truncated > 0 for row in encoded)
     if not documents:
-        raise InputError("all documents of the corpus are empty; give some text")
+        raise InputError("all documents of the corpus are empty; give a corpus that contains text")
 
     def sample(index: int, epoch: int) -> dict[str, Any]:
         ids = documents[index]
@@ -75,6 +75,9 @@ def nonempty_texts(corpus: Corpus) -> list[str]:
 
 
 def iterate_evaluation_rows(texts: Sequence[Sequence[int]], batch: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of texts of similar length, in random order, so that the first few batches represent the whole."""
+    """Yield batches of texts, given as token ids, of similar length.
+
+    The batches are in random order, so that the first few are representative of all.
+    """
     for indices in group_for_evaluation([len(ids) for ids in texts], batch):
         yield [{"ids": np.array(texts[index], np.int64), "sample": index} for index in indices]

@@ -14,13 +14,13 @@ from monoblock.tasks.labels import Prediction
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.long_inputs import LongTextMode, check_long_mode, enumerate_lines, fit_to_context
 
-MASK = "[MASK]"  # accepted for the mask token of every tokenizer
+MASK = "[MASK]"  # what users write for the mask token, whatever it is called in the tokenizer
 CHARACTER_TOKENIZERS = ("char", "byte")  # kinds of tokenizer that encode a space as a token of its own
 
 
 class FilledText(NamedTuple):
     text: str  # with every mask replaced by its most probable token
-    masks: list[list[Prediction]]  # the best tokens of each mask, best first
+    masks: list[list[Prediction]]  # the most probable tokens for each mask, best first
 
 
 def fill_masks(
@@ -33,10 +33,10 @@ def fill_masks(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[FilledText]:
-    """Predict the `top` most probable tokens of every mask; several masks of a text are predicted independently.
+    """Predict the `top` most probable tokens for every mask; several masks of a text are predicted independently.
 
-    long: "refuse", "cut" or "split" a text beyond the context.
-    lines: line numbers for error messages, counted from 0.
+    long: "refuse", "cut" or "split" a text that is longer than the context.
+    lines: the line numbers of the texts for error messages, counted from 0.
     """
     loaded.check_head("masked_lm")
     check_long_mode(long)
@@ -52,7 +52,9 @@ def fill_masks(
         parts = fit_to_context(loaded, line, masked, lambda part: encode_masked_text(loaded, part), long)
         texts_in_parts.append([part for part in parts if tokenizer.mask_id in part.ids])
         if not texts_in_parts[-1]:
-            raise InputError(f"line {line + 1} lost its {MASK} when it was cut; shorten it, or give long='split'")
+            raise InputError(
+                f"line {line + 1} lost its {MASK} when its end was cut off; shorten it, or give long='split'"
+            )
     rows = [part for parts in texts_in_parts for part in parts]
     positions = [[index for index, token in enumerate(row.ids) if token == tokenizer.mask_id] for row in rows]
     logits = run_batches(loaded, rows, batch, loaded.model, positions=positions, progress=progress)
@@ -68,7 +70,10 @@ def fill_masks(
 def _fill_part(
     loaded: LoadedModel, encoded: EncodedInput, positions: Sequence[int], logits: Tensor, top: int
 ) -> FilledText:
-    """Fill the masks at `positions` of an encoded text by their logits (masks, V)."""
+    """Fill the masks at `positions` of an encoded text with their most probable tokens.
+
+    logits: the logits at these positions, of shape (masks, V).
+    """
     ids, masks = list(encoded.ids), []
     probabilities = logits[:, : loaded.tokenizer.vocab_size].softmax(-1)
     for position, row in zip(positions, probabilities, strict=True):
@@ -87,9 +92,9 @@ def _build_choices(loaded: LoadedModel, tokens: list[int], probabilities: list[f
 
 
 def encode_masked_text(loaded: LoadedModel, text: str) -> list[int]:
-    """Encode a text with masks; other special tokens are read as plain text.
+    """Encode a text with masks; names of other special tokens in the text are encoded as plain text.
 
-    Most tokenizers encode a space with the word that follows it, so the space before a mask is part of the mask.
+    Most tokenizers encode a space together with the word after it, so the space before a mask is left out.
     """
     tokenizer = loaded.tokenizer
     assert tokenizer.mask_id is not None

@@ -12,7 +12,7 @@ MASKED_LM_CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged") 
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionSection:
-    mask_rate: float = 0.15  # fraction of the tokens that are masked
+    mask_rate: float = 0.15  # the fraction of the tokens that are masked
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Training data for extractive question answering: windows of a context with the start and end of the answer."""
+"""Training data for extractive question answering: windows of contexts, with the start and end of the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def build_question_answering_data(inputs: TaskInputs) -> TaskData:
     section = inputs.section(QuestionAnsweringSection)
     if recipe.train.label_smoothing:
         raise ConfigError(
-            "train.label_smoothing has no meaning for question answering, whose classes are positions; leave it out"
+            "train.label_smoothing has no meaning for question answering, whose classes are token positions; leave it "
+            "out"
         )
     for corpus in (train, valid):
         _check_answers(corpus, section.unanswerable)
@@ -56,14 +57,15 @@ def _check_answers(corpus: Corpus | None, unanswerable: bool) -> None:
     if count:
         raise ConfigError(
             f"{count:,} of {len(corpus):,} questions of {corpus.name} have no answer; "
-            "write question_answering.unanswerable=true"
+            "write question_answering.unanswerable=true to train on them"
         )
 
 
 def _encode_samples(rows: Sequence[Question], encoder: QuestionEncoder, with_segments: bool) -> EncodedDataset:
-    """Encode every window as a sample {"ids", "answer"}, with "segments" if the model has them.
+    """Encode every window as a sample with the fields "ids", "answer" and, if `with_segments`, "segments".
 
-    "answer" holds the token positions of the first gold answer, (NO_ANSWER, NO_ANSWER) if it is not in the window.
+    "answer" is the first and last token position of the first gold answer; both are NO_ANSWER if it is not in the
+    window.
     """
     columns: dict[str, list[Sequence[int]]] = {
         name: [] for name in ("ids", "answer", *(["segments"] if with_segments else []))

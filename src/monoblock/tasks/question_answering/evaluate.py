@@ -1,4 +1,4 @@
-"""Evaluate question answering: exact match and F1 (Rajpurkar et al. 2016)."""
+"""Evaluate question answering by exact match and F1 (Rajpurkar et al. 2016)."""
 
 from __future__ import annotations
 

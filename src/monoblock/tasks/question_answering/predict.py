@@ -1,8 +1,8 @@
-"""Answer questions by a span of their context (the text that contains the answer), or by "no answer" if allowed.
+"""Answer each question with a span of its context, the text that contains the answer, or with "no answer" if allowed.
 
 The score of a span is the start logit of its first token plus the end logit of its last token (Devlin et al. 2019).
-Candidates are all spans of at most `longest` tokens in all windows and, if allowed, "no answer"; probabilities are the
-softmax of their scores.
+The candidates are all spans of at most `longest` tokens in all windows and, if allowed, "no answer". Their
+probabilities are the softmax of their scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_ANSWER_TOKENS = 30
 
 
 class AnswerSpan(NamedTuple):
-    """The answer context[start:end], in characters; "" with start and end 0 means no answer."""
+    """The answer context[start:end], in characters; no answer is the text "" with start and end 0."""
 
     text: str
     start: int
@@ -44,16 +44,16 @@ def answer_questions(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[list[AnswerSpan]]:
-    """Find the best answers to each (question, context), best first.
+    """Return the best answers to each (question, context), best first.
 
-    n_best: number of answers to return for each question.
-    longest: most tokens in an answer.
-    impossible: whether "" (no answer) is allowed; None: as in training.
-    lines: line numbers for error messages, counted from 0.
+    n_best: the number of answers to return for each question.
+    longest: the maximum number of tokens in an answer.
+    impossible: whether "" (no answer) is allowed; None means as in training.
+    lines: the line numbers of the questions for error messages, counted from 0.
     """
     loaded.check_head("spans")
     if longest < 1 or n_best < 1:
-        raise InputError(f"longest={longest} and n_best={n_best} must be positive; write 1 or more")
+        raise InputError(f"longest={longest} and n_best={n_best} must both be positive; write 1 or more")
     section = loaded.section(QuestionAnsweringSection)
     if impossible is None:
         impossible = section.unanswerable
@@ -78,7 +78,7 @@ def best_answers(loaded: LoadedModel, questions: Sequence[tuple[str, str]]) -> l
 
 
 def _max_length(loaded: LoadedModel) -> int | None:
-    """Return the length of a window in tokens: that of training, at most the context of the model; None: no limit."""
+    """Return the maximum length of a window: as in training, but at most the context; None means no limit."""
     training_length = None if loaded.data_section is None else loaded.data_section.max_length
     limits = (loaded.model.config.context, training_length)
     return min((limit for limit in limits if limit is not None), default=None)
@@ -93,9 +93,13 @@ def best_spans(
     longest: int = MAX_ANSWER_TOKENS,
     impossible: bool = False,
 ) -> list[AnswerSpan]:
-    """Return the `n_best` spans of a context by score, from the start and end logits (T, 2) of each of its windows.
+    """Return the `n_best` spans of a context with the highest scores, best first.
 
     A span that is in several windows gets the highest of its scores; "no answer" gets the lowest score of all windows.
+
+    windows: the windows of the context.
+    logits: the start and end logits of the T tokens of each window, of shape (T, 2).
+    impossible: whether "no answer" is allowed.
     """
     tables = [_span_scores(window, values, longest) for window, values in zip(windows, logits, strict=True)]
     no_answer = min(float(values[NO_ANSWER].sum()) for values in logits)
@@ -116,9 +120,11 @@ def best_spans(
 
 
 def _span_scores(window: ContextWindow, logits: Tensor, longest: int) -> Tensor:
-    """Return the scores (S, S) of the spans from token i to token j of the S context tokens; -inf for invalid spans.
+    """Return the scores of the spans from token i to token j of the S context tokens in a window, of shape (S, S).
 
-    logits (T, 2): start and end logits of the T tokens of the window.
+    The score of an invalid span is -inf.
+
+    logits: the start and end logits of the T tokens of the window, of shape (T, 2).
     """
     context_logits = logits[window.context_start : window.context_start + len(window.offsets)]
     is_space = torch.tensor([start == end for start, end in window.offsets])
@@ -129,7 +135,7 @@ def _span_scores(window: ContextWindow, logits: Tensor, longest: int) -> Tensor:
 
 
 def _top_spans(window: ContextWindow, table: Tensor, count: int) -> Iterator[tuple[int, int, float]]:
-    """Yield (start, end, score) of the `count` best spans of a window, in characters of the context."""
+    """Yield (start, end, score) of the `count` best spans of a window; start and end are in characters."""
     values, indices = table.flatten().topk(min(table.numel(), count))
     for value, index in zip(values.tolist(), indices.tolist(), strict=True):
         if value > -torch.inf:

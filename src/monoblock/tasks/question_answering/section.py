@@ -1,4 +1,4 @@
-"""The recipe section [question_answering]: windows of long contexts, and questions without an answer."""
+"""The recipe section [question_answering]: the windows of a long context, and questions without an answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from monoblock.config.schema import check_at_least, check_types
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnsweringSection:
-    stride: int | None = None  # tokens between the windows of a long context; None: half a window
-    unanswerable: bool = False  # questions may have no answer (SQuAD 2.0)
+    stride: int | None = None  # tokens from the start of a window to that of the next; None: half a window
+    unanswerable: bool = False  # whether questions may have no answer, as in SQuAD 2.0
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -13,12 +13,12 @@ from monoblock.errors import ConfigError
 from monoblock.tasks.input_template import InputTemplate
 from monoblock.tokenizers.tokenizer import Tokenizer
 
-NO_ANSWER = 0  # position that stands for "no answer": the first of a row, where encoders have [CLS]
+NO_ANSWER = 0  # the token position that means "no answer": the first, where encoders have [CLS]
 Span = tuple[int, int]
 
 
 class ContextWindow(NamedTuple):
-    """An encoded question with a part of its context, whose tokens begin at index `context_start`."""
+    """An encoded question with a part of its context; the tokens of the context begin at index `context_start`."""
 
     ids: list[int]
     segments: list[int]
@@ -26,7 +26,10 @@ class ContextWindow(NamedTuple):
     offsets: list[Span]  # characters of the context that each token covers; (n, n) for white space
 
     def token_span(self, start: int, end: int) -> Span:
-        """Return the indices of the first and last token of context[start:end]; NO_ANSWER twice if it is not inside."""
+        """Return the indices of the first and last token of context[start:end].
+
+        Both are NO_ANSWER if that span is not completely inside the window.
+        """
         tokens = [(index, first, stop) for index, (first, stop) in enumerate(self.offsets) if first < stop]
         inside = [index for index, first, stop in tokens if first < end and stop > start]
         if not inside or tokens[0][1] > start or tokens[-1][2] < end:
@@ -37,8 +40,8 @@ class ContextWindow(NamedTuple):
 class QuestionEncoder:
     """Encode a question and its context in windows of at most `max_length` tokens.
 
-    A question longer than half a window is truncated. A window starts every `stride` tokens of the context; None means
-    half of the context tokens in a window.
+    A question longer than half a window is truncated. Each window starts `stride` context tokens after the last one;
+    None means half the number of context tokens in a window.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int | None = None, stride: int | None = None) -> None:
@@ -49,7 +52,9 @@ class QuestionEncoder:
         self.question_index = next(index for index, (token, _) in enumerate(self.template.pair) if token is None)
         minimum = self.num_special_tokens + 4
         if max_length is not None and max_length < minimum:
-            raise ConfigError(f"{max_length} tokens are too few for question and context; write {minimum} or more")
+            raise ConfigError(
+                f"{max_length} tokens are too few for a question and its context; allow {minimum} tokens or more"
+            )
 
     def __call__(self, question: str, context: str) -> list[ContextWindow]:
         question_ids, pieces = self.tokenizer.encode(question), self.tokenizer.pieces(context)
@@ -75,7 +80,10 @@ class QuestionEncoder:
 
 
 def _window_bounds(length: int, size: int, stride: int | None) -> Iterator[Span]:
-    """Yield (start, end) of windows of at most `size` tokens, one every `stride`, that cover `length` tokens."""
+    """Yield the (start, end) of windows of at most `size` tokens that cover `length` tokens.
+
+    Each window starts `stride` tokens after the last one; None means half of `size`.
+    """
     step = min(size, stride) if stride is not None else max(1, size // 2)
     start = 0
     while start + size < length:

@@ -1,8 +1,8 @@
 """Word alignment of a source and its translation, from the weights of cross-attention.
 
-The model reads the translation once more while the cross-attention is recorded. The weights are averaged over the heads
-of the upper half of the decoder (lower layers attend to the previous word) and summed over the tokens of each word.
-Each target word is aligned to the source word with the largest weight. An LSTM has one attention, used directly.
+The translation is run through the model once more to record the weights. They are averaged over the heads of the upper
+half of the decoder (lower layers attend to the previous word) and summed over the tokens of each word. Each target word
+is aligned to the source word with the largest weight. An LSTM has a single attention, whose weights are not averaged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def align(loaded: LoadedModel, source: str, target: str, to: str | None = None) 
     source = f"{script_tag_for(loaded, source, to)} {source}".strip()
     prompt = loaded.encode_prompt(source)
     if prompt.source is None:
-        raise InputError("an alignment needs an encoder, and this model has none; give an encoder-decoder")
+        raise InputError("alignment needs an encoder, but this model has none; give an encoder-decoder model")
     untagged, num_tags = loaded.normalize_source(source)
     source_pieces, target_pieces = loaded.tokenizer.pieces(untagged), loaded.tokenizer.pieces(target)
     device = loaded.model.device
@@ -42,7 +42,10 @@ def align(loaded: LoadedModel, source: str, target: str, to: str | None = None) 
 
 @torch.inference_mode()
 def cross_attention_weights(loaded: LoadedModel, source: Tensor, target: Tensor) -> Tensor:
-    """Return the average attention (T, S) from the tokens of a target (1, T) to those of its source (1, S)."""
+    """Return the average attention weights of target tokens on source tokens, of shape (T, S).
+
+    source, target: token ids of shape (1, S) and (1, T).
+    """
     if isinstance(loaded.model, Recurrent):
         return trace(loaded.model, source, target, names="attention.weights")["attention.weights"][0]
     layers = list(trace(loaded.model, source, target, names="decoder.*.cross.weights").values())
@@ -62,8 +65,8 @@ def word_indices(text: str, pieces: Sequence[Piece]) -> list[int]:
 def hard_alignment(weights: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> Alignment:
     """Align each target word to the source word that its tokens attend to most.
 
-    weights: attention (T, S) from target tokens to source tokens.
-    source_words, target_words: the word index of each token, -1 for white space.
+    weights: attention weights of target tokens on source tokens, of shape (T, S).
+    source_words, target_words: the index of the word that each token belongs to, -1 for white space.
     """
     rows, columns = 1 + max(target_words, default=-1), 1 + max(source_words, default=-1)
     if not rows or not columns:
@@ -79,5 +82,5 @@ def hard_alignment(weights: Tensor, source_words: Sequence[int], target_words: S
 
 
 def format_pharaoh(alignment: Alignment) -> str:
-    """Format an alignment as source-target pairs of word indices, as alignment tools do: "0-0 2-1"."""
+    """Format an alignment as pairs "source-target" of word indices, such as "0-0 2-1" (the Pharaoh format)."""
     return " ".join(f"{source}-{target}" for source, target in alignment)

@@ -3,8 +3,9 @@
     method = BacktranslationMethod("noised", noise=("drop", "blank"), tag=True)
     for pair in backtranslate(loaded, sentences, method): ...
 
-Methods (Edunov et al. 2018): beam search; sampling; sampling restricted to the ten most probable tokens; beam search
-with noise. A tag at its start tells the model that a source is synthetic (Caswell et al. 2019).
+The methods are those of Edunov et al. 2018: "beam" is beam search, "sample" is sampling, "restricted" is sampling from
+the ten most probable tokens, and "noised" is beam search with noise added to its output. With tag=True, sources begin
+with the tag <bt>, which tells the model that they are synthetic (Caswell et al. 2019).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.seq2seq.predict import best_translations, fits_context
 from monoblock.tasks.tags import BACKTRANSLATION_TAG
 
-CHUNK_SIZE = 2048  # lines that are sorted by length and translated together
-# Method -> decoding options.
+CHUNK_SIZE = 2048  # number of lines that are sorted by length and translated together
+# Maps each method to its decoding options.
 DECODING_OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"num_beams": 5, "temperature": 0.0},
     "sample": {"num_beams": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
@@ -36,8 +37,8 @@ DECODING_OPTIONS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class BacktranslationMethod:
     name: str = "beam"
-    noise: tuple[str, ...] = ()  # kinds of noise for "noised"; () means all
-    tag: bool = False
+    noise: tuple[str, ...] = ()  # the kinds of noise of the method "noised"; () means all kinds
+    tag: bool = False  # begin each source with <bt>
 
     def __post_init__(self) -> None:
         if self.name not in DECODING_OPTIONS:
@@ -49,7 +50,10 @@ class BacktranslationMethod:
             raise ConfigError(f"noise has no effect with method={self.name!r}; leave it out, or write method='noised'")
 
     def prepare_source(self, source: str, *, seed: int, index: int) -> str:
-        """Return a synthetic source with the noise and the tag of this method; seed and line index fix the noise."""
+        """Add the noise and the tag of this method to a synthetic source.
+
+        The noise depends only on the source, `seed` and `index`, the line number of the source.
+        """
         text = add_noise(source, self.noise, seed=seed, line_number=index) if self.noise else source
         return f"{BACKTRANSLATION_TAG} {text}" if self.tag else text
 
@@ -63,9 +67,10 @@ def backtranslate(
     batch: int = 64,
     **options: Any,
 ) -> Iterator[Pair | None]:
-    """Yield a pair for each text: a synthetic source, with the text as target; None without a source.
+    """Yield a pair for each text: a synthetic source, and the text as its target.
 
-    There is no source if the text is empty or exceeds the context of the model.
+    If the text is empty or longer than the context of the model, it has no source, and None is yielded.
+
     options: decoding options that override those of the method.
     """
     for index, (source, target) in enumerate(
@@ -78,7 +83,10 @@ def backtranslate(
 def generate_sources(
     loaded: LoadedModel, texts: Iterable[str], method: str, *, seed: int, batch: int = 64, **options: Any
 ) -> Iterator[tuple[str, str]]:
-    """Yield (synthetic source, text), without noise or tag; the source of a text beyond the context is ""."""
+    """Yield (synthetic source, text) for each text, without noise or tag.
+
+    The source of a text that is longer than the context is "".
+    """
     options = {**DECODING_OPTIONS[method], **options}
     lines, first_index = iter(texts), 0
     while chunk := list(islice(lines, CHUNK_SIZE)):
@@ -90,7 +98,7 @@ def generate_sources(
 
 
 def write_pairs(path: Path, pairs: Iterable[Pair | None]) -> tuple[int, int]:
-    """Write a line `source<TAB>target` per pair; return the number of pairs written and the number of None."""
+    """Write each pair as a line `source<TAB>target`; return how many pairs were written and how many were None."""
     lines, missing = [], 0
     for pair in pairs:
         if pair is None:
@@ -98,6 +106,6 @@ def write_pairs(path: Path, pairs: Iterable[Pair | None]) -> tuple[int, int]:
         else:
             lines.append(f"{pair.source}\t{pair.target}\n")
     if not lines:
-        raise InputError("no line could be translated; give sentences that fit into the model's context")
+        raise InputError("every line is empty or longer than the model's context; give shorter sentences")
     write_atomically(path, "".join(lines))
     return len(lines), missing

@@ -22,7 +22,7 @@ from monoblock.training.collate import TensorBatch, collate_seq2seq
 
 
 def build_seq2seq_data(inputs: TaskInputs) -> TaskData:
-    """Build the training data of a recipe: encoded pairs, without those longer than the context or data.max_length."""
+    """Build the training data of a recipe: encoded pairs of at most the context and data.max_length tokens."""
     recipe, context, tokenizer = inputs.recipe, inputs.context, inputs.text_tokenizer
     train, valid, start_id = inputs.train, inputs.valid, inputs.decoder_start_id
     section, special = recipe.train, special_token_ids(tokenizer)

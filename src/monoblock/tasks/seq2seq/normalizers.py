@@ -1,4 +1,4 @@
-"""The text normalizations of seq2seq.normalize."""
+"""The text normalizers that the recipe key seq2seq.normalize selects."""
 
 from collections.abc import Callable
 

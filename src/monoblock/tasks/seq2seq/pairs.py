@@ -17,7 +17,10 @@ from monoblock.tasks.tags import script_tag, script_tags
 
 
 def prepare_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None, prefix: str = "") -> CorpusSplits:
-    """Normalize, swap and tag the pairs as a recipe says, put a prefix before each source, and add synthetic pairs."""
+    """Apply the keys of [seq2seq] to all rows: normalize, swap and tag the pairs, and add synthetic training pairs.
+
+    prefix: a text to put before each source.
+    """
     section, digests = recipe_section(recipe), dict(splits.digests)
     train = prepare_pairs(splits.train, section, prefix)
     synthetic = load_synthetic_pairs(section, folder)
@@ -34,13 +37,16 @@ def recipe_section(recipe: Recipe) -> Seq2SeqSection:
 
 
 def seq2seq_special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
-    """Return the special tokens of a new tokenizer, with tokenizer.tags and the tags of the scripts of the targets."""
+    """Return the special tokens of a new tokenizer: padding, start, end and the tags.
+
+    The tags are tokenizer.tags and, with seq2seq.tag="script", a tag for each script in which a target is written.
+    """
     scripts = [] if recipe_section(recipe).tag == "none" else script_tags(row.target for row in train.rows)
     return ["pad", "bos", "eos", *recipe.tokenizer.tags, *scripts]
 
 
 def prepare_pairs(corpus: Corpus, section: Seq2SeqSection, prefix: str = "") -> Corpus:
-    """Normalize, swap and tag the pairs of a corpus as a recipe says, and put a prefix before each source."""
+    """Normalize, swap and tag the pairs of a corpus as `section` says, and put a prefix before each source."""
     return replace(corpus, rows=list(_prepare_rows(corpus.rows, section, prefix)))
 
 
@@ -61,7 +67,10 @@ def add_source_prefix(pair: Pair, section: Seq2SeqSection, prefix: str = "") -> 
 
 
 def load_synthetic_pairs(section: Seq2SeqSection, data: Path | None) -> Corpus | None:
-    """Load the synthetic pairs of a recipe as they are, neither normalized nor tagged; None if it has none."""
+    """Load the pairs in the file seq2seq.synthetic, without normalizing or tagging them; None if the key is not set.
+
+    data: the user's folder of corpora.
+    """
     if section.synthetic is None:
         return None
     return load_corpus(section.synthetic, "all", folder=data, kind="pairs")

@@ -18,7 +18,7 @@ from monoblock.tasks.long_inputs import check_long_mode
 from monoblock.tasks.text_splitting import split_text
 
 LongSourceMode = Literal["refuse", "split"]
-LONG_SOURCE_MODES = ("refuse", "split")  # for a source that exceeds the context
+LONG_SOURCE_MODES = ("refuse", "split")  # what to do with a source that is longer than the context
 
 
 class TranslationRequest(NamedTuple):
@@ -38,18 +38,18 @@ def translate_texts(
     first_index: int = 0,
     **options: Unpack[GenerationOptions],
 ) -> list[list[Hypothesis]]:
-    """Return the hypotheses of each text, best first; an empty text has empty hypotheses.
+    """Return the hypotheses for each text, best first; the hypotheses for an empty text are empty.
 
     n_best: return this many hypotheses with scores; without beam search, another forward pass computes the scores.
     batch: number of sources decoded at once.
     to: the script of the target, for a model that writes several scripts.
-    long: "refuse" a source beyond the context, or "split" it into sentences.
+    long: "refuse" a source that is longer than the context, or "split" it into sentences.
     first_index: the line number of the first text, counted from 0; with a seed, line n is sampled with seed + n.
     options: decoding options, which override the defaults of the model.
     """
     if loaded.model.encoder is None:
         raise InputError(
-            f"translate needs an encoder, and this is {with_article(loaded.model.config.family)} model; call generate"
+            f"translate needs an encoder, but this is {with_article(loaded.model.config.family)} model; call generate"
         )
     if n_best is not None:
         options["num_return_sequences"] = n_best
@@ -69,7 +69,7 @@ def translate_texts(
 
 
 def best_translations(loaded: LoadedModel, texts: Sequence[str], **options: Any) -> list[str]:
-    """Return the text of the best hypothesis of each text; options as in `translate_texts`."""
+    """Return the best translation of each text; the options are those of `translate_texts`."""
     return [hypotheses[0].text for hypotheses in translate_texts(loaded, texts, **options)]
 
 
@@ -90,7 +90,7 @@ def _run_requests(
 
 @torch.inference_mode()
 def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: list[Hypothesis], penalty: float) -> None:
-    """Set the score of each hypothesis as beam search does: log-probability / length ** penalty."""
+    """Set the score of each hypothesis to log-probability / length ** penalty, the score of beam search."""
     device = loaded.model.device
     source, mask = pad_right([prompt.source or () for prompt in prompts], device)
     targets = [(*prompt.ids, *hypothesis.ids) for prompt, hypothesis in zip(prompts, hypotheses, strict=True)]
@@ -105,7 +105,7 @@ def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: li
 def _build_requests(
     loaded: LoadedModel, line: int, text: str, settings: Settings, to: str | None, long: str
 ) -> list[TranslationRequest]:
-    """Build the requests of a line: one, or one per sentence if the line exceeds the context and long="split".
+    """Build the request for a line or, if the line is longer than the context and long="split", for each sentence.
 
     An empty line has no request.
     """
@@ -123,12 +123,12 @@ def _build_requests(
     if long == "refuse" and not fits(text):
         length = len(prompt(text).source or ())
         raise InputError(
-            f"line {line + 1} has {length} tokens, and the model reads {limit}; "
-            f"shorten it, or split it with long='split'"
+            f"line {line + 1} has {length} tokens, but the model reads at most {limit}; "
+            f"shorten it, or give long='split' to translate it sentence by sentence"
         )
     if settings.seed is not None:
         settings = replace(settings, seed=settings.seed + line)
-    # Not packed: a model trained on single sentences translates only one of several.
+    # Sentences are not joined: a model that was trained on single sentences translates only one of several.
     try:
         return [TranslationRequest(line, prompt(part), settings) for part in split_text(text, fits, pack=False)]
     except InputError as problem:
@@ -151,7 +151,10 @@ def script_tag_for(loaded: LoadedModel, text: str, to: str | None) -> str:
 
 
 def _join_parts(parts: list[list[Hypothesis]], count: int) -> list[Hypothesis]:
-    """Join the hypotheses of equal rank of the parts of a line; the score is the mean, weighted by tokens."""
+    """Return the hypotheses for a line: the n-th best one joins the n-th best hypotheses for all parts of the line.
+
+    Its score is the mean of their scores, weighted by their numbers of tokens.
+    """
     if not parts:
         return [Hypothesis("", 0, "stop", 0.0) for _ in range(count)]
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""Rerank hypotheses by a log-linear combination of the model's score and the word frequency in training targets.
+"""Rerank hypotheses by a log-linear combination of the model's score and the word's frequency in training targets.
 
     frequencies = WordFrequencies.from_pairs(train.rows)
     frequencies = tune_weight(frequencies, valid_hypotheses, valid_references)
@@ -71,7 +71,9 @@ class WordFrequencies:
             raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             example = '{"weight": 0.1, "counts": {"word": 3}}'
-            raise FileError(f"{path} has no word frequencies; `evaluate --save-words` writes them: {example}") from None
+            raise FileError(
+                f"{path} has no word frequencies, as in {example}; write them with `monoblock evaluate --save-words`"
+            ) from None
 
 
 def tune_weight(
@@ -80,9 +82,12 @@ def tune_weight(
     references: References,
     weights: Sequence[float] = CANDIDATE_WEIGHTS,
 ) -> WordFrequencies:
-    """Return the frequencies with the weight of the best top-1 accuracy on validation sources.
+    """Return the frequencies with the weight that gives the best top-1 accuracy of the reranked hypotheses.
 
     Of equally good weights, the one nearest to 0 is chosen.
+
+    hypotheses, references: the hypotheses and the accepted targets of each validation source.
+    weights: the weights to try.
     """
 
     def top1_accuracy(weight: float) -> float:

@@ -12,6 +12,9 @@ from monoblock.training.collate import collate_span_corruption
 
 
 def build_span_corruption_data(inputs: TaskInputs) -> TaskData:
-    """Build training data with spans to restore (Raffel et al. 2020); as in T5, a target starts with padding."""
+    """Build the training data of a recipe: blocks of text with sentinels in place of spans, and the spans as targets.
+
+    As in T5 (Raffel et al. 2020), a target starts with the padding token.
+    """
     start, rate = special_token_ids(inputs.text_tokenizer).pad_id, inputs.section(CorruptionSection).mask_rate
     return build_denoising_data(inputs, collate=partial(collate_span_corruption, start=start, rate=rate))

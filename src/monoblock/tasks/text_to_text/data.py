@@ -1,11 +1,11 @@
-"""Text-to-text tasks (Raffel et al. 2020): a prefix of the source names the task, and the target is text.
+"""Text-to-text tasks (Raffel et al. 2020): a prefix of the source names the task, and the target is text, as in
 
     classify: In the beginning was the Word.        ->  gospels
     translate to modern English: Ye know not.       ->  You don't know.
     question: Who wept? context: Jesus wept.        ->  Jesus
 
-A recipe has a prefix for its corpus (`[text_to_text] prefix`) and may have further tasks (`[[text_to_text.tasks]]`),
-all learnt by one model. The first word of a prefix decides which metrics are computed.
+The section [text_to_text] of a recipe has the prefix for data.corpus (`prefix`), and may have further tasks (`tasks`)
+that the same model learns. The first word of a prefix decides which metrics are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _question_to_pair(row: Question) -> Pair:
     return Pair(f"{row.question} context: {row.context}", row.answers[0] if row.answers else NO_ANSWER)
 
 
-# Kind of a corpus -> function that converts a row to a pair of texts.
+# Maps the kind of a corpus to the function that converts a row to a pair of texts.
 PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
     "pairs": lambda row: row,
     "labelled": _labelled_to_pair,
@@ -44,7 +44,7 @@ PAIR_CONVERTERS: dict[str, Callable[[Any], Pair]] = {
 
 
 def expand_answers(corpus: Corpus) -> Corpus:
-    """Repeat each question for each of its gold answers; a corpus of another kind is returned unchanged."""
+    """Return a corpus of questions with one row for each gold answer; return any other corpus unchanged."""
     if corpus.kind != "questions":
         return corpus
     rows = [row._replace(answers=row.answers[n : n + 1]) for row in corpus.rows for n in range(len(row.answers) or 1)]
@@ -63,10 +63,12 @@ def add_prefix(rows: Iterable[Pair], prefix: str) -> list[Pair]:
 
 
 def task_corpus_kind(corpus: str, prefix: str, data: Path | None) -> CorpusKind | None:
-    """Return the kind to read the corpus of a task as; None for a named corpus, whose kind is known.
+    """Return the kind of corpus that the file of a task is read as; None for a named corpus, whose kind is known.
 
-    The two columns of a classification file may have either order: the column with fewer distinct values is taken as
-    the labels. A file with the text first is read as pairs.
+    In a file for classification, the labels may be the first or the second column; they are the column with fewer
+    distinct values. If they are the second column, the file is read as pairs.
+
+    data: the user's folder of corpora.
     """
     if first_word(prefix) != "classify":
         return infer_corpus_kind(corpus, ("pairs", "questions", "labelled"), folder=data)
@@ -93,7 +95,7 @@ def load_text_splits(recipe: Recipe, kinds: Sequence[CorpusKind], folder: Path |
 
 
 def prepare_text_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
-    """Prepare pairs as for translation, put the prefix before each source, and add the rows of the further tasks."""
+    """Prepare the pairs as for seq2seq, put the prefix before each source, and add the rows of the further tasks."""
     section = _recipe_section(recipe)
     splits = prepare_splits(splits, recipe, folder, section.prefix)
     if not section.tasks:
@@ -122,7 +124,7 @@ def load_extra_tasks(section: TextToTextSection, split: Split, data: Path | None
         pairs = convert_to_pairs(corpus)
         if pairs.kind != "pairs":
             raise ConfigError(
-                f"text_to_text.tasks: the corpus {task.corpus} is {corpus.kind}; "
+                f"text_to_text.tasks: the corpus {task.corpus} is of the kind {corpus.kind}; "
                 "give pairs, labelled texts or questions"
             )
         rows += add_prefix(pairs.rows[: task.limit if split == "train" else None], task.prefix)
@@ -133,7 +135,9 @@ def load_extra_tasks(section: TextToTextSection, split: Split, data: Path | None
 
 
 def prefix_for(section: TextToTextSection, corpus: str, data: DataSection | None) -> str:
-    """Return the training prefix of a corpus; for an unknown corpus, the only prefix of the recipe, "" if several.
+    """Return the prefix that the sources of a corpus had in training.
+
+    For a corpus that was not used in training, return the prefix of the recipe if it has only one, else "".
 
     data: the [data] section that the model was trained with.
     """

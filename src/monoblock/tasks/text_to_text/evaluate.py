@@ -1,4 +1,4 @@
-"""Evaluate a text-to-text model by task: BLEU for translation, ROUGE for summaries, accuracy for classification."""
+"""Evaluate each task of a text-to-text model: by BLEU, ROUGE, accuracy or F1, depending on its prefix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _exact_accuracy(texts: list[str], references: list[list[str]]) -> dict[str, 
     return {"accuracy": accuracy([[text.strip()] for text in texts], references)}
 
 
-# First word of a prefix -> metrics; those of translation for any other word.
+# Maps the first word of a prefix to the metrics of the task; any other word means the metrics of translation.
 METRICS_BY_TASK: dict[str, MetricFunction] = {
     "summarize": rouge,
     "summarise": rouge,
@@ -43,7 +43,7 @@ METRICS_BY_TASK: dict[str, MetricFunction] = {
 
 
 def evaluate_text_to_text(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Compute the metrics of each task; with several tasks, metric names begin with the task: classify_accuracy."""
+    """Compute the metrics of each task; with several tasks, metric names begin with the task, as classify_accuracy."""
     section = loaded.section(TextToTextSection)
     translation_metrics = partial(score_translations, lowercase=request.lowercase)
     prefix = prefix_for(section, request.data, loaded.data_section)
@@ -70,7 +70,10 @@ def _first_targets(rows: Sequence[Pair]) -> list[Pair]:
 
 
 def score_validation_texts(loaded: LoadedModel, rows: Sequence[Pair], count: int) -> dict[str, float]:
-    """Return metrics on the first `count` validation sources of each task that fit the context, for the model card."""
+    """Return metrics on the first `count` validation sources of each task, for the model card.
+
+    Sources that do not fit into the context are left out.
+    """
     tasks = group_by_task(rows, loaded.section(TextToTextSection))
     metrics: dict[str, float] = {}
     for prefix, task_rows in tasks.items():
@@ -89,9 +92,9 @@ def score_validation_texts(loaded: LoadedModel, rows: Sequence[Pair], count: int
 
 
 def _prefix_metric_names(metrics: dict[str, Any], prefix: str, tasks: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
-    """With several tasks, put the name of the task before each metric name.
+    """Return the metrics with the name of the task before each metric name; with a single task, without it.
 
-    The name is the first word of the prefix, or all of the prefix if another task has the same first word.
+    The name is the first word of the prefix, or the whole prefix if another task has the same first word.
     """
     if len(tasks) == 1:
         return metrics

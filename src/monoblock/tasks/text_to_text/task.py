@@ -11,7 +11,7 @@ from monoblock.tasks.text_to_text.section import TEXT_CORPUS_KINDS, TextToTextSe
 TEXT_TO_TEXT: Task = replace(
     SEQ2SEQ,
     name="text_to_text",
-    about="several tasks by one model, each named by a prefix of the source",
+    about="learn several tasks with one model, each named by a prefix of the source",
     corpus_kinds=TEXT_CORPUS_KINDS,
     section=TextToTextSection,
     load_data=imported("text_to_text.data", "load_text_splits"),

@@ -21,7 +21,7 @@ NUM_SEGMENTATIONS = 32  # how many segmentations of a word BPE-dropout chooses f
 
 
 class TaggedAugmenter:
-    """Augment rows: call it with a row index and an epoch to get the augmented sentence and its encoding."""
+    """Augment the rows of a corpus: called with a row index and an epoch, return an augmented sentence, encoded too."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TaggedAugmenter:
         return self._sample_segmentation(word, int(rng.integers(NUM_SEGMENTATIONS)))
 
     def _sample_segmentation(self, word: str, index: int) -> list[int]:
-        """Return the ids of a word in the segmentation number `index` of BPE-dropout; cached, because it is slow."""
+        """Return the ids of a word in its `index`-th random segmentation by BPE-dropout; cached, because it is slow."""
         key = (word, index)
         if key not in self.segmentations:
             sample = self.words.tokenizer.sample

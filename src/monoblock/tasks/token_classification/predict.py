@@ -76,7 +76,7 @@ def tag_words(
     lines: Sequence[int] | None = None,
     progress: ProgressCallback = no_progress,
 ) -> list[TaggedText]:
-    """Predict the label of each word in rows of words, and from them the entities or the restored punctuation.
+    """Predict the label of each word in rows of words, and from the labels the entities or the punctuation.
 
     The arguments are those of `predict_word_probabilities`.
     """

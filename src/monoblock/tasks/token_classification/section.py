@@ -1,4 +1,4 @@
-"""The recipe section [token_classification]: augmentation of the training rows, and context across rows."""
+"""The recipe section [token_classification]: how training rows are augmented and joined."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from monoblock.config.schema import check_at_least, check_fraction, check_types
 
 @dataclass(frozen=True, kw_only=True)
 class TokenClassificationSection:
-    replace_entities: float = 0.0  # fraction of the entities replaced by others of their type, in training only
-    mask_words: float = 0.0  # fraction of the words replaced by the mask token, in training only
-    uppercase_rows: float = 0.0  # fraction of the rows written in capitals, as in headlines, in training only
-    join_rows: int = 1  # up to this many neighbouring rows in one sample
+    replace_entities: float = 0.0  # training: replace this fraction of the entities by others of the same type
+    mask_words: float = 0.0  # training: replace this fraction of the words by the mask token
+    uppercase_rows: float = 0.0  # training: write this fraction of the rows in capitals, like headlines
+    join_rows: int = 1  # join up to this many neighbouring rows into one sample, also in evaluation
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Token classification: one label for each word, such as named entities or punctuation."""
+"""Token classification: predict a label for each word, to find named entities or restore punctuation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from monoblock.tasks.token_classification.section import TokenClassificationSect
 
 TOKEN_CLASSIFICATION = Task(
     name="token_classification",
-    about="one label for each word, such as named entities or punctuation",
+    about="predict a label for each word, to find named entities or restore punctuation",
     build_data=imported("token_classification.data", "build_token_classification_data"),
     head="tagger",
     families=("encoder-only",),
