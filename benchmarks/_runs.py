@@ -25,9 +25,9 @@ from monoblock.accounting.report import account
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.runs.run_folder import RECIPE_FILE
-from monoblock.runs.train import prepare_run
 from monoblock.training import metrics_file
 
 Metrics = dict[str, Any]

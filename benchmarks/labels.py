@@ -26,7 +26,7 @@ from _runs import (
     train_or_load,
 )
 
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.tasks.evaluation_report import EvaluationRequest
 
 KINDS = ("LOC", "MISC", "ORG", "PER")
@@ -79,7 +79,8 @@ def run(name: str, seed: int, folder: Path, data: Path | None, args: argparse.Na
     pipe, summary = train_or_load("conll2003", overrides, folder, data)
     splits = ["valid"] if args.choose else ["valid", "test"]
     metrics = {
-        split: evaluate(pipe, EvaluationRequest(data="conll2003", split=split, folder=data)).metrics for split in splits
+        split: evaluate_request(pipe, EvaluationRequest(data="conll2003", split=split, folder=data)).metrics
+        for split in splits
     }
     last = metrics[splits[-1]]
     return summary | {

@@ -25,8 +25,9 @@ from monoblock.accounting.report import account
 from monoblock.data.corpora.table import CORPORA
 from monoblock.nn.lstm import Recurrent
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.runs.train import Run, prepare_run
+from monoblock.runs.run import Run
 from monoblock.tasks.language_modeling.data import build_test_data
 from monoblock.tasks.task_data import validate
 from monoblock.training.collate import TensorBatch

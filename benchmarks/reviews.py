@@ -34,7 +34,7 @@ from _runs import (
 )
 
 from monoblock.data.corpora.load import load_corpus
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.load import load
 from monoblock.tasks.evaluation_report import EvaluationRequest
@@ -55,7 +55,7 @@ def evaluate_run(folder: Path, args: argparse.Namespace, summary: Metrics, pretr
         last = [line for line in metrics_file.read(folder) if "val_loss" in line][-1]
         return summary | {"accuracy": last["val_accuracy"], "macro F1": None, "seconds": seconds}
     request = EvaluationRequest(data="reviews", split="test", folder=args.data, limit=30 if args.smoke else None)
-    metrics = evaluate(load(folder), request).metrics
+    metrics = evaluate_request(load(folder), request).metrics
     return summary | {"accuracy": metrics["accuracy"], "macro F1": metrics["f1"], "seconds": seconds}
 
 

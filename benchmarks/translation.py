@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from _runs import Metrics, add_arguments, collect_rows, format_tables, run_folder, train_or_load
 
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 
@@ -77,7 +77,7 @@ def run(job: Job, seed: int, folder: Path, data: Path | None, args: argparse.Nam
     is_word_task = job.metrics == WORD_METRICS
     corpus, limit = read_recipe(job.recipe, overrides).data.corpus, 8 if args.smoke else None
     request = EvaluationRequest(data=corpus, folder=data, split=args.split, rescore=is_word_task, n_best=5, limit=limit)
-    metrics = evaluate(pipe, request).metrics
+    metrics = evaluate_request(pipe, request).metrics
     if is_word_task:
         rescored = metrics["rescored"]
         metrics |= {"rescored top-1": rescored["accuracy"], "rescored top_k": rescored["top_k"]}

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from _runs import Metrics, add_arguments, collect_rows, format_tables, run_folder, train_or_load
 
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.training import metrics_file
@@ -57,7 +57,7 @@ def run(job: Job, seed: int, folder: Path, data: Path | None, args: argparse.Nam
     overrides = [*job.overrides, *args.more, f"train.seed={seed}", *smoke]
     pipe, summary = train_or_load(job.recipe, overrides, folder, data)
     corpus = read_recipe(job.recipe, overrides).data.corpus
-    metrics = evaluate(pipe, EvaluationRequest(data=corpus, split="test", folder=data, batch=500)).metrics
+    metrics = evaluate_request(pipe, EvaluationRequest(data=corpus, split="test", folder=data, batch=500)).metrics
     valid = [line["val_accuracy"] for line in metrics_file.read(folder) if "val_accuracy" in line]
     wrong = round(metrics["sources"] * (1 - metrics["accuracy"]))
     return summary | {

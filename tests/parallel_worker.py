@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from monoblock.errors import MonoblockError
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.runs.train import prepare_run
 from monoblock.training.distributed import SINGLE_PROCESS, init_distributed
 from monoblock.training.events import SkippedUpdateEvent, StepEvent, WarningEvent
 

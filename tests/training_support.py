@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 import monoblock
 from monoblock.cli.main import run as cli
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.runs.train import prepare_run
 from monoblock.training import metrics_file
 from monoblock.training.events import StepEvent
 

@@ -37,6 +37,8 @@ from monoblock.config.model import (
 from monoblock.config.presets import PRESETS as PRESETS, preset as preset, tiny as tiny
 from monoblock.decoding.backends.optimize import optimize as optimize
 from monoblock.decoding.backends.prepared_model import release as release
+from monoblock.decoding.engine import Engine as Engine
+from monoblock.decoding.settings import Settings as Settings
 from monoblock.errors import (
     ConfigError as ConfigError,
     FileError as FileError,
@@ -46,6 +48,7 @@ from monoblock.errors import (
 from monoblock.inspection.trace import trace as trace
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.huggingface.export import export_hf as export_hf
+from monoblock.nn.block import Block as Block
 from monoblock.nn.interpolate import interpolate as interpolate
 from monoblock.nn.kv_cache.cache import Cache as Cache
 from monoblock.nn.lora import add_lora as add_lora, merge_lora as merge_lora, unmerge_lora as unmerge_lora
@@ -54,7 +57,15 @@ from monoblock.nn.masks import causal as causal, same_document as same_document,
 from monoblock.nn.token_positions import TokenPositions as TokenPositions
 from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.quantization.convert import quantize as quantize
+from monoblock.runs.evaluate import evaluate as evaluate
 from monoblock.runs.load import load as load
+from monoblock.runs.pipeline import Pipeline as Pipeline
+from monoblock.runs.run import Run as Run
+from monoblock.runs.train import train as train
+from monoblock.tasks.evaluation_report import Evaluation as Evaluation
+from monoblock.tasks.labels import Prediction as Prediction
+from monoblock.tasks.task import Task as Task
+from monoblock.tasks.task_data import TaskData as TaskData, TaskInputs as TaskInputs
 from monoblock.tokenizers.tokenizer import Tokenizer as Tokenizer
 
 __version__: str

@@ -282,7 +282,10 @@ def test_an_existing_run_is_not_overwritten(workspace, capsys):
     assert {path: path.read_bytes() for path in (workspace / "runs").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(("override", "what"), [("model.depth=2", "model"), ("train.lr=1", "training recipe")])
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [("model.depth=2", "model.depth (1, and now 2)"), ("train.lr=1", "train.lr (0.001, and now 1)")],
+)
 def test_resuming_with_another_recipe_is_an_error(override, what, capsys):
     assert run(["train", "toy.toml"]) == 0
     assert run(["train", "toy.toml", "train.steps=5", override, "--resume"]) == 1

@@ -263,7 +263,8 @@ def test_the_arms_of_a_comparison_share_budget_tokenizer_and_pairs(folder, run_v
     corpus.write_text(model_folders.PAIRS, encoding="utf-8")
     recipe = folder / "arms.toml"
     recipe.write_text(
-        model_folders.SEQ2SEQ_RECIPE.format(corpus) + "[generate]\nmax_new_tokens = 8\nmeasure = 2\n", encoding="utf-8"
+        model_folders.SEQ2SEQ_RECIPE.format(corpus) + "[generate]\nmax_new_tokens = 8\nscored_rows = 2\n",
+        encoding="utf-8",
     )
     arguments = ["compare", "backtranslation", f"recipe={recipe}", "pairs=30", "monolingual=20", "seeds=1,2", "limit=3"]
     arguments += [
@@ -306,7 +307,8 @@ def test_the_lstm_arm_has_about_as_many_parameters(folder, run_verb):
     corpus.write_text(model_folders.PAIRS, encoding="utf-8")
     recipe = folder / "recurrence.toml"
     recipe.write_text(
-        model_folders.SEQ2SEQ_RECIPE.format(corpus) + "[generate]\nmax_new_tokens = 8\nmeasure = 2\n", encoding="utf-8"
+        model_folders.SEQ2SEQ_RECIPE.format(corpus) + "[generate]\nmax_new_tokens = 8\nscored_rows = 2\n",
+        encoding="utf-8",
     )
     arguments = ["compare", "recurrence", f"recipe={recipe}", "limit=3", "train.steps=2", "--out", folder / "lstm-arm"]
     code, out, _ = run_verb([*arguments, "--json"])

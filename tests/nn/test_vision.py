@@ -202,10 +202,10 @@ def test_bad_images_are_one_line(corpus):
             build_task_data(recipe(corpus), None)
         with pytest.raises(FileError, match=r"train\.npz: pixels range from"):
             read_pixels(corpus / "train.npz", mb.tiny("deit-base").input)
-    assert recipe(corpus, "classification.augment.rotate=5", "classification.augment.flip=0.5").data.augment.rotate == 5
+    assert recipe(corpus, "classification.augment.rotate=5", "classification.augment.flip=0.5").task.augment.rotate == 5
     with pytest.raises(ConfigError, match="trun"):
         recipe(corpus, "classification.augment.trun=5")
-    with pytest.raises(ConfigError, match=r"data\.augment varies images, and the corpus reverse is pairs"):
+    with pytest.raises(ConfigError, match=r"\[classification\] is for train\.objective='classification'"):
         build_task_data(read_recipe("reverse", ["classification.augment={shift=1}", "data.limit=9"]), 32)
 
 

@@ -231,7 +231,7 @@ def test_a_wrong_dtype_in_the_file_is_named(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["input.token.packed"] = tensors["input.token.packed"].float()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(FileError, match=r"input\.token\.packed holds torch\.float32"):
+    with pytest.raises(FileError, match=r"input\.token\.packed has dtype torch\.float32"):
         mb.Transformer.from_pretrained(tmp_path)
 
 

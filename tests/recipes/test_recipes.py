@@ -20,7 +20,7 @@ from monoblock.interop.folder import load_model
 from monoblock.nn.lstm import Recurrent
 from monoblock.recipes.parse import list_recipes
 from monoblock.runs.build_data import build_task_data
-from monoblock.runs.recipe import build_model_config, read_recipe
+from monoblock.runs.recipe import build_model_config, read_recipe, task_of_recipe
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task_data import validate
 from monoblock.training.loss import CrossEntropyLoss
@@ -150,7 +150,8 @@ def validation_loss(folder):
     model = load_trained_model(folder, recipe)
     context = getattr(model.config, "context", None)
     data = build_task_data(recipe, context or int(recipe.model.get("context", 64)), data_folder=DATA, run_folder=folder)
-    return validate(model, data, CrossEntropyLoss(), torch.device("cpu"))["val_loss"]
+    loss = CrossEntropyLoss(over_positions=task_of_recipe(recipe).classes_are_positions)
+    return validate(model, data, loss, torch.device("cpu"))["val_loss"]
 
 
 @pytest.mark.parametrize("name", list_recipes())

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from monoblock.cli._shared.training_progress import TrainingProgress
 from monoblock.config.families import bert
 from monoblock.config.knobs import vary
 from monoblock.data.batching.encode import IGNORE_INDEX
@@ -15,8 +14,9 @@ from monoblock.data.readers.conll import read_conll
 from monoblock.errors import ConfigError, FileError
 from monoblock.nn.transformer import Transformer
 from monoblock.runs.build_data import build_task_data
+from monoblock.runs.prepare_run import prepare_run
+from monoblock.runs.progress import TrainingProgress
 from monoblock.runs.recipe import build_model_config, parse_recipe
-from monoblock.runs.train import prepare_run
 from monoblock.tasks.task_data import validate
 from monoblock.training.events import FinishedEvent, StepEvent
 from monoblock.training.loss import CrossEntropyLoss

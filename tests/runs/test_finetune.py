@@ -22,8 +22,8 @@ from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError
 from monoblock.nn.transformer import Transformer
 from monoblock.runs.finetune import build_finetuning_recipe
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import build_model_config, read_recipe
-from monoblock.runs.train import prepare_run
 from monoblock.training.events import DecisionEvent
 
 SIZES = {"family": "bert", "width": 22, "depth": 2, "heads": 2, "hidden": 34, "context": 31}
@@ -198,7 +198,7 @@ def test_the_best_checkpoint_can_be_the_final_model(folder, tmp_path):
     assert best < TRAIN["steps"]
     stored = load_file(tmp_path / "out" / "checkpoints" / f"step-{best}" / "model.safetensors")
     assert_same_weights(load_file(tmp_path / "out" / "model.safetensors"), stored)
-    assert run.final_metrics["val_loss"] == pytest.approx(run.trainer.best["loss"], rel=1e-6)
+    assert run.metrics["val_loss"] == pytest.approx(run.trainer.best["loss"], rel=1e-6)
 
 
 def test_bpe_dropout_segments_texts_anew_in_every_epoch(folder, tmp_path):

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import monoblock as mb
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.runs.train import prepare_run
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "version-0.1"
 RUNS = ["gpt", "pairs"]

@@ -117,5 +117,5 @@ def test_a_model_without_token_embeddings_is_an_error():
     model = build_model(vit(image=8, patch=4, width=16, depth=1, heads=2, classes=2))
     with pytest.raises(InputError, match=r"which this model lacks; leave train\.adversarial out"):
         AdversarialLoss(CrossEntropyLoss(), EPSILON)(model, {"source": torch.randn(2, 3, 8, 8)}, torch.tensor([0, 1]))
-    with pytest.raises(ConfigError, match="not causal; leave it out"):
+    with pytest.raises(ConfigError, match="not causal_lm; leave it out"):
         read_recipe("gpt-tiny", ["train.adversarial=0.1"])

@@ -32,7 +32,7 @@ EXACT = {"model": {"dropout": 0.0}}
 PACKED = {
     "data": {"corpus": "documents.jsonl", "packing": "documents"}
 }  # the processes have different numbers of targets
-SHORT = {"train": {"steps": 12, "batch": 7, "save_every": 5, "eval_every": 6, "patience": 2}}
+SHORT = {"train": {"steps": 12, "batch": 7, "save_every": 5, "eval_every": 6, "max_skipped_updates": 2}}
 BATCHES_OF_ONE = copy.deepcopy(SEQ2SEQ_RECIPE)
 BATCHES_OF_ONE["model"]["dropout"] = 0.0
 BATCHES_OF_ONE["train"] |= {"batch": 1, "steps": 6}

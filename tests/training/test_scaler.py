@@ -10,7 +10,7 @@ from training_support import assert_same_run, clone_weights, start_run, train_to
 from monoblock.training import checkpoint
 from monoblock.training.events import SkippedUpdateEvent, StepEvent, WarningEvent
 
-HALF = {"train": {"steps": 14, "save_every": 5, "eval_every": 0, "precision": "fp16", "patience": 2}}
+HALF = {"train": {"steps": 14, "save_every": 5, "eval_every": 0, "precision": "fp16", "max_skipped_updates": 2}}
 SCALE = 2.0**16  # the initial scale of torch
 
 

@@ -51,7 +51,9 @@ def reject_updates(steps):
 
 
 def test_updates_with_bad_losses_are_never_applied(tmp_path):
-    recipe = write_recipe(tmp_path, {"train": {"steps": 80, "patience": 9, "save_every": 30, "eval_every": 0}})
+    recipe = write_recipe(
+        tmp_path, {"train": {"steps": 80, "max_skipped_updates": 9, "save_every": 30, "eval_every": 0}}
+    )
     rng = random.Random(5)
     bad = {step: rng.choice([float("nan"), float("inf"), -float("inf")]) for step in rng.sample(range(80), 20)}
     run, events = train_to_end(recipe, tmp_path / "bad", change=scale_losses(bad))
@@ -113,7 +115,7 @@ def test_a_gradient_spike_is_rejected_after_enough_good_updates(tmp_path):
 
 # -- rollbacks -------------------------------------------------------------------------------------------------------
 
-PATIENT = {"train": {"steps": 30, "patience": 3, "save_every": 5, "eval_every": 0}}
+PATIENT = {"train": {"steps": 30, "max_skipped_updates": 3, "save_every": 5, "eval_every": 0}}
 
 
 def observe(run, events):

@@ -81,7 +81,7 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
     model_account = account(run.model.config)
     return {
         "folder": str(folder),
-        "loss": run.final_metrics["val_loss"],
+        "loss": run.metrics["val_loss"],
         "baselines": run.task_data.baseline_losses,
         "sample": run.sample_text(run.model),
         "parameters": model_account.parameters,

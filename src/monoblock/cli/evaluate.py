@@ -133,7 +133,7 @@ def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:
 
 def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
     """Build an EvaluationRequest from the options of the same names as its fields, and evaluate it."""
-    from monoblock.runs.evaluate import evaluate
+    from monoblock.runs.evaluate import evaluate_request
     from monoblock.tasks.evaluation_report import EvaluationRequest
 
     search = drop_unset({field: options[field] for field, _, _ in SEARCH_OPTIONS.values()})
@@ -142,7 +142,7 @@ def _run_evaluation(pipe: Pipeline, options: dict[str, Any]) -> Evaluation:
     values["folder"] = resolve_data_folder(options["folder"])
     values["rescore"] = options["rescore"] or options["save_words"] is not None
     request = EvaluationRequest(**{**values, "options": search})
-    return evaluate(pipe, request) if options["shots"] is None else evaluate_fewshot(pipe, request, options)
+    return evaluate_request(pipe, request) if options["shots"] is None else evaluate_fewshot(pipe, request, options)
 
 
 def _save_outputs(evaluation: Evaluation, model: Path, options: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.train import prepare_run
+from monoblock.runs.prepare_run import prepare_run
 from monoblock.training.events import EvaluationEvent, FinishedEvent
 
 CARD_FILE = "README.md"  # the last file that a run writes: if it exists, the run is finished

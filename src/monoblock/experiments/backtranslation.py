@@ -36,7 +36,7 @@ from monoblock.experiments.jobs import Job, run_jobs
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.metrics.format import format_metric
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.seq2seq.backtranslation import (
@@ -229,7 +229,9 @@ def _run_arm(context: ExperimentContext, seed: int, arm: str) -> Iterator[str]:
         request = EvaluationRequest(
             data=context.recipe.data.corpus, folder=context.data, limit=context.options.limit, batch=batch
         )
-        write_atomically(folder / arm / METRICS_FILE, json.dumps(evaluate(pipe, request).metrics, indent=2) + "\n")
+        write_atomically(
+            folder / arm / METRICS_FILE, json.dumps(evaluate_request(pipe, request).metrics, indent=2) + "\n"
+        )
     metrics = _read_metrics(folder / arm)
     name = context.options.figure
     yield f"{arm}, seed {seed}: {name} {format_metric(name, metrics.get(name, 0.0), '.2f')}"

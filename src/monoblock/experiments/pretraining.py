@@ -27,7 +27,7 @@ from monoblock.experiments.arms import (
 )
 from monoblock.metrics.format import format_metric
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.masked_lm.section import CorruptionSection
@@ -83,7 +83,9 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
             recipe = with_seed(task, seed, **_arm_changes(arm, task, folder / "pretrained"))
             yield from train_arm(recipe, arm_folder, data)
             pipe = load_arm(arm_folder, task.train.device)
-            metrics = evaluate(pipe, EvaluationRequest(data=task.data.corpus, folder=data, limit=options.limit)).metrics
+            metrics = evaluate_request(
+                pipe, EvaluationRequest(data=task.data.corpus, folder=data, limit=options.limit)
+            ).metrics
             check_metric(options.figure, metrics)
             values[arm].append(metrics[options.figure])
             exact[arm].append(metrics.get("accuracy", 0.0))

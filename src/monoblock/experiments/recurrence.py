@@ -29,7 +29,7 @@ from monoblock.experiments.arms import (
 from monoblock.interop.folder import read_config
 from monoblock.metrics.format import format_metric
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.training import metrics_file
@@ -71,7 +71,7 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
                 continue
             pipe = load_arm(arm_folder, recipe.train.device)
             request = EvaluationRequest(data=recipe.data.corpus, folder=data, limit=options.limit)
-            metrics = evaluate(pipe, request).metrics
+            metrics = evaluate_request(pipe, request).metrics
             check_metric(options.figure, metrics)
             values[arm].append(metrics[options.figure])
             seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read(arm_folder))

@@ -83,7 +83,7 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
     state = _load_quantized(folder, quantized_dtypes, device) if quantized_dtypes else {}
     state |= _load_tensors(folder, shapes, dtype, device, set(quantized_dtypes))
     model.load_state_dict(state, assign=True, strict=True)
-    return model
+    return model.eval()
 
 
 def _read_config_json(folder: str | Path) -> dict[str, Any]:

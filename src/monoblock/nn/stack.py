@@ -29,13 +29,13 @@ from monoblock.nn.token_positions import TokenPositions
 class Stack(nn.Module):
     """Blocks named by the index of their layer; layers with tied weights run one block, named after the first layer."""
 
-    def __init__(self, config: StackConfig) -> None:
+    def __init__(self, config: StackConfig, block_class: type[Block] = Block) -> None:
         super().__init__()
         self.config = config
         self.block_order = _block_order(config)
         self.recompute = False  # activation checkpointing in training
         for number in sorted(set(self.block_order)):
-            self.add_module(str(number), Block(list(config.layers())[number]))
+            self.add_module(str(number), block_class(list(config.layers())[number]))
         self.norm = Norm(config.width, config.norm) if config.norm is not None else None
         self.attention_configs = list(dict.fromkeys(block.attention for block in config.layers()))
         self.attention_config_index = [self.attention_configs.index(block.attention) for block in config.layers()]

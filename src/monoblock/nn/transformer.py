@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.errors import ConfigError, InputError, with_article
+from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
 from monoblock.nn.heads import Head
 from monoblock.nn.initialize import initialize
@@ -40,6 +41,8 @@ class Transformer(nn.Module):
     model(pixels)                                                        vision
     """
 
+    block_class: type[Block] = Block  # a subclass of Transformer may build its stacks from another block
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if not isinstance(config, ModelConfig):
@@ -55,8 +58,8 @@ class Transformer(nn.Module):
         self.input = build_input(width, config.input)
         is_tied = config.tie in ("source_target", "three_way")
         self.target = None if config.target is None else Embedding(width, config.target, owns_tokens=not is_tied)
-        self.encoder = Stack(config.encoder) if config.encoder is not None else None
-        self.decoder = Stack(config.decoder) if config.decoder is not None else None
+        self.encoder = Stack(config.encoder, self.block_class) if config.encoder is not None else None
+        self.decoder = Stack(config.decoder, self.block_class) if config.decoder is not None else None
         self.head = Head(config) if config.head is not None else None
         initialize(self, config)
 

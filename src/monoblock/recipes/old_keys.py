@@ -48,10 +48,7 @@ def select_task(data: Mapping[str, Any], tasks: Iterable[TaskKeys]) -> TaskKeys:
     candidates = by_name or [task for task in tasks if name in task.old_names]
     if not candidates:
         names = [task.name for task in tasks]
-        raise ConfigError(
-            f"train.objective={name!r} is not one of {', '.join(names)}"
-            f"{did_you_mean(str(name), [*names, *(old for task in tasks for old in task.old_names)])}"
-        )
+        raise ConfigError(f"train.objective={name!r} is not one of {', '.join(names)}{did_you_mean(str(name), names)}")
     used = [key for key in _all_old_keys(tasks) if not _is_default(_get(data, key), key, _owner(key, tasks))]
     return next((task for task in candidates if all(key in task.old_keys for key in used)), candidates[0])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import tomllib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -33,15 +33,19 @@ def list_recipes() -> list[str]:
 
 
 def parse_recipe(
-    data: dict[str, Any], overrides: Iterable[str] = (), *, tasks: Sequence[TaskKeys], warn: bool = True
+    data: dict[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    tasks: Sequence[TaskKeys],
+    warn: bool = True,
 ) -> Recipe:
-    """Build a recipe from the tables of a TOML file and overrides of the form `section.key=value`.
+    """Build a recipe from the tables of a TOML file and overrides, `section.key=value` or {"section.key": value}.
 
     tasks: the known tasks, whose sections a recipe may have.
     warn: whether to warn about keys of earlier versions.
     """
     sections = (*SECTIONS, *(task.name for task in tasks if task.section is not None))
-    data, changes = copy.deepcopy(data), [_parse_override(override, sections) for override in overrides]
+    data, changes = copy.deepcopy(data), _parse_overrides(overrides, sections)
     preview = copy.deepcopy(data)
     for key, value in changes:
         set_key(preview, key, value)
@@ -70,11 +74,19 @@ def _build_recipe(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys
         if task.section is None:
             if own:
                 raise ConfigError(f"the objective {task.name} has no keys of its own; leave out [{task.name}]")
+            _check_adversarial(recipe, task, tasks)
             return recipe
         section: Any = from_dict(task.section, own, task.name)
     except FieldError as problem:
         raise (problem.with_path("") if problem.path == Recipe.__name__ else problem) from None
+    _check_adversarial(recipe, task, tasks)
     return replace(recipe, task=section)
+
+
+def _check_adversarial(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> None:
+    if recipe.train.adversarial and not task.supports_adversarial:
+        names = ", ".join(item.name for item in tasks if item.supports_adversarial)
+        raise ConfigError(f"train.adversarial is for {names}, not {task.name}; leave it out")
 
 
 def read_toml(name_or_path: str) -> dict[str, Any]:
@@ -105,14 +117,27 @@ def _load_toml(name_or_path: str) -> dict[str, Any]:
         raise FileError(f"{name_or_path} is not valid TOML: {problem}") from None
 
 
+def _parse_overrides(overrides: Iterable[str] | Mapping[str, Any], sections: Sequence[str]) -> list[tuple[str, Any]]:
+    if not isinstance(overrides, Mapping):
+        return [_parse_override(override, sections) for override in overrides]
+    for key in overrides:
+        _check_key(key, repr(key), sections)
+    return list(overrides.items())
+
+
+def _check_key(key: str, text: str, sections: Sequence[str]) -> None:
+    """Raise ConfigError unless a key has the form section.key; `text` is what the user wrote."""
+    section, dot, _ = key.partition(".")
+    if not dot:
+        raise ConfigError(f"{text} is not an override; write section.key=value, as in train.lr=3e-4")
+    if section not in sections:
+        raise ConfigError(f"{text}: a recipe has no section {section!r}{did_you_mean(section, sections)}")
+
+
 def _parse_override(override: str, sections: Sequence[str]) -> tuple[str, Any]:
     """Split `section.key=value` into its key and value; raise ConfigError for an unknown section."""
     key, equals, text = override.partition("=")
-    section, dot, _ = key.partition(".")
-    if not equals or not dot:
-        raise ConfigError(f"{override!r} is not an override; write section.key=value, as in train.lr=3e-4")
-    if section not in sections:
-        raise ConfigError(f"{override!r}: a recipe has no section {section!r}{did_you_mean(section, sections)}")
+    _check_key(key if equals else "", repr(override), sections)
     value = parse_value(text)
     is_list = key == "lora.targets" and isinstance(value, str)
     return key, value.split(",") if is_list else value

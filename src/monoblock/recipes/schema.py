@@ -49,6 +49,10 @@ class TaskKeys(Protocol):
         """The kind of head that the task needs."""
 
     @property
+    def supports_adversarial(self) -> bool:
+        """Whether train.adversarial can be used."""
+
+    @property
     def old_names(self) -> tuple[str, ...]:
         """Former values of train.objective that select this task."""
 

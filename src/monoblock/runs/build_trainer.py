@@ -41,6 +41,7 @@ def build_trainer(
     runtime: RuntimeConfig,
     stop: Callable[[], bool],
     world: World,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Trainer:
     section = recipe.train
     loss = build_loss(section, config, task)
@@ -62,7 +63,7 @@ def build_trainer(
 
     return Trainer(
         model=model,
-        optimizers=_build_optimizers(section, model),
+        optimizers=_build_optimizers(section, model) if optimizer is None else Optimizers([optimizer(model)]),
         learning_rate=rate,
         loss=loss,
         batches=_batch_iterator(section, task_data, world),
@@ -88,8 +89,6 @@ def build_trainer(
 
 def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, task: Task) -> Loss:
     """Return the loss of a task, with the label smoothing, load balancing and adversarial training of the recipe."""
-    if section.adversarial and not task.supports_adversarial:
-        raise ConfigError(f"train.adversarial cannot be used with train.objective={task.name!r}; leave it out")
     if task.loss is not None:
         if section.label_smoothing:
             raise ConfigError(
@@ -126,14 +125,20 @@ def _build_optimizers(section: TrainSection, model: nn.Module) -> Optimizers:
 def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) -> Callable[[int], Iterator[TensorBatch]]:
     """Return a function that takes the number of a step and yields the batches of this process from that step on."""
 
+    if task_data.batches is not None:
+        return task_data.batches
+    plan, build_batch = task_data.batch_plan, task_data.build_batch
+    assert plan is not None
+    assert build_batch is not None
+
     def build(batch: BatchIndices) -> TensorBatch:
         """Build this process's share of a batch, which may be empty; `samples` has the indices of the whole batch."""
         share, samples = batch_for_rank(batch, world.rank, world.size), batch.indices.tolist()
         if not len(share.indices):
             return TensorBatch({}, torch.empty(0, dtype=torch.int64), batch.epoch, samples)
-        return task_data.build_batch(share)._replace(samples=samples)
+        return build_batch(share)._replace(samples=samples)
 
     def batches(step: int) -> Iterator[TensorBatch]:
-        return iter(BatchLoader(task_data.batch_plan, build, start=step, stop=section.steps, workers=section.workers))
+        return iter(BatchLoader(plan, build, start=step, stop=section.steps, workers=section.workers))
 
     return batches

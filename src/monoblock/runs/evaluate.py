@@ -6,22 +6,104 @@ cer, accuracy, top_k, f1, ece; `signature` identifies the variant of BLEU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import find_path, is_single_file
 from monoblock.errors import InputError
+from monoblock.nn.inputs.generation_options import GenerationOptions
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+from monoblock.runs.custom_parts import Batch, CustomParts, build_custom_data
+from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
+from monoblock.runs.run import Run
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.table import task_of_model
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import validate
 from monoblock.tasks.text_to_text.section import TextToTextSection
+from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
 
 LOWER_IS_BETTER = {"loss", "perplexity", "bits_per_byte", "cer", "ece"}
 
 
-def evaluate(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evaluation:
+def evaluate(
+    model: str | Path | Pipeline | Run | Transformer,
+    data: str | Path | Iterable[Batch],
+    *,
+    split: str | None = None,
+    task: Task | None = None,
+    limit: int | None = None,
+    samples: int = 0,
+    batch: int = 64,
+    folder: str | Path | None = None,
+    device: str | None = None,
+    **options: Unpack[GenerationOptions],
+) -> Evaluation:
+    """Evaluate a model; the metrics are those of `monoblock evaluate`.
+
+        result = mb.evaluate("runs/kjv-web", "kjv-web")
+        result["bleu"], result.metrics, result.samples
+
+    model: a model folder, what `mb.load` or `mb.train` returned, or, for batches, a Transformer.
+    data: a named corpus, a file or a folder; or batches (inputs, labels), on which loss and accuracy are computed.
+    split: None is the split `test` if there is one, else `valid`.
+    task: the task of the model, if it is not one of the package.
+    limit: evaluate at most this many rows.
+    samples: return this many predictions in `samples`.
+    batch: number of rows evaluated at once.
+    folder: folder with corpora.
+    options: decoding options, for models that generate text.
+    """
+    if isinstance(data, str | Path):
+        pipe = _to_pipeline(model, task, device)
+        request = EvaluationRequest(
+            data=str(data),
+            split=split,
+            limit=limit,
+            samples=samples,
+            batch=batch,
+            folder=None if folder is None else Path(folder),
+            options=dict(options),
+        )
+        return evaluate_request(pipe, request)
+    network = model if isinstance(model, Transformer) else _to_pipeline(model, task, device).model
+    known = task or (model.task if isinstance(model, Pipeline | Run) else None)
+    return _evaluate_batches(network, data, known)
+
+
+def _to_pipeline(model: str | Path | Pipeline | Run | Transformer, task: Task | None, device: str | None) -> Pipeline:
+    if isinstance(model, Pipeline):
+        return model
+    if isinstance(model, Run):
+        return load(model.folder, task=task or model.task, model_class=_class_of(model), device=device)
+    if isinstance(model, Transformer):
+        raise InputError("a Transformer has no tokenizer to read a corpus with; give a model folder, or batches")
+    return load(model, task=task, device=device)
+
+
+def _class_of(run: Run) -> type[Transformer]:
+    return type(run.model) if isinstance(run.model, Transformer) else Transformer
+
+
+def _evaluate_batches(model: Transformer | Recurrent, batches: Iterable[Batch], task: Task | None) -> Evaluation:
+    """Return loss and accuracy on batches, or the loss of the task if it has one of its own."""
+    own_loss = None if task is None else task.loss
+    over_positions = task is not None and task.classes_are_positions
+    loss: Loss = CrossEntropyLoss(over_positions=over_positions) if own_loss is None else FunctionLoss(own_loss)
+    evaluation = CustomParts(batches=batches, validation_batches=list(batches))
+    was_training = model.training
+    metrics = validate(model.eval(), build_custom_data(evaluation, None), loss, model.device)
+    model.train(was_training)
+    return Evaluation({name.removeprefix("val_"): value for name, value in metrics.items()})
+
+
+def evaluate_request(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evaluation:
     """Evaluate a model on a corpus; a single file that the model was not trained on is evaluated as a whole."""
     loaded = model.loaded if isinstance(model, Pipeline) else model
     task = (model.task if isinstance(model, Pipeline) else None) or task_of_model(loaded)

@@ -26,6 +26,7 @@ from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
+TOKENIZER_FILE = "tokenizer.json"
 POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
 
 
@@ -33,26 +34,33 @@ def load(
     folder: str | Path,
     *,
     task: Task | None = None,
+    model_class: type[Transformer] = Transformer,
     device: str | None = None,
     dtype: torch.dtype | str = torch.float32,
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
     task: the task of the run, if it is not one of the package.
+    model_class: the subclass of Transformer that was trained.
     device: None takes a CUDA GPU if there is one, else the CPU.
     """
     folder = resolve_model_path(folder)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return Pipeline(load_folder(folder, device, dtype, task), task)
+    return Pipeline(load_folder(folder, device, dtype, task, model_class), task)
 
 
-def load_folder(folder: Path, device: str, dtype: torch.dtype | str, task: Task | None = None) -> LoadedModel:
+def load_folder(
+    folder: Path,
+    device: str,
+    dtype: torch.dtype | str,
+    task: Task | None = None,
+    model_class: type[Transformer] = Transformer,
+) -> LoadedModel:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
-    model = _load_model(folder, device, dtype)
-    vision = isinstance(model.config, ModelConfig) and model.config.family == "vision"
-    tokenizer = None if vision else load_tokenizer(folder, model.config)
+    model = _load_model(folder, device, dtype, model_class)
+    tokenizer = load_tokenizer(folder, model.config) if _has_tokenizer(folder, model) else None
     if tokenizer is None:
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
     else:
@@ -60,7 +68,7 @@ def load_folder(folder: Path, device: str, dtype: torch.dtype | str, task: Task 
     recipe = read_recipe(folder / RECIPE_FILE, task=task, warn=False) if defaults.from_recipe else None
     return LoadedModel(
         model.eval(),
-        cast(Tokenizer, tokenizer),  # only a vision model has none
+        cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one
         defaults,
         None if recipe is None else recipe.data,
         None if recipe is None else recipe.train.objective,
@@ -71,11 +79,21 @@ def load_folder(folder: Path, device: str, dtype: torch.dtype | str, task: Task 
     )
 
 
-def _load_model(folder: Path, device: str, dtype: torch.dtype | str) -> Transformer | Recurrent:
+def _has_tokenizer(folder: Path, model: Transformer | Recurrent) -> bool:
+    """Return whether a folder should have a tokenizer: not for images, nor for a run on batches that was given none."""
+    if isinstance(model.config, ModelConfig) and model.config.family == "vision":
+        return False
+    is_run = folder.is_dir() and has_file(folder, RECIPE_FILE)
+    return not is_run or has_file(folder, TOKENIZER_FILE)
+
+
+def _load_model(
+    folder: Path, device: str, dtype: torch.dtype | str, model_class: type[Transformer]
+) -> Transformer | Recurrent:
     data = _read_json_if_present(folder)
     if "format" in data and "recurrent" in data:
         return load_model(Recurrent, folder, dtype=dtype, device=device)
-    return optimize(Transformer.from_pretrained(folder, dtype=dtype, device=device))
+    return optimize(model_class.from_pretrained(folder, dtype=dtype, device=device))
 
 
 def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,15 @@ from monoblock.recipes.schema import Recipe
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 
+Overrides = Iterable[str] | Mapping[str, Any]  # "section.key=value" or {"section.key": value}
+
 
 def read_recipe(
-    name_or_path: str | Path, overrides: Iterable[str] = (), *, task: Task | None = None, warn: bool = True
+    name_or_path: str | Path,
+    overrides: Overrides = (),
+    *,
+    task: Task | None = None,
+    warn: bool = True,
 ) -> Recipe:
     """Read a recipe of the package by its name, or a TOML file by its path, and apply overrides `section.key=value`.
 
@@ -26,7 +32,11 @@ def read_recipe(
 
 
 def parse_recipe(
-    data: dict[str, Any], overrides: Iterable[str] = (), *, task: Task | None = None, warn: bool = True
+    data: dict[str, Any],
+    overrides: Overrides = (),
+    *,
+    task: Task | None = None,
+    warn: bool = True,
 ) -> Recipe:
     """Build a recipe from the nested dicts of its sections; the other arguments are those of `read_recipe`."""
     return parse.parse_recipe(data, overrides, tasks=known_tasks(task), warn=warn)

@@ -9,7 +9,7 @@ from typing import Any
 
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus
 from monoblock.data.readers.records import CorpusKind
-from monoblock.errors import ConfigError, SplitError
+from monoblock.errors import ConfigError, SplitError, did_you_mean
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies
 
 MAX_MISTAKES = 12  # number of mistakes listed in the metrics and drawn next to a confusion matrix
@@ -41,12 +41,24 @@ class Table:
 
 @dataclass
 class Evaluation:
+    """The result of an evaluation; `evaluation["accuracy"]` is one of its numbers."""
+
     metrics: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # explanations of the metrics
     word_frequencies: WordFrequencies | None = None
     tables: list[Table] = field(default_factory=list)
     save_plot: Callable[[Path], Path] | None = None
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The metrics that are numbers."""
+        return {name: float(value) for name, value in self.metrics.items() if isinstance(value, int | float)}
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.scores:
+            raise KeyError(f"there is no metric {name!r}{did_you_mean(name, self.scores)}: {', '.join(self.scores)}")
+        return self.scores[name]
 
 
 def read_corpus(

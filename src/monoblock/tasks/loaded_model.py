@@ -29,7 +29,14 @@ S = TypeVar("S")
 MAX_SEQUENCES = 512  # maximum number of sequences decoded at once; every beam counts as one
 DEFAULT_MAX_NEW_TOKENS = 256  # used if neither the model folder nor the call sets max_new_tokens
 # Maps each kind of head to the `Pipeline` method that uses it.
-HEAD_METHODS = {"classifier": "classify", "tagger": "tag", "masked_lm": "fill", "spans": "answer", "pooled": "embed"}
+HEAD_METHODS = {
+    "classifier": "classify",
+    "tagger": "tag",
+    "masked_lm": "fill",
+    "spans": "answer",
+    "pooled": "embed",
+    "regression": "predict",
+}
 
 
 @dataclass(frozen=True)

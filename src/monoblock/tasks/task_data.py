@@ -17,6 +17,7 @@ from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPl
 from monoblock.data.corpora.load import Corpus
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.batching import group_by_length
+from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
 from monoblock.training.loss import Loss
@@ -55,6 +56,42 @@ class TaskInputs:
         """Return the task section of the recipe if it has the type `kind`, else a `kind` with its defaults."""
         return self.recipe.task if isinstance(self.recipe.task, kind) else kind()
 
+    def task_data(
+        self,
+        samples: Sequence[Any],
+        collate: Callable[[list[Any]], tuple[dict[str, Tensor], Tensor]],
+        *,
+        validation: Sequence[Any] | None = None,
+        unit: str = "samples",
+    ) -> TaskData:
+        """Return data that are shuffled in every epoch and collated into batches of train.batch samples.
+
+        samples, validation: any objects, such as the rows of the corpora.
+        collate: turns a list of them into the keyword arguments of the model and the labels; a label of -100 does not
+            count. The first dimension of every tensor is that of the samples.
+        unit: what a label is called in the progress display.
+        """
+        size = samples_per_step(self.recipe)
+        plan = FixedBatchPlan(len(samples), min(size, len(samples)), self.recipe.train.seed, last="drop")
+
+        def batch_of(rows: Sequence[Any], indices: Sequence[int], epoch: int) -> TensorBatch:
+            return TensorBatch(*collate([rows[index] for index in indices]), epoch, list(indices))
+
+        def evaluation_batches() -> Iterator[TensorBatch]:
+            rows, step = validation or (), self.recipe.train.batch
+            for start in range(0, len(rows), step):
+                yield batch_of(rows, range(start, min(start + step, len(rows))), 0)
+
+        return TaskData(
+            self.tokenizer,
+            SpecialTokenIds() if self.tokenizer is None else special_token_ids(self.tokenizer),
+            plan,
+            lambda batch: batch_of(samples, batch.indices.tolist(), batch.epoch),
+            evaluation_batches if validation else None,
+            summary=f"{len(samples):,} {unit} to train on",
+            unit=unit,
+        )
+
     @property
     def has_segments(self) -> bool:
         """Whether the model has segment embeddings, which tell the two texts of a pair apart."""
@@ -65,8 +102,8 @@ class TaskInputs:
 class TaskData:
     tokenizer: Tokenizer | None
     special_tokens: SpecialTokenIds
-    batch_plan: BatchPlan
-    build_batch: Callable[[BatchIndices], TensorBatch]
+    batch_plan: BatchPlan | None  # None for batches given from Python
+    build_batch: Callable[[BatchIndices], TensorBatch] | None
     evaluation_batches: Callable[[], Iterable[TensorBatch]] | None
     model_sizes: dict[str, Any] = field(default_factory=dict)  # sizes that follow from the data, such as `classes`
     labels: list[str] = field(default_factory=list)  # the class names, in the order of the outputs
@@ -75,6 +112,7 @@ class TaskData:
     baseline_losses: dict[str, float] = field(default_factory=dict)  # validation losses of trivial models by name
     validation_rows: list[Any] = field(default_factory=list)  # rows on which the metrics of the model card are computed
     unit: str = "tokens"  # the unit of throughput
+    batches: Callable[[int], Iterator[TensorBatch]] | None = None  # given from Python: yields those from a step on
     content_digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the content of each split
 
 

@@ -13,7 +13,7 @@ from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.data.readers.chat import read_chats
 from monoblock.data.readers.records import Chat, Message
 from monoblock.errors import FileError, InputError
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.chat.data import build_chat_data, collate_chats, encode_chat
 from monoblock.tasks.evaluation_report import EvaluationRequest
@@ -121,7 +121,7 @@ def test_a_chat_model_is_evaluated_on_the_tokens_of_answers(tokenizer, tmp_path)
     config = mb.llama(vocab=tokenizer.vocab_size, width=8, depth=1, heads=2, hidden=11, context=97, tie="none")
     loaded = LoadedModel(mb.Transformer(config).double().eval(), tokenizer, objective="chat")
     path = write(tmp_path / "chat.jsonl", CONVERSATIONS)
-    metrics = evaluate(loaded, EvaluationRequest(data=str(path), batch=16)).metrics
+    metrics = evaluate_request(loaded, EvaluationRequest(data=str(path), batch=16)).metrics
     losses = []
     for chat in chats():
         ids, labels = encode_chat(chat, tokenizer)

@@ -8,7 +8,7 @@ from training_support import train_to_end, write_recipe
 import monoblock as mb
 from monoblock.data.corpora.load import load_corpus
 from monoblock.runs.build_data import build_task_data
-from monoblock.runs.evaluate import evaluate
+from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.finetune import build_finetuning_recipe
 from monoblock.runs.recipe import read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
@@ -68,10 +68,10 @@ def test_fine_tuning_reads_labelled_files_by_their_kind(workspace, document_run,
 def test_evaluation_encodes_and_scores_texts_as_training_did(workspace, document_run):
     pipe = mb.load(workspace / "documents")
     assert pipe.loaded.input_template().single == pipe.tokenizer.special_tokens_template(1) != [(None, 0)]
-    metrics = evaluate(pipe, EvaluationRequest(data=str(workspace / "labelled.tsv"), batch=12)).metrics
+    metrics = evaluate_request(pipe, EvaluationRequest(data=str(workspace / "labelled.tsv"), batch=12)).metrics
     assert metrics["split"] == "valid"
-    assert metrics["tokens"] == document_run.final_metrics["val_tokens"]
-    assert metrics["loss"] == pytest.approx(document_run.final_metrics["val_loss"], rel=1e-5)
+    assert metrics["tokens"] == document_run.metrics["val_tokens"]
+    assert metrics["loss"] == pytest.approx(document_run.metrics["val_loss"], rel=1e-5)
     num_truncated = sum(len(text) + 2 > 19 for text in TEXTS[:63])
     assert f"({num_truncated} of them cut to 19 tokens)" in document_run.task_data.summary
 
@@ -79,9 +79,9 @@ def test_evaluation_encodes_and_scores_texts_as_training_did(workspace, document
 def test_another_file_is_evaluated_as_a_whole_with_or_without_labels(workspace, document_run):
     pipe = mb.load(workspace / "documents")
     plain, labelled = (
-        evaluate(pipe, EvaluationRequest(data=str(workspace / name))).metrics
+        evaluate_request(pipe, EvaluationRequest(data=str(workspace / name))).metrics
         for name in ("texts.jsonl", "labelled.jsonl")
     )
     assert labelled == pytest.approx(plain)
     assert plain["split"] == "all"
-    assert plain["tokens"] > 5 * document_run.final_metrics["val_tokens"]
+    assert plain["tokens"] > 5 * document_run.metrics["val_tokens"]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.output import print_json, suggest_next
-from monoblock.cli._shared.training_progress import TrainingProgress
+from monoblock.runs.progress import TrainingProgress
 
 if TYPE_CHECKING:
     from monoblock.recipes.schema import Recipe
-    from monoblock.runs.train import Run
+    from monoblock.runs.run import Run
     from monoblock.training.distributed import World
 
 MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflow
@@ -67,7 +67,7 @@ def run_training(
 
     options: the arguments `resume` and `tensorboard` of `prepare_run`.
     """
-    from monoblock.runs.train import prepare_run
+    from monoblock.runs.prepare_run import prepare_run
 
     with stop_on_interrupt(world.rank, world.size) as stop:
         run = prepare_run(
@@ -107,7 +107,7 @@ def _next_command(run: Run) -> str:
 
 def summarize_run(run: Run) -> dict[str, Any]:
     """Return the folder, the number of steps and the final metrics, as `--json` prints them."""
-    metrics = dict(run.final_metrics)
+    metrics = dict(run.metrics)
     if "val_loss" in metrics and run.task.head in ("language_model", "masked_lm"):
         metrics["val_perplexity"] = math.exp(min(metrics["val_loss"], MAX_EXPONENT))
     return {"folder": str(run.folder), "steps": run.trainer.step, "figures": metrics}

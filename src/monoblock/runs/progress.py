@@ -1,4 +1,4 @@
-"""Progress of a training run on stderr: a bar on a terminal, plain lines otherwise."""
+"""Progress of a training run on stderr: a bar on a terminal or in a notebook, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import sys
 import time
 from typing import Any, Self
 
-import click
-
-from monoblock.cli._shared.output import format_count
+from monoblock.runs.numbers import format_count
 from monoblock.training.events import (
     CheckpointEvent,
     DecisionEvent,
@@ -28,8 +26,8 @@ SMOOTHING = 0.95  # weight of the previous value in the smoothed loss
 class TrainingProgress:
     """Show the events of a training run, with a smoothed loss, the speed and the time left."""
 
-    def __init__(self, steps: int, unit: str = "tokens") -> None:
-        self.steps, self.unit = steps, unit
+    def __init__(self, steps: int, unit: str = "tokens", *, hidden: bool = False) -> None:
+        self.steps, self.unit, self.hidden = steps, unit, hidden
         self.bar: Any = None
         self.task: Any = None
         self.loss: float | None = None
@@ -38,12 +36,16 @@ class TrainingProgress:
         self.start_step = 0
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.console import Console
+        if self.hidden:
+            return self
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if sys.stderr.isatty() or console.is_jupyter:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.bar = Progress(*columns, console=console)
             self.bar.start()
             self.task = self.bar.add_task("", total=self.steps)
         return self
@@ -56,16 +58,18 @@ class TrainingProgress:
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
         else:
-            click.echo(text, err=True)
+            print(text, file=sys.stderr, flush=True)
 
     def handle_event(self, event: TrainingEvent) -> None:
+        if self.hidden:
+            return
         match event:
             case DecisionEvent(decision, reason):
                 self.print_line(f"{decision} ({reason})")
             case StepEvent():
                 self._handle_step(event)
             case EvaluationEvent(step, metrics, is_best):
-                values = [f"{k.removeprefix('val_')} {v:.4f}" for k, v in metrics.items() if k != "val_tokens"]
+                values = [_format_metric(name, value) for name, value in metrics.items() if name != "val_tokens"]
                 self.print_line(f"step {step}: validation {', '.join(values)}{' (best)' if is_best else ''}")
             case SampleEvent(step, text):
                 if text:
@@ -94,7 +98,7 @@ class TrainingProgress:
             self._print_status()
 
     def _status_text(self) -> str:
-        return f"loss {self.loss:.4f}  {format_count(float(f'{self.tokens_per_second:.3g}'))} {self.unit}/s"
+        return f"loss {self.loss:.4f} (smoothed)  {format_count(float(f'{self.tokens_per_second:.3g}'))} {self.unit}/s"
 
     def _print_status(self, *, force: bool = False) -> None:
         """Print a plain status line if LINE_SECONDS have passed since the last one, or if `force`."""
@@ -106,3 +110,9 @@ class TrainingProgress:
             seconds_per_step = (now - self.start_time) / max(1, self.last_step - self.start_step)
             left = (self.steps - self.last_step) * seconds_per_step
             self.print_line(f"step {self.last_step}/{self.steps}  {self._status_text()}  about {left:.0f} s left")
+
+
+def _format_metric(name: str, value: float) -> str:
+    """Format a validation metric: an accuracy as a percentage, any other with four decimals."""
+    name = name.removeprefix("val_")
+    return f"{name} {value:.2%}".replace("%", " %") if name.endswith("accuracy") else f"{name} {value:.4f}"

@@ -1,0 +1,80 @@
+"""What a user may bring to a run from Python: a task, a model class, an optimizer, or batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.errors import ConfigError, InputError
+from monoblock.nn.transformer import Transformer
+from monoblock.runs.warm_start import WarmStart
+from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.collate import SpecialTokenIds, TensorBatch
+
+Batch = tuple[dict[str, Tensor], Tensor]  # keyword arguments of the model, and labels with -100 where there is none
+
+
+@dataclass(frozen=True)
+class CustomParts:
+    """Parts of a run that a recipe cannot describe; the arguments of `mb.train`."""
+
+    task: Task | None = None
+    model_class: type[Transformer] = Transformer
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    batches: Iterable[Batch] | None = None
+    validation_batches: Iterable[Batch] | None = None
+    tokenizer: Tokenizer | None = None
+
+
+NO_CUSTOM_PARTS = CustomParts()
+
+
+def build_custom_data(parts: CustomParts, start: WarmStart | None) -> TaskData:
+    """Return the data of a run that trains on the user's batches."""
+    assert parts.batches is not None
+    if parts.validation_batches is not None and iter(parts.validation_batches) is parts.validation_batches:
+        raise ConfigError("validation_batches are read several times; give a list or another iterable that can restart")
+    tokenizer = parts.tokenizer if parts.tokenizer is not None or start is None else start.tokenizer
+    batches, validation = parts.batches, parts.validation_batches
+    count = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
+    return TaskData(
+        tokenizer,
+        SpecialTokenIds() if tokenizer is None else special_token_ids(tokenizer),
+        None,
+        None,
+        None if validation is None else lambda: (to_tensor_batch(batch, 0, "validation") for batch in validation),
+        summary="batches given from Python" if count is None else f"{count:,} batches given from Python",
+        batches=lambda step: repeat_batches(batches, step),
+        unit="targets",
+    )
+
+
+def repeat_batches(batches: Iterable[Batch], start: int) -> Iterator[TensorBatch]:
+    """Yield the user's batches from step `start` on, again from the beginning when they end."""
+    step = 0
+    for epoch in itertools.count():
+        before = step
+        for batch in batches:
+            if step >= start:
+                yield to_tensor_batch(batch, epoch, f"batch {step}")
+            step += 1
+        if step == before:
+            problem = "are empty" if step == 0 else f"ended after {step:,} and cannot be read again"
+            raise InputError(f"the batches {problem}; give a list, or lower train.steps")
+
+
+def to_tensor_batch(batch: Batch, epoch: int, name: str) -> TensorBatch:
+    """Check a batch of the user and return it as the trainer needs it."""
+    inputs, labels = batch if isinstance(batch, tuple) and len(batch) == 2 else (None, None)
+    if not (isinstance(inputs, dict) and isinstance(labels, Tensor)):
+        raise InputError(
+            f"{name} is not (inputs, labels); give a dict of tensors for the model, and a tensor of labels"
+        )
+    return TensorBatch(inputs, labels, epoch, list(range(len(labels))))

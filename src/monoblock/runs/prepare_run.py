@@ -1,0 +1,144 @@
+"""Prepare a training run: build its data, model and trainer, and write the first files of the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.interop.digest import compute_body_digest
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.build_data import build_task_data, draft_config
+from monoblock.runs.build_trainer import build_trainer
+from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
+from monoblock.runs.identity import old_run_identity, run_identity
+from monoblock.runs.recipe import build_model_config, task_of_recipe
+from monoblock.runs.run import Run
+from monoblock.runs.run_folder import check_run_folder, write_initial_files
+from monoblock.runs.trainable import prepare_trainable, resolve_steps
+from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
+from monoblock.training.distributed import SINGLE_PROCESS, World
+from monoblock.training.events import DecisionEvent
+from monoblock.training.metrics_file import MetricsWriter
+from monoblock.training.runtime import choose_runtime
+
+DEFAULT_LSTM_CONTEXT = 64  # length of the training blocks of an LSTM, which has no limit of its own
+
+
+def prepare_run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    parts: CustomParts = NO_CUSTOM_PARTS,
+    data: Path | None = None,
+    resume: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    tensorboard: bool = False,
+    world: World = SINGLE_PROCESS,
+) -> Run:
+    """Build the data, model and trainer of a run, and write the first files of the run folder.
+
+    parts: a task, model class, optimizer or batches of the user.
+    data: folder with corpora.
+    stop: called after every step; training stops when it returns True.
+    world: the processes that train together; the main process builds and writes first.
+    """
+    with world.main_process_first():
+        if world.is_main:
+            check_run_folder(folder, resume)
+        run = _build_run(recipe, folder, parts, data, resume, stop, tensorboard, world)
+        if world.is_main and not resume:
+            write_initial_files(folder, run.recipe, run.task, run.model.config, run.task_data, run.special_tokens)
+    return run
+
+
+def _build_run(
+    recipe: Recipe,
+    folder: Path,
+    parts: CustomParts,
+    data: Path | None,
+    resume: bool,
+    stop: Callable[[], bool],
+    tensorboard: bool,
+    world: World,
+) -> Run:
+    task, start = task_of_recipe(recipe, parts.task), load_warm_start(recipe.model)
+    run_folder = folder if resume or not world.is_main else None  # whose tokenizer is used again
+    if parts.batches is not None:
+        task_data = build_custom_data(parts, start)
+    else:
+        draft = draft_config(recipe, task, start)
+        context = _model_context(recipe, draft, start)
+        options: dict[str, Any] = {"data_folder": data, "run_folder": run_folder, "start": start}
+        task_data = build_task_data(recipe, context, task=task, config=draft, **options)
+    original, recipe = recipe, resolve_steps(recipe, task_data)
+    section = recipe.train
+    runtime = choose_runtime(
+        section.device,
+        section.precision,
+        section.compile,
+        deterministic=section.deterministic,
+        steps=section.steps,
+        no_compile_reason="adversarial training needs a gradient on the way" if section.adversarial else None,
+    )
+    vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
+    stored = None if start is None else start.config
+    config = build_model_config(recipe, vocab, stored, task=task, **task_data.model_sizes)
+    torch.manual_seed(section.seed)
+    model = build_model(config, parts.model_class)
+    warm_start_event, fresh = (None, []) if start is None else _copy_initial_weights(start, model, recipe, task.head)
+    model, trainable_event = prepare_trainable(model, recipe, fresh)
+    model.to(runtime.device)
+    world.seed_process(section.seed)
+    if section.activation_checkpointing and isinstance(model, Transformer):
+        model.recompute()
+    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world, parts.optimizer)
+    trainer.identity = run_identity(original, task, config, task_data, start)
+    trainer.old_identity = old_run_identity(original, task, config, task_data, start)
+    run = Run(
+        recipe,
+        folder,
+        task,
+        task_data,
+        model,
+        trainer,
+        MetricsWriter(folder, tensorboard=tensorboard, disabled=not world.is_main),
+        warm_start_event,
+        trainable_event,
+        {} if start is None else start.special_tokens,
+        base_digest=compute_body_digest(start.model) if start is not None and recipe.lora.rank else None,
+    )
+    trainer.sample = run.sample_text
+    return run
+
+
+def _copy_initial_weights(
+    start: WarmStart, model: Transformer | Recurrent, recipe: Recipe, head: str
+) -> tuple[DecisionEvent, list[str]]:
+    """Copy the stored weights into a model; return an event that reports it, and the names of weights not copied."""
+    keep_head = isinstance(model, Recurrent) or start.keeps_head(head, recipe.model)
+    fresh = copy_weights(model, start, keep_head=keep_head)
+    count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)
+    event = DecisionEvent(f"begins with {count:,} weights of {start.folder}", f"fresh: {', '.join(fresh) or 'nothing'}")
+    return event, fresh
+
+
+def build_model(
+    config: ModelConfig | RecurrentConfig, model_class: type[Transformer] = Transformer
+) -> Transformer | Recurrent:
+    return Recurrent(config) if isinstance(config, RecurrentConfig) else model_class(config)
+
+
+def _model_context(recipe: Recipe, config: ModelConfig | RecurrentConfig | None, start: WarmStart | None) -> int | None:
+    """Return the context of the model in tokens; None means no limit."""
+    if config is None:
+        return None
+    context = config.context if isinstance(config, ModelConfig) else DEFAULT_LSTM_CONTEXT
+    if start is not None or isinstance(config, RecurrentConfig):
+        context = recipe.model.get("context", context)
+    return context

@@ -1,0 +1,137 @@
+"""A training run: its recipe, data, model and trainer; when it ends, the run folder is a model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.interop.atomic_write import write_atomically
+from monoblock.interop.folder import CONFIG_FILE, save_model
+from monoblock.interop.tokenizer_folder import format_config
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.generation_config import read_generation_defaults
+from monoblock.runs.model_card import CARD_FILE, render_model_card
+from monoblock.runs.trainable import finalize_model, merge_adapters
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData, validate
+from monoblock.training import checkpoint
+from monoblock.training.events import DecisionEvent, FinishedEvent, TrainingEvent, WarningEvent
+from monoblock.training.metrics_file import MetricsWriter
+from monoblock.training.trainer import Trainer
+from monoblock.training.weight_averaging import average_checkpoints
+
+
+@dataclass
+class Run:
+    """A prepared training run; iterate over `events` to train."""
+
+    recipe: Recipe
+    folder: Path
+    task: Task
+    task_data: TaskData
+    model: Transformer | Recurrent
+    trainer: Trainer
+    metrics_writer: MetricsWriter
+    warm_start_event: DecisionEvent | None = None  # where the initial weights come from
+    trainable_event: DecisionEvent | None = None  # which weights are trained
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # of the model that training starts from
+    metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
+    base_digest: str | None = None  # of the weights that adapters belong to
+
+    def events(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
+        """Train, write the metrics, save the finished model in the run folder, and yield the events of the training."""
+        world = self.trainer.world
+        yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
+        yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
+        if world.size > 1:
+            yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")
+        if resume and not checkpoint.list_steps(self.trainer.folder):
+            yield WarningEvent("no checkpoint was reached yet: starting from the first step")
+            self.metrics_writer.truncate_after(0)
+            resume = False
+        truncate = resume
+        try:
+            for event in self.trainer.run(resume=resume):
+                if isinstance(event, DecisionEvent) and truncate:  # the first event after the checkpoint was loaded
+                    self.metrics_writer.truncate_after(self.trainer.step)
+                    truncate = False
+                self.metrics_writer.write(event)
+                if isinstance(event, FinishedEvent) and not event.interrupted and world.is_main:
+                    self._save_final_model()
+                yield event
+        finally:
+            self.metrics_writer.close()
+
+    def _save_final_model(self) -> None:
+        """Save the final weights, the configuration and the model card."""
+        self._load_final_weights()
+        self.model = model = finalize_model(self.model, self.folder, self.recipe, self.base_digest).eval()
+        save_model(model, self.folder)
+        write_atomically(self.folder / CONFIG_FILE, format_config(model.config, self.task_data.tokenizer))
+        self.metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
+        self.metrics |= self.evaluate_generation()
+        card = render_model_card(self.recipe, self.task, model.config, self.metrics, self.task_data)
+        write_atomically(self.folder / CARD_FILE, card)
+
+    def _load_final_weights(self) -> None:
+        """Load the final weights by the recipe: the mean of the last checkpoints, the best one, or a moving average."""
+        trainer, section = self.trainer, self.recipe.train
+        steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
+        if section.average_checkpoints:
+            last = [trainer.folder / f"step-{step}" for step in steps[-section.average_checkpoints :]]
+            mean = average_checkpoints(last)
+            self.model.load_state_dict(mean, strict=not trainer.save_trainable_only)
+        elif section.load_best and best in steps:
+            tensors = checkpoint.load(trainer.folder / f"step-{best}").tensors
+            self._load_tensors(tensors["model"] if trainer.average is None else tensors["average"])
+        elif trainer.average is not None:
+            self._load_tensors(trainer.average.tensors)
+
+    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        names = set(self.model.state_dict())
+        self.model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in names}, strict=False)
+
+    def validate(self) -> dict[str, float]:
+        """Return loss and accuracy of the current model on all validation batches."""
+        runtime = self.trainer.runtime
+        with runtime.autocast():
+            return validate(self.model, self.task_data, self.trainer.loss.evaluation_loss(), runtime.device)
+
+    def evaluate_generation(self) -> dict[str, float]:
+        """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder."""
+        tokenizer, count = self.task_data.tokenizer, self.recipe.generate.scored_rows
+        score = self.task.score_validation
+        if score is None or tokenizer is None or not (count and self.task_data.validation_rows):
+            return {}
+        defaults = read_generation_defaults(self.folder, tokenizer)
+        recipe, labels = self.recipe, self.task_data.labels
+        section = recipe.task
+        loaded = LoadedModel(self.model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
+        return score(loaded, self.task_data.validation_rows, count)
+
+    def sample_text(self, model: nn.Module) -> str:
+        """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""
+        tokenizer, section = self.task_data.tokenizer, self.recipe.generate
+        if not isinstance(model, Transformer) or model.config.family != "decoder-only" or tokenizer is None:
+            return ""
+        model = merge_adapters(model)
+        prompt = tokenizer.encode(section.prompt) or [tokenizer.eos_id or 0]
+        ids = torch.tensor([prompt], device=self.trainer.runtime.device)
+        settings: dict[str, Any] = {
+            "max_new_tokens": section.max_new_tokens,
+            "temperature": section.temperature,
+            "top_k": section.top_k,
+            "top_p": section.top_p,
+            "seed": self.recipe.train.seed,
+        }
+        new = model.generate(ids, **settings)[0, len(prompt) :]
+        known = [token for token in new.tolist() if token < tokenizer.vocab_size]  # model.vocab may be larger
+        return tokenizer.decode([*tokenizer.encode(section.prompt), *known])

@@ -1,0 +1,170 @@
+"""`mb.train` and `mb.evaluate`: recipes, tasks, blocks, optimizers and batches of the user; events as progress."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import monoblock as mb
+from monoblock.training.events import EvaluationEvent, FinishedEvent, StepEvent
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+SMALL = {
+    "name": "small",
+    "tokenizer": {"kind": "char", "vocab": 64},
+    "model": {"family": "gpt", "width": 16, "depth": 1, "heads": 2, "context": 16},
+    "train": {"steps": 4, "batch": 3, "warmup": 1, "device": "cpu", "compile": "no"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _restore_determinism():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("".join(f"the {n} sons and the {n % 7} kings went up\n" for n in range(90)), encoding="utf-8")
+    return {**SMALL, "data": {"corpus": str(text)}}
+
+
+def run_example(name, *arguments, code=None):
+    """Run an example in a process of its own, or code that imports it."""
+    words = [sys.executable, str(EXAMPLES / name)] if code is None else [sys.executable, "-c", code]
+    done = subprocess.run([*words, *map(str, arguments)], capture_output=True, text=True, cwd=EXAMPLES, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_recipe_is_trained_from_python(recipe, tmp_path, capfd):
+    events = []
+    run = mb.train(recipe, {"train.steps": 3, "train.eval_every": 2}, out=tmp_path / "run", callbacks=[events.append])
+    assert run.folder == tmp_path / "run"
+    assert [event.step for event in events if isinstance(event, StepEvent)] == [1, 2, 3]
+    assert any(isinstance(event, EvaluationEvent) for event in events)
+    assert isinstance(events[-1], FinishedEvent)
+    assert not run.model.training
+    assert "loss" in capfd.readouterr().err
+    loaded = mb.load(run.folder)
+    assert mb.evaluate(run, recipe["data"]["corpus"])["loss"] == pytest.approx(run.metrics["val_loss"], rel=1e-5)
+    assert mb.evaluate(loaded, recipe["data"]["corpus"], split="valid")["perplexity"] > 1
+    with pytest.raises(KeyError, match="did you mean 'perplexity'"):
+        mb.evaluate(loaded, recipe["data"]["corpus"])["perplexty"]
+
+
+def test_overrides_may_be_a_list_and_progress_may_be_hidden(recipe, tmp_path, capfd):
+    run = mb.train(recipe, ["train.steps=2", "train.seed=7"], out=tmp_path / "run", progress=False)
+    assert (run.recipe.train.steps, run.recipe.train.seed) == (2, 7)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train.stepps": 3}, "did you mean 'steps'"),
+        ({"trian.steps": 3}, "did you mean 'train'"),
+        ({"steps": 3}, "write section.key=value"),
+        ({"train.objective": "causal_ml"}, "did you mean 'causal_lm'"),
+    ],
+)
+def test_a_wrong_override_is_one_line(recipe, tmp_path, overrides, message):
+    with pytest.raises(mb.ConfigError, match=message):
+        mb.train(recipe, overrides, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_resumed_bit_for_bit_from_python(recipe, tmp_path):
+    whole = mb.train(recipe, {"train.save_every": 2}, out=tmp_path / "whole", progress=False)
+    part = {"train.save_every": 2, "train.steps": 2, "train.schedule": "constant"}
+    mb.train(recipe, part, out=tmp_path / "part", progress=False)
+    full = mb.train(recipe, part | {"train.steps": 4}, out=tmp_path / "part", resume=True, progress=False)
+    again = mb.train(recipe, part | {"train.steps": 4}, out=tmp_path / "again", progress=False)
+    assert whole.metrics.keys() == full.metrics.keys()
+    states = full.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(tmp_path):
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("".join(f"good {n} x\tbad {n % 7} y\n" for n in range(200)), encoding="utf-8")
+    loss, accuracy = map(float, run_example("ranking_task.py", pairs, tmp_path / "run").split())
+    assert loss < 0.3
+    assert accuracy == 1
+    code = (
+        "import sys, monoblock as mb; from ranking_task import RANKING; pipe = mb.load(sys.argv[1], task=RANKING);"
+        "print(*pipe.predict(['good 3 x', 'bad 3 y']), mb.evaluate(pipe, sys.argv[2])['accuracy'])"
+    )
+    better, worse, again = map(float, run_example("", tmp_path / "run", pairs, code=code).split())
+    assert better > worse
+    assert again == 1
+    with pytest.raises(mb.ConfigError, match=r"train\.objective='ranking' is not one of"):
+        mb.load(tmp_path / "run")
+
+
+def test_the_task_of_the_example_takes_fewer_than_60_lines():
+    lines = (
+        (EXAMPLES / "ranking_task.py").read_text(encoding="utf-8").split('if __name__ == "__main__"')[0].splitlines()
+    )
+    assert sum(bool(line.strip()) for line in lines) < 60
+
+
+def test_a_block_of_the_user_is_trained_and_loaded(recipe, tmp_path):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from own_block import ScaledTransformer
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    run = mb.train(recipe, model_class=ScaledTransformer, out=tmp_path / "run", progress=False)
+    scales = {name for name in run.model.state_dict() if name.endswith(".scale")}
+    assert len(scales) == 1
+    pipe = mb.load(run.folder, model_class=ScaledTransformer)
+    assert isinstance(pipe.model, ScaledTransformer)
+    assert all(torch.equal(pipe.model.state_dict()[name], run.model.state_dict()[name]) for name in scales)
+    assert mb.evaluate(run, recipe["data"]["corpus"])["loss"] == pytest.approx(run.metrics["val_loss"], rel=1e-5)
+    ids = torch.randint(20, (1, 5))
+    plain = ids
+    for _ in range(4):
+        plain = torch.cat([plain, pipe.model(plain)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(pipe.model.generate(ids, max_new_tokens=4), plain), "fast paths step aside"
+
+
+def test_batches_of_the_user_and_an_optimizer_of_the_user(tmp_path):
+    count, accuracy = run_example("own_data.py", tmp_path / "run").split()
+    assert int(count) > 400
+    assert float(accuracy) > 0.9
+
+
+def make_batches(count):
+    rows = [torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(n)) for n in range(count)]
+    return [({"source": row[:, :-1]}, row[:, 1:]) for row in rows]
+
+
+OWN = {"model": {"family": "gpt", "vocab": 11, "width": 16, "depth": 1, "heads": 2, "context": 8}}
+
+
+def test_own_batches_are_repeated_and_skipped_on_resuming(tmp_path):
+    recipe = {**OWN, "train": {"steps": 5, "save_every": 5, "schedule": "constant", "warmup": 0}}
+    options = {"batches": make_batches(3), "progress": False}
+    whole = mb.train(recipe, {"train.steps": 8}, out=tmp_path / "whole", **options)
+    mb.train(recipe, out=tmp_path / "part", **options)
+    resumed = mb.train(recipe, {"train.steps": 8}, out=tmp_path / "part", resume=True, **options)
+    states = whole.model.state_dict(), resumed.model.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert mb.load(tmp_path / "whole").tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (iter(make_batches(2)), "ended after 2 and cannot be read again"),
+        ([], "the batches are empty"),
+        ([torch.zeros(2)], r"batch 0 is not \(inputs, labels\)"),
+    ],
+)
+def test_batches_that_cannot_be_used_are_one_line(tmp_path, batches, message):
+    with pytest.raises(mb.InputError, match=message):
+        mb.train({**OWN, "train": {"steps": 5}}, batches=batches, out=tmp_path / "run", progress=False)
