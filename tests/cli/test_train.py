@@ -222,7 +222,7 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked_l
         (["toy.toml", "model.vocab=40"], 2, "less than the 270 tokens of the tokenizer"),
         (["toy.toml", "train.schedule=cosin"], 2, "did you mean 'cosine'?"),
         (["toy.toml", "train.objective=seq2seq"], 2, "trains encoder-decoder models with the head 'language_model'"),
-        (["toy.toml", *MASKED, "model.head=pooled"], 2, "this one is encoder-only with 'pooled'"),
+        (["toy.toml", *MASKED, "model.head=pooled"], 2, "this model is encoder-only with the head 'pooled'"),
         (["toy.toml", "train.lr=-1"], 2, "train.lr=-1 is too small; write 0 or more"),
         (["toy.toml", "train.ema=1"], 2, "train.ema=1 is not a rate"),
         (["toy.toml", "model.dropout=x"], 2, "model.dropout='x' is not a number"),

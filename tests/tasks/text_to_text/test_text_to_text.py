@@ -136,7 +136,7 @@ def test_a_recipe_with_tasks_reads_back_the_same(files, tmp_path):
             {"prefix": "describe:"},
             "needs pairs or questions or labelled, but the corpus digits is images",
         ),
-        ({"tasks": [{"corpus": "digits", "prefix": "describe:"}]}, "the corpus digits is images"),
+        ({"tasks": [{"corpus": "digits", "prefix": "describe:"}]}, "the corpus digits is of the kind images"),
         ({"tasks": [{"corpus": "nothing.tsv", "prefix": "x:"}]}, "no corpus, file or folder 'nothing.tsv'"),
         ({"tasks": [{"corpus": "x", "prefx": "x:"}]}, "did you mean 'prefix'"),
     ],
