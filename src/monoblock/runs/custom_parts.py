@@ -1,4 +1,4 @@
-"""What a user may bring to a run from Python: a task, a model class, an optimizer, or batches."""
+"""The parts of a run that a user may write in Python: a task, a model class, an optimizer, or batches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from monoblock.tasks.task_data import TaskData
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
 
-Batch = tuple[dict[str, Tensor], Tensor]  # keyword arguments of the model, and labels with -100 where there is none
+Batch = tuple[dict[str, Tensor], Tensor]  # keyword arguments of the model, and labels; -100 means no label
 
 
 @dataclass(frozen=True)
 class CustomParts:
-    """Parts of a run that a recipe cannot describe; the arguments of `mb.train`."""
+    """The parts of a run that a recipe cannot describe; they are arguments of `mb.train`."""
 
     task: Task | None = None
     model_class: type[Transformer] = Transformer
@@ -40,7 +40,7 @@ def build_custom_data(parts: CustomParts, start: WarmStart | None) -> TaskData:
     """Return the data of a run that trains on the user's batches."""
     assert parts.batches is not None
     if parts.validation_batches is not None and iter(parts.validation_batches) is parts.validation_batches:
-        raise ConfigError("validation_batches are read several times; give a list or another iterable that can restart")
+        raise ConfigError("validation_batches are read several times, and an iterator only once; give a list instead")
     tokenizer = parts.tokenizer if parts.tokenizer is not None or start is None else start.tokenizer
     batches, validation = parts.batches, parts.validation_batches
     count = len(batches) if hasattr(batches, "__len__") else None  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def build_custom_data(parts: CustomParts, start: WarmStart | None) -> TaskData:
 
 
 def repeat_batches(batches: Iterable[Batch], start: int) -> Iterator[TensorBatch]:
-    """Yield the user's batches from step `start` on, again from the beginning when they end."""
+    """Yield the user's batches from step `start` on; after the last batch, continue with the first."""
     step = 0
     for epoch in itertools.count():
         before = step
@@ -71,10 +71,13 @@ def repeat_batches(batches: Iterable[Batch], start: int) -> Iterator[TensorBatch
 
 
 def to_tensor_batch(batch: Batch, epoch: int, name: str) -> TensorBatch:
-    """Check a batch of the user and return it as the trainer needs it."""
+    """Convert a batch of the user to a `TensorBatch`; raise InputError if it is not a pair (inputs, labels).
+
+    name: what error messages call the batch.
+    """
     inputs, labels = batch if isinstance(batch, tuple) and len(batch) == 2 else (None, None)
     if not (isinstance(inputs, dict) and isinstance(labels, Tensor)):
         raise InputError(
-            f"{name} is not (inputs, labels); give a dict of tensors for the model, and a tensor of labels"
+            f"{name} is not a pair (inputs, labels); give a dict of tensors for the model, and a tensor of labels"
         )
     return TensorBatch(inputs, labels, epoch, list(range(len(labels))))

@@ -27,7 +27,7 @@ from monoblock.training.events import DecisionEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.runtime import choose_runtime
 
-DEFAULT_LSTM_CONTEXT = 64  # length of the training blocks of an LSTM, which has no limit of its own
+DEFAULT_LSTM_CONTEXT = 64  # length of training blocks for an LSTM, whose context is unlimited
 
 
 def prepare_run(
@@ -43,10 +43,11 @@ def prepare_run(
 ) -> Run:
     """Build the data, model and trainer of a run, and write the first files of the run folder.
 
-    parts: a task, model class, optimizer or batches of the user.
-    data: folder with corpora.
-    stop: called after every step; training stops when it returns True.
-    world: the processes that train together; the main process builds and writes first.
+    parts: the parts of the run that the user wrote in Python.
+    data: the user's folder of corpora.
+    resume: continue the run in the folder; its tokenizer is used again.
+    stop: a function that is called after every step; training stops when it returns True.
+    world: the processes that train together; the main process builds its run before the others.
     """
     with world.main_process_first():
         if world.is_main:
@@ -68,7 +69,7 @@ def _build_run(
     world: World,
 ) -> Run:
     task, start = task_of_recipe(recipe, parts.task), load_warm_start(recipe.model)
-    run_folder = folder if resume or not world.is_main else None  # whose tokenizer is used again
+    run_folder = folder if resume or not world.is_main else None  # the folder whose tokenizer is used again
     if parts.batches is not None:
         task_data = build_custom_data(parts, start)
     else:
@@ -84,7 +85,7 @@ def _build_run(
         section.compile,
         deterministic=section.deterministic,
         steps=section.steps,
-        no_compile_reason="adversarial training needs a gradient on the way" if section.adversarial else None,
+        no_compile_reason="adversarial training computes a gradient inside the loss" if section.adversarial else None,
     )
     vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
     stored = None if start is None else start.config
@@ -120,7 +121,7 @@ def _build_run(
 def _copy_initial_weights(
     start: WarmStart, model: Transformer | Recurrent, recipe: Recipe, head: str
 ) -> tuple[DecisionEvent, list[str]]:
-    """Copy the stored weights into a model; return an event that reports it, and the names of weights not copied."""
+    """Copy the stored weights into a model; return an event that reports this, and the names of weights not copied."""
     keep_head = isinstance(model, Recurrent) or start.keeps_head(head, recipe.model)
     fresh = copy_weights(model, start, keep_head=keep_head)
     count = sum(tensor.numel() for name, tensor in model.state_dict().items() if name not in fresh)

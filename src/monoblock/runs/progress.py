@@ -1,4 +1,4 @@
-"""Progress of a training run on stderr: a bar on a terminal or in a notebook, plain lines otherwise."""
+"""Show the progress of a training run on stderr: as a bar on a terminal or in a notebook, else as plain lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from monoblock.training.events import (
     WarningEvent,
 )
 
-LINE_SECONDS = 5.0  # between two plain lines
+LINE_SECONDS = 5.0  # minimum time between two plain lines
 SMOOTHING = 0.95  # weight of the previous value in the smoothed loss
 
 

@@ -1,4 +1,4 @@
-"""A training run: its recipe, data, model and trainer; when it ends, the run folder is a model folder."""
+"""The class `Run`: a training run with its recipe, data, model and trainer, which leaves a model in its folder."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Run:
     metrics_writer: MetricsWriter
     warm_start_event: DecisionEvent | None = None  # where the initial weights come from
     trainable_event: DecisionEvent | None = None  # which weights are trained
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # of the model that training starts from
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # token ids of the stored initial model
     metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
-    base_digest: str | None = None  # of the weights that adapters belong to
+    base_digest: str | None = None  # the digest of the frozen weights, if adapters are trained
 
     def events(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
         """Train, write the metrics, save the finished model in the run folder, and yield the events of the training."""
@@ -54,7 +54,7 @@ class Run:
         if world.size > 1:
             yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")
         if resume and not checkpoint.list_steps(self.trainer.folder):
-            yield WarningEvent("no checkpoint was reached yet: starting from the first step")
+            yield WarningEvent("the run has no checkpoint yet, so it starts from the first step")
             self.metrics_writer.truncate_after(0)
             resume = False
         truncate = resume
@@ -82,7 +82,10 @@ class Run:
         write_atomically(self.folder / CARD_FILE, card)
 
     def _load_final_weights(self) -> None:
-        """Load the final weights by the recipe: the mean of the last checkpoints, the best one, or a moving average."""
+        """Load the final weights that the recipe asks for.
+
+        They are the mean of the last checkpoints, the best checkpoint, the moving average, or the current weights.
+        """
         trainer, section = self.trainer, self.recipe.train
         steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
         if section.average_checkpoints:
@@ -106,7 +109,10 @@ class Run:
             return validate(self.model, self.task_data, self.trainer.loss.evaluation_loss(), runtime.device)
 
     def evaluate_generation(self) -> dict[str, float]:
-        """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder."""
+        """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder.
+
+        Return {} if the task has no such metrics, or if generate.scored_rows is 0.
+        """
         tokenizer, count = self.task_data.tokenizer, self.recipe.generate.scored_rows
         score = self.task.score_validation
         if score is None or tokenizer is None or not (count and self.task_data.validation_rows):

@@ -41,7 +41,7 @@ class Table:
 
 @dataclass
 class Evaluation:
-    """The result of an evaluation; `evaluation["accuracy"]` is one of its numbers."""
+    """The result of an evaluation; a metric that is a number is also read as `evaluation["accuracy"]`."""
 
     metrics: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)

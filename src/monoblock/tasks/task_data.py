@@ -64,12 +64,12 @@ class TaskInputs:
         validation: Sequence[Any] | None = None,
         unit: str = "samples",
     ) -> TaskData:
-        """Return data that are shuffled in every epoch and collated into batches of train.batch samples.
+        """Return the data for training on `samples`, which are shuffled in every epoch.
 
-        samples, validation: any objects, such as the rows of the corpora.
-        collate: turns a list of them into the keyword arguments of the model and the labels; a label of -100 does not
-            count. The first dimension of every tensor is that of the samples.
-        unit: what a label is called in the progress display.
+        samples, validation: the training and validation samples; any objects, such as the rows of a corpus.
+        collate: a function that converts a list of samples to the keyword arguments of the model and the labels. The
+            first dimension of every tensor is that of the samples, and labels of -100 are ignored.
+        unit: the unit in which the progress display counts labels.
         """
         size = samples_per_step(self.recipe)
         plan = FixedBatchPlan(len(samples), min(size, len(samples)), self.recipe.train.seed, last="drop")
@@ -102,7 +102,7 @@ class TaskInputs:
 class TaskData:
     tokenizer: Tokenizer | None
     special_tokens: SpecialTokenIds
-    batch_plan: BatchPlan | None  # None for batches given from Python
+    batch_plan: BatchPlan | None  # None if the user gives the batches
     build_batch: Callable[[BatchIndices], TensorBatch] | None
     evaluation_batches: Callable[[], Iterable[TensorBatch]] | None
     model_sizes: dict[str, Any] = field(default_factory=dict)  # sizes that follow from the data, such as `classes`
@@ -112,7 +112,7 @@ class TaskData:
     baseline_losses: dict[str, float] = field(default_factory=dict)  # validation losses of trivial models by name
     validation_rows: list[Any] = field(default_factory=list)  # rows on which the metrics of the model card are computed
     unit: str = "tokens"  # the unit of throughput
-    batches: Callable[[int], Iterator[TensorBatch]] | None = None  # given from Python: yields those from a step on
+    batches: Callable[[int], Iterator[TensorBatch]] | None = None  # the user's batches from a step on
     content_digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the content of each split
 
 
