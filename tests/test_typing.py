@@ -20,7 +20,7 @@ SOURCE = Path(monoblock.__file__).parents[1]
 STRICT = ["--strict", "--disallow-any-expr", "--follow-imports=silent", "--no-error-summary"]
 
 SCRIPT = """\
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import assert_type
 
 import torch
@@ -35,6 +35,14 @@ from monoblock.tasks.loaded_model import Hypothesis
 from monoblock.tasks.masked_lm.predict import FilledText
 from monoblock.tasks.question_answering.predict import AnswerSpan
 from monoblock.tasks.token_classification.predict import TaggedText
+
+run = mb.train("gpt-tiny", {"train.steps": 20}, out="runs/x", callbacks=[print], progress=False)
+print(run.folder.name, run.metrics["val_loss"] + 1, run.model.config.width, run.recipe.train.lr)
+result = mb.evaluate(run, "kjv", limit=9, samples=2, num_beams=2)
+print(result["loss"] + mb.evaluate("runs/x", "kjv", split="test").scores["perplexity"], result.notes)
+print(mb.evaluate(mb.Transformer(mb.preset("gpt2")), [({"source": torch.zeros(1, 3)}, torch.zeros(1, 3))])["accuracy"])
+engine = mb.Engine(mb.Transformer(mb.preset("gpt2")))
+number: int = engine.add([1, 2, 3], mb.Settings(max_new_tokens=20))
 
 pipe = mb.load("runs/x", device="cpu", dtype="bf16")
 text: str = pipe.generate("In the beginning", temperature=0.8, seed=1, stop="\\n")
@@ -84,6 +92,12 @@ print(trace.logits.shape, {name: activation.shape for name, activation in trace.
 """
 
 TYPES = {
+    "run": "mb.Run",
+    "run.model": "mb.Transformer | mb.Recurrent",
+    "run.metrics": "dict[str, float]",
+    "result": "mb.Evaluation",
+    "result['loss']": "float",
+    "pipe.predict(['a'])": "Sequence[object]",
     "pipe": "Pipeline",
     "pipe.model": "mb.Transformer | mb.Recurrent",
     "pipe.generate('a')": "str",

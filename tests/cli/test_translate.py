@@ -116,7 +116,7 @@ def test_invalid_bytes_and_long_lines_are_one_line_errors(encoder_decoder, run_v
     code, out, err = run_verb(["translate", encoder_decoder, *SHORT], b"the 3 sons\n" + long)
     assert (code, out) == (1, "")
     assert "line 2 has" in err
-    assert "the model reads 48; shorten it, or split it with --long split" in err
+    assert "the model reads at most 48; shorten it, or give --long split" in err
     code, out, _ = run_verb(["translate", encoder_decoder, "--long", "split", "--json", *SHORT], long)
     assert code == 0
     assert json.loads(out)["source"] == long.decode().rstrip("\n")

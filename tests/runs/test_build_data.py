@@ -190,7 +190,7 @@ def test_an_explicit_head_is_not_replaced(corpora):
         "model": {"preset": "bert-base", "head": "pooled"},
         "train": {"objective": "masked_lm"},
     }
-    with pytest.raises(ConfigError, match="this one is encoder-only with 'pooled'"):
+    with pytest.raises(ConfigError, match="this model is encoder-only with the head 'pooled'"):
         build_model_config(parse_recipe(data), 31)
 
 

@@ -92,7 +92,7 @@ def _translate_lines(
 ) -> list[list[Hypothesis]]:
     if options.get("temperature"):
         if n_best > 1:
-            raise ConfigError("--n-best needs beam search, but --temperature samples; leave out one of them")
+            raise ConfigError("--n-best needs beam search, but --temperature turns on sampling; leave out one of them")
         from monoblock.tasks.loaded_model import Hypothesis
 
         texts = pipe.translate(lines, first_index=first, **options)

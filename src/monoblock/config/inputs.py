@@ -15,17 +15,17 @@ from monoblock.errors import ConfigError
 class EmbeddingConfig:
     """A token input: embedding, positions, segments and norm."""
 
-    kind: Literal["tokens"] = "tokens"
-    vocab: int  # V
+    kind: Literal["tokens"] = "tokens"  # the name of this input in JSON
+    vocab: int  # V, the size of the vocabulary
     context: int | None = None  # length of the longest sequence in training; a limit for learned positions
     dim: int | None = None  # size of the token embedding, which is projected to the width (ALBERT); None: the width
     projection: Literal["last", "first"] = "last"  # project after positions and norm (ALBERT) or before (OPT-350m)
-    projection_bias: bool = True
-    scale: float | Literal["sqrt_width"] = 1.0
-    positions: Learned | Sinusoid | None = None
+    projection_bias: bool = True  # whether that projection has a bias
+    scale: float | Literal["sqrt_width"] = 1.0  # factor on the token embedding
+    positions: Learned | Sinusoid | None = None  # positions added to the embedding
     segments: int = 0  # token types; 0: none
-    norm: NormConfig | None = None
-    dropout: float = 0.0
+    norm: NormConfig | None = None  # norm of the embedding
+    dropout: float = 0.0  # dropout probability of the embedding
     word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
 
     def __post_init__(self) -> None:
@@ -43,18 +43,18 @@ class EmbeddingConfig:
 class PatchConfig:
     """An image input, cut into patches of patch × patch pixels that become tokens."""
 
-    kind: Literal["patches"] = "patches"
-    image: int  # height and width of the image
-    patch: int
-    channels: int = 3
-    class_token: bool = True
+    kind: Literal["patches"] = "patches"  # the name of this input in JSON
+    image: int  # height and width of the image in pixels
+    patch: int  # height and width of a patch in pixels
+    channels: int = 3  # number of colours of a pixel
+    class_token: bool = True  # whether a learned token comes before the patches
     distillation_token: bool = False  # a second token with a position, read by the `teacher` head (DeiT)
     registers: int = 0  # additional learned tokens before the patches
     mask_token: bool = False  # a learned vector that replaces marked patches (DINOv2)
-    bias: bool = True
-    positions: Learned | Sinusoid | None = Learned()
-    norm: NormConfig | None = None
-    dropout: float = 0.0
+    bias: bool = True  # whether the projection of patches has a bias
+    positions: Learned | Sinusoid | None = Learned()  # positions added to the embedding
+    norm: NormConfig | None = None  # norm of the embedding
+    dropout: float = 0.0  # dropout probability of the embedding
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -93,12 +93,12 @@ class PatchConfig:
 class FramesConfig:
     """An audio input: two convolutions over three frames each, the second with stride two (Whisper)."""
 
-    kind: Literal["frames"] = "frames"
+    kind: Literal["frames"] = "frames"  # the name of this input in JSON
     channels: int  # features of a frame
     context: int  # positions after the second convolution
-    positions: Learned | Sinusoid | None = Learned()
-    norm: NormConfig | None = None
-    dropout: float = 0.0
+    positions: Learned | Sinusoid | None = Learned()  # positions added to the embedding
+    norm: NormConfig | None = None  # norm of the embedding
+    dropout: float = 0.0  # dropout probability of the embedding
 
     def __post_init__(self) -> None:
         check_types(self)

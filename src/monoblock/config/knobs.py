@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 from monoblock.config.knob_options import Knobs
 from monoblock.config.model import (
@@ -72,20 +72,22 @@ def check_positive_int(name: str, value: Any) -> int:
     return value
 
 
-def _set_field(name: str) -> Callable[[Any, FieldValues, Any], None]:
-    def write(part: Any, values: FieldValues, value: Any) -> None:
-        values[name] = value
+class SetField(NamedTuple):
+    """A function that sets the field `name`."""
 
-    return write
+    name: str
+
+    def __call__(self, part: Any, values: FieldValues, value: Any) -> None:
+        values[self.name] = value
 
 
-def _set_self_attention(name: str) -> Callable[[Any, FieldValues, Any], None]:
-    """Return a function that sets the field `name` of self-attention and leaves cross-attention unchanged."""
+class SetSelfAttention(NamedTuple):
+    """A function that sets the field `name` of self-attention and leaves cross-attention unchanged."""
 
-    def write(part: BlockConfig, values: FieldValues, value: Any) -> None:
-        values["attention"] = dataclasses.replace(values["attention"], **{name: value})
+    name: str
 
-    return write
+    def __call__(self, part: BlockConfig, values: FieldValues, value: Any) -> None:
+        values["attention"] = dataclasses.replace(values["attention"], **{self.name: value})
 
 
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
@@ -222,54 +224,54 @@ KnobSetter = tuple[tuple[type, ...], Callable[[Any, FieldValues, Any], None]]
 
 # The name of each knob, with the classes that have the field and the function that sets it there.
 KNOBS: dict[str, tuple[KnobSetter, ...]] = {
-    "vocab": (((EmbeddingConfig,), _set_field("vocab")),),
-    "context": (((EmbeddingConfig,), _set_field("context")),),
-    "segments": (((EmbeddingConfig,), _set_field("segments")),),
-    "embedding_scale": (((EmbeddingConfig,), _set_field("scale")),),
+    "vocab": (((EmbeddingConfig,), SetField("vocab")),),
+    "context": (((EmbeddingConfig,), SetField("context")),),
+    "segments": (((EmbeddingConfig,), SetField("segments")),),
+    "embedding_scale": (((EmbeddingConfig,), SetField("scale")),),
     "embedding_norm": (((ModelConfig,), _set_embedding_norm),),
-    "image": (((PatchConfig,), _set_field("image")),),
-    "patch": (((PatchConfig,), _set_field("patch")),),
-    "channels": (((PatchConfig,), _set_field("channels")),),
-    "class_token": (((PatchConfig,), _set_field("class_token")),),
-    "width": (((BlockConfig,), _set_field("width")),),
+    "image": (((PatchConfig,), SetField("image")),),
+    "patch": (((PatchConfig,), SetField("patch")),),
+    "channels": (((PatchConfig,), SetField("channels")),),
+    "class_token": (((PatchConfig,), SetField("class_token")),),
+    "width": (((BlockConfig,), SetField("width")),),
     "depth": (((StackConfig,), _set_depth),),
-    "heads": (((AttentionConfig,), _set_field("heads")),),
-    "kv_heads": (((AttentionConfig,), _set_field("kv_heads")),),
-    "head_dim": (((AttentionConfig,), _set_field("head_dim")),),
-    "value_dim": (((AttentionConfig,), _set_field("value_dim")),),
-    "scale": (((AttentionConfig,), _set_field("scale")),),
-    "softcap": (((AttentionConfig,), _set_field("softcap")),),
-    "mask": (((BlockConfig,), _set_self_attention("mask")),),
-    "window": (((BlockConfig,), _set_self_attention("window")),),
+    "heads": (((AttentionConfig,), SetField("heads")),),
+    "kv_heads": (((AttentionConfig,), SetField("kv_heads")),),
+    "head_dim": (((AttentionConfig,), SetField("head_dim")),),
+    "value_dim": (((AttentionConfig,), SetField("value_dim")),),
+    "scale": (((AttentionConfig,), SetField("scale")),),
+    "softcap": (((AttentionConfig,), SetField("softcap")),),
+    "mask": (((BlockConfig,), SetSelfAttention("mask")),),
+    "window": (((BlockConfig,), SetSelfAttention("window")),),
     "qk_norm": (((BlockConfig,), _set_qk_norm),),
     "positions": (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
-    "rotary_base": (((Rotary,), _set_field("base")),),
-    "rotary_dim": (((Rotary,), _set_field("dim")),),
-    "scaling": (((Rotary,), _set_field("scaling")),),
-    "hidden": (((FeedForwardConfig,), _set_field("hidden")),),
-    "activation": (((FeedForwardConfig,), _set_field("activation")),),
-    "gated": (((FeedForwardConfig,), _set_field("gated")),),
+    "rotary_base": (((Rotary,), SetField("base")),),
+    "rotary_dim": (((Rotary,), SetField("dim")),),
+    "scaling": (((Rotary,), SetField("scaling")),),
+    "hidden": (((FeedForwardConfig,), SetField("hidden")),),
+    "activation": (((FeedForwardConfig,), SetField("activation")),),
+    "gated": (((FeedForwardConfig,), SetField("gated")),),
     "experts": (((FeedForwardConfig,), _set_experts),),
-    "top_k": (((ExpertsConfig,), _set_field("top_k")),),
+    "top_k": (((ExpertsConfig,), SetField("top_k")),),
     "norm": (((NormConfig,), _set_norm_kind),),
-    "eps": (((NormConfig,), _set_field("eps")),),
-    "norm_place": (((BlockConfig,), _set_field("norm_place")), ((StackConfig,), _set_final_norm)),
-    "residual": (((BlockConfig,), _set_field("residual")),),
+    "eps": (((NormConfig,), SetField("eps")),),
+    "norm_place": (((BlockConfig,), SetField("norm_place")), ((StackConfig,), _set_final_norm)),
+    "residual": (((BlockConfig,), SetField("residual")),),
     "bias": (((AttentionConfig, FeedForwardConfig), _set_bias),),
     "dropout": (
-        ((AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig), _set_field("dropout")),
+        ((AttentionConfig, FeedForwardConfig, BlockConfig, EmbeddingConfig, PatchConfig), SetField("dropout")),
     ),
-    "attention_dropout": (((AttentionConfig,), _set_field("dropout")),),
-    "embedding_dropout": (((EmbeddingConfig, PatchConfig), _set_field("dropout")),),
-    "word_dropout": (((EmbeddingConfig,), _set_field("word_dropout")),),
-    "head_dropout": (((HeadConfig,), _set_field("dropout")),),
+    "attention_dropout": (((AttentionConfig,), SetField("dropout")),),
+    "embedding_dropout": (((EmbeddingConfig, PatchConfig), SetField("dropout")),),
+    "word_dropout": (((EmbeddingConfig,), SetField("word_dropout")),),
+    "head_dropout": (((HeadConfig,), SetField("dropout")),),
     "head": (((ModelConfig,), _set_head),),
-    "classes": (((HeadConfig,), _set_field("classes")),),
-    "pooling": (((HeadConfig,), _set_field("pooling")),),
-    "pooler": (((HeadConfig,), _set_field("pooler")),),
-    "tie": (((ModelConfig,), _set_field("tie")),),
-    "init": (((InitConfig,), _set_field("kind")),),
-    "std": (((InitConfig,), _set_field("std")),),
+    "classes": (((HeadConfig,), SetField("classes")),),
+    "pooling": (((HeadConfig,), SetField("pooling")),),
+    "pooler": (((HeadConfig,), SetField("pooler")),),
+    "tie": (((ModelConfig,), SetField("tie")),),
+    "init": (((InitConfig,), SetField("kind")),),
+    "std": (((InitConfig,), SetField("std")),),
 }
 
 

@@ -63,7 +63,7 @@ class QuantizeConfig:
     Routers, positions, patches, norms and biases are not quantized.
     """
 
-    bits: Literal[8, 4] = 8
+    bits: Literal[8, 4] = 8  # bits of a weight
     group: int = 64  # weights that share a scale
     table_bits: Literal[8, 4] = 8  # bits of the token embedding and the output matrix, which every logit depends on
 
@@ -92,13 +92,15 @@ class QuantizeConfig:
 class ModelConfig:
     """A complete model: an input, an encoder or a decoder or both, and a head."""
 
+    # what the first stack reads: tokens, image patches or audio frames
     input: EmbeddingConfig | PatchConfig | FramesConfig
-    encoder: StackConfig | None = None
-    decoder: StackConfig | None = None
+    encoder: StackConfig | None = None  # None: a decoder-only model
+    decoder: StackConfig | None = None  # None: an encoder-only or vision model
     target: EmbeddingConfig | None = None  # input of the decoder; None: it shares `input`
+    # which of source embedding, target embedding and output share a matrix
     tie: Literal["none", "output", "source_target", "three_way"] = "none"
-    head: HeadConfig | None = None
-    init: InitConfig = InitConfig()
+    head: HeadConfig | None = None  # None: the model returns hidden states
+    init: InitConfig = InitConfig()  # how the weights are initialized
     quantize: QuantizeConfig | None = None  # None: not quantized
 
     def __post_init__(self) -> None:
@@ -235,13 +237,13 @@ class ModelConfig:
 class RecurrentConfig:
     """The recurrent baselines: an LSTM language model, or an LSTM encoder-decoder with additive attention."""
 
-    kind: Literal["language_model", "encoder_decoder"] = "language_model"
-    vocab: int
+    kind: Literal["language_model", "encoder_decoder"] = "language_model"  # predict the next token, or translate
+    vocab: int  # size of the vocabulary
     width: int  # of the embedding and of every LSTM layer
-    depth: int = 2
+    depth: int = 2  # number of LSTM layers, in the encoder and in the decoder
     target_vocab: int | None = None  # None: source and target share a vocabulary
     tie: bool = True  # share the output matrix with the (target) embedding
-    dropout: float = 0.0
+    dropout: float = 0.0  # dropout probability
 
     def __post_init__(self) -> None:
         check_types(self)

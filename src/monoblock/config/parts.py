@@ -24,8 +24,9 @@ SEQUENCE_HEADS = ("classifier", "regression", "pooled")  # one output for a sequ
 class NormConfig:
     """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
 
-    kind: Literal["layer", "rms"] = "layer"
-    eps: float = 1e-5
+    kind: Literal["layer", "rms"] = "layer"  # layer norm or RMS norm
+    eps: float = 1e-5  # added to the variance or to the mean square
+    # which learned vectors are applied after normalization
     affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
     unit_offset: bool = False  # the scale is 1 + weight (Gemma, Nemotron)
     cast: Literal["before_scale", "after_scale"] = "before_scale"  # where 16-bit input is cast back from fp32
@@ -44,20 +45,21 @@ class NormConfig:
 class AttentionConfig:
     """Self- or cross-attention."""
 
-    heads: int  # H
+    heads: int  # H, the number of query heads
     kv_heads: int | None = None  # None: one per query head
     head_dim: int | None = None  # None: width / heads
     value_dim: int | None = None  # None: head_dim
     bias: str = "qkvo"  # the projections with a bias, letters of q, k, v, o
     scale: float | None = None  # None: 1 / sqrt(head_dim)
+    # "causal": a token sees itself and earlier tokens; "prefix": also the whole prefix; "full": all tokens
     mask: Literal["causal", "prefix", "full"] = "causal"
     window: int | None = None  # a token sees keys closer than this, itself included
     global_tokens: bool = False  # marked tokens attend and are attended beyond the window (Longformer)
     random_blocks: int = 0  # number of random blocks beyond the window (BigBird)
-    block_size: int = 64
+    block_size: int = 64  # number of positions in a random block
     random_seed: int = 0  # for the choice of random blocks
-    positions: Rotary | Alibi | Buckets | None = None
-    qk_norm: NormConfig | None = None
+    positions: Rotary | Alibi | Buckets | None = None  # position scheme inside attention
+    qk_norm: NormConfig | None = None  # norm of queries and keys
     # "head": all heads share the weights of the norm; "each_head": each has its own; "width": one norm over all heads
     qk_norm_over: Literal["head", "each_head", "width"] = "head"
     softcap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2)
@@ -65,7 +67,7 @@ class AttentionConfig:
     sinks: bool = False  # for each head a learned extra score in the denominator of the softmax (gpt-oss)
     kept_heads: tuple[int, ...] = ()  # indices of the heads left after pruning; (): all
     unpruned_heads: int | None = None  # number of heads before pruning, for which position biases are computed
-    dropout: float = 0.0
+    dropout: float = 0.0  # dropout probability of the attention weights
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -141,10 +143,11 @@ class AttentionConfig:
 class ExpertsConfig:
     """A mixture of experts in place of one feed-forward network."""
 
-    count: int
-    top_k: int = 2  # experts for each token
+    count: int  # number of experts
+    top_k: int = 2  # number of experts for each token
+    # how experts are weighted: softmax over all, then renormalized or not, or softmax over the chosen ones
     router: Literal["softmax_renormalized", "softmax", "top_k_softmax"] = "softmax_renormalized"
-    router_bias: bool = False
+    router_bias: bool = False  # whether the router has a bias
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -159,13 +162,13 @@ class ExpertsConfig:
 class FeedForwardConfig:
     """The feed-forward network, or each of its experts."""
 
-    hidden: int  # F
-    activation: Activation = "gelu"
+    hidden: int  # F, the hidden size
+    activation: Activation = "gelu"  # the nonlinearity
     gated: bool = False  # down(activation(gate(x)) * up(x)), as in GLU, SwiGLU, GeGLU
     clamp: float | None = None  # only if gated: gate and up are clamped to this, and 1 is added to up (gpt-oss)
-    bias: bool = True
-    dropout: float = 0.0
-    experts: ExpertsConfig | None = None
+    bias: bool = True  # whether the projections have biases
+    dropout: float = 0.0  # dropout probability after the activation
+    experts: ExpertsConfig | None = None  # None: a single network, without experts
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -180,20 +183,21 @@ class FeedForwardConfig:
 class HeadConfig:
     """The layers after the last stack."""
 
+    # what the head predicts
     kind: Literal["language_model", "masked_lm", "classifier", "regression", "tagger", "spans", "pooled"]
     classes: int | None = None  # of a classifier or tagger; a regression head predicts this many numbers (default 1)
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
-    pooling: Literal["first", "last", "mean"] = "first"
+    pooling: Literal["first", "last", "mean"] = "first"  # which hidden state represents the sequence
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)
     normalize: bool = False  # scale pooled vectors to length one
     project: int | None = None  # size of a linear projection of pooled vectors, without a bias (CLIP)
     teacher: bool = False  # average with a second classifier on the distillation token (DeiT)
     transform: Activation | None = None  # masked LM: linear layer, activation and norm before the output
-    transform_bias: bool = True
-    norm: NormConfig | None = None
+    transform_bias: bool = True  # whether the linear layer of `transform` has a bias
+    norm: NormConfig | None = None  # norm before the output
     scale: float | Literal["inverse_sqrt_width"] = 1.0  # factor on the logits (T5, Cohere, Granite)
-    softcap: float | None = None
-    dropout: float = 0.0
+    softcap: float | None = None  # logits become cap * tanh(logit / cap) (Gemma 2)
+    dropout: float = 0.0  # dropout probability before the output
 
     def __post_init__(self) -> None:
         if self.kind == "regression" and self.classes is None:
@@ -227,8 +231,8 @@ class HeadConfig:
 class InitConfig:
     """The initialization scheme of the weights (see nn/initialize.py), and its standard deviation."""
 
-    kind: Literal["normal", "xavier", "t5", "small"] = "normal"
-    std: float = 0.02
+    kind: Literal["normal", "xavier", "t5", "small"] = "normal"  # the scheme
+    std: float = 0.02  # standard deviation, for the schemes that need one
 
     def __post_init__(self) -> None:
         check_types(self)

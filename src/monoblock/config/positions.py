@@ -16,13 +16,14 @@ from monoblock.errors import ConfigError
 class Scaling:
     """Scaling of rotary frequencies for contexts longer than the one trained on."""
 
+    # how the frequencies are scaled
     kind: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"]
-    factor: float = 1.0
-    original_context: int | None = None
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
+    factor: float = 1.0  # how many times longer the context becomes
+    original_context: int | None = None  # the context that the model was trained on
+    low_freq_factor: float = 1.0  # llama3: pairs with fewer turns in the original context are slowed by factor
+    high_freq_factor: float = 4.0  # llama3: pairs with more turns are kept
+    beta_fast: float = 32.0  # yarn: pairs with more turns in the original context are kept
+    beta_slow: float = 1.0  # yarn: pairs with fewer turns are slowed by factor
     truncate: bool = True  # yarn: round the range of interpolated pairs to whole numbers
     attention_factor: float | None = None  # yarn, longrope; None: as in the paper
     short_factors: tuple[float, ...] = ()  # longrope, one for each frequency
@@ -48,11 +49,11 @@ class Scaling:
 class Rotary:
     """RoPE (Su et al. 2021): rotate pairs of query and key features by an angle proportional to the position."""
 
-    kind: Literal["rotary"] = "rotary"
-    base: float = 10000.0
+    kind: Literal["rotary"] = "rotary"  # the name of this scheme in JSON
+    base: float = 10000.0  # the largest wavelength is about 2 pi times this
     dim: int | None = None  # features of the head that are rotated; None: all
     layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
-    scaling: Scaling | None = None
+    scaling: Scaling | None = None  # None: not scaled
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -68,9 +69,9 @@ class Rotary:
 class Alibi:
     """ALiBi (Press et al. 2022): a linear penalty on distance, with one slope for each head."""
 
-    kind: Literal["alibi"] = "alibi"
+    kind: Literal["alibi"] = "alibi"  # the name of this scheme in JSON
     form: Literal["distance", "falcon"] = "distance"  # falcon: slope * key position in bf16, scaled like the scores
-    max_bias: float = 8.0
+    max_bias: float = 8.0  # the smallest slope is 2 to the power of minus this
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -80,10 +81,10 @@ class Alibi:
 class Buckets:
     """A learned bias for each head and bucket of distances (T5); if `shared`, all blocks of a stack use one table."""
 
-    kind: Literal["buckets"] = "buckets"
-    count: int = 32
-    max_distance: int = 128
-    shared: bool = True
+    kind: Literal["buckets"] = "buckets"  # the name of this scheme in JSON
+    count: int = 32  # number of buckets
+    max_distance: int = 128  # all larger distances share a bucket
+    shared: bool = True  # whether all blocks of a stack use one table
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -99,10 +100,10 @@ class Buckets:
 class Sinusoid:
     """Fixed sines and cosines added to the embedding (Vaswani et al. 2017, 3.5)."""
 
-    kind: Literal["sinusoid"] = "sinusoid"
+    kind: Literal["sinusoid"] = "sinusoid"  # the name of this scheme in JSON
     form: Literal["interleaved", "halves", "fairseq", "grid"] = "interleaved"  # grid: rows and columns of an image
-    base: float = 10000.0
-    offset: int = 0
+    base: float = 10000.0  # the largest wavelength is about 2 pi times this
+    offset: int = 0  # the first position
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -114,8 +115,8 @@ class Sinusoid:
 class Learned:
     """A learned vector for each position up to the context; the first `offset` rows of the table are unused."""
 
-    kind: Literal["learned"] = "learned"
-    offset: int = 0
+    kind: Literal["learned"] = "learned"  # the name of this scheme in JSON
+    offset: int = 0  # number of unused rows at the start of the table (BART)
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class FieldError(ConfigError):
-    """An error about an invalid field, which is named after its class or by the path under which the user wrote it."""
+    """An error about an invalid field. The message begins with ClassName.field, or the path that the user wrote."""
 
     def __init__(self, path: str, field: str, problem: str) -> None:
         super().__init__(path, field, problem)

@@ -17,17 +17,18 @@ MAX_LAYERS = 100_000
 class BlockConfig:
     """One Transformer block."""
 
-    width: int  # D
-    attention: AttentionConfig
-    feedforward: FeedForwardConfig
-    cross: AttentionConfig | None = None
-    norm: NormConfig = NormConfig()
+    width: int  # D, the size of the hidden states
+    attention: AttentionConfig  # self-attention
+    feedforward: FeedForwardConfig  # the feed-forward network
+    cross: AttentionConfig | None = None  # cross-attention to the encoder
+    norm: NormConfig = NormConfig()  # the norm of each sublayer
+    # "pre": on the input of a sublayer; "post": after the residual sum; "output": on its output; "sandwich": on both
     norm_place: Literal["pre", "post", "output", "sandwich"] = "pre"
     attention_norm: bool = True  # False: the input is normalized already (first block of ModernBERT)
     residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"  # shared: one norm for both
     residual_scale: float = 1.0  # factor on the output of each sublayer (Granite)
     layer_scale: float | None = None  # initial value of a learned gain for each output channel (DINOv2)
-    dropout: float = 0.0
+    dropout: float = 0.0  # dropout probability of the output of each sublayer
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,9 +62,9 @@ class BlockConfig:
 class Repeat:
     """A sequence of blocks, repeated `times` times; if `tied`, all repetitions share their weights (ALBERT)."""
 
-    blocks: tuple[BlockConfig, ...]
-    times: int = 1
-    tied: bool = False
+    blocks: tuple[BlockConfig, ...]  # the sequence of blocks
+    times: int = 1  # how often it is repeated
+    tied: bool = False  # whether the repetitions share their weights (ALBERT)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -78,8 +79,8 @@ class Repeat:
 class StackConfig:
     """The blocks of an encoder or decoder, and the norm after them."""
 
-    pattern: tuple[Repeat, ...]
-    norm: NormConfig | None = None  # after the last block
+    pattern: tuple[Repeat, ...]  # the blocks, from the first to the last
+    norm: NormConfig | None = None  # norm after the last block
 
     def __post_init__(self) -> None:
         check_types(self)

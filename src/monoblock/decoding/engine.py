@@ -221,7 +221,7 @@ class Engine:
         return min(self.max_burst, *left)
 
     def _run_burst(self, requests: list[Request], count: int) -> list[RequestOutput]:
-        """Run `count` steps on the device, then read their tokens; drop those that a row generated after its end."""
+        """Run `count` steps on the device before reading the tokens; drop tokens generated after a request finished."""
         assert can_burst(self.state)
         assert self.filters is not None
         rows, device = request_rows(requests), self.state.device

@@ -200,7 +200,10 @@ def _train_backward(context: ExperimentContext, seed: int) -> Iterator[str]:
 
 
 def _generate_sources(context: ExperimentContext, seed: int, search: str) -> Iterator[str]:
-    """Generate a source for every target sentence by the method `search`, without noise or tags; write the pairs."""
+    """Back-translate every target sentence with the decoding method `search` and write the pairs to a file.
+
+    Noise and tags are added later, by `_run_arm`.
+    """
     file = context.seed_folder(seed) / f"{search}.hypotheses.tsv"
     if file.is_file():
         return

@@ -147,7 +147,9 @@ def _parse_entry(path: str | Path, name: str, entry: Any) -> SafetensorsEntry:
             raise damaged(f"has the shape {short_repr(shape)}, which is too large for any file")
     nbytes = offsets[1] - offsets[0]
     if elements * DTYPES[dtype].itemsize != nbytes:
-        raise damaged(f"has the shape {short_repr(shape)} in {dtype}, which does not take {nbytes:,} bytes")
+        raise damaged(
+            f"has the shape {short_repr(shape)} and dtype {dtype}, but the file stores {nbytes:,} bytes for it"
+        )
     return SafetensorsEntry(DTYPES[dtype], tuple(shape), *offsets)
 
 

@@ -39,7 +39,7 @@ def build_task_data(
     """Read the corpus of a recipe and prepare its training and validation batches.
 
     context: the context of the model in tokens; None means no limit.
-    task: a task of your own, which train.objective may name.
+    task: a task of your own, which the recipe selects by its name in train.objective.
     config: the result of `draft_config`; None computes it.
     data_folder: the user's folder of corpora.
     run_folder: the folder of a resumed run, whose tokenizer is used.

@@ -104,7 +104,10 @@ def _evaluate_batches(model: Transformer | Recurrent, batches: Iterable[Batch], 
 
 
 def evaluate_request(model: Pipeline | LoadedModel, request: EvaluationRequest) -> Evaluation:
-    """Evaluate a model on a corpus; a single file that the model was not trained on is evaluated as a whole."""
+    """Evaluate a model on a corpus.
+
+    A single file is evaluated as a whole, unless the model was trained on it: then only its held-out rows are used.
+    """
     loaded = model.loaded if isinstance(model, Pipeline) else model
     task = (model.task if isinstance(model, Pipeline) else None) or task_of_model(loaded)
     if task is None or task.evaluate is None:

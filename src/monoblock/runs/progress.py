@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any, Self
 
+from monoblock.metrics.format import format_metric
 from monoblock.runs.numbers import format_count
 from monoblock.training.events import (
     CheckpointEvent,
@@ -58,7 +59,8 @@ class TrainingProgress:
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     def handle_event(self, event: TrainingEvent) -> None:
         if self.hidden:
@@ -69,7 +71,11 @@ class TrainingProgress:
             case StepEvent():
                 self._handle_step(event)
             case EvaluationEvent(step, metrics, is_best):
-                values = [_format_metric(name, value) for name, value in metrics.items() if name != "val_tokens"]
+                values = [
+                    f"{name.removeprefix('val_')} {format_metric(name, value, '.4f')}"
+                    for name, value in metrics.items()
+                    if name != "val_tokens"
+                ]
                 self.print_line(f"step {step}: validation {', '.join(values)}{' (best)' if is_best else ''}")
             case SampleEvent(step, text):
                 if text:
@@ -110,9 +116,3 @@ class TrainingProgress:
             seconds_per_step = (now - self.start_time) / max(1, self.last_step - self.start_step)
             left = (self.steps - self.last_step) * seconds_per_step
             self.print_line(f"step {self.last_step}/{self.steps}  {self._status_text()}  about {left:.0f} s left")
-
-
-def _format_metric(name: str, value: float) -> str:
-    """Format a validation metric: an accuracy as a percentage, any other with four decimals."""
-    name = name.removeprefix("val_")
-    return f"{name} {value:.2%}".replace("%", " %") if name.endswith("accuracy") else f"{name} {value:.4f}"

@@ -25,7 +25,7 @@ def read_recipe(
 ) -> Recipe:
     """Read a recipe of the package by its name, or a TOML file by its path, and apply overrides `section.key=value`.
 
-    task: a task of your own, which train.objective may name.
+    task: a task of your own, which the recipe selects by its name in train.objective.
     warn: whether to warn about keys of earlier versions.
     """
     return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
@@ -68,7 +68,7 @@ def build_model_config(
 
     vocab: the size of the tokenizer's vocabulary; None if there is no tokenizer.
     stored: the configuration in model.folder; None reads it from there.
-    task: a task of your own, which train.objective may name.
+    task: a task of your own, which the recipe selects by its name in train.objective.
     data_sizes: sizes that follow from the data, such as `classes` or `image`.
     """
     return model_config.build_model_config(recipe, task_of_recipe(recipe, task), vocab, stored, **data_sizes)

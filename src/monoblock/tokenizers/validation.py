@@ -145,7 +145,7 @@ def _check_vocab(model: Mapping[str, Any]) -> Mapping[str, int]:
         if len(vocab) != len(model["vocab"]):
             raise _InvalidTokenizer("its vocabulary has a piece twice")
     if not isinstance(vocab, Mapping) or not vocab:
-        raise _InvalidTokenizer("it has no vocabulary")
+        raise _InvalidTokenizer("the tokenizer has no vocabulary")
     if len(vocab) > MAX_TOKENS:
         raise _InvalidTokenizer(f"its vocabulary has more than {MAX_TOKENS:,} tokens")
     for token, number in vocab.items():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.output import print_json, suggest_next
+from monoblock.metrics.format import format_metric
 from monoblock.runs.progress import TrainingProgress
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def print_result(run: Run, as_json: bool) -> None:
     if as_json:
         print_json(summary)
     else:
-        metrics = [f"{name} {value:.4g}" for name, value in summary["figures"].items() if name != "val_tokens"]
+        figures = summary["figures"].items()
+        metrics = [f"{name} {format_metric(name, value)}" for name, value in figures if name != "val_tokens"]
         click.echo(f"Saved {run.folder}" + (f": {', '.join(metrics)}" if metrics else ""))
     suggest_next(_next_command(run))
 

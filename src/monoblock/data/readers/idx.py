@@ -1,8 +1,8 @@
 """Read images and labels from IDX files, the format of MNIST (LeCun et al. 1998), plain or compressed by gzip.
 
 A file begins with the four bytes 00 00 08 n, where 08 is the code of unsigned bytes and n the number of axes. The sizes
-of the n axes follow as big-endian 32-bit integers, then the data. The header is untrusted: the size that it states is
-compared with the size of the file before memory is allocated, and no more than this size is decompressed.
+of the n axes follow as big-endian 32-bit integers, then the data. The header is untrusted: memory is allocated only if
+the file is as long as the header says, and of a gzip file no more than that length is decompressed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Family:
     def config_tree(
         self, fields: Mapping[str, Any], class_name: str, ignored: frozenset[str] = IGNORED_FIELDS
     ) -> ConfigTree:
-        """Convert the fields of a config.json to our configuration tree; `build_config` then sets the tying."""
+        """Convert the fields of a config.json to our configuration tree; `build_config` sets weight tying later."""
         if class_name not in self.classes:
             known_classes = ", ".join(self.classes)
             raise FileError(

@@ -185,7 +185,7 @@ def falcon_layers() -> FieldGroup:
 
 
 def falcon_rotary() -> FieldGroup:
-    """Return the rule for Falcon's rotary positions, which has no effect on a model with ALiBi."""
+    """Return the rule that converts Falcon's rotary positions; it changes nothing in a model with ALiBi."""
     rule = rotary()
 
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:

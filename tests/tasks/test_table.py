@@ -1,0 +1,81 @@
+"""The table of tasks: every row is complete, and no file outside tasks/ asks for a task by its name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import monoblock
+from monoblock.tasks.table import TASKS, find_task, task_of_corpus
+from monoblock.tasks.task import Task
+
+SOURCE = Path(monoblock.__file__).parent
+NAMES = {name for task in TASKS for name in (task.name, *task.old_names)}
+# These words have other meanings too: kinds of heads, corpora and masks.
+AMBIGUOUS = {"masked_lm", "masked", "causal", "pairs", "spans", "label", "answers", "chat", "classify"}
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_every_row_says_what_it_is_and_its_functions_exist(task):
+    assert task.about
+    assert task.families
+    assert task.corpus_kinds
+    for field in ("build_data", "predict", "evaluate", "score_validation", "special_tokens", "load_data"):
+        function = getattr(task, field)
+        if function is not None and function.__closure__ and function.__module__ == Task.__module__:
+            module, name = (cell.cell_contents for cell in function.__closure__)
+            if not isinstance(module, str):
+                module, name = name, module
+            found = {module, name}
+            assert any(
+                hasattr(__import__(f"monoblock.tasks.{m}", fromlist=["x"]), n)
+                for m, n in ((a, b) for a in found for b in found if a != b and "." in a)
+            )
+
+
+def test_a_task_is_found_by_its_old_name_and_by_its_data():
+    assert find_task("pairs").name == "seq2seq"
+    assert find_task("answers").name == "question_answering"
+    assert task_of_corpus("text", "encoder-only").name == "masked_lm"
+    assert task_of_corpus("text", "encoder-decoder").name == "span_corruption"
+    assert task_of_corpus("labelled", "encoder-only").name == "classification"
+    assert task_of_corpus("text", "vision") is None
+
+
+def constants(node):
+    """The strings in an expression that is compared."""
+    return {item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)}
+
+
+def mentions_objective(node):
+    return "objective" in ast.unparse(node)
+
+
+def name_comparisons(tree):
+    """Yield each comparison, match or dict in a file that tells tasks apart by their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            words = constants(node) & NAMES
+            if words - AMBIGUOUS or (words and mentions_objective(node)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Match) and mentions_objective(node.subject):
+            yield ast.unparse(node.subject)
+        elif isinstance(node, ast.Dict):
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            if len(keys & NAMES) > 2 and keys <= NAMES:
+                yield ast.unparse(node)
+
+
+def test_no_file_outside_tasks_compares_the_name_of_an_objective():
+    found = {
+        str(path.relative_to(SOURCE)): comparisons
+        for path in SOURCE.rglob("*.py")
+        if "tasks" not in path.relative_to(SOURCE).parts
+        and (comparisons := list(name_comparisons(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    assert found == {}
+
+
+def test_the_search_for_comparisons_finds_them():
+    code = "if recipe.train.objective == 'pairs': pass\nx = {'causal': 1, 'masked': 2, 'spans': 3}\nkind == 'seq2seq'"
+    assert len(list(name_comparisons(ast.parse(code)))) == 3
