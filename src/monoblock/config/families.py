@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, Unpack
 
-from monoblock.config.knob_options import HeadSizeKnobs, SizeKnobs, StyleKnobs
+from monoblock.config.knob_options import EncoderHead, HeadSizeKnobs, SizeKnobs, StyleKnobs
 from monoblock.config.knobs import build_encoder_head, check_positive_int, resize_pattern, vary
 from monoblock.config.model import (
     AttentionConfig,
@@ -93,7 +93,7 @@ def bert(
     depth: int,
     heads: int,
     context: int,
-    head: Literal["pooled", "masked_lm", "classifier", "regression", "tagger", "spans", "none"] = "pooled",
+    head: EncoderHead = "pooled",
     classes: int | None = None,
     **knobs: Unpack[SizeKnobs],
 ) -> ModelConfig:

@@ -91,7 +91,7 @@ class SetSelfAttention(NamedTuple):
 
 
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
-    """Scale the hidden size of the feed-forward network by as much as the width."""
+    """Scale the hidden size of the feed-forward network by the same factor as the width."""
     width = check_positive_int("width", values["width"])
     hidden = max(1, round(Fraction(block.feedforward.hidden * width, block.width)))
     values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)

@@ -42,7 +42,7 @@ def _type_hints(cls: type) -> dict[str, Any]:
     return _type_hints_cache[cls]
 
 
-def _union_members(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
@@ -65,7 +65,7 @@ def _describe_hint(hint: Any) -> str:
     names: dict[Any, str] = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
     names |= {dict: "a table", type(None): "none"}
     words = []
-    for member in _union_members(hint):
+    for member in union_members(hint):
         if get_origin(member) is Literal:
             words.append("one of " + ", ".join(repr(choice) for choice in get_args(member)))
         elif get_origin(member) is tuple:
@@ -79,7 +79,7 @@ def check_types(config: Any) -> None:
     """Raise ConfigError unless every field of this dataclass matches its annotation."""
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
-        members = _union_members(hint)
+        members = union_members(hint)
         if not any(_matches_hint(value, member) for member in members):
             suggestion = ""
             if isinstance(value, str):
@@ -161,7 +161,7 @@ def from_dict(cls: type[T], data: Any, path: str = "") -> T:
 
 def _parse_value(hint: Any, data: Any, path: str) -> Any:
     """Convert JSON to the annotated dataclass or tuple; numbers, strings and booleans are left to `check_types`."""
-    alternatives = _union_members(hint)
+    alternatives = union_members(hint)
     for member in alternatives:
         if get_origin(member) is tuple and isinstance(data, Sequence) and not isinstance(data, str):
             return tuple(_parse_value(get_args(member)[0], item, f"{path}.{i}") for i, item in enumerate(data))

@@ -121,9 +121,9 @@ class LoadedModel:
         return self.objective == "masked_lm" and packing == "documents"
 
     def input_template(self, max_length: int | None = None) -> InputTemplate:
-        """Return a template that puts special tokens around a text, or none if the model was trained on running text.
+        """Return the template that puts special tokens around a text; it adds none for a model trained on running text.
 
-        max_length: the longest result of the template in tokens; None means no limit.
+        max_length: the most tokens of a text with its special tokens; None means no limit.
         """
         blocks = self.defaults.from_recipe and self.objective == "masked_lm" and not self.trained_on_documents
         return InputTemplate(self.tokenizer, max_length, no_special_tokens=blocks)

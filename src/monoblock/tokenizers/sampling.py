@@ -24,7 +24,7 @@ DEFAULT_STRENGTH = 0.1  # the default of both `dropout` and `alpha`
 
 
 def sampling_strength(kind: str, dropout: float | None, alpha: float | None) -> float:
-    """Check and return `dropout` if the tokenizer is bpe, or `alpha` if it is unigram (default: 0.1)."""
+    """Return the strength of sampling: `dropout` for bpe, `alpha` for unigram; None means 0.1 for either."""
     if kind not in ("bpe", "unigram"):
         raise InputError(f"a {kind} tokenizer has only one segmentation of each text; sampling needs bpe or unigram")
     name, unused_name = ("dropout", "alpha") if kind == "bpe" else ("alpha", "dropout")
