@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from monoblock.decoding.backends.self_draft import make_self_draft
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.request import RequestOutput
-from monoblock.decoding.settings import Settings, parse_settings
+from monoblock.decoding.settings import Settings, parse_settings, split_seeds
 from monoblock.decoding.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.errors import InputError
 from monoblock.nn.transformer import ModelOptions, Transformer
@@ -25,6 +26,7 @@ def generate(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -
     ids: the prompts (B, T); for an encoder-decoder, the sources.
     options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup,
     decoder_start_token_id and decoder_input_ids.
+    seed: prompt n is sampled with seed + n, as it would be alone; a list gives each prompt its own seed.
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
     fewer new tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
@@ -77,6 +79,7 @@ class GenerateCall:
         draft, lookup = options.pop("draft", None), options.pop("prompt_lookup", 0)
         if isinstance(draft, str):
             options["draft"], draft = draft, None
+        seeds = split_seeds(options.pop("seed", None), len(ids))
         self.settings, self.ids = parse_settings(options), ids
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
         inputs = _unpad_prompts(ids, mask)
@@ -98,7 +101,10 @@ class GenerateCall:
             proposer=proposer,
             tap=tap,
         )
-        self.request_ids = [self.engine.add(prompt, self.settings, source) for prompt, source in self.prompts]
+        self.request_ids = [
+            self.engine.add(prompt, replace(self.settings, seed=seed), source)
+            for (prompt, source), seed in zip(self.prompts, seeds, strict=True)
+        ]
         self.num_return_sequences = self.settings.num_return_sequences
 
     def steps(self, *, follow_model_changes: bool = False) -> Iterator[list[RequestOutput]]:

@@ -176,3 +176,18 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
         if name not in known:
             raise InputError(f"generate has no option {name!r}{did_you_mean(name, known)}")
     return Settings(**options)
+
+
+def split_seeds(seed: object, count: int) -> list[int | None]:
+    """Return the seed of each of `count` prompts: seed + n for prompt n, or the n-th of a list of seeds.
+
+    So prompt n of a batch gets the text that it gets alone with its own seed, and copies of a prompt differ.
+    """
+    if seed is None:
+        return [None] * count
+    if isinstance(seed, int):  # Settings checks the value
+        return [seed if isinstance(seed, bool) or seed < 0 else seed + number for number in range(count)]
+    seeds = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else None
+    if seeds is None or len(seeds) != count:
+        raise InputError(f"seed={seed!r} is neither a whole number nor a list with one for each of {count} prompts")
+    return seeds

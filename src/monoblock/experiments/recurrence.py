@@ -57,7 +57,8 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
     arms, seeds = parse_arms(options.arms, ARMS), parse_seeds(options.seeds)
     if task_of_recipe(recipe).decoding != "beam_search" or recipe.model.get("family") == "lstm":
         raise ConfigError(
-            f"recipe={options.recipe} does not train a Transformer on pairs of source and target; write recipe=reverse or recipe=multi30k"
+            f"recipe={options.recipe} does not train a Transformer on pairs of source and target; "
+            "write recipe=reverse or recipe=multi30k"
         )
     values: dict[str, list[float]] = {arm: [] for arm in arms}
     extra: dict[str, dict[str, Any]] = {arm: {} for arm in arms}

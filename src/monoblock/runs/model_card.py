@@ -40,7 +40,7 @@ def render_model_card(
 def _format_batch_size(section: TrainSection) -> str:
     if section.batch_tokens is None:
         return f"{section.batch * section.accumulate} sequences"
-    return f"at most {section.batch_tokens * section.accumulate:,} tokens"
+    return f"at most {section.batch_tokens:,} tokens"
 
 
 def _format_decoding(recipe: Recipe, task: Task) -> str:

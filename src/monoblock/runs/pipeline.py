@@ -17,11 +17,11 @@ generated text ends; the text does not include them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack, overload
 
 from monoblock.decoding.prompt import Prompt
-from monoblock.decoding.settings import Settings
+from monoblock.decoding.settings import Settings, split_seeds
 from monoblock.decoding.streaming_text import chunk_texts
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
@@ -129,7 +129,9 @@ class Pipeline(PredictionMethods):
     ) -> list[list[Hypothesis]]:
         """Return num_return_sequences texts for each prompt, with token counts, finish reasons and scores."""
         encoded = [self.encode_prompt(prompt) for prompt in prompts]
-        return self.loaded.generate(encoded, self.resolve_settings(options), stop)
+        seeds = split_seeds(options.pop("seed", None), len(encoded))
+        settings = self.resolve_settings(options)
+        return self.loaded.generate(encoded, [replace(settings, seed=seed) for seed in seeds], stop)
 
     def chat(self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> str:
         """Return the next answer of the assistant to messages such as {"role": "user", "content": "Hello"}."""

@@ -118,7 +118,7 @@ def summarize_run(run: Run) -> dict[str, Any]:
 def print_resume_command(
     folder: Path, step: int, words: list[str], data: Path | None = None, processes: int = 1
 ) -> None:
-    """Print the command that resumes an interrupted run; `words` are the subcommand, such as train, and its arguments."""
+    """Print the command that resumes an interrupted run; `words` are the subcommand and its arguments."""
     options = ["--data", str(data)] if data is not None else []
     options += ["--nproc", str(processes)] if processes > 1 else []
     line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *options])

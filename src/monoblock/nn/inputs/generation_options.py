@@ -33,7 +33,7 @@ class TextOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
-    seed: int | None
+    seed: int | Sequence[int] | None  # prompt n of a batch gets seed + n; a list has one for each prompt
 
 
 class PipelineOptions(TextOptions, total=False):
