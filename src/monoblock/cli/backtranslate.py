@@ -22,7 +22,7 @@ from monoblock.errors import ConfigError, FileError
     name="backtranslate",
     help="Make synthetic training pairs from sentences in the target language.\n\nMONOLINGUAL is a text file with one "
     "target sentence per line, or - for standard input. MODEL translates from the target language into the source "
-    "language; it generates the source of each pair. `monoblock train` reads the pairs with data.synthetic=FILE.",
+    "language; it generates the source of each pair. `monoblock train` reads the pairs with seq2seq.synthetic=FILE.",
 )
 @click.argument("model")
 @click.argument("monolingual")

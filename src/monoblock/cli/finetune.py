@@ -41,7 +41,7 @@ DEFAULT_RANK = 8
 @click.argument("overrides", nargs=-1, metavar="[section.key=value …]")
 @click.option(
     "--objective",
-    help="causal, masked, spans, pairs, classify, label, answers or chat.  [default: chosen by the data and the model]",
+    help="The task, a name from `monoblock ls tasks`.  [default: chosen by the data and the model]",
 )
 @click.option("--epochs", type=float, help="Passes over the data.")
 @click.option("--lr", type=float, help="Peak learning rate.")

@@ -1,16 +1,22 @@
-"""`monoblock ls`: list recipes, presets, corpora and runs."""
+"""`monoblock ls`: list recipes, tasks, keys, presets, knobs, corpora and runs."""
 
 import os
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
-from monoblock.errors import did_you_mean
+from monoblock.cli._shared.value_text import format_toml, plain, type_text
+from monoblock.config.field_description import REQUIRED, list_choices
+from monoblock.errors import ConfigError, did_you_mean
 
 Record = dict[str, Any]
 RUNS_FOLDER = Path("runs")
+NARROW_COLUMNS = ("type", "default", "paper")  # on a terminal, these leave room for the meaning
 SIZED_TOKENIZERS = ("bpe", "wordpiece", "unigram")  # the vocabulary size is set in the recipe
 
 
@@ -24,7 +30,8 @@ def _list_recipes() -> list[Record]:
             "objective": recipe.train.objective,
             "corpus": recipe.data.corpus,
             "parameters": _count_parameters(recipe),
-            "steps": recipe.train.steps,
+            "steps": recipe.train.steps if recipe.train.epochs is None else None,
+            "epochs": recipe.train.epochs,
             "about": recipe.about,
         }
         for name, recipe in ((name, read_recipe(name)) for name in list_recipes())
@@ -44,6 +51,54 @@ def _count_parameters(recipe: Any) -> int | None:
     ):
         return None
     return account(build_model_config(recipe, recipe.tokenizer.vocab)).parameters
+
+
+def _list_tasks() -> list[Record]:
+    from monoblock.tasks.table import TASKS
+
+    return [
+        {
+            "name": task.name,
+            "about": task.about,
+            "models": ", ".join(task.families),
+            "head": task.head,
+            "data": ", ".join(task.corpus_kinds),
+            "metrics": ", ".join(task.metrics),
+            "keys": [field.name for field in fields(task.section)] if task.section else [],
+            "verb": task.verb,
+        }
+        for task in TASKS
+    ]
+
+
+def _list_keys() -> list[Record]:
+    from monoblock.recipes.key_table import list_sections
+    from monoblock.tasks.table import TASKS
+
+    rows = []
+    for section in list_sections(TASKS):
+        for key in section.keys:
+            name = f"{section.name}.{key.name}" if section.name else key.name
+            rows.append(_describe_setting(name, key.hint, key.default, key.meaning) | {"section": section.name})
+        if section.name == "model":
+            knobs = _list_knobs()
+            rows += [{**knob, "name": f"model.{knob['name']}", "section": "model"} for knob in knobs]
+    return rows
+
+
+def _list_knobs() -> list[Record]:
+    from monoblock.config.knob_table import list_knobs
+
+    return [
+        _describe_setting(knob.name, knob.hint, knob.default, knob.meaning) | {"paper": knob.paper}
+        for knob in list_knobs()
+    ]
+
+
+def _describe_setting(name: str, hint: Any, default: Any, meaning: str) -> Record:
+    """Return a description of a key or knob; without "default" if it has none."""
+    row = {"name": name, "type": type_text(hint), "choices": list_choices(hint), "meaning": meaning}
+    return row if default is REQUIRED else row | {"default": default}
 
 
 def _list_presets() -> list[Record]:
@@ -122,7 +177,10 @@ def _describe_run(folder: Path) -> Record:
 # Name -> (function that lists it, columns shown, command to suggest). --json prints every key.
 LISTINGS = {
     "recipes": (_list_recipes, ("name", "objective", "corpus", "parameters", "about"), "train {name} --dry-run"),
+    "tasks": (_list_tasks, ("name", "about", "models", "data", "metrics"), "ls recipes {name}"),
+    "keys": (_list_keys, ("name", "type", "default", "meaning"), "train demo train.steps=100 --dry-run"),
     "presets": (_list_presets, ("name", "family", "parameters", "source", "unverified"), "account {name}"),
+    "knobs": (_list_knobs, ("name", "type", "default", "meaning", "paper"), "account gpt2 norm=rms kv_heads=4"),
     "corpora": (_list_corpora, ("name", "kind", "what", "licence", "here"), "ls corpora --json"),
     "runs": (_list_runs, ("name", "recipe", "steps", "of", "best_val_loss", "finished"), "account {folder}"),
 }
@@ -136,18 +194,49 @@ def _check_listing(ctx: click.Context, argument: click.Parameter, what: str | No
     return what
 
 
+def _select_rows(name: str, rows: list[Record], word: str) -> list[Record]:
+    """Return the rows that a word selects: a name or section, else a part of a name, else a part of any text."""
+    tests: tuple[Callable[[Record], bool], ...] = (
+        lambda row: row["name"] == word or row["name"].startswith(f"{word}."),
+        lambda row: word in row["name"],
+        lambda row: any(word.lower() in value.lower() for value in row.values() if isinstance(value, str)),
+    )
+    for test in tests:
+        if found := [row for row in rows if test(row)]:
+            return found
+    names = [row["name"] for row in rows]
+    names += [name.partition(".")[0] for name in names]
+    raise ConfigError(f"none of the {name} matches {word!r}{did_you_mean(word, names)}")
+
+
+def _group_by_section(rows: list[Record]) -> list[list[Record]]:
+    """Split keys by their section, because the columns of a short section leave more room for the text."""
+    return [list(group) for _, group in groupby(rows, key=lambda row: row.get("section"))] or [[]]
+
+
+def _cell(row: Record, column: str) -> object:
+    return plain(format_toml(row.get(column, REQUIRED))) if column == "default" else row[column]
+
+
 @click.command(
     name="ls",
-    help="List WHAT, or all of the following if WHAT is not given:\n\n"
+    help="List WHAT, or all of the following if WHAT is not given. With WORD, list only the rows that it selects: a "
+    "name, the section of a key (`ls keys train`), or a part of the text.\n\n"
     "\b\n  recipes: descriptions of what `monoblock train` can train"
+    "\n  tasks:   training objectives, with the models and data they need"
+    "\n  keys:    what a recipe, or an override such as train.steps=500, can set"
     "\n  presets: configurations of published models"
+    "\n  knobs:   what can be changed in a preset or a family of models"
     "\n  corpora: data sets to train and evaluate on"
     "\n  runs:    models trained into the folder runs",
 )
 @click.argument("what", required=False, callback=_check_listing)
+@click.argument("word", required=False)
 @json_option
-def command(what: str | None, as_json: bool) -> None:
+def command(what: str | None, word: str | None, as_json: bool) -> None:
     listings = {name: LISTINGS[name][0]() for name in ([what] if what else LISTINGS)}
+    if word is not None:
+        listings = {name: _select_rows(name, rows, word) for name, rows in listings.items()}
     if as_json:
         print_json(listings)
         return
@@ -155,7 +244,8 @@ def command(what: str | None, as_json: bool) -> None:
         _, columns, _ = LISTINGS[name]
         if len(listings) > 1:
             click.echo(f"\n{name}")
-        print_table(columns, [[row[column] for column in columns] for row in rows])
+        for group in _group_by_section(rows):
+            print_table(columns, [[_cell(row, column) for column in columns] for row in group], narrow=NARROW_COLUMNS)
     for name, rows in listings.items():
         if rows:
             suggest_next(LISTINGS[name][2].format(**rows[0]))

@@ -16,7 +16,7 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean
 # Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
 VERBS = {
     "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and count its parameters."),
-    "ls": ("monoblock.cli.ls", "List recipes, presets, corpora and runs."),
+    "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora and runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
     "train": ("monoblock.cli.train", "Train the model that a recipe describes."),
     "finetune": ("monoblock.cli.finetune", "Fine-tune a model on other data: all weights, some layers, or LoRA."),

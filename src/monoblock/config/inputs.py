@@ -23,7 +23,7 @@ class EmbeddingConfig:
     projection_bias: bool = True  # whether that projection has a bias
     scale: float | Literal["sqrt_width"] = 1.0  # factor on the token embedding
     positions: Learned | Sinusoid | None = None  # positions added to the embedding
-    segments: int = 0  # token types; 0: none
+    segments: int = 0  # number of token types; 0: none
     norm: NormConfig | None = None  # norm of the embedding
     dropout: float = 0.0  # dropout probability of the embedding
     word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)

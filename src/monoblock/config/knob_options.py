@@ -87,7 +87,7 @@ KNOB_PAPERS: dict[str, str] = {
     "context": NO_PAPER,
     "segments": "Devlin et al. 2019",
     "embedding_scale": "Vaswani et al. 2017",
-    "embedding_norm": "Devlin et al. 2019",
+    "embedding_norm": "Le Scao et al. 2022",
     "image": "Dosovitskiy et al. 2021",
     "patch": "Dosovitskiy et al. 2021",
     "channels": "Dosovitskiy et al. 2021",
@@ -117,7 +117,8 @@ KNOB_PAPERS: dict[str, str] = {
     "top_k": "Shazeer et al. 2017",
     "norm": "layer: Ba et al. 2016; rms: Zhang and Sennrich 2019",
     "eps": NO_PAPER,
-    "norm_place": "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; sandwich: Ding et al. 2021",
+    "norm_place": "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; "
+    "sandwich: Ding et al. 2021",
     "residual": "parallel: Wang and Komatsuzaki 2021",
     "bias": NO_PAPER,
     "dropout": "Srivastava et al. 2014",
@@ -132,5 +133,5 @@ KNOB_PAPERS: dict[str, str] = {
     "tie": "output: Press and Wolf 2017; three_way: Vaswani et al. 2017",
     "init": "normal: Radford et al. 2019; xavier: Glorot and Bengio 2010; t5: Raffel et al. 2020; "
     "small: Nguyen and Salazar 2019",
-    "std": "Radford et al. 2019",
+    "std": "Radford et al. 2018",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from monoblock.config.knob_options import Knobs
 from monoblock.config.model import (
@@ -72,7 +72,8 @@ def check_positive_int(name: str, value: Any) -> int:
     return value
 
 
-class SetField(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SetField:
     """A function that sets the field `name`."""
 
     name: str
@@ -81,7 +82,8 @@ class SetField(NamedTuple):
         values[self.name] = value
 
 
-class SetSelfAttention(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SetSelfAttention:
     """A function that sets the field `name` of self-attention and leaves cross-attention unchanged."""
 
     name: str

@@ -94,14 +94,14 @@ class ModelConfig:
 
     # what the first stack reads: tokens, image patches or audio frames
     input: EmbeddingConfig | PatchConfig | FramesConfig
-    encoder: StackConfig | None = None  # None: a decoder-only model
-    decoder: StackConfig | None = None  # None: an encoder-only or vision model
+    encoder: StackConfig | None = None  # the encoder; None: a decoder-only model
+    decoder: StackConfig | None = None  # the decoder; None: an encoder-only or vision model
     target: EmbeddingConfig | None = None  # input of the decoder; None: it shares `input`
     # which of source embedding, target embedding and output share a matrix
     tie: Literal["none", "output", "source_target", "three_way"] = "none"
-    head: HeadConfig | None = None  # None: the model returns hidden states
+    head: HeadConfig | None = None  # the output layers; None: the model returns hidden states
     init: InitConfig = InitConfig()  # how the weights are initialized
-    quantize: QuantizeConfig | None = None  # None: not quantized
+    quantize: QuantizeConfig | None = None  # how matrices are quantized; None: not quantized
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -239,9 +239,9 @@ class RecurrentConfig:
 
     kind: Literal["language_model", "encoder_decoder"] = "language_model"  # predict the next token, or translate
     vocab: int  # size of the vocabulary
-    width: int  # of the embedding and of every LSTM layer
+    width: int  # size of the embedding and of every LSTM layer
     depth: int = 2  # number of LSTM layers, in the encoder and in the decoder
-    target_vocab: int | None = None  # None: source and target share a vocabulary
+    target_vocab: int | None = None  # size of the target vocabulary; None: it is that of the source
     tie: bool = True  # share the output matrix with the (target) embedding
     dropout: float = 0.0  # dropout probability
 

@@ -46,18 +46,18 @@ class AttentionConfig:
     """Self- or cross-attention."""
 
     heads: int  # H, the number of query heads
-    kv_heads: int | None = None  # None: one per query head
-    head_dim: int | None = None  # None: width / heads
-    value_dim: int | None = None  # None: head_dim
+    kv_heads: int | None = None  # G, the number of key/value heads; None: one per query head
+    head_dim: int | None = None  # K, the size of a query and key head; None: width / heads
+    value_dim: int | None = None  # size of a value head; None: head_dim
     bias: str = "qkvo"  # the projections with a bias, letters of q, k, v, o
-    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    scale: float | None = None  # factor on the scores; None: 1 / sqrt(head_dim)
     # "causal": a token sees itself and earlier tokens; "prefix": also the whole prefix; "full": all tokens
     mask: Literal["causal", "prefix", "full"] = "causal"
     window: int | None = None  # a token sees keys closer than this, itself included
     global_tokens: bool = False  # marked tokens attend and are attended beyond the window (Longformer)
     random_blocks: int = 0  # number of random blocks beyond the window (BigBird)
     block_size: int = 64  # number of positions in a random block
-    random_seed: int = 0  # for the choice of random blocks
+    random_seed: int = 0  # seed for the choice of random blocks
     positions: Rotary | Alibi | Buckets | None = None  # position scheme inside attention
     qk_norm: NormConfig | None = None  # norm of queries and keys
     # "head": all heads share the weights of the norm; "each_head": each has its own; "width": one norm over all heads
@@ -168,7 +168,7 @@ class FeedForwardConfig:
     clamp: float | None = None  # only if gated: gate and up are clamped to this, and 1 is added to up (gpt-oss)
     bias: bool = True  # whether the projections have biases
     dropout: float = 0.0  # dropout probability after the activation
-    experts: ExpertsConfig | None = None  # None: a single network, without experts
+    experts: ExpertsConfig | None = None  # a mixture of experts; None: a single network
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -185,7 +185,7 @@ class HeadConfig:
 
     # what the head predicts
     kind: Literal["language_model", "masked_lm", "classifier", "regression", "tagger", "spans", "pooled"]
-    classes: int | None = None  # of a classifier or tagger; a regression head predicts this many numbers (default 1)
+    classes: int | None = None  # number of classes of a classifier or tagger, or of numbers that a regression predicts
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
     pooling: Literal["first", "last", "mean"] = "first"  # which hidden state represents the sequence
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)

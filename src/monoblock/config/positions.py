@@ -25,9 +25,9 @@ class Scaling:
     beta_fast: float = 32.0  # yarn: pairs with more turns in the original context are kept
     beta_slow: float = 1.0  # yarn: pairs with fewer turns are slowed by factor
     truncate: bool = True  # yarn: round the range of interpolated pairs to whole numbers
-    attention_factor: float | None = None  # yarn, longrope; None: as in the paper
-    short_factors: tuple[float, ...] = ()  # longrope, one for each frequency
-    long_factors: tuple[float, ...] = ()  # longrope
+    attention_factor: float | None = None  # yarn, longrope: factor on queries and keys; None: as in the paper
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies in short texts
+    long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies in texts beyond the original context
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -53,7 +53,7 @@ class Rotary:
     base: float = 10000.0  # the largest wavelength is about 2 pi times this
     dim: int | None = None  # features of the head that are rotated; None: all
     layout: Literal["half", "interleaved"] = "half"  # pairs (i, i + K/2) or (2i, 2i + 1)
-    scaling: Scaling | None = None  # None: not scaled
+    scaling: Scaling | None = None  # scaling for longer contexts; None: not scaled
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -25,7 +25,9 @@ class BlockConfig:
     # "pre": on the input of a sublayer; "post": after the residual sum; "output": on its output; "sandwich": on both
     norm_place: Literal["pre", "post", "output", "sandwich"] = "pre"
     attention_norm: bool = True  # False: the input is normalized already (first block of ModernBERT)
-    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"  # shared: one norm for both
+    residual: Literal["sequential", "parallel", "parallel_shared"] = (
+        "sequential"  # attention, then feed-forward, or both at once
+    )
     residual_scale: float = 1.0  # factor on the output of each sublayer (Granite)
     layer_scale: float | None = None  # initial value of a learned gain for each output channel (DINOv2)
     dropout: float = 0.0  # dropout probability of the output of each sublayer

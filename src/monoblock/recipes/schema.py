@@ -26,7 +26,12 @@ FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "bart": bart,
     "vit": vit,
 }
-MODEL_SOURCES = ("preset", "family", "folder")  # [model] has exactly one of these keys
+# [model] has exactly one of these keys; the others in it are knobs.
+MODEL_SOURCES = {
+    "preset": "the architecture of a published model (monoblock ls presets), with new weights",
+    "family": f"a family of architectures, whose sizes are further keys: {', '.join(FAMILIES)}, or lstm",
+    "folder": "start from the weights in this run folder, Hugging Face folder or GGUF file",
+}
 
 
 class TaskKeys(Protocol):
@@ -63,13 +68,15 @@ class TaskKeys(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
+    """The data to train on."""
+
     corpus: str  # the name of a corpus (monoblock ls corpora), or the path of a file or folder
     packing: Literal["stream", "documents"] = "stream"  # train on one running text, or on separate documents
     limit: int | None = None  # train on at most this many rows
     validation_rows: int = (
         0  # number of last training rows to hold out for validation; 0: use the split `valid`, if any
     )
-    max_length: int | None = None  # in tokens; longer texts are cut, longer pairs left out; None: the model's context
+    max_length: int | None = None  # in tokens; longer texts are cut, longer pairs left out; by default the context
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -79,9 +86,13 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSection:
+    """The tokenizer, which is trained on the training data unless `folder` is given."""
+
     kind: Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"] = "bpe"  # the kind of tokenizer to train
     vocab: int = 4096  # the size of the vocabulary
-    marker: str | None = None  # how character-level BPE marks word boundaries, "@@" or "▁"; None: byte-level BPE
+    marker: str | None = (
+        None  # how character-level BPE marks word boundaries, "@@" or "▁"; by default BPE is byte-level
+    )
     lowercase: bool = False  # convert texts to lower case
     dropout: float = 0.0  # probability of skipping a merge, in training (BPE-dropout, Provilkov et al. 2020)
     tags: tuple[str, ...] = ()  # further special tokens that are recognized in texts, such as "<bt>"
@@ -95,6 +106,8 @@ class TokenizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
+    """The objective, the optimizer and its schedule, checkpoints and evaluations during training."""
+
     objective: str = "causal_lm"  # the name of a task (monoblock ls tasks)
     steps: int = 1000  # number of updates
     epochs: float | None = None  # number of passes over the training data; overrides steps
@@ -113,7 +126,7 @@ class TrainSection:
     embedding_weight_decay: float = 0.0  # weight decay of embeddings
     adam_lr_factor: float = 1.0  # with Muon: the learning rate of the weights that AdamW updates, as a multiple of lr
     layer_decay: float = 1.0  # the learning rate of a layer as a fraction of that of the next layer
-    freeze_layers: int | None = None  # freeze the embeddings and this many layers from the bottom; None: train all
+    freeze_layers: int | None = None  # freeze the embeddings and this many layers from the bottom; by default none
     clip: float = 1.0  # the largest gradient norm; a larger gradient is scaled down to it; 0: no clipping
     label_smoothing: float = 0.0  # share of the target probability that is spread over all classes
     adversarial: float = (
@@ -178,6 +191,8 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSection:
+    """How texts are generated during training; the trained model keeps these settings as its defaults."""
+
     prompt: str = ""  # the text that samples during training continue
     max_new_tokens: int = 120  # maximum number of generated tokens
     temperature: float = 0.8  # sampling temperature; 0: always the most probable token
@@ -195,14 +210,14 @@ class GenerateSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    name: str = "run"
-    about: str = ""
-    data: DataSection
-    tokenizer: TokenizerSection = TokenizerSection()
+    name: str = "run"  # the name of the run folder in runs/; a file without this key has the name of the file
+    about: str = ""  # what the recipe is for, in a sentence
+    data: DataSection  # the data to train on
+    tokenizer: TokenizerSection = TokenizerSection()  # the tokenizer to train or to load
     model: dict  # one of preset, family and folder, and the knobs to set in it
-    train: TrainSection = TrainSection()
-    lora: LoraSection = LoraSection()
-    generate: GenerateSection = GenerateSection()
+    train: TrainSection = TrainSection()  # how the model is trained
+    lora: LoraSection = LoraSection()  # low-rank adapters
+    generate: GenerateSection = GenerateSection()  # how texts are generated
     task: object = None  # the keys of the task; in TOML, the section that has the name of the objective
 
     def __post_init__(self) -> None:

@@ -103,7 +103,7 @@ def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], cl
 
 def _replace_head(config: ModelConfig, kind: str, classes: int | None) -> ModelConfig:
     """Return the configuration with a new head, which has the defaults of its kind."""
-    config = vary(replace(config, head=None, tie="none"), head=kind)
+    config = vary(replace(config, head=None, tie="none"), head=kind)  # type: ignore[arg-type]
     if kind not in HEADS_WITH_CLASSES:
         return config
     config = vary(config, pooler="none") if config.family == "vision" else config

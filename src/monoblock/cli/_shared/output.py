@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
 
 import click
 
@@ -19,30 +19,57 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], narrow: Collection[str] = ()) -> None:
     """Print a table on stdout, with numbers right-aligned and never broken across lines.
 
-    On a terminal, long text is wrapped to the width of the terminal; in a file or a pipe, every row is one line.
+    On a terminal, long text is wrapped to the width of the terminal, in columns named in `narrow` before others; in a
+    file or a pipe, every row is one line.
     """
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
     texts = [[_format_cell(cell) for cell in row] for row in rows]
+    numbers = [any(_is_number(row[index]) for row in rows) for index in range(len(columns))]
+    cells = [[name, *(row[index] for row in texts)] for index, name in enumerate(columns)]
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    widths = _fit_widths(cells, numbers, [name in narrow for name in columns], console.width)
+    if not console.is_terminal:
+        widths = [_text_width(column) for column in cells]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    min_width = full_width = 0
-    for index, name in enumerate(columns):
-        is_number = any(_is_number(row[index]) for row in rows)
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-        width = COLUMN_GAP + max(cell_len(text) for text in [name, *(row[index] for row in texts)])
-        full_width += width
-        min_width += width if is_number else min(width, COLUMN_GAP + MIN_TEXT_WIDTH)
+    for name, is_number, width in zip(columns, numbers, widths, strict=True):
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(name, justify=justify, no_wrap=is_number, overflow="fold", width=width)
     for row in texts:
         table.add_row(*row)
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    # rich crops columns that do not fit, numbers included, so the width is never less than the numbers need.
-    console.width = max(min_width, console.width) if console.is_terminal else full_width
+    console.width = sum(widths) + COLUMN_GAP * len(widths)  # rich crops columns that do not fit, numbers included
     console.print(table)
+
+
+def _text_width(texts: Iterable[str]) -> int:
+    from rich.cells import cell_len
+
+    return max(map(cell_len, texts), default=0)
+
+
+def _fit_widths(
+    columns: Sequence[Sequence[str]], numbers: Sequence[bool], narrow: Sequence[bool], total: int
+) -> list[int]:
+    """Return widths with which the columns fit into `total` characters, if possible without breaking words."""
+    widths = [_text_width(column) for column in columns]
+    words = [_text_width(word for text in column for word in text.split()) for column in columns]
+    unbroken = [width if is_number else word for width, word, is_number in zip(widths, words, numbers, strict=True)]
+    smallest = [
+        width if is_number else min(width, MIN_TEXT_WIDTH) for width, is_number in zip(widths, numbers, strict=True)
+    ]
+    first = [word if is_narrow else width for width, word, is_narrow in zip(widths, unbroken, narrow, strict=True)]
+    for limits in (first, unbroken, smallest):
+        while sum(widths) + COLUMN_GAP * (len(widths) - 1) > total:
+            room = [width - limit for width, limit in zip(widths, limits, strict=True)]
+            wide = [index for index in range(len(widths)) if room[index] > 0]
+            if not wide:
+                break
+            widths[max(wide, key=lambda index: widths[index])] -= 1
+    return widths
 
 
 def _is_number(cell: object) -> bool:

@@ -25,6 +25,8 @@ class AugmentSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSection:
+    """A table of its own says how training images are augmented; for texts there is nothing to set."""
+
     augment: AugmentSection = AugmentSection()  # how training images are augmented
 
     def __post_init__(self) -> None:

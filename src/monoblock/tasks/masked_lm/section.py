@@ -12,7 +12,9 @@ MASKED_LM_CORPUS_KINDS: tuple[CorpusKind, ...] = ("text", "labelled", "tagged") 
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionSection:
-    mask_rate: float = 0.15  # the fraction of the tokens that are masked
+    """How many tokens are masked or replaced by sentinels."""
+
+    mask_rate: float = 0.15  # the fraction of the tokens that are masked, or in masked spans
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -9,7 +9,9 @@ from monoblock.config.schema import check_at_least, check_types
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnsweringSection:
-    stride: int | None = None  # tokens from the start of a window to that of the next; None: half a window
+    """The windows of a long context, and questions without an answer."""
+
+    stride: int | None = None  # tokens from the start of a window to that of the next; by default half a window
     unanswerable: bool = False  # whether questions may have no answer, as in SQuAD 2.0
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ from monoblock.config.schema import check_positive, check_types
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqSection:
+    """The direction of translation, normalization, tags and synthetic pairs."""
+
     direction: Literal["forward", "backward", "both"] = (
         "forward"  # "backward": swap source and target; "both": both ways
     )

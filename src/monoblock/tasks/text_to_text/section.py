@@ -26,5 +26,7 @@ class ExtraTask:
 
 @dataclass(frozen=True, kw_only=True)
 class TextToTextSection(Seq2SeqSection):
+    """The keys of [seq2seq], the prefix of the task, and further tasks."""
+
     prefix: str = ""  # the text before each source that names the task, such as "summarize:"
     tasks: tuple[ExtraTask, ...] = ()  # further tasks that the model learns, each with its own corpus and prefix

@@ -9,6 +9,8 @@ from monoblock.config.schema import check_at_least, check_fraction, check_types
 
 @dataclass(frozen=True, kw_only=True)
 class TokenClassificationSection:
+    """How training rows are augmented and joined."""
+
     replace_entities: float = 0.0  # training: replace this fraction of the entities by others of the same type
     mask_words: float = 0.0  # training: replace this fraction of the words by the mask token
     uppercase_rows: float = 0.0  # training: write this fraction of the rows in capitals, like headlines
