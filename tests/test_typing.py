@@ -175,8 +175,8 @@ def test_a_type_checker_finds_no_any_in_the_script_of_a_user_and_finds_every_mis
     assert not missed
 
 
-# Options that accept more than the settings hold, which are tuples.
-WIDER = {"eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
+# Options that accept more than the settings of one request hold: lists of tokens, and a seed for each prompt.
+WIDER = {"eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "seed"}
 
 
 def test_generation_options_are_the_fields_of_settings():

@@ -185,7 +185,7 @@ def test_a_tokenizer_of_another_model_is_rejected():
         (mb.ConfigError, "bpe takes '@@'", lambda: mb.Tokenizer.train("bpe", TEXTS, marker="##")),
         (mb.ConfigError, "with these specials needs 259", lambda: mb.Tokenizer.train("bpe", TEXTS, 100)),
         (mb.ConfigError, "from 1", lambda: mb.Tokenizer.train("bpe", TEXTS, -1)),
-        (mb.ConfigError, "did you mean 'masked'", lambda: mb.Tokenizer.train("bpe", TEXTS, specials="maskd")),
+        (mb.ConfigError, "did you mean 'masked_lm'", lambda: mb.Tokenizer.train("bpe", TEXTS, specials="maskd_lm")),
         (mb.ConfigError, "not a special token", lambda: mb.Tokenizer.train("bpe", TEXTS, specials=["2hi"])),
         (
             mb.ConfigError,

@@ -75,15 +75,15 @@ class Tokenizer:
         vocab_size: int = 4096,
         *,
         marker: str | None = None,
-        specials: str | Sequence[str] = "causal",
+        specials: str | Sequence[str] = "causal_lm",
         lowercase: bool = False,
         min_frequency: int = 1,
     ) -> Tokenizer:
         """Train a tokenizer of kind char, byte, word, bpe, wordpiece or unigram.
 
         BPE is byte-level without a `marker`. With "@@", all pieces of a word but the last end in @@; with "▁", words
-        begin with ▁. `specials` chooses the special tokens, which `vocab_size` includes: an objective ("causal",
-        "seq2seq", "masked", "spans", "none") or a list of roles ("pad"), "sentinels=20" and tags such as "<2hi>".
+        begin with ▁. `specials` chooses the special tokens, which `vocab_size` includes: an objective ("causal_lm",
+        "seq2seq", "masked_lm", "span_corruption", "none") or a list of roles ("pad"), "sentinels=20" and tags such as "<2hi>".
         """
         return cls(train_tokenizer(kind, texts, vocab_size, marker, specials, lowercase, min_frequency))
 
