@@ -119,9 +119,9 @@ def command(ctx: click.Context) -> None:
 )
 @click.option(
     "--specials",
-    default="causal",
+    default="causal_lm",
     show_default=True,
-    help="Special tokens: those of an objective (causal, seq2seq, masked, spans, none), or a list such as pad,eos.",
+    help="Special tokens: those of an objective (causal_lm, seq2seq, masked_lm, span_corruption, none), or a list such as pad,eos.",
 )
 @click.option("--lowercase", is_flag=True, help="Convert all text to lower case before encoding it.")
 @click.option(

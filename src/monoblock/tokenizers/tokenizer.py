@@ -83,7 +83,8 @@ class Tokenizer:
 
         BPE is byte-level without a `marker`. With "@@", all pieces of a word but the last end in @@; with "▁", words
         begin with ▁. `specials` chooses the special tokens, which `vocab_size` includes: an objective ("causal_lm",
-        "seq2seq", "masked_lm", "span_corruption", "none") or a list of roles ("pad"), "sentinels=20" and tags such as "<2hi>".
+        "seq2seq", "masked_lm", "span_corruption", "none") or a list of roles ("pad"), "sentinels=20" and
+        tags such as "<2hi>".
         """
         return cls(train_tokenizer(kind, texts, vocab_size, marker, specials, lowercase, min_frequency))
 
