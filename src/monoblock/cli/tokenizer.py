@@ -121,7 +121,8 @@ def command(ctx: click.Context) -> None:
     "--specials",
     default="causal_lm",
     show_default=True,
-    help="Special tokens: those of an objective (causal_lm, seq2seq, masked_lm, span_corruption, none), or a list such as pad,eos.",
+    help="Special tokens: those of an objective (causal_lm, seq2seq, masked_lm, span_corruption, none), "
+    "or a list such as pad,eos.",
 )
 @click.option("--lowercase", is_flag=True, help="Convert all text to lower case before encoding it.")
 @click.option(
@@ -137,7 +138,7 @@ def command(ctx: click.Context) -> None:
 def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     if Path(out).exists() and not force:
         raise ConfigError(f"{out} already exists; give another folder with --out, or overwrite it with --force")
-    from monoblock.tokenizers.special_tokens import ROLES_BY_OBJECTIVE
+    from monoblock.tokenizers.special_tokens import OLD_OBJECTIVES, ROLES_BY_OBJECTIVE
     from monoblock.tokenizers.tokenizer import Tokenizer
 
     specials = options["specials"]
@@ -146,7 +147,9 @@ def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options
         read_blocks(data),
         options["vocab"],
         marker=options["marker"],
-        specials=specials if specials in ROLES_BY_OBJECTIVE else [name for name in specials.split(",") if name],
+        specials=specials
+        if specials in {**ROLES_BY_OBJECTIVE, **OLD_OBJECTIVES}
+        else [name for name in specials.split(",") if name],
         lowercase=options["lowercase"],
         min_frequency=options["min_frequency"],
     )
