@@ -142,6 +142,7 @@ def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options
     from monoblock.tokenizers.tokenizer import Tokenizer
 
     specials = options["specials"]
+    is_objective = specials in {**ROLES_BY_OBJECTIVE, **OLD_OBJECTIVES}
     tokenizer = Tokenizer.train(
         options["kind"],
         read_blocks(data),
