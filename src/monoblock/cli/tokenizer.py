@@ -148,9 +148,7 @@ def train(data: tuple[str, ...], out: str, force: bool, as_json: bool, **options
         read_blocks(data),
         options["vocab"],
         marker=options["marker"],
-        specials=specials
-        if specials in {**ROLES_BY_OBJECTIVE, **OLD_OBJECTIVES}
-        else [name for name in specials.split(",") if name],
+        specials=specials if is_objective else [name for name in specials.split(",") if name],
         lowercase=options["lowercase"],
         min_frequency=options["min_frequency"],
     )
