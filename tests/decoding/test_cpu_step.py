@@ -18,10 +18,10 @@ from support import (
 import monoblock as mb
 from monoblock.decoding.backends import cpu_step
 from monoblock.decoding.backends.inference_copy import build_inference_copy
+from monoblock.decoding.backends.supported_fields import NATIVE_ACTIVATIONS
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.kernels.cpu import library
-from monoblock.nn.feedforward import ACTIVATIONS
 
 ROWS, CAPACITY = 3, 23
 LENGTHS = torch.tensor([7, 4, 5])
@@ -163,7 +163,7 @@ def test_any_number_of_rows(rows, taken):
     assert taken == ([True, True] if rows <= cpu_step.MAX_TOKENS else [])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", NATIVE_ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 @torch.no_grad()
 def test_every_activation_and_odd_sizes(activation, gated, taken):

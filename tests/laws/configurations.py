@@ -3,6 +3,8 @@
 Width 12, vocabulary 19, context 29 and hidden size 7 are small and different, and 12 has many divisors.
 """
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
 from monoblock.config.model import (
@@ -25,10 +27,9 @@ from monoblock.config.model import (
     Sinusoid,
     StackConfig,
 )
-from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
+from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS, Activation
 
 WIDTH, VOCAB, CONTEXT, HIDDEN = 12, 19, 29, 7
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity")
 
 
 def optional(strategy):
@@ -122,7 +123,7 @@ def feedforward_configs(draw):
         experts = ExpertsConfig(count=3, top_k=top_k, router=router, router_bias=draw(st.booleans()))
     return FeedForwardConfig(
         hidden=HIDDEN,
-        activation=draw(st.sampled_from(ACTIVATIONS)),
+        activation=draw(st.sampled_from(get_args(Activation))),
         gated=draw(st.booleans()),
         bias=draw(st.booleans()),
         experts=experts,

@@ -26,7 +26,7 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 @click.command(
     name="demo",
     help="Train a small GPT on the King James Bible, print a text that it generates, and count its parameters. With "
-    "--families, build a toy model of every architecture instead.",
+    "--families, build a toy model of every architecture instead; with --picture, only draw their attention masks.",
 )
 @click.option(
     "--out",
@@ -38,9 +38,17 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 @click.option(
     "--families", is_flag=True, help="Build and check a toy model of every architecture, and draw masks and positions."
 )
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw which tokens attend to which in each kind of model, to a .png, .svg or .pdf file, and exit.",
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the training run.")
 @json_option
-def command(out: Path, families: bool, seed: int, as_json: bool) -> None:
+def command(out: Path, families: bool, picture: Path | None, seed: int, as_json: bool) -> None:
+    if picture is not None:
+        _draw_overview(picture, as_json)
+        return
     folder = make_numbered_folder(out, "demo")
     result = _check_families(folder) if families else _train_demo(folder, seed)
     if as_json:
@@ -53,6 +61,18 @@ def command(out: Path, families: bool, seed: int, as_json: bool) -> None:
     else:
         _print_report(result)
     suggest_next("account gpt2 --batch 8 --length 1024" if families else f"account {folder}")
+
+
+def _draw_overview(path: Path, as_json: bool) -> None:
+    from monoblock.plots.figure import check_plot_path
+    from monoblock.plots.overview import save_overview
+
+    check_plot_path(path)
+    save_overview(path)
+    if as_json:
+        print_json({"picture": str(path)})
+    else:
+        click.echo(f"Saved {path}")
 
 
 def _check_families(folder: Path) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def check_family(name: str) -> dict[str, Any]:
 def save_pictures(folder: Path) -> list[str]:
     from monoblock.nn.masks import causal, everything, global_tokens, random_blocks, window
     from monoblock.plots.masks import save_masks
+    from monoblock.plots.overview import save_overview
     from monoblock.plots.positions import save_positions
 
     masks = [
@@ -94,7 +95,12 @@ def save_pictures(folder: Path) -> list[str]:
         ("window(5) | global", window(5) | global_tokens),
         ("… | random_blocks", window(5) | global_tokens | random_blocks(1, 4)),
     ]
-    return [str(save_masks(masks, 32, folder / "masks.png")), str(save_positions(128, 64, folder / "positions.png"))]
+    paths = (
+        save_overview(folder / "overview.png"),
+        save_masks(masks, 32, folder / "masks.png"),
+        save_positions(128, 64, folder / "positions.png"),
+    )
+    return [str(path) for path in paths]
 
 
 def print_diagrams() -> None:

@@ -12,6 +12,8 @@ from monoblock.decoding.backends.supported_fields import (
     BLOCK,
     FEEDFORWARD,
     HEADS,
+    NATIVE_ACTIVATIONS,
+    NATIVE_NORMS,
     NORM,
     SCORES,
     AllowList,
@@ -28,6 +30,7 @@ ENCODER_SUPPORTED: AllowList = {
     **allow(BLOCK),
     "cross": one_of(None),
     **allow(NORM, "norm."),
+    "norm.kind": one_of(*NATIVE_NORMS),
     **allow(f"{HEADS} {SCORES} block_size random_seed", "attention."),
     "attention.mask": one_of("full"),
     "attention.window": one_of(None),
@@ -35,7 +38,9 @@ ENCODER_SUPPORTED: AllowList = {
     "attention.random_blocks": one_of(0),
     "attention.positions": one_of(None),
     **allow(NORM, "attention.qk_norm."),
+    "attention.qk_norm.kind": one_of(*NATIVE_NORMS),
     **allow(FEEDFORWARD, "feedforward."),
+    "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
     "feedforward.experts": one_of(None),
 }
 

@@ -19,6 +19,9 @@ from monoblock.decoding.backends.supported_fields import (
     BLOCK,
     FEEDFORWARD,
     HEADS,
+    NATIVE_ACTIVATIONS,
+    NATIVE_NORMS,
+    NATIVE_POSITIONS,
     NORM,
     POSITIONS,
     SCALING,
@@ -47,12 +50,15 @@ OPERATOR_MATRICES = {
 SUPPORTED: AllowList = {
     **allow(f"{BLOCK} cross"),
     **allow(NORM, "norm."),
+    "norm.kind": one_of(*NATIVE_NORMS),
     **allow(ATTENTION, "attention."),
     "attention.mask": one_of("causal"),
     "attention.global_tokens": one_of(False),
     "attention.random_blocks": one_of(0),
     **allow(NORM, "attention.qk_norm."),
+    "attention.qk_norm.kind": one_of(*NATIVE_NORMS),
     **allow(POSITIONS, "attention.positions."),
+    "attention.positions.kind": one_of(*NATIVE_POSITIONS),
     "attention.positions.form": one_of("distance"),  # of ALiBi
     **allow(SCALING, "attention.positions.scaling."),
     "attention.positions.scaling.kind": one_of("linear", "ntk", "yarn", "llama3", "proportional"),
@@ -62,6 +68,7 @@ SUPPORTED: AllowList = {
     **{f"cross.{name}": one_of(False) for name in ("global_tokens", "sinks")},
     "cross.random_blocks": one_of(0),
     **allow(FEEDFORWARD, "feedforward."),
+    "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
     "feedforward.experts": one_of(None),
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from monoblock.decoding.backends.cpu_attention import attend_one_query, supports_row_kernel
 from monoblock.decoding.backends.fused_linear import FusedLinear, fast_linear, is_single_gpu_vector
 from monoblock.decoding.backends.padded_vocabulary import PaddedVocabulary
+from monoblock.decoding.backends.supported_fields import NATIVE_NORMS
 from monoblock.kernels import gpu as kernels
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
@@ -90,7 +91,7 @@ class InferenceHead(Head):
 class InferenceNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         config, weight = self.config, self.weight
-        plain = not config.unit_offset and (weight is None or weight.dim() == 1)
+        plain = config.kind in NATIVE_NORMS and not config.unit_offset and (weight is None or weight.dim() == 1)
         if plain and x.is_cuda and x.dtype in HALF_DTYPES and x.is_contiguous() and kernels.is_available():
             centered = config.kind == "layer"
             after = centered or config.cast == "after_scale"

@@ -4,7 +4,8 @@
     unsupported_field(block, SUPPORTED)     # None, or the first field that the table does not allow
 
 A field that is missing from the table is not supported, whatever its value.  So no backend runs a configuration with a
-new field until the field is added to that backend's table.
+new field until the field is added to that backend's table.  The C++ operators name the kinds of norm, positions and
+activation that they know in the same way, so that a new kind runs in the PyTorch modules.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ SCALING = (
 )
 FEEDFORWARD = "hidden activation gated clamp bias dropout"
 EXPERTS = "count top_k router router_bias"
+
+# The kinds that the C++ operators implement.
+NATIVE_NORMS = ("layer", "rms")
+NATIVE_POSITIONS = ("rotary", "alibi", "buckets")
+NATIVE_ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity")
 
 
 def anything(value: object) -> bool:
