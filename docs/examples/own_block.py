@@ -26,7 +26,7 @@ class ScaledTransformer(mb.Transformer):
 
 
 if __name__ == "__main__":
-    run = mb.train("shakespeare-tiny", {"train.steps": 20}, model_class=ScaledTransformer, out=sys.argv[1])
+    run = mb.train("demo", {"train.steps": 20}, model_class=ScaledTransformer, out=sys.argv[1])
     print(sum(name.endswith(".scale") for name, _ in run.model.named_parameters()), "factors")
     pipe = mb.load(sys.argv[1], model_class=ScaledTransformer)
     print(pipe.generate("the", max_new_tokens=20))
