@@ -277,7 +277,8 @@ def test_an_existing_run_is_not_overwritten(workspace, capsys):
     assert run(["train", "toy.toml"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: runs/toy is not empty; continue its run with --resume, or choose another folder with --out\n"
+        == "error: runs/toy is not empty; continue its run with --resume (in Python, resume=True), "
+        "or choose another folder with --out (out=…)\n"
     )
     assert {path: path.read_bytes() for path in (workspace / "runs").rglob("*") if path.is_file()} == before
 

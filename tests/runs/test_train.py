@@ -168,3 +168,33 @@ def test_own_batches_are_repeated_and_skipped_on_resuming(tmp_path):
 def test_batches_that_cannot_be_used_are_one_line(tmp_path, batches, message):
     with pytest.raises(mb.InputError, match=message):
         mb.train({**OWN, "train": {"steps": 5}}, batches=batches, out=tmp_path / "run", progress=False)
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_starts_again_with_its_data(tmp_path):
+    """The tokenizer of the failed run must not be used: it was trained on other data."""
+    text = tmp_path / "book.txt"
+    recipe = {**SMALL, "data": {"corpus": str(text)}, "tokenizer": {"kind": "char", "vocab": 64}}
+
+    def fail(event):
+        raise RuntimeError("stopped by the user")
+
+    text.write_text("0123 4567\n" * 90, encoding="utf-8")
+    with pytest.raises(RuntimeError, match="stopped"):
+        mb.train(recipe, out=tmp_path / "run", callbacks=[fail], progress=False)
+    text.write_text("the sons and the kings\n" * 90, encoding="utf-8")
+    run = mb.train(recipe, out=tmp_path / "run", resume=True, progress=False)
+    assert mb.load(tmp_path / "run").tokenizer.encode("kings") == run.task_data.tokenizer.encode("kings")
+    assert run.task_data.tokenizer.decode(run.task_data.tokenizer.encode("the kings")) == "the kings"
+
+
+def test_a_run_prints_as_one_short_line_and_the_card_names_the_optimizer(recipe, tmp_path):
+    run = mb.train(
+        recipe,
+        out=tmp_path / "run",
+        optimizer=lambda model: torch.optim.NAdam(model.parameters()),
+        progress=False,
+    )
+    assert repr(run).startswith("Run('")
+    assert "val_loss=" in repr(run)
+    assert len(repr(run)) < 300
+    assert "NAdam" in (run.folder / "README.md").read_text()

@@ -100,6 +100,8 @@ class LinePredictor:
         self.is_vision = pipe.tokenizer is None
         self.method = "embed" if options["embed"] or options["nearest"] is not None else pipe.loaded.prediction_method
         if self.method not in PRINTERS:
+            if self.method == "predict":
+                raise ConfigError(f"{model} predicts numbers; use mb.load({model!r}).predict([text]) in Python")
             verb = VERB_BY_FAMILY.get(pipe.model.config.family, "account")
             raise ConfigError(f"{model} has no head for predictions; use monoblock {verb} {shlex.quote(model)} instead")
         self._check_options()

@@ -48,7 +48,10 @@ def select_task(data: Mapping[str, Any], tasks: Iterable[TaskKeys]) -> TaskKeys:
     candidates = by_name or [task for task in tasks if name in task.old_names]
     if not candidates:
         names = [task.name for task in tasks]
-        raise ConfigError(f"train.objective={name!r} is not one of {', '.join(names)}{did_you_mean(str(name), names)}")
+        raise ConfigError(
+            f"train.objective={name!r} is not one of {', '.join(names)}{did_you_mean(str(name), names)}; "
+            "a task of your own is given in Python, as task=…"
+        )
     used = [key for key in _all_old_keys(tasks) if not _is_default(_get(data, key), key, _owner(key, tasks))]
     return next((task for task in candidates if all(key in task.old_keys for key in used)), candidates[0])
 

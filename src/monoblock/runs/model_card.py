@@ -18,7 +18,12 @@ CARD_FILE, TABLE_HEADER = "README.md", "| figure | value |\n|---|---|\n"
 
 
 def render_model_card(
-    recipe: Recipe, task: Task, config: ModelConfig | RecurrentConfig, metrics: dict[str, float], data: TaskData
+    recipe: Recipe,
+    task: Task,
+    config: ModelConfig | RecurrentConfig,
+    metrics: dict[str, float],
+    data: TaskData,
+    custom_optimizer: str | None = None,
 ) -> str:
     family = config.family if isinstance(config, ModelConfig) else "recurrent"
     section, tokenizer = recipe.train, data.tokenizer
@@ -31,7 +36,7 @@ def render_model_card(
         f"{tokenizer_line}"
         f"- trained on: {recipe.data.corpus} ({data.summary})\n"
         f"- objective: {section.objective}, {section.steps:,} updates of {_format_batch_size(section)}, "
-        f"{section.optimizer}, lr {section.lr:g}, {section.schedule}, seed {section.seed}\n"
+        f"{custom_optimizer or section.optimizer}, lr {section.lr:g}, {section.schedule}, seed {section.seed}\n"
         f"{_format_decoding(recipe, task)}"
         f"{figures}"
     )

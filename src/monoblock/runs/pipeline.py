@@ -29,6 +29,7 @@ from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.prediction_methods import PredictionMethods
+from monoblock.tasks.classification.predict import predict_numbers
 from monoblock.tasks.loaded_model import GenerationDefaults, Hypothesis
 from monoblock.tasks.prediction_options import TranslationOptions
 from monoblock.tasks.seq2seq.predict import translate_texts
@@ -191,11 +192,15 @@ class Pipeline(PredictionMethods):
     # -- any task -----------------------------------------------------------------------------------------------------
 
     def predict(self, inputs: Sequence[object]) -> Sequence[object]:
-        """Return the prediction of the model's task for each input: a class, a translation, an answer …
+        """Return the prediction of the model's task for each input: a class, a translation, an answer, numbers …
 
         With a task of your own (`mb.load(folder, task=…)`), this is its `predict`.
         """
+        if isinstance(inputs, str):
+            raise InputError("predict takes a list of inputs; write predict([text])")
         task = self.task or task_of_model(self.loaded)
+        if task is None and self.loaded.prediction_method == "predict":
+            return predict_numbers(self.loaded, inputs)  # type: ignore[arg-type]
         if task is None or task.predict is None:
-            raise InputError("the task of this model has no predict function; call generate, or give mb.load a task")
+            raise InputError("the task of this model has no predict function; give mb.load the task, or call generate")
         return task.predict(self.loaded, inputs)

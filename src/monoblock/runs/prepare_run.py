@@ -19,9 +19,10 @@ from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_cust
 from monoblock.runs.identity import old_run_identity, run_identity
 from monoblock.runs.recipe import build_model_config, task_of_recipe
 from monoblock.runs.run import Run
-from monoblock.runs.run_folder import check_run_folder, write_initial_files
+from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
 from monoblock.runs.trainable import prepare_trainable, resolve_steps
 from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
+from monoblock.training.checkpoint import list_steps
 from monoblock.training.distributed import SINGLE_PROCESS, World
 from monoblock.training.events import DecisionEvent
 from monoblock.training.metrics_file import MetricsWriter
@@ -52,6 +53,7 @@ def prepare_run(
     with world.main_process_first():
         if world.is_main:
             check_run_folder(folder, resume)
+        resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
         run = _build_run(recipe, folder, parts, data, resume, stop, tensorboard, world)
         if world.is_main and not resume:
             write_initial_files(folder, run.recipe, run.task, run.model.config, run.task_data, run.special_tokens)
@@ -115,6 +117,8 @@ def _build_run(
         base_digest=compute_body_digest(start.model) if start is not None and recipe.lora.rank else None,
     )
     trainer.sample = run.sample_text
+    if parts.optimizer is not None:
+        run.custom_optimizer = type(trainer.optimizers.optimizers[0]).__name__
     return run
 
 

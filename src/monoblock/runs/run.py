@@ -29,7 +29,7 @@ from monoblock.training.trainer import Trainer
 from monoblock.training.weight_averaging import average_checkpoints
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A prepared training run; iterate over `events` to train."""
 
@@ -44,7 +44,12 @@ class Run:
     trainable_event: DecisionEvent | None = None  # which weights are trained
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # token ids of the stored initial model
     metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
+    custom_optimizer: str | None = None  # the class of an optimizer given from Python
     base_digest: str | None = None  # the digest of the frozen weights, if adapters are trained
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
+        return f"Run({str(self.folder)!r}, objective={self.task.name!r}, steps={self.trainer.step}, {metrics})"
 
     def events(self, *, resume: bool = False) -> Iterator[TrainingEvent]:
         """Train, write the metrics, save the finished model in the run folder, and yield the events of the training."""
@@ -78,7 +83,9 @@ class Run:
         write_atomically(self.folder / CONFIG_FILE, format_config(model.config, self.task_data.tokenizer))
         self.metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
         self.metrics |= self.evaluate_generation()
-        card = render_model_card(self.recipe, self.task, model.config, self.metrics, self.task_data)
+        card = render_model_card(
+            self.recipe, self.task, model.config, self.metrics, self.task_data, self.custom_optimizer
+        )
         write_atomically(self.folder / CARD_FILE, card)
 
     def _load_final_weights(self) -> None:

@@ -27,7 +27,10 @@ def check_run_folder(folder: Path, resume: bool) -> None:
     if resume and not (folder / RECIPE_FILE).is_file():
         raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
     if not resume and folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; continue its run with --resume, or choose another folder with --out")
+        raise ConfigError(
+            f"{folder} is not empty; continue its run with --resume (in Python, resume=True), "
+            "or choose another folder with --out (out=…)"
+        )
 
 
 def write_initial_files(

@@ -89,6 +89,7 @@ class LoadedModel:
     objective: str | None = None  # train.objective of that recipe
     task_section: object = None  # the section of that recipe with the keys of the task
     labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
+    is_multi_label: bool = False  # a text may have several of the classes (problem_type of Hugging Face folders)
     pooling: str = "mean"  # the default pooling of embeddings, "mean" or "cls"
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
 

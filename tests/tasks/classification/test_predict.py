@@ -280,3 +280,31 @@ def test_minilm_finds_the_sentence_of_similar_meaning():
     nearest = find_nearest(vectors[:2], vectors[2:], 1)
     assert [neighbours[0].row for neighbours in nearest] == [0, 1]
     assert vectors.norm(dim=-1).tolist() == pytest.approx([1.0] * 5, abs=1e-5)
+
+
+def test_a_regression_model_predicts_numbers_and_a_multi_label_model_independent_probabilities(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _, _, tokenizer = save_random_bert(tmp_path, transformers, "masked")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 29}
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 41, "num_labels": 3}
+    for problem in ("regression", "multi_label_classification"):
+        config = transformers.BertConfig(**sizes, problem_type=problem)
+        model = transformers.BertForSequenceClassification(config).eval()
+        target = tmp_path / problem
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        inputs = tokenizer(["the king went up", "the sons"], padding=True, return_tensors="pt")
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        pipe = mb.load(target)
+        texts = ["the king went up", "the sons"]
+        if problem == "regression":
+            torch.testing.assert_close(torch.tensor(pipe.predict(texts)), expected, rtol=1e-4, atol=1e-5)
+        else:
+            actual = [dict(row) for row in pipe.classify(texts, top=3)]
+            wanted = [
+                {f"LABEL_{index}": value for index, value in enumerate(row)} for row in expected.sigmoid().tolist()
+            ]
+            assert actual == [pytest.approx(row, abs=1e-5) for row in wanted]
+    with pytest.raises(mb.InputError, match=r"write predict\(\[text\]\)"):
+        mb.load(tmp_path / "regression").predict("the king")

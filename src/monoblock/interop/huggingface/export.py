@@ -29,6 +29,10 @@ def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[F
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"there is no Hugging Face family {model_type!r}{did_you_mean(model_type, FAMILIES)}")
+    if config.quantize is not None:
+        raise ConfigError(
+            "a quantized model cannot be written as a Hugging Face folder; convert the model before quantizing"
+        )
     kind = None if config.head is None else config.head.kind
     kind = "classifier" if kind == "regression" else kind  # the same classes, with another problem_type
     reason = ""

@@ -45,14 +45,20 @@ def predict_probabilities(
     texts_in_parts = [_encode_parts(loaded, line, text, long) for line, text in enumerate_lines(texts, lines)]
     rows = [row for parts in texts_in_parts for row in parts]
     logits = iter(run_batches(loaded, rows, batch, loaded.model, progress=progress))
-    return torch.stack(
-        [average_parts(parts, [class_probabilities(next(logits)) for _ in parts]) for parts in texts_in_parts]
-    )
+    probabilities = (class_probabilities(row, loaded.is_multi_label) for row in logits)
+    return torch.stack([average_parts(parts, [next(probabilities) for _ in parts]) for parts in texts_in_parts])
 
 
-def class_probabilities(logits: Tensor) -> Tensor:
-    """Return the softmax of the logits; for a single class, the sigmoid, which is the probability of that class."""
-    return logits.sigmoid() if logits.shape[-1] == 1 else logits.softmax(-1)
+def class_probabilities(logits: Tensor, multi_label: bool = False) -> Tensor:
+    """Return the softmax of the logits, or their sigmoid for a single class and for classes that exclude none."""
+    return logits.sigmoid() if multi_label or logits.shape[-1] == 1 else logits.softmax(-1)
+
+
+def predict_numbers(loaded: LoadedModel, texts: Sequence[TextOrPair], *, batch: int = 64) -> list[list[float]]:
+    """Return the numbers of a regression head for each text or pair of texts."""
+    loaded.check_head("regression")
+    rows = [_encode_parts(loaded, line, text, "refuse")[0] for line, text in enumerate(texts)]
+    return [numbers.tolist() for numbers in run_batches(loaded, rows, batch, loaded.model)]
 
 
 def _encode_parts(loaded: LoadedModel, line: int, text: TextOrPair, long: str) -> list[EncodedInput]:
@@ -72,7 +78,7 @@ def predict_image_probabilities(
     """Return the class probabilities of images with pixels from 0 to 1, of shape (images, classes)."""
     loaded.check_head("classifier")
     logits = run_image_batches(loaded, images, batch, loaded.model, progress)
-    return torch.cat([class_probabilities(rows) for rows in logits])
+    return torch.cat([class_probabilities(rows, loaded.is_multi_label) for rows in logits])
 
 
 def predict_classes(loaded: LoadedModel, inputs: Sequence[Any]) -> list[Prediction]:
