@@ -5,6 +5,7 @@ Prompts of 7 different lengths, padded on the left; with an encoder they are sou
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,11 +74,12 @@ def run_engine(engine):
 
 
 def add_requests(engine, settings, *, beams=False):
-    for prompt in prompts():
+    for row, prompt in enumerate(prompts()):
         start = engine.model.encoder is not None
-        engine.add([START] if start else prompt.tolist(), settings, prompt.tolist() if start else None)
+        own = settings if settings.seed is None else replace(settings, seed=settings.seed + row)
+        engine.add([START] if start else prompt.tolist(), own, prompt.tolist() if start else None)
         if beams:
-            engine.waiting[-1].beam_search = BeamSearch(settings)
+            engine.waiting[-1].beam_search = BeamSearch(own)
     return engine
 
 
@@ -99,12 +101,18 @@ def test_a_beam_of_one_is_greedy(name):
     assert run_engine(add_requests(Engine(tiny_model(name), capacity=CAPACITY), settings, beams=True)) == expected
 
 
+def own_seed(options, row):
+    """The options of one prompt of a batch: prompt n has seed + n."""
+    return options | {"seed": options["seed"] + row} if "seed" in options else options
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_batch_gives_what_each_prompt_gives_alone(name, method):
     expected = strip_padding(generate_batch(name, METHODS[method]))
     for row, prompt in enumerate(prompts()):
-        alone = generate(tiny_model(name), prompt[None], eos_token_id=eos_tokens(name), **METHODS[method])
+        options = own_seed(METHODS[method], row)
+        alone = generate(tiny_model(name), prompt[None], eos_token_id=eos_tokens(name), **options)
         assert expected[row] == strip_padding(new_tokens(name, alone, len(prompt)))[0], f"prompt {row}"
 
 

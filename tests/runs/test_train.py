@@ -162,7 +162,7 @@ def test_own_batches_are_repeated_and_skipped_on_resuming(tmp_path):
     [
         (iter(make_batches(2)), "ended after 2 and cannot be read again"),
         ([], "the batches are empty"),
-        ([torch.zeros(2)], r"batch 0 is not \(inputs, labels\)"),
+        ([torch.zeros(2)], r"batch 0 is not a pair \(inputs, labels\)"),
     ],
 )
 def test_batches_that_cannot_be_used_are_one_line(tmp_path, batches, message):
