@@ -1,5 +1,6 @@
 """`mb.train` and `mb.evaluate`: recipes, tasks, blocks, optimizers and batches of the user; events as progress."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -198,3 +199,20 @@ def test_a_run_prints_as_one_short_line_and_the_card_names_the_optimizer(recipe,
     assert "val_loss=" in repr(run)
     assert len(repr(run)) < 300
     assert "NAdam" in (run.folder / "README.md").read_text()
+
+
+def test_ctrl_c_saves_a_checkpoint_and_the_run_is_resumed_bit_for_bit(recipe, tmp_path):
+    def interrupt(event):
+        if isinstance(event, StepEvent) and event.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    options = {"train.schedule": "constant", "train.steps": 5}
+    run = mb.train(recipe, options, out=tmp_path / "run", callbacks=[interrupt], progress=False)
+    assert run.interrupted
+    assert run.trainer.step < 5
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    resumed = mb.train(recipe, options, out=tmp_path / "run", resume=True, progress=False)
+    whole = mb.train(recipe, options, out=tmp_path / "whole", progress=False)
+    assert not resumed.interrupted
+    states = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

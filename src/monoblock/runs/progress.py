@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from monoblock.metrics.format import format_metric
 from monoblock.runs.numbers import format_count
@@ -19,6 +20,9 @@ from monoblock.training.events import (
     TrainingEvent,
     WarningEvent,
 )
+
+if TYPE_CHECKING:
+    from monoblock.runs.run import Run
 
 LINE_SECONDS = 5.0  # minimum time between two plain lines
 SMOOTHING = 0.95  # weight of the previous value in the smoothed loss
@@ -116,3 +120,25 @@ class TrainingProgress:
             seconds_per_step = (now - self.start_time) / max(1, self.last_step - self.start_step)
             left = (self.steps - self.last_step) * seconds_per_step
             self.print_line(f"step {self.last_step}/{self.steps}  {self._status_text()}  about {left:.0f} s left")
+
+
+def train_to_end(
+    run: Run,
+    progress: TrainingProgress,
+    *,
+    resume: bool,
+    callbacks: Sequence[Callable[[TrainingEvent], object]] = (),
+) -> FinishedEvent:
+    """Train until the run ends or is interrupted, and return its last event; only the main process shows progress.
+
+    callbacks: functions that are called with each event.
+    """
+    progress.hidden = progress.hidden or not run.trainer.world.is_main
+    last: TrainingEvent | None = None
+    with progress:
+        for last in run.events(resume=resume):
+            progress.handle_event(last)
+            for callback in callbacks:
+                callback(last)
+    assert isinstance(last, FinishedEvent)
+    return last

@@ -44,6 +44,7 @@ class Run:
     trainable_event: DecisionEvent | None = None  # which weights are trained
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # token ids of the stored initial model
     metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
+    interrupted: bool = False  # stopped by Ctrl-C before the last step
     custom_optimizer: str | None = None  # the class of an optimizer given from Python
     base_digest: str | None = None  # the digest of the frozen weights, if adapters are trained
 

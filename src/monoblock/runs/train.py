@@ -14,13 +14,14 @@ from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import read_toml
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.custom_parts import Batch, CustomParts
+from monoblock.runs.interrupt import stop_on_interrupt
 from monoblock.runs.prepare_run import prepare_run
-from monoblock.runs.progress import TrainingProgress
+from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.runs.recipe import parse_recipe
 from monoblock.runs.run import Run
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.training.events import FinishedEvent, TrainingEvent
+from monoblock.training.events import TrainingEvent
 
 RecipeLike = str | Path | Mapping[str, object] | Recipe
 OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches
@@ -28,7 +29,7 @@ OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches
 
 def train(
     recipe: RecipeLike,
-    overrides: Mapping[str, object] | Sequence[str] = (),
+    overrides: Mapping[str, object] | Sequence[str] | str = (),
     *,
     out: str | Path | None = None,
     resume: bool = False,
@@ -45,6 +46,8 @@ def train(
     """Train a recipe into a run folder, and return the run: `run.model`, `run.metrics`, `run.folder`.
 
         run = mb.train("gpt-tiny", {"train.steps": 200}, out="runs/x")
+
+    Ctrl-C stops the run after the current step and saves a checkpoint; `run.interrupted` is then True.
 
     recipe: a name from `monoblock ls recipes`, a TOML file, nested dicts, or a Recipe.
     overrides: {"section.key": value}, or a list of "section.key=value", as on the command line.
@@ -64,11 +67,17 @@ def train(
     """
     if batches is None and (validation_batches is not None or tokenizer is not None):
         raise InputError("validation_batches and tokenizer are used only together with batches; give batches too")
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     parsed = _parse(recipe, overrides, task, own_data=batches is not None)
     folder = Path("runs") / parsed.name if out is None else Path(out)
     parts = CustomParts(task, model_class, optimizer, batches, validation_batches, tokenizer)
-    run = prepare_run(parsed, folder, parts=parts, data=None if data is None else Path(data), resume=resume)
-    _train(run, resume, callbacks, progress)
+    with stop_on_interrupt() as stop:
+        run = prepare_run(
+            parsed, folder, parts=parts, data=None if data is None else Path(data), resume=resume, stop=stop
+        )
+        display = TrainingProgress(run.recipe.train.steps, run.task_data.unit, hidden=not progress)
+        run.interrupted = train_to_end(run, display, resume=resume, callbacks=callbacks).interrupted
+    run.model.eval()
     return run
 
 
@@ -86,13 +95,3 @@ def _parse(
     if own_data:
         tables.setdefault("data", {}).setdefault("corpus", OWN_DATA)
     return parse_recipe(tables, overrides, task=task)
-
-
-def _train(run: Run, resume: bool, callbacks: Sequence[Callable[[TrainingEvent], object]], progress: bool) -> None:
-    with TrainingProgress(run.recipe.train.steps, run.task_data.unit, hidden=not progress) as display:
-        for event in run.events(resume=resume):
-            display.handle_event(event)
-            for callback in callbacks:
-                callback(event)
-            if isinstance(event, FinishedEvent):
-                run.model.eval()

@@ -36,17 +36,22 @@ class TrainingDefaults(NamedTuple):
 DEFAULT_TRAINING = TrainingDefaults(3, 16, 512)
 
 
-def imported(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that, when it is called, imports `name` from monoblock.tasks.`module` and calls it.
+@dataclass(frozen=True)
+class ImportedFunction:
+    """A function of monoblock.tasks that is imported when it is called.
 
-    The tasks of the package are built from such functions, so that recipes and tasks can be listed without torch.
+    The rows of the package use it, so that recipes and tasks can be listed without importing torch.
     """
 
-    def call(*args: Any, **options: Any) -> Any:
-        return getattr(import_module(f"monoblock.tasks.{module}"), name)(*args, **options)
+    module: str
+    name: str
 
-    call.__name__ = name
-    return call
+    def load(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(import_module(f"monoblock.tasks.{self.module}"), self.name)
+        return function
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.load()(*args, **options)
 
 
 def _keep_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,8 @@ import click
 
 from monoblock.cli._shared.output import print_json, suggest_next
 from monoblock.metrics.format import format_metric
-from monoblock.runs.progress import TrainingProgress
+from monoblock.runs.interrupt import stop_on_interrupt
+from monoblock.runs.progress import TrainingProgress, train_to_end
 
 if TYPE_CHECKING:
     from monoblock.recipes.schema import Recipe
@@ -22,43 +20,6 @@ if TYPE_CHECKING:
     from monoblock.training.distributed import World
 
 MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflow
-
-
-@contextmanager
-def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed, so that training can stop after the current step.
-
-    A single process stops at once after a second Ctrl-C. With several processes, only the first signal counts, because
-    each process may receive the signal of one Ctrl-C twice: from the terminal and from torchrun.
-    """
-    interrupted = False
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        if interrupted and processes == 1:
-            raise KeyboardInterrupt
-        if not interrupted and not rank:
-            click.echo("stopping after this step, then saving; press Ctrl-C again to stop at once", err=True)
-        interrupted = True
-
-    previous = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def run_with_progress(run: Run, progress: TrainingProgress, *, resume: bool) -> Any:
-    """Train to the end and return the last event; only the main process shows progress."""
-    last = None
-    if not run.trainer.world.is_main:
-        for last in run.events(resume=resume):  # noqa: B007 (the last one is returned)
-            pass
-        return last
-    with progress:
-        for last in run.events(resume=resume):
-            progress.handle_event(last)
-    return last
 
 
 def run_training(
@@ -81,7 +42,7 @@ def run_training(
             tensorboard=options["tensorboard"],
         )
         progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
-        return run, run_with_progress(run, progress, resume=options["resume"])
+        return run, train_to_end(run, progress, resume=options["resume"])
 
 
 def print_result(run: Run, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from monoblock.data.corpora.load import Corpus
 from monoblock.recipes.schema import Recipe
-from monoblock.tasks.task import Task, TrainingDefaults, imported
+from monoblock.tasks.task import ImportedFunction, Task, TrainingDefaults
 
 
 def _special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
@@ -14,9 +14,9 @@ def _special_tokens(recipe: Recipe, train: Corpus) -> list[str]:
 CAUSAL_LM = Task(
     name="causal_lm",
     about="predict the next token of running text",
-    build_data=imported("language_modeling.data", "build_causal_lm_data"),
+    build_data=ImportedFunction("language_modeling.data", "build_causal_lm_data"),
     special_tokens=_special_tokens,
-    evaluate=imported("language_modeling.evaluate", "evaluate_language_model"),
+    evaluate=ImportedFunction("language_modeling.evaluate", "evaluate_language_model"),
     metrics=("loss", "perplexity", "bits_per_byte"),
     decoding="sampling",
     verb="generate",

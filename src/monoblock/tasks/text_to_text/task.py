@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from monoblock.tasks.seq2seq.task import SEQ2SEQ, SEQ2SEQ_OLD_KEYS
-from monoblock.tasks.task import Task, imported
+from monoblock.tasks.task import ImportedFunction, Task
 from monoblock.tasks.text_to_text.section import TEXT_CORPUS_KINDS, TextToTextSection
 
 TEXT_TO_TEXT: Task = replace(
@@ -14,10 +14,10 @@ TEXT_TO_TEXT: Task = replace(
     about="learn several tasks with one model, each named by a prefix of the source",
     corpus_kinds=TEXT_CORPUS_KINDS,
     section=TextToTextSection,
-    load_data=imported("text_to_text.data", "load_text_splits"),
-    prepare_data=imported("text_to_text.data", "prepare_text_splits"),
-    evaluate=imported("text_to_text.evaluate", "evaluate_text_to_text"),
-    score_validation=imported("text_to_text.evaluate", "score_validation_texts"),
+    load_data=ImportedFunction("text_to_text.data", "load_text_splits"),
+    prepare_data=ImportedFunction("text_to_text.data", "prepare_text_splits"),
+    evaluate=ImportedFunction("text_to_text.evaluate", "evaluate_text_to_text"),
+    score_validation=ImportedFunction("text_to_text.evaluate", "score_validation_texts"),
     metrics=("bleu", "rouge", "accuracy", "f1"),
     old_keys={**SEQ2SEQ_OLD_KEYS, "data.prefix": "prefix", "data.tasks": "tasks"},
 )
