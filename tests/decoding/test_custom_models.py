@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generate_support import IDS, eager, generate, gpt
 from operator_support import use_kernels_for_toys
-from support import build_model, has_decoder, preset_names, tiny_model
+from support import has_decoder, preset_names, tiny_model
 from torch import nn
 
 import monoblock as mb
@@ -19,39 +20,6 @@ from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
-
-IDS = torch.tensor([[5, 7, 11, 2, 3], [1, 2, 3, 9, 4]])
-NEW = 7
-
-
-def gpt(seed=0, **changes):
-    return build_model(mb.gpt(vocab=31, width=24, depth=2, heads=3, context=41, **changes), seed=seed)
-
-
-def translator(seed=0):
-    return build_model(mb.vaswani(vocab=31, width=24, depth=2, heads=3, context=41), seed=seed)
-
-
-def eager(model, ids=IDS, new=NEW):
-    """Greedy tokens (B, T + new) by whole passes of the model itself, in evaluation mode."""
-    model.eval()
-    for _ in range(new):
-        with torch.no_grad():
-            ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), 1)
-    return ids
-
-
-def generate(model, ids=IDS, **options):
-    return model.generate(ids, max_new_tokens=NEW, **options)
-
-
-@pytest.fixture(params=["plain", "kernels"])
-def kernels(request, monkeypatch):
-    """Toys by torch alone, and by the CPU kernels that larger models use."""
-    if request.param == "kernels":
-        use_kernels_for_toys(monkeypatch)
-    return request.param
-
 
 # -- drafts ---------------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from operator_support import record_operator_steps, use_kernels_for_toys
-from support import build_model
+from generate_support import IDS, NEW, eager, generate, gpt, translator
+from operator_support import record_operator_steps
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -18,39 +18,6 @@ from monoblock.config.model import BlockConfig
 from monoblock.decoding.backends import cpu_search_operators, cpu_step, cuda_graph, inference_copy, prepared_model
 from monoblock.decoding.backends.supported_fields import unsupported_field
 from monoblock.nn.block import Block
-
-IDS = torch.tensor([[5, 7, 11, 2, 3], [1, 2, 3, 9, 4]])
-NEW = 7
-
-
-def gpt(seed=0, **changes):
-    return build_model(mb.gpt(vocab=31, width=24, depth=2, heads=3, context=41, **changes), seed=seed)
-
-
-def translator(seed=0):
-    return build_model(mb.vaswani(vocab=31, width=24, depth=2, heads=3, context=41), seed=seed)
-
-
-def eager(model, ids=IDS, **options):
-    """Greedy tokens (B, T + NEW) by whole passes of a copy of the model, with nothing prepared."""
-    model = copy.deepcopy(model).eval()
-    for _ in range(NEW):
-        with torch.no_grad():
-            ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), 1)
-    return ids
-
-
-def generate(model, ids=IDS, **options):
-    return model.generate(ids, max_new_tokens=NEW, **options)
-
-
-@pytest.fixture(params=["plain", "kernels"])
-def kernels(request, monkeypatch):
-    """Toys by torch alone, and by the CPU kernels that larger models use."""
-    if request.param == "kernels":
-        use_kernels_for_toys(monkeypatch)
-    return request.param
-
 
 # -- what generate leaves behind ------------------------------------------------------------------------------------
 

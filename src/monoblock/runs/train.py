@@ -14,7 +14,7 @@ from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import read_toml
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.custom_parts import Batch, CustomParts
-from monoblock.runs.interrupt import stop_on_interrupt
+from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.runs.recipe import parse_recipe

@@ -11,7 +11,7 @@ import click
 
 from monoblock.cli._shared.output import print_json, suggest_next
 from monoblock.metrics.format import format_metric
-from monoblock.runs.interrupt import stop_on_interrupt
+from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.runs.progress import TrainingProgress, train_to_end
 
 if TYPE_CHECKING:
