@@ -63,7 +63,7 @@ class TaskKeys(Protocol):
 
     @property
     def old_keys(self) -> Mapping[str, str]:
-        """Maps a former key, such as "data.stride", to the key in the section of the task, such as "stride"."""
+        """Keys of older recipes, such as "data.stride", with their present names in the task's section: "stride"."""
 
 
 @dataclass(frozen=True, kw_only=True)

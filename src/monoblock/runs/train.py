@@ -14,7 +14,6 @@ from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import read_toml
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.custom_parts import Batch, CustomParts
-from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.runs.recipe import parse_recipe
@@ -22,6 +21,7 @@ from monoblock.runs.run import Run
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import TrainingEvent
+from monoblock.training.interrupt import stop_on_interrupt
 
 RecipeLike = str | Path | Mapping[str, object] | Recipe
 OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches

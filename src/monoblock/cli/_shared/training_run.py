@@ -11,8 +11,8 @@ import click
 
 from monoblock.cli._shared.output import print_json, suggest_next
 from monoblock.metrics.format import format_metric
-from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.runs.progress import TrainingProgress, train_to_end
+from monoblock.training.interrupt import stop_on_interrupt
 
 if TYPE_CHECKING:
     from monoblock.recipes.schema import Recipe

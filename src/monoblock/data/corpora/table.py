@@ -24,7 +24,10 @@ SAME_SPLIT_NAMES = {"train": "train", "valid": "valid", "test": "test"}
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """A named corpus: `load_split` yields the rows of a split from Python packages, `read_file` the rows of a file."""
+    """A named corpus.
+
+    Its rows are read from files with `read_file`, or from the data of installed Python packages with `load_split`.
+    """
 
     description: str
     kind: CorpusKind

@@ -32,7 +32,10 @@ CANDIDATE_WEIGHTS = tuple(
 
 @dataclass(frozen=True)
 class WordFrequencies:
-    """How often each word occurs as a target, and the weight of its log-probability in reranking."""
+    """Counts of the target words in the training data, and one weight for reranking.
+
+    Reranking adds `weight` times the unigram log-probability of a hypothesis, computed from the counts, to its score.
+    """
 
     counts: Counter[str]
     weight: float = 0.0
