@@ -89,6 +89,13 @@ def test_a_run_is_resumed_bit_for_bit_from_python(recipe, tmp_path):
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+def test_the_attention_example_names_tokens_at_or_before_each_token(tmp_path):
+    mb.train("demo", {"train.steps": 1}, out=tmp_path / "run", progress=False)
+    lines = run_example("attention.py", tmp_path / "run", "And God said").splitlines()
+    assert len(lines) == 16  # four layers of four heads
+    assert all(", head" in line and ": And→And 100%, " in line for line in lines)
+
+
 def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"good {n} x\tbad {n % 7} y\n" for n in range(200)), encoding="utf-8")
