@@ -150,7 +150,7 @@ def test_the_last_output_gives_the_finish_reason():
             lengths[output.request_id] = lengths.get(output.request_id, 0) + len(output.tokens)
             if output.finish_reason:
                 reasons[output.request_id] = output.finish_reason
-    assert reasons == {eos: "stop", limit: "length", full: "length"}
+    assert reasons == {eos: "stop", limit: "length", full: "context"}
     assert lengths == {eos: tokens.index(tokens[2]) + 1, limit: 2, full: 7}
 
 

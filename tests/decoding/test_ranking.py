@@ -103,6 +103,6 @@ def test_a_draft_keeps_its_training_mode_and_is_left_out_for_prompts_beyond_its_
         assert torch.equal(model.generate(ids, max_new_tokens=7, draft=draft), model.generate(ids, max_new_tokens=7))
         assert draft.training
     engine = Engine(model, proposer=DraftModel(draft.eval()))
-    engine.add(list(range(13)))
     with pytest.raises(InputError, match="too long for the draft model's context of 13"):
-        engine.step()
+        engine.add(list(range(13)))
+    assert not engine.busy

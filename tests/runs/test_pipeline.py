@@ -3,12 +3,15 @@
 import json
 import shutil
 import warnings
+from dataclasses import replace
 
 import model_folders
 import pytest
 import torch
 
 import monoblock as mb
+from monoblock.errors import InputError
+from monoblock.tasks.loaded_model import GenerationDefaults
 
 PROMPT = "And the 7 sons"
 
@@ -241,3 +244,54 @@ def test_a_run_folder_without_do_sample_still_samples(parent, causal_pipe, tmp_p
     shutil.copytree(parent / "causal", tmp_path / "old")
     model_folders.edit_json(tmp_path / "old", "generation_config.json", lambda data: data.pop("do_sample"))
     assert mb.load(tmp_path / "old").resolve_settings({}).temperature == 0.8
+
+
+# -- inputs and options of users --------------------------------------------------------------------------------------
+
+
+def test_empty_lists_give_empty_results(causal_pipe, seq2seq_pipe):
+    assert causal_pipe.generate([]) == []
+    assert seq2seq_pipe.translate([]) == []
+    assert causal_pipe.embed([]).shape == (0, causal_pipe.model.config.width)
+
+
+@pytest.mark.parametrize("method", ["generate", "translate", "classify", "tag", "fill", "embed"])
+def test_an_input_that_is_no_text_is_one_line(causal_pipe, method):
+    for wrong in (None, 3, [None], ["a", 3]):
+        with pytest.raises(InputError, match=f"{method} takes"):
+            getattr(causal_pipe, method)(wrong)
+
+
+def test_a_sampling_option_that_a_greedy_folder_would_ignore_is_refused(causal_pipe):
+    greedy = replace(causal_pipe, loaded=replace(causal_pipe.loaded, defaults=GenerationDefaults({"temperature": 0.0})))
+    with pytest.raises(InputError, match="write temperature=1 too"):
+        greedy.generate("In the", top_k=5)
+    assert isinstance(greedy.generate("In the", top_k=5, temperature=1, max_new_tokens=2), str)
+
+
+def test_token_scores_and_truncation_of_a_pipeline(causal_pipe):
+    context = causal_pipe.model.config.context
+    text = "In the beginning " * context
+    with pytest.raises(InputError, match="leaves no room"):
+        causal_pipe.generate(text, max_new_tokens=3)
+    options = {"max_new_tokens": 3, "temperature": 0}
+    (hypothesis,) = causal_pipe.generate_hypotheses([text], truncation="left", return_scores=True, **options)[0]
+    ids = torch.tensor([[*causal_pipe.encode_prompt(text).ids[3 - context :], *hypothesis.ids]])
+    with torch.no_grad():
+        log_probs = causal_pipe.model(ids)[0].log_softmax(-1)
+    wanted = [float(log_probs[context - 4 + n, token]) for n, token in enumerate(hypothesis.ids)]
+    torch.testing.assert_close(list(hypothesis.token_scores), wanted, atol=1e-4, rtol=0)
+    assert "".join(causal_pipe.stream(text, truncation="left", **options)) == hypothesis.text
+
+
+def test_a_decoder_embeds_a_text_as_its_last_hidden_state(parent):
+    hf_folder = model_folders.hf_folder(parent, "gpt2")
+    pipe = mb.load(hf_folder)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModel.from_pretrained(hf_folder).eval()
+    texts = ["In the beginning", "God"]
+    for text, last, mean in zip(texts, pipe.embed(texts), pipe.embed(texts, pooling="mean"), strict=True):
+        with torch.no_grad():
+            hidden = theirs(torch.tensor([pipe.tokenizer.encode(text, add_specials=True)])).last_hidden_state[0]
+        torch.testing.assert_close(last, torch.nn.functional.normalize(hidden[-1], dim=0), atol=1e-5, rtol=0)
+        torch.testing.assert_close(mean, torch.nn.functional.normalize(hidden.mean(0), dim=0), atol=1e-5, rtol=0)

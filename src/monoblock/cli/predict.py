@@ -44,9 +44,9 @@ VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
 @click.option("--embed", is_flag=True, help="Print an embedding of each line, whatever the head of MODEL is.")
 @click.option(
     "--pooling",
-    type=click.Choice(["mean", "cls"]),
-    help="An embedding is the mean of the token vectors, or the vector of the first token (cls).  [default: as stored "
-    "with the model, else mean]",
+    type=click.Choice(["mean", "cls", "last"]),
+    help="An embedding is the mean of the token vectors, or the vector of the first (cls) or last token.  [default: as "
+    "stored with the model, else mean, or last for a decoder-only model]",
 )
 @click.option(
     "--nearest",

@@ -79,7 +79,7 @@ def command(
         hypotheses = _translate_lines(pipe, sources, printer.num_hypotheses, first, search)
         for source, source_hypotheses in zip(sources, hypotheses, strict=True):
             printer(source, source_hypotheses)
-            truncated += source_hypotheses[0].finish_reason == "length"
+            truncated += source_hypotheses[0].finish_reason in ("length", "context")
         sys.stdout.flush()
     if truncated:
         click.echo(f"warning: {truncated} targets were cut off at the length limit; raise --max-new-tokens", err=True)

@@ -28,6 +28,7 @@ from monoblock.decoding.filters import (
 from monoblock.decoding.request import Request, request_rows
 from monoblock.decoding.sampling import sample_tokens
 from monoblock.decoding.settings import Settings
+from monoblock.errors import InputError
 
 FilterTable = dict[str, tuple[Callable[..., Tensor], float]]
 
@@ -68,6 +69,7 @@ class Filters:
             or row.forced_eos_token_id is not None
             for row in self.settings
         )
+        self.has_processors = any(row.logits_processor for row in self.settings)
 
     def _needed_filters(self, table: FilterTable) -> list[tuple[Callable[..., Tensor], Any]]:
         """Return (filter, value) for each filter of `table` that changes the logits of at least one row.
@@ -87,12 +89,12 @@ class Filters:
 
     @property
     def needs_history(self) -> bool:
-        return bool(self.history_filters) or any(row.bad_words_ids for row in self.settings)
+        return bool(self.history_filters or self.has_processors) or any(row.bad_words_ids for row in self.settings)
 
     @property
     def is_stateless(self) -> bool:
         """Whether tokens are chosen from the logits and uniform random numbers alone, regardless of earlier tokens."""
-        return not (self.history_filters or self.has_constraints)
+        return not (self.history_filters or self.has_constraints or self.has_processors)
 
     @property
     def cache_key(self) -> object:
@@ -130,9 +132,12 @@ class Filters:
     def suppressed_tokens(self, new_counts: Sequence[int]) -> tuple[int, ...] | None:
         """Return the tokens that are ruled out in every row at this step, if that is all the constraints do.
 
-        Return None if there is a repetition filter, a forced token or a bad word, or if the rows differ.
+        Return None if there is a repetition filter, a logits processor, a forced token or a bad word, or if the rows
+        differ.
         """
-        if self.history_filters or not self.has_same_settings or (self.has_constraints and len(set(new_counts)) > 1):
+        if self.history_filters or self.has_processors or not self.has_same_settings:
+            return None
+        if self.has_constraints and len(set(new_counts)) > 1:
             return None
         row = self.settings[0]
         is_forced = row.forced_bos_token_id is not None or row.forced_eos_token_id is not None
@@ -175,9 +180,42 @@ def _constrain_rows(logits: Tensor, settings: Settings, history: TokenHistory | 
 
 def choose_tokens(requests: list[Request], logits: Tensor, filters: Filters) -> list[int]:
     """Apply the filters to logits (rows, V) and return the next token of every row of the requests."""
-    new_counts = [len(request.sequences[row].new_tokens) for request, row in request_rows(requests)]
-    logits = filters.apply_constraints(logits, token_history(requests, filters), new_counts)
+    logits = constrain_logits(requests, logits, filters)
     return filters.choose(logits, uniform_numbers(requests, filters)).tolist()
+
+
+def constrain_logits(requests: list[Request], logits: Tensor, filters: Filters) -> Tensor:
+    """Apply the constraints and the logits processors of every row to logits (rows, V)."""
+    history, rows = token_history(requests, filters), request_rows(requests)
+    logits = filters.apply_constraints(logits, history, [request.num_row_tokens(row) for request, row in rows])
+    if not filters.has_processors:
+        return logits
+    assert history is not None
+    processed = []
+    for index, (request, row) in enumerate(rows):
+        row_logits = logits[index : index + 1]
+        if request.settings.logits_processor and not request.is_row_done(row):
+            ids = history.tokens[index : index + 1, : int(history.lengths[index])]
+            try:
+                row_logits = _run_processors(request.settings, ids, row_logits)
+            except Exception as problem:  # the other requests go on
+                request.unreported_errors += request.fail(problem)
+        processed.append(row_logits)
+    return torch.cat(processed)
+
+
+def _run_processors(settings: Settings, ids: Tensor, logits: Tensor) -> Tensor:
+    """Call the logits processors with the tokens (1, T) and the logits (1, V) of a row, and return the last result."""
+    for processor in settings.logits_processor:
+        result = processor(ids, logits)
+        if not isinstance(result, Tensor) or result.shape != logits.shape:
+            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise InputError(
+                f"a logits processor takes ids (1, T) and logits (1, V) and returns logits (1, V), "
+                f"here {list(logits.shape)}, but it returned {shape}"
+            )
+        logits = result.to(logits)
+    return logits
 
 
 def token_history(requests: list[Request], filters: Filters) -> TokenHistory | None:

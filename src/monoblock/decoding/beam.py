@@ -112,6 +112,11 @@ class BeamSearch:
             return self.groups[0].is_done
         return all(group.is_done for group in self.groups)
 
+    def stop(self) -> None:
+        """End the search without further hypotheses."""
+        for group in self.groups:
+            group.is_done = True
+
     @property
     def scores(self) -> list[float]:
         """The score of each running beam, in the order of the rows."""
@@ -140,7 +145,7 @@ def advance_from_log_probs(searches: list[BeamSearch], log_probs: Tensor) -> lis
     size, groups, vocabulary = searches[0].size, len(searches[0].groups), log_probs.shape[-1]
     totals = log_probs + beam_scores(searches, log_probs.device)[:, None]
     totals = totals.view(len(searches), groups, size, vocabulary)
-    is_diverse = groups > 1 and searches[0].settings.diversity_penalty
+    is_diverse = groups > 1 and any(search.settings.diversity_penalty for search in searches)
     # How often the earlier groups have chosen each token at this step.
     counts = totals.new_zeros(len(searches), vocabulary) if is_diverse else None
     origins: list[list[list[int]]] = []

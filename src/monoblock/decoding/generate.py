@@ -11,20 +11,27 @@ from torch import Tensor
 
 from monoblock.decoding.backends.self_draft import make_self_draft
 from monoblock.decoding.engine import Engine
+from monoblock.decoding.prompt import parse_prompt
 from monoblock.decoding.request import RequestOutput
-from monoblock.decoding.settings import Settings, parse_settings, split_seeds
+from monoblock.decoding.settings import Settings, check_effects, parse_settings, split_seeds
 from monoblock.decoding.speculative import DraftModel, PromptLookup, Proposer
+from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
+from monoblock.nn.inputs.generation_options import GeneratedTokens
+from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import ModelOptions, Transformer
 
 MAX_ROWS = 512  # sequences decoded at the same time; each beam counts as one
 
 
-def generate(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -> Tensor:
+def generate(
+    model: Transformer, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+) -> Tensor | GeneratedTokens:
     """Continue prompts and return them with their new tokens.
 
     ids: the prompts (B, T); for an encoder-decoder, the sources.
-    options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup,
+    return_scores: return `GeneratedTokens` with the log-probability of each new token.
+    options: the fields of `Settings`, and attention_mask (B, T), use_cache, tap, draft, prompt_lookup, truncation,
     decoder_start_token_id and decoder_input_ids.
     seed: prompt n is sampled with seed + n, as it would be alone; a list gives each prompt its own seed.
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
@@ -36,7 +43,8 @@ def generate(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -
         for output in outputs:
             new.setdefault((output.request_id, output.sequence_index), []).extend(output.tokens)
     sequences = [(request, index) for request in call.request_ids for index in range(call.num_return_sequences)]
-    return call.to_tensor([new.get(sequence, []) for sequence in sequences])
+    rows = [new.get(sequence, []) for sequence in sequences]
+    return GeneratedTokens(call.to_tensor(rows), call.score(rows)) if return_scores else call.to_tensor(rows)
 
 
 def stream(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
@@ -77,15 +85,20 @@ class GenerateCall:
         start = options.pop("decoder_start_token_id", None)
         decoder_ids = options.pop("decoder_input_ids", None)
         draft, lookup = options.pop("draft", None), options.pop("prompt_lookup", 0)
+        truncation = options.pop("truncation", None)
         if isinstance(draft, str):
             options["draft"], draft = draft, None
         seeds = split_seeds(options.pop("seed", None), len(ids))
-        self.settings, self.ids = parse_settings(options), ids
+        self.settings, self.ids, self.model, self.tap = parse_settings(options), ids, model, tap
+        check_effects(self.settings, options)
         proposer = _make_proposer(model, draft, lookup, self.settings.draft)
         inputs = _unpad_prompts(ids, mask)
         pad = self.settings.pad_token_id
         self.pad_token = pad if pad is not None else (*self.settings.eos_token_id, 0)[0]
         self.prompts: list[tuple[list[int], list[int] | None]] = [(row, None) for row in inputs]
+        if truncation is not None:
+            limit = truncated_length(model, truncation, self.settings.max_new_tokens)
+            self.prompts = [(row[-limit:] if limit is not None else row, None) for row in inputs]
         if model.encoder is not None and model.decoder is not None:
             first = start if start is not None else (pad if pad is not None else 0)
             targets = [[first]] * len(inputs) if decoder_ids is None else decoder_ids.tolist()
@@ -111,7 +124,17 @@ class GenerateCall:
         while self.engine.busy:
             if follow_model_changes:
                 self.engine.follow_model_changes()
-            yield self.engine.step()
+            outputs = self.engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+            yield outputs
+
+    def score(self, new: list[list[int]]) -> Tensor:
+        """Return the log-probabilities (rows, N) of the new tokens, 0 for padding."""
+        prompts = [parse_prompt(*prompt) for prompt in self.prompts for _ in range(self.num_return_sequences)]
+        rows, longest = score_tokens(self.model, prompts, new, self.tap), max(map(len, new))
+        return torch.tensor([row + [0.0] * (longest - len(row)) for row in rows], device=self.ids.device)
 
     def to_tensor(self, new: list[list[int]]) -> Tensor:
         """Append `new`, the new tokens of each returned sequence, to the prompts; pad the result to one length."""
@@ -158,6 +181,19 @@ def _unpad_prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
             f"give a mask of the same shape"
         )
     return [row[valid].tolist() for row, valid in zip(ids, mask.bool(), strict=True)]
+
+
+def truncated_length(model: Transformer | Recurrent, truncation: str, max_new_tokens: int) -> int | None:
+    """Return how many of its last tokens a prompt keeps with this `truncation`; None if the model has no limit.
+
+    They leave room for max_new_tokens, but at least half of the context is kept.
+    """
+    if truncation != "left":
+        raise InputError(f"truncation={truncation!r} is not valid; write 'left', which drops the first tokens")
+    if model.encoder is not None:
+        raise InputError("truncation shortens the prompt of a decoder-only model; shorten the source itself")
+    context = model.config.context
+    return None if context is None else max(context - max_new_tokens, context // 2, 1)
 
 
 def _required_capacity(model: Transformer, longest: int, settings: Settings) -> int:

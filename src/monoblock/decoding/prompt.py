@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,13 +32,36 @@ def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
     return ids, torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
 
 
-def check_prompt(prompt: Prompt, vocab_size: int, capacity: int, family: str, *, has_encoder: bool) -> None:
+class PromptLimits(Protocol):
+    """What a model accepts as a prompt."""
+
+    vocab_size: int
+    has_encoder: bool  # whether a prompt needs a source
+    source_vocab_size: int | None  # None if there is no encoder, or if it does not read tokens
+    max_source: int | None  # the most tokens of a source, None for no limit
+
+    @property
+    def family(self) -> str:
+        """The kind of model, such as "decoder-only", for error texts."""
+        ...
+
+
+def parse_prompt(ids: Sequence[int], source: Sequence[int] | None = None) -> Prompt:
+    """Build a prompt from sequences of token ids; raise InputError if an element is not a whole number."""
+    return Prompt(_token_ids(ids, "the prompt"), None if source is None else _token_ids(source, "the source"))
+
+
+def _token_ids(ids: Sequence[int], name: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, ids))
+    except (TypeError, ValueError):
+        raise InputError(f"{name} must be a sequence of token ids, which are whole numbers: [5, 7, 11]") from None
+
+
+def check_prompt(prompt: Prompt, limits: PromptLimits, capacity: int) -> None:
     """Raise InputError if a model cannot continue a prompt.
 
-    vocab_size: the size of the model's vocabulary.
     capacity: the maximum number of tokens in a sequence, prompt included.
-    family: the kind of model, such as "decoder-only", for the error text.
-    has_encoder: whether the model has an encoder, so that a prompt needs a source.
     """
     if not prompt.ids:
         raise InputError("the prompt is empty; give at least one token, such as the start token")
@@ -46,18 +70,29 @@ def check_prompt(prompt: Prompt, vocab_size: int, capacity: int, family: str, *,
             f"a prompt of {len(prompt.ids)} tokens leaves no room for new tokens in a context of {capacity} tokens; "
             f"shorten the prompt"
         )
-    if (prompt.source is not None) != has_encoder:
+    if (prompt.source is not None) != limits.has_encoder:
         what = (
             "needs a source for its encoder; give its token ids as `source`"
             if prompt.source is None
             else "has no encoder to read a source; leave out `source`"
         )
-        raise InputError(f"this {family} model {what}")
+        raise InputError(f"this {limits.family} model {what}")
     if prompt.source is not None and not prompt.source:
         raise InputError("the source is empty, so the encoder has nothing to read; give at least one token")
-    wrong = next((token for token in prompt.ids if not 0 <= token < vocab_size), None)
+    if prompt.source is not None and limits.max_source is not None and len(prompt.source) > limits.max_source:
+        raise InputError(
+            f"a source of {len(prompt.source)} tokens is longer than the encoder's {limits.max_source} positions; "
+            f"shorten the source"
+        )
+    _check_ids(prompt.ids, limits.vocab_size, "prompt")
+    if prompt.source is not None and limits.source_vocab_size is not None:
+        _check_ids(prompt.source, limits.source_vocab_size, "source")
+
+
+def _check_ids(ids: tuple[int, ...], vocab_size: int, name: str) -> None:
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InputError(
             f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; "
-            f"encode the prompt with the tokenizer of this model"
+            f"encode the {name} with the tokenizer of this model"
         )

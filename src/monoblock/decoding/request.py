@@ -14,6 +14,14 @@ from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.sampling import RandomStream, fresh_seed
 from monoblock.decoding.settings import Settings
 
+FINISH_REASONS = {
+    "stop": "an end token or a stop string",
+    "length": "max_new_tokens is reached",
+    "context": "the context of the model is full",
+    "no_hypothesis": "beam search has found fewer hypotheses than num_return_sequences",
+    "error": "the request has failed",
+}
+
 
 class RequestOutput(NamedTuple):
     """The new tokens of one sequence of a request."""
@@ -21,8 +29,9 @@ class RequestOutput(NamedTuple):
     request_id: int
     sequence_index: int  # below num_return_sequences
     tokens: tuple[int, ...]  # those since the last output; a beam search has only one output, at its end
-    finish_reason: str | None = None  # "stop": an end token; "length": max_new_tokens or the context is reached
+    finish_reason: str | None = None  # see FINISH_REASONS; None while the sequence goes on
     score: float | None = None  # beam search: sum of log-probabilities / length ** length_penalty
+    error: Exception | None = None  # what ended the request, if finish_reason is "error"
 
 
 @dataclass
@@ -37,15 +46,42 @@ class SequenceState:
 class Request:
     """A prompt and its `rows_per_prompt` rows in the batch: the sequences to return or, in beam search, the beams."""
 
-    def __init__(self, request_id: int, prompt: Prompt, settings: Settings, token_budget: int) -> None:
+    def __init__(
+        self, request_id: int, prompt: Prompt, settings: Settings, token_budget: int, limit_reason: str = "length"
+    ) -> None:
         self.id, self.prompt, self.settings = request_id, prompt, settings
         self.token_budget = token_budget  # maximum number of new tokens, by max_new_tokens and the context
+        self.limit_reason = limit_reason  # the finish reason of a sequence that reaches the budget
+        self.seed = fresh_seed() if settings.seed is None and settings.temperature > 0 else settings.seed or 0
+        self.error: Exception | None = None
+        self.unreported_errors: list[RequestOutput] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the prompt again."""
+        settings, is_sampled = self.settings, self.settings.temperature > 0
         self.beam_search = BeamSearch(settings) if settings.num_beams > 1 else None
-        is_sampled = settings.temperature > 0
-        seed = fresh_seed() if settings.seed is None and is_sampled else settings.seed or 0
         self.sequences = [
-            SequenceState(RandomStream(seed, row) if is_sampled else None) for row in range(settings.rows_per_prompt)
+            SequenceState(RandomStream(self.seed, row) if is_sampled else None)
+            for row in range(settings.rows_per_prompt)
         ]
+
+    @property
+    def max_length(self) -> int:
+        """The largest number of tokens that a row may reach, prompt included."""
+        return len(self.prompt.ids) + self.token_budget
+
+    def fail(self, error: Exception) -> list[RequestOutput]:
+        """End the sequences that are not finished, because of an error, and return their last outputs."""
+        self.error = error
+        if self.beam_search is not None:
+            self.beam_search.stop()
+            unfinished = list(range(self.settings.num_return_sequences))
+        else:
+            unfinished = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
+        for row in unfinished:
+            self.sequences[row].finish_reason = "error"
+        return [RequestOutput(self.id, row, (), "error", error=error) for row in unfinished]
 
     @property
     def is_done(self) -> bool:
@@ -63,6 +99,10 @@ class Request:
         if self.beam_search is not None:
             return self.beam_search.length
         return max(len(sequence.new_tokens) for sequence in self.sequences)
+
+    def num_row_tokens(self, row: int) -> int:
+        """Return the number of new tokens in one row."""
+        return self.beam_search.length if self.beam_search is not None else len(self.sequences[row].new_tokens)
 
     def row_tokens(self, row: int) -> list[int]:
         """Return all tokens of one row, including the prompt."""
@@ -104,24 +144,33 @@ class Request:
             new, sequence.finish_reason = new[: ends[0] + 1], "stop"
         sequence.new_tokens.extend(new)
         if not sequence.finish_reason and len(sequence.new_tokens) >= self.token_budget:
-            sequence.finish_reason = "length"
+            sequence.finish_reason = self.limit_reason
         return RequestOutput(self.id, row, tuple(new), sequence.finish_reason)
 
     def beam_outputs(self) -> list[RequestOutput]:
-        """Return one output for each of the best hypotheses of a finished beam search."""
+        """Return the outputs of a finished beam search: the best hypotheses, and empty ones if there are too few."""
         assert self.beam_search is not None
-        hypotheses = self.beam_search.best_hypotheses()
-        return [self._beam_output(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
+        outputs = [self._beam_output(*item) for item in enumerate(self.beam_search.best_hypotheses())]
+        missing = range(len(outputs), self.settings.num_return_sequences)
+        return outputs + [RequestOutput(self.id, index, (), "no_hypothesis") for index in missing]
 
     def _beam_output(self, sequence_index: int, hypothesis: BeamHypothesis) -> RequestOutput:
         tokens = hypothesis.tokens
-        finish_reason = "stop" if tokens and tokens[-1] in self.settings.eos_token_id else "length"
+        finish_reason = "stop" if tokens and tokens[-1] in self.settings.eos_token_id else self.limit_reason
         return RequestOutput(self.id, sequence_index, tokens, finish_reason, hypothesis.score)
 
 
 def request_rows(requests: list[Request]) -> list[tuple[Request, int]]:
     """Return (request, row within the request) for every row, in the order of the batch."""
     return [(request, row) for request in requests for row in range(request.settings.rows_per_prompt)]
+
+
+def error_outputs(requests: list[Request]) -> list[RequestOutput]:
+    """Return the outputs of requests that have failed since the last call."""
+    outputs = [output for request in requests for output in request.unreported_errors]
+    for request in requests:
+        request.unreported_errors = []
+    return outputs
 
 
 def active_mask(requests: list[Request], device: torch.device) -> Tensor | None:

@@ -5,12 +5,16 @@ The names are those of Hugging Face, so that a `generation_config.json` can be r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import gcd
 from typing import Any, Literal
 
+from torch import Tensor
+
 from monoblock.errors import InputError, did_you_mean
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # the call of Hugging Face's LogitsProcessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,11 @@ class Settings:
     pad_token_id: int | None = None
     seed: int | None = None
     draft: str | None = None  # "8-bit" or "4-bit": a quantized copy of the model proposes tokens
+    # Functions from the tokens (1, T) and logits (1, V) of a row to its logits, called before the sampling filters.
+    logits_processor: tuple[LogitsProcessor, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "logits_processor", _processor_tuple(self.logits_processor))
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, _token_tuple(name, getattr(self, name)))
         words = self.bad_words_ids or ()
@@ -54,7 +61,9 @@ class Settings:
         for name, minimum in MINIMUMS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise InputError(f"{name}={value!r} is not valid; write a whole number, {minimum} or more")
+                raise InputError(f"{name}={value!r:.60} is not valid; write a whole number, {minimum} or more")
+            if value > (maximum := MAXIMUMS.get(name, MAX_COUNT)):
+                raise InputError(f"{name}={value!r:.60} is not valid; write at most {maximum}")
         for name, (low, high, advice) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
@@ -67,12 +76,16 @@ class Settings:
                 f"draft={self.draft!r} is not valid; write {kinds} for a quantized copy of the model, "
                 f"or give another Transformer"
             )
+        if len(self.bad_words_ids) > MAX_BAD_WORDS:
+            raise InputError(f"bad_words_ids has {len(self.bad_words_ids)} words; give at most {MAX_BAD_WORDS}")
         if any(not word for word in self.bad_words_ids):
             raise InputError("bad_words_ids contains an empty word, which rules out nothing; leave it out")
         for name in ("forced_bos_token_id", "forced_eos_token_id", "pad_token_id", "seed"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise InputError(f"{name}={value!r} is not valid; write a whole number, 0 or more")
+                raise InputError(f"{name}={value!r:.60} is not valid; write a whole number, 0 or more")
+        if self.seed is not None and self.seed >= SEED_LIMIT:
+            raise InputError(f"seed={self.seed!r:.60} is not valid; write a whole number below 2**63")
 
     def _check_combinations(self) -> None:
         """Raise InputError for options that contradict each other."""
@@ -130,6 +143,8 @@ class Settings:
             "forced_eos_token_id": (self.forced_eos_token_id,),
             "pad_token_id": (self.pad_token_id,),
         }
+        if len(set(self.suppress_tokens)) >= size:
+            raise InputError("suppress_tokens contains the whole vocabulary, so that no token is left; leave some out")
         for name, tokens in options.items():
             for token in tokens:
                 if token is not None and token >= size:
@@ -137,6 +152,13 @@ class Settings:
 
 
 DRAFT_KINDS = ("8-bit", "4-bit")
+SEED_LIMIT = 2**63
+MAX_COUNT = 2**31 - 1
+MAXIMUMS = {"num_beams": 1024, "num_beam_groups": 1024, "num_return_sequences": 1024}
+MAX_BAD_WORDS = 10_000
+# Options that have an effect only in sampling and only in beam search, with the values that switch them off.
+SAMPLING_OPTIONS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+BEAM_OPTIONS = {"length_penalty": 1.0, "early_stopping": False}
 NO_DRAFT_WITH_BEAMS = (
     "speculative decoding works on single sequences, not on beams; write num_beams=1 or leave out the draft"
 )
@@ -176,6 +198,35 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
         if name not in known:
             raise InputError(f"generate has no option {name!r}{did_you_mean(name, known)}")
     return Settings(**options)
+
+
+def check_effects(settings: Settings, explicit: Collection[str]) -> None:
+    """Raise InputError if an option that a call gives, one of `explicit`, has no effect with its other settings.
+
+    A call with temperature=0 may give sampling options: it asks for greedy decoding.
+    """
+    is_greedy = not settings.temperature and "temperature" not in explicit
+    for name in explicit:
+        if name in SAMPLING_OPTIONS and is_greedy and getattr(settings, name) != SAMPLING_OPTIONS[name]:
+            raise InputError(
+                f"{name}={getattr(settings, name)!r} limits sampling, but without a temperature the most probable "
+                f"token is always taken; write temperature=1 too, or leave out {name}"
+            )
+        if name in BEAM_OPTIONS and settings.num_beams == 1 and getattr(settings, name) != BEAM_OPTIONS[name]:
+            raise InputError(
+                f"{name}={getattr(settings, name)!r} ranks the hypotheses of a beam search; "
+                f"write num_beams=4 too, or leave out {name}"
+            )
+
+
+def _processor_tuple(value: object) -> tuple[LogitsProcessor, ...]:
+    """Convert one function, several functions or None to a tuple."""
+    if value is None:
+        return ()
+    processors: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(map(callable, processors)):
+        raise InputError("logits_processor must be a function (ids, logits) -> logits, or a list of such functions")
+    return processors
 
 
 def split_seeds(seed: object, count: int) -> list[int | None]:

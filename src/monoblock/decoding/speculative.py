@@ -35,6 +35,10 @@ class Proposer(Protocol):
         """Begin a new batch, whose rows have at most `capacity` tokens each."""
         ...
 
+    def check_prompt(self, length: int) -> None:
+        """Raise InputError if the proposer cannot propose tokens for a prompt of this length."""
+        ...
+
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Append rows for new prompts to the batch."""
         ...
@@ -108,7 +112,9 @@ def _accept(
         for index in sorted(running):
             request, row = pairs[index]
             output = request.append_tokens(row, tokens[index : index + 1])
-            assert output is not None
+            if output is None:  # a logits processor has failed
+                running.discard(index)
+                continue
             outputs.append((index, output))
             if output.finish_reason or proposed[index][position : position + 1] != tokens[index : index + 1]:
                 running.discard(index)
@@ -128,6 +134,9 @@ class PromptLookup:
 
     def reset(self, capacity: int, rows_per_prompt: int) -> None:
         """Do nothing: a prompt lookup keeps no state."""
+
+    def check_prompt(self, length: int) -> None:
+        """Do nothing."""
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Do nothing."""
@@ -185,6 +194,14 @@ class DraftModel:
         limit = self.model.config.context
         return limit is None or length < limit
 
+    def check_prompt(self, length: int) -> None:
+        if not self.fits_prompt(length):
+            limit = self.model.config.context
+            raise InputError(
+                f"a prompt of {length} tokens is too long for the draft model's context of {limit} tokens; "
+                f"leave out the draft"
+            )
+
     def reset(self, capacity: int, rows_per_prompt: int) -> None:
         limit = self.model.config.context
         if limit is not None and limit < capacity and self.model.config.input.kind == "tokens":
@@ -201,13 +218,6 @@ class DraftModel:
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         assert self.state is not None
-        longest = max(len(prompt.ids) for prompt in prompts)
-        if not self.fits_prompt(longest):
-            limit = self.model.config.context
-            raise InputError(
-                f"a prompt of {longest} tokens is too long for the draft model's context of {limit} tokens; "
-                f"leave out the draft"
-            )
         with self._inference():
             self.state.prefill(prompts)
 

@@ -120,7 +120,7 @@ class TextChunk(NamedTuple):
     sequence_index: int
     text: str
     num_tokens: int
-    finish_reason: str | None = None  # "stop": an end token or a stop string; "length": no more room
+    finish_reason: str | None = None  # see FINISH_REASONS in decoding/request.py
     score: float | None = None  # beam search: sum of log-probabilities / length ** length_penalty
     ids: tuple[int, ...] = ()
 
@@ -142,6 +142,8 @@ def stream_chunks(
     running = set(texts)
     while engine.busy:
         for output in engine.step():
+            if output.error is not None:
+                raise output.error
             key = (output.request_id, output.sequence_index)
             if key not in running:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from monoblock.nn.inputs.check_inputs import (
     either_argument,
     reject_arguments,
 )
-from monoblock.nn.inputs.generation_options import TextOptions
+from monoblock.nn.inputs.generation_options import GeneratedTokens, TextOptions
 from monoblock.nn.inputs.input_positions import memory_positions, token_positions
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.stack import Stack
@@ -118,9 +118,7 @@ class Transformer(nn.Module):
         flags: Tensor | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        """Run the encoder on a source and return its hidden states (B, T, D)."""
-        if self.encoder is None:
-            raise InputError(f"{with_article(self.config.family)} model has no encoder; call model(ids)")
+        """Return the hidden states (B, T, D) of the encoder or, in a decoder-only model, of the decoder."""
         return self._run_stack(source, attention_mask, segments, positions, documents, flags, None, tap)[0]
 
     def decode(
@@ -251,16 +249,27 @@ class Transformer(nn.Module):
 
     # -- generation ------------------------------------------------------------------------------------------
 
-    def generate(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Tensor:
+    @overload
+    def generate(
+        self, ids: Tensor, *, return_scores: Literal[False] = False, **options: Unpack[ModelOptions]
+    ) -> Tensor: ...
+    @overload
+    def generate(
+        self, ids: Tensor, *, return_scores: Literal[True], **options: Unpack[ModelOptions]
+    ) -> GeneratedTokens: ...
+    def generate(
+        self, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+    ) -> Tensor | GeneratedTokens:
         """Return the prompts with their continuations (B · num_return_sequences, T + new tokens); greedy by default.
 
         An encoder-decoder reads ids as the source and returns the target, which begins with `decoder_start_token_id`,
         else the padding token, else 0.  `options`: max_new_tokens (50 by default), temperature, top_k, top_p,
         num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the others of `ModelOptions`.
+        With return_scores, the result also has the log-probability of each new token.
         """
         from monoblock.decoding.generate import generate
 
-        return generate(self, ids, **options)
+        return generate(self, ids, return_scores=return_scores, **options)
 
     def stream(self, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
         """Yield the new tokens (B,) after each step; `options` are those of `generate`."""

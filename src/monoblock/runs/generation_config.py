@@ -21,7 +21,7 @@ from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 DECODER_START_KEY = "decoder_start_token_id"
-SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed"}
+SETTINGS_FIELDS = {field.name for field in fields(Settings)} - {"seed", "logits_processor"}
 # Fields that older Hugging Face folders keep in config.json.
 TOKEN_ID_FIELDS = ("eos_token_id", "pad_token_id", "forced_bos_token_id", "forced_eos_token_id", DECODER_START_KEY)
 # Further fields that are not reported as ignored: do_sample is read, and the others have no effect on decoding.

@@ -109,10 +109,11 @@ def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
     return labels or [f"LABEL_{index}" for index in range(classes)]
 
 
-def _read_pooling(folder: Path) -> str:
-    """Return the pooling ("mean" or "cls") that sentence-transformers stored in the folder; "mean" if there is none."""
+def _read_pooling(folder: Path) -> str | None:
+    """Return the pooling that sentence-transformers stored in the folder, None if there is none."""
     data = _read_json_if_present(folder / POOLING_FOLDER)
-    return "cls" if data.get("pooling_mode_cls_token") is True else "mean"
+    names = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+    return next((pooling for name, pooling in names.items() if data.get(name) is True), None)
 
 
 def _read_json_if_present(folder: Path) -> dict[str, Any]:

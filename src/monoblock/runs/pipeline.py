@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack, overload
+from typing import Unpack, cast, overload
 
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings, split_seeds
@@ -35,6 +35,7 @@ from monoblock.tasks.prediction_options import TranslationOptions
 from monoblock.tasks.seq2seq.predict import translate_texts
 from monoblock.tasks.table import task_of_model
 from monoblock.tasks.task import Task
+from monoblock.tasks.text_inputs import list_inputs
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 ChatMessages = Sequence[Mapping[str, object]]  # such as [{"role": "user", "content": "Hello"}]
@@ -74,7 +75,8 @@ class Pipeline(PredictionMethods):
         return self.loaded.labels
 
     @property
-    def pooling(self) -> str:
+    def pooling(self) -> str | None:
+        """The pooling of embeddings that is stored with the model; None if there is none."""
         return self.loaded.pooling
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class Pipeline(PredictionMethods):
 
         With num_return_sequences, each prompt gives a list of this many texts.
         """
-        prompts = [prompt] if isinstance(prompt, str) else prompt
+        prompts = cast(list[str], list_inputs(prompt, "generate"))
         count = 1 if num_return_sequences is None else num_return_sequences
         hypotheses = self.generate_hypotheses(prompts, stop=stop, num_return_sequences=count, **options)
         texts = [[hypothesis.text for hypothesis in row] for row in hypotheses]
@@ -122,28 +124,45 @@ class Pipeline(PredictionMethods):
 
     def stream(self, prompt: str, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> Iterator[str]:
         """Yield the continuation of a prompt in pieces as it is generated; joined, they are the text of `generate`."""
+        truncation = options.pop("truncation", None)
         settings = self.resolve_settings(options, streaming=True)
-        return chunk_texts(self.loaded.stream_chunks([self.encode_prompt(prompt)], [settings], stop))
+        encoded = self.loaded.truncate(self.encode_prompt(prompt), truncation, settings.max_new_tokens)
+        return chunk_texts(self.loaded.stream_chunks([encoded], [settings], stop))
 
     def generate_hypotheses(
-        self, prompts: Sequence[str], *, stop: Stop = (), **options: Unpack[GenerationOptions]
+        self,
+        prompts: Sequence[str],
+        *,
+        stop: Stop = (),
+        return_scores: bool = False,
+        **options: Unpack[GenerationOptions],
     ) -> list[list[Hypothesis]]:
-        """Return num_return_sequences texts for each prompt, with token counts, finish reasons and scores."""
-        encoded = [self.encode_prompt(prompt) for prompt in prompts]
-        seeds = split_seeds(options.pop("seed", None), len(encoded))
+        """Return num_return_sequences texts for each prompt, with token counts, finish reasons and scores.
+
+        return_scores: also compute the log-probability of each token (`Hypothesis.token_scores`).
+        """
+        truncation, seeds = options.pop("truncation", None), split_seeds(options.pop("seed", None), len(prompts))
         settings = self.resolve_settings(options)
-        return self.loaded.generate(encoded, [replace(settings, seed=seed) for seed in seeds], stop)
+        encoded = [
+            self.loaded.truncate(self.encode_prompt(prompt), truncation, settings.max_new_tokens) for prompt in prompts
+        ]
+        own = [replace(settings, seed=seed) for seed in seeds]
+        return self.loaded.generate(encoded, own, stop, return_scores=return_scores) if encoded else []
 
     def chat(self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]) -> str:
         """Return the next answer of the assistant to messages such as {"role": "user", "content": "Hello"}."""
+        truncation = options.pop("truncation", None)
         settings = self.resolve_settings(options)
-        return self.loaded.generate([self.encode_chat(messages)], settings, stop, new_text=True)[0][0].text
+        prompt = self.loaded.truncate(self.encode_chat(messages), truncation, settings.max_new_tokens)
+        return self.loaded.generate([prompt], settings, stop, new_text=True)[0][0].text
 
     def chat_stream(
         self, messages: ChatMessages, *, stop: Stop = (), **options: Unpack[PipelineOptions]
     ) -> Iterator[str]:
         """Yield the next answer of the assistant in pieces, as it is generated."""
-        prompt, settings = self.encode_chat(messages), self.resolve_settings(options, streaming=True)
+        truncation = options.pop("truncation", None)
+        settings = self.resolve_settings(options, streaming=True)
+        prompt = self.loaded.truncate(self.encode_chat(messages), truncation, settings.max_new_tokens)
         return chunk_texts(self.loaded.stream_chunks([prompt], [settings], stop, new_text=True))
 
     def resolve_settings(self, options: Mapping[str, object], *, streaming: bool = False) -> Settings:
@@ -182,7 +201,7 @@ class Pipeline(PredictionMethods):
         several; long="refuse" or "split" into sentences, for a source beyond the context; first_index: with a seed,
         source n is sampled with seed + first_index + n; and those of `generate`.
         """
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = cast(list[str], list_inputs(text, "translate"))
         hypotheses = translate_texts(self.loaded, texts, n_best=n_best, **options)
         if n_best is not None:
             return hypotheses[0] if isinstance(text, str) else hypotheses

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Unpack, cast, overload
 
+import torch
 from torch import Tensor
 
 from monoblock.tasks.classification.predict import TextOrPair, predict_image_probabilities, predict_probabilities
@@ -19,6 +20,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.masked_lm.predict import FilledText, fill_masks
 from monoblock.tasks.prediction_options import AnswerOptions, PredictionOptions
 from monoblock.tasks.question_answering.predict import AnswerSpan, answer_questions
+from monoblock.tasks.text_inputs import list_inputs
 from monoblock.tasks.token_classification.predict import TaggedText, split_words, tag_words
 
 
@@ -51,7 +53,7 @@ class PredictionMethods:
             the context ("refuse", "cut" or "split" it).
         """
         single = isinstance(text, str | tuple) or hasattr(text, "ndim")
-        rows = [text] if single else list(text)
+        rows = list_inputs(text, "classify", (str, tuple))
         predict: Callable[..., Tensor] = (
             predict_image_probabilities if self.loaded.tokenizer is None else predict_probabilities
         )
@@ -81,7 +83,7 @@ class PredictionMethods:
         text: a text, or a list whose elements are texts or lists of words; for a list, return a list of results.
         split_punctuation: treat punctuation marks as separate words; if False, split texts at spaces only.
         """
-        rows = [text] if isinstance(text, str) else list(text)
+        rows = cast(list[str | list[str]], list_inputs(text, "tag", also=(list, tuple)))
         words = [split_words(self.loaded, row, split_punctuation) for row in rows]
         tagged = tag_words(self.loaded, words, **options)
         return tagged[0] if isinstance(text, str) else tagged
@@ -97,7 +99,7 @@ class PredictionMethods:
 
         For a list of texts, return a list of results.
         """
-        filled = fill_masks(self.loaded, [text] if isinstance(text, str) else list(text), top=top, **options)
+        filled = fill_masks(self.loaded, cast(list[str], list_inputs(text, "fill")), top=top, **options)
         return filled[0] if isinstance(text, str) else filled
 
     def embed(
@@ -110,11 +112,14 @@ class PredictionMethods:
     ) -> Tensor:
         """Return the embedding of a text or image, of shape (D,), or of N of them in a list, of shape (N, D).
 
-        pooling: "mean" of the token vectors, or "cls", the vector of the first token; None uses the model's default.
+        pooling: "mean" of the token vectors, or "cls" or "last", the vector of the first or last token; None uses the
+            pooling stored with the model, else "mean", or "last" for a decoder-only model.
         normalize: scale embeddings to length one.
         """
         single = isinstance(text, str) or hasattr(text, "ndim")
-        rows = [text] if single else list(text)
+        rows = list_inputs(text, "embed")
+        if not rows:
+            return torch.zeros(0, self.loaded.model.config.width)
         embed: Callable[..., Tensor] = embed_images if self.loaded.tokenizer is None else embed_texts
         vectors = embed(self.loaded, rows, pooling=pooling, normalize=normalize, **options)
         return vectors[0] if single else vectors

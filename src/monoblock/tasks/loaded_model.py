@@ -11,9 +11,11 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from monoblock.decoding.engine import Engine
+from monoblock.decoding.generate import truncated_length
 from monoblock.decoding.prompt import Prompt
-from monoblock.decoding.settings import Settings, parse_settings
+from monoblock.decoding.settings import Settings, check_effects, parse_settings
 from monoblock.decoding.streaming_text import StreamingText, TextChunk, stream_chunks
+from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
@@ -61,7 +63,9 @@ class GenerationDefaults:
                 options["temperature"] = 0.0
             elif "temperature" in explicit and "num_beams" not in explicit:
                 options["num_beams"] = 1
-        return parse_settings({name: value for name, value in options.items() if value is not None})
+        settings = parse_settings({name: value for name, value in options.items() if value is not None})
+        check_effects(settings, explicit)
+        return settings
 
 
 def exceeds(value: object, threshold: float) -> bool:
@@ -75,9 +79,10 @@ class Hypothesis:
 
     text: str = ""
     num_tokens: int = 0
-    finish_reason: str | None = None  # "stop" after an end token or a stop string, "length" at the maximum length
+    finish_reason: str | None = None  # see FINISH_REASONS in decoding/request.py
     score: float | None = None  # sum of log-probabilities / length ** length_penalty
     ids: tuple[int, ...] = ()  # the generated tokens, including the end token
+    token_scores: tuple[float, ...] | None = None  # their log-probabilities, if asked for
 
 
 @dataclass
@@ -90,7 +95,7 @@ class LoadedModel:
     task_section: object = None  # the section of that recipe with the keys of the task
     labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
     is_multi_label: bool = False  # a text may have several of the classes (problem_type of Hugging Face folders)
-    pooling: str = "mean"  # the default pooling of embeddings, "mean" or "cls"
+    pooling: str | None = None  # the pooling of embeddings that is stored with the model: "mean", "cls" or "last"
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
 
     def section(self, kind: type[S]) -> S:
@@ -126,8 +131,10 @@ class LoadedModel:
 
         max_length: the most tokens of a text with its special tokens; None means no limit.
         """
-        blocks = self.defaults.from_recipe and self.objective == "masked_lm" and not self.trained_on_documents
-        return InputTemplate(self.tokenizer, max_length, no_special_tokens=blocks)
+        blocks = self.objective == "masked_lm" and not self.trained_on_documents
+        continues_text = self.model.encoder is None and self.prediction_method == ""
+        without = self.defaults.from_recipe and (blocks or continues_text)
+        return InputTemplate(self.tokenizer, max_length, no_special_tokens=without)
 
     # -- prompts and settings -----------------------------------------------------------------------------------------
 
@@ -188,6 +195,11 @@ class LoadedModel:
                 return [token]
         raise InputError("this tokenizer has no start token to begin with; give a prompt of at least one word")
 
+    def truncate(self, prompt: Prompt, truncation: str | None, max_new_tokens: int) -> Prompt:
+        """Return the prompt without its first tokens if `truncation` is "left" and it is too long for the context."""
+        limit = None if truncation is None else truncated_length(self.model, truncation, max_new_tokens)
+        return prompt if limit is None else Prompt(prompt.ids[-limit:], prompt.source)
+
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> Prompt:
         """Encode a conversation with the chat template of the tokenizer."""
         if self.model.encoder is not None:
@@ -205,6 +217,7 @@ class LoadedModel:
         stop: str | Sequence[str] = (),
         *,
         new_text: bool = False,
+        return_scores: bool = False,
     ) -> list[list[Hypothesis]]:
         """Return `num_return_sequences` hypotheses for each prompt; the arguments are those of `stream_chunks`."""
         settings = [settings] * len(prompts) if isinstance(settings, Settings) else list(settings)
@@ -215,7 +228,17 @@ class LoadedModel:
             hypothesis.num_tokens += chunk.num_tokens
             hypothesis.ids += chunk.ids
             hypothesis.finish_reason, hypothesis.score = chunk.finish_reason, chunk.score
+        if return_scores:
+            self._add_token_scores(prompts, hypotheses)
         return hypotheses
+
+    def _add_token_scores(self, prompts: Sequence[Prompt], hypotheses: Sequence[Sequence[Hypothesis]]) -> None:
+        if not isinstance(self.model, Transformer):
+            raise InputError("an LSTM gives no token scores; leave out return_scores")
+        rows = [(prompt, hypothesis) for prompt, row in zip(prompts, hypotheses, strict=True) for hypothesis in row]
+        scores = score_tokens(self.model, [prompt for prompt, _ in rows], [hypothesis.ids for _, hypothesis in rows])
+        for (_, hypothesis), row_scores in zip(rows, scores, strict=True):
+            hypothesis.token_scores = tuple(row_scores)
 
     def stream_chunks(
         self,

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from monoblock.config.inputs import EmbeddingConfig
+from monoblock.config.positions import Learned
 from monoblock.decoding.backends.cpu_search import CpuSearchDecoderState
 from monoblock.decoding.backends.cuda_graph import supports_cuda_graph
 from monoblock.decoding.backends.custom_modules import reason_to_run_as_is
@@ -26,21 +28,17 @@ from monoblock.decoding.backends.model_version import ModelVersion
 from monoblock.decoding.backends.prepared_model import prepare
 from monoblock.decoding.backends.protocol import DecoderState, can_burst
 from monoblock.decoding.evaluation_mode import evaluation_mode
+from monoblock.decoding.prompt import PromptLimits
 from monoblock.errors import InputError, with_article
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
 
-class Backend(Protocol):
+class Backend(PromptLimits, Protocol):
     """A way to decode one model: it makes the decoder states, which run the steps."""
 
     device: torch.device
-    vocab_size: int
-    has_encoder: bool
-
-    @property
-    def family(self) -> str: ...
 
     @property
     def context(self) -> int | None:
@@ -87,6 +85,8 @@ class LSTMBackend:
         self.family, self.context = model.config.family, None  # an LSTM has no maximum length
         self.vocab_size = model.config.target_vocab or model.config.vocab
         self.has_encoder = model.encoder is not None
+        self.max_source: int | None = None
+        self.source_vocab_size = model.config.vocab if self.has_encoder else None
 
     def make_state(
         self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None, *, speculative: bool
@@ -114,7 +114,11 @@ class TransformerBackend:
             raise InputError(f"{kind} model without a language-model head generates no text; use a model with one")
         self.device, self.family, self.context = model.device, model.config.family, model.config.context
         self.vocab_size: int = model.config.target_input.vocab  # type: ignore[union-attr]
-        self.has_encoder = model.encoder is not None
+        self.has_encoder, source = model.encoder is not None, model.config.input
+        self.source_vocab_size = self.max_source = None
+        if self.has_encoder and isinstance(source, EmbeddingConfig):
+            self.source_vocab_size = source.vocab
+            self.max_source = source.context if isinstance(source.positions, Learned) else None
         self.original, self.use_cache, self.optimize, self.tap = model, use_cache, optimize, tap
         self.dtype = next((weight.dtype for weight in model.parameters()), None)
         self.version: ModelVersion | None = None

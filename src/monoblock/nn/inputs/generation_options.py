@@ -1,12 +1,21 @@
-"""The keyword arguments of `generate` and its relatives, for type checkers and editors.
+"""The keyword arguments and the result of `generate` and its relatives, for type checkers and editors.
 
-They are the fields of `Settings` in decoding/settings.py, which checks their values and gives the defaults.
+The arguments are the fields of `Settings` in decoding/settings.py, which checks their values and gives the defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypedDict
+
+from torch import Tensor
+
+
+class GeneratedTokens(NamedTuple):
+    """The result of `generate` with return_scores=True."""
+
+    ids: Tensor  # (rows, T + N): the prompts with their new tokens
+    scores: Tensor  # (rows, N): the log-probability of each new token, 0 for padding; see decoding/token_scores.py
 
 
 class TextOptions(TypedDict, total=False):
@@ -33,6 +42,8 @@ class TextOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]
     eos_token_id: int | Sequence[int] | None
     pad_token_id: int | None
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | Sequence[Callable[[Tensor, Tensor], Tensor]] | None
+    truncation: Literal["left"] | None  # "left" drops the first tokens of a prompt that is too long
     seed: int | Sequence[int] | None  # prompt n of a batch gets seed + n; a list has one for each prompt
 
 

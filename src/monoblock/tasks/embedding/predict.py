@@ -1,4 +1,4 @@
-"""Embed texts and images as the pooled hidden states of an encoder."""
+"""Embed texts and images as the pooled hidden states of an encoder or, without one, of the decoder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.heads import pool
+from monoblock.nn.transformer import Transformer
 from monoblock.tasks.batching import ProgressCallback, no_progress, run_batches, run_image_batches
 from monoblock.tasks.image_inputs import Image
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.long_inputs import LongTextMode, average_parts, check_long_mode, enumerate_lines, fit_to_context
 
-POOLINGS = ("mean", "cls")
+POOLINGS = ("mean", "cls", "last")
 
 
 def embed_texts(
@@ -32,19 +33,21 @@ def embed_texts(
 ) -> Tensor:
     """Return the embeddings of texts, of shape (texts, D).
 
-    pooling: "mean" of the token vectors, or "cls", the vector of the first token; None uses the model's default.
+    pooling: "mean" of the token vectors, or "cls" or "last", the vector of the first or last token; None uses the
+        model's default. Only the last token of a decoder-only model has attended to the whole text.
     normalize: scale embeddings to length one.
     long: "refuse", "cut" or "split" a text that is longer than the context; a split text gets the mean of its parts.
     lines: the line numbers of the texts for error messages, counted from 0.
     """
-    kind = _resolve_pooling(loaded, pooling)
+    kind, model = _resolve_pooling(loaded, pooling), loaded.model
+    if not isinstance(model, Transformer):
+        raise InputError("an LSTM gives no embeddings; give a Transformer")
     check_long_mode(long)
     encode = loaded.tokenizer.encode
     texts_in_parts = [fit_to_context(loaded, line, text, encode, long) for line, text in enumerate_lines(texts, lines)]
 
     def forward(source: Tensor, **inputs: Any) -> Tensor:
-        hidden: Any = loaded.model.encode(source, **inputs)
-        return pool(hidden, inputs.get("attention_mask"), kind)
+        return pool(model.encode(source, **inputs), inputs.get("attention_mask"), kind)
 
     rows = [row for parts in texts_in_parts for row in parts]
     outputs = iter(run_batches(loaded, rows, batch, forward, progress=progress))
@@ -63,11 +66,7 @@ def embed_images(
 
 def _resolve_pooling(loaded: LoadedModel, requested: str | None) -> str:
     """Return the kind of pooling for `monoblock.nn.heads.pool`; requested=None uses the kind stored with the model."""
-    pooling = requested or loaded.pooling
+    pooling = requested or loaded.pooling or ("mean" if loaded.model.encoder is not None else "last")
     if pooling not in POOLINGS:
         raise InputError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}{did_you_mean(pooling, POOLINGS)}")
-    if loaded.model.encoder is None:
-        raise InputError(
-            f"embeddings need an encoder, and a {loaded.model.config.family} model has none; give another model"
-        )
     return "first" if pooling == "cls" else pooling

@@ -169,5 +169,6 @@ def _concatenate(hypotheses: list[Hypothesis]) -> Hypothesis:
     if None not in scores:
         total = sum(score * hypothesis.num_tokens for score, hypothesis in zip(scores, hypotheses, strict=True))
         score = total / max(1, num_tokens)
-    finish_reason = "length" if any(hypothesis.finish_reason == "length" for hypothesis in hypotheses) else "stop"
+    reasons = [hypothesis.finish_reason for hypothesis in hypotheses]
+    finish_reason = next((reason for reason in reasons if reason != "stop"), "stop")
     return Hypothesis(" ".join(hypothesis.text.strip() for hypothesis in hypotheses), num_tokens, finish_reason, score)
