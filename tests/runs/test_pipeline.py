@@ -14,6 +14,7 @@ from monoblock.errors import InputError
 from monoblock.tasks.loaded_model import GenerationDefaults
 
 PROMPT = "And the 7 sons"
+pytestmark = pytest.mark.filterwarnings("ignore:.*a t5 model usually has a unigram tokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -217,11 +218,21 @@ def test_unknown_fields_are_reported_and_wrong_values_refused(parent):
     folder = model_folders.hf_folder(parent, "gpt2")
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"cache_implementation": "static", "temperature": 0.5, "max_length": 99}))
-    assert mb.load(folder).defaults.ignored_fields == ("cache_implementation", "max_length")
+    assert mb.load(folder).defaults.ignored_fields == ()  # the text does not depend on them
+    neutral = {"penalty_alpha": 0.0, "guidance_scale": None, "token_healing": False}
+    path.write_text(json.dumps(neutral | {"penalty_alpha": 0.6, "sequence_bias": [[[3], -1.0]]}))
+    assert mb.load(folder).defaults.ignored_fields == ("penalty_alpha", "sequence_bias")
     for wrong in ({"top_p": 7}, {"num_beams": "many"}, {"eos_token_id": -3}, {"decoder_start_token_id": "x"}):
         path.write_text(json.dumps(wrong))
         with pytest.raises(mb.FileError, match=r"generation_config\.json|not a token id"):
             mb.load(folder)
+
+
+def test_the_maximum_length_of_an_encoder_decoder_is_read(parent):
+    pytest.importorskip("transformers")
+    folder = model_folders.hf_folder(parent, "t5")
+    (folder / "generation_config.json").write_text(json.dumps({"max_length": 9, "decoder_start_token_id": 0}))
+    assert mb.load(folder).resolve_settings({}).max_new_tokens == 8
 
 
 def test_a_tokenizer_of_another_model_is_refused(parent):
@@ -230,6 +241,35 @@ def test_a_tokenizer_of_another_model_is_refused(parent):
     mb.Tokenizer.train("bpe", [model_folders.TEXT], 300).save_pretrained(folder)
     with pytest.raises(mb.FileError, match="the model's own folder"):
         mb.load(folder)
+
+
+@pytest.fixture
+def published_gpt2(tmp_path):
+    """A GPT-2 folder with a vocabulary of 4,096 tokens, and no tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    config = transformers.GPT2Config(vocab_size=4096, bos_token_id=2, eos_token_id=4000, pad_token_id=3, **sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_tokenizer_far_too_small_for_a_published_model_is_refused(published_gpt2):
+    mb.Tokenizer.train("wordpiece", [model_folders.TEXT], 73).save_pretrained(published_gpt2)
+    with pytest.raises(mb.FileError, match=r"belongs to another model.*--force"):
+        mb.load(published_gpt2)
+    assert mb.load(published_gpt2, force=True).tokenizer.vocab_size == 73
+
+
+def test_what_looks_wrong_with_the_tokenizer_of_a_published_model_is_said(published_gpt2):
+    text = " ".join(f"{first}{second}" for first in range(400) for second in range(9))
+    mb.Tokenizer.train("word", [text], 3000).save_pretrained(published_gpt2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        mb.load(published_gpt2)
+    texts = " ".join(str(warning.message) for warning in found)
+    assert "eos_token_id 4000, but the tokenizer ends at" in texts
+    assert "a gpt2 model usually has a bpe tokenizer, but this one is word" in texts
+    assert "plain English into unknown tokens" in texts
 
 
 def test_a_run_writes_the_defaults_of_its_objective(parent, causal_pipe, seq2seq_pipe):

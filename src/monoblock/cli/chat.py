@@ -18,7 +18,7 @@ from monoblock.cli._shared.decoding_options import (
     resolve_settings,
     stop_option,
 )
-from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import suggest_next
 from monoblock.errors import InputError
 
@@ -39,6 +39,7 @@ Message = dict[str, str]  # role and content
 @stop_option
 @device_option
 @dtype_option
+@force_option
 @click.option("--json", "as_json", is_flag=True, help="Print each reply as one JSON object: role and content.")
 def command(
     model: str,
@@ -46,10 +47,11 @@ def command(
     stop: tuple[str, ...],
     device: str | None,
     dtype: str | None,
+    force: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    pipe = load_pipeline(model, device, dtype)
+    pipe = load_pipeline(model, device, dtype, force=force)
     if pipe.model.encoder is not None or pipe.tokenizer.chat_template is None:
         verb = "translate" if pipe.model.encoder is not None else "generate"
         raise InputError(f"{model} has no chat template, so it cannot chat; use monoblock {verb} {model} instead")

@@ -18,7 +18,7 @@ from monoblock.cli._shared.decoding_options import (
     resolve_settings,
     stop_option,
 )
-from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.errors import InputError
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 @stop_option
 @device_option
 @dtype_option
+@force_option
 @json_option
 def command(
     model: str,
@@ -46,11 +47,12 @@ def command(
     stop: tuple[str, ...],
     device: str | None,
     dtype: str | None,
+    force: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     text = sys.stdin.read() if prompt == "-" else (prompt or "")
-    pipe = load_pipeline(model, device, dtype)
+    pipe = load_pipeline(model, device, dtype, force=force)
     options = drop_unset(options)
     settings = resolve_settings(pipe, options)
     if pipe.model.encoder is not None and not text:

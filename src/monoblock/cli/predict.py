@@ -12,7 +12,7 @@ import click
 
 from monoblock.cli._shared.image_options import interpolate_option, set_image_size
 from monoblock.cli._shared.line_reader import chunk_lines, count_lines, read_lines
-from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import suggest_next
 from monoblock.cli._shared.predict_output import PRINTERS, OutputFormat, print_neighbours
 from monoblock.cli._shared.progress import ProgressBar
@@ -72,11 +72,14 @@ VERB_BY_FAMILY = {"decoder-only": "generate", "encoder-decoder": "translate"}
 @interpolate_option
 @device_option
 @dtype_option
+@force_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-def command(model: str, texts: tuple[str, ...], device: str | None, dtype: str | None, **options: Any) -> None:
+def command(
+    model: str, texts: tuple[str, ...], device: str | None, dtype: str | None, force: bool, **options: Any
+) -> None:
     if texts and options["file"] is not None:
         raise ConfigError("TEXT and --file are both given; give one of them")
-    pipe = set_image_size(load_pipeline(model, device, dtype), options["interpolate"])
+    pipe = set_image_size(load_pipeline(model, device, dtype, force=force), options["interpolate"])
     predictor = LinePredictor(pipe, model, options)
     num_lines = 0
     with ProgressBar("lines", len(texts) or count_lines(options["file"])) as progress:

@@ -12,7 +12,7 @@ import click
 
 from monoblock.cli._shared.decoding_options import SEARCH_OPTIONS, add_options, drop_unset, resolve_settings
 from monoblock.cli._shared.line_reader import chunk_lines, read_lines
-from monoblock.cli._shared.model_options import device_option, dtype_option, load_pipeline
+from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import suggest_next
 from monoblock.errors import ConfigError, InputError
 
@@ -50,6 +50,7 @@ RERANKED_HYPOTHESES = 5  # with --words, the best of this many hypotheses per li
 )
 @device_option
 @dtype_option
+@force_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def command(
     model: str,
@@ -62,10 +63,11 @@ def command(
     batch_size: int,
     device: str | None,
     dtype: str | None,
+    force: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    pipe = load_pipeline(model, device, dtype)
+    pipe = load_pipeline(model, device, dtype, force=force)
     search = drop_unset(options)
     resolve_settings(pipe, search)
     if pipe.model.encoder is None:

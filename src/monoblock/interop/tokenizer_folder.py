@@ -6,6 +6,7 @@ In a monoblock folder, config.json contains the fingerprint of that tokenizer.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,40 @@ from monoblock.config.model import EmbeddingConfig, ModelConfig, RecurrentConfig
 from monoblock.config.schema import to_dict
 from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
-from monoblock.tokenizers.compatibility import check_tokenizer_fits
+from monoblock.tokenizers.compatibility import check_published_tokenizer, check_tokenizer_fits
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
 FINGERPRINT_KEY = "tokenizer"  # key in config.json
 
 
-def load_tokenizer(folder: Path, config: ModelConfig | RecurrentConfig | None = None) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, config: ModelConfig | RecurrentConfig | None = None, *, force: bool = False
+) -> Tokenizer:
     """Load the tokenizer of a run folder, a Hugging Face folder or a GGUF file.
 
-    Raise FileError if the tokenizer does not match the model.
+    Raise FileError if the tokenizer does not match the model; warn if it looks as if it did not.
 
     config: the configuration of the model; if None, it is read from `folder`, which must be a monoblock folder.
+    force: use the tokenizer of a published folder even if it seems to belong to another model.
     """
     tokenizer = Tokenizer.from_pretrained(folder)
     config = read_config(folder) if config is None else config
+    has_config = folder.is_dir() and has_file(folder, CONFIG_FILE)
+    data = read_json(safe_join(folder, CONFIG_FILE)) if has_config else {}
     try:
-        check_tokenizer_fits(tokenizer, vocab_size(config), _stored_fingerprint(folder))
+        check_tokenizer_fits(tokenizer, vocab_size(config), _stored_fingerprint(data))
+        if has_config and "format" not in data and not force:
+            for text in check_published_tokenizer(tokenizer, vocab_size(config), data):
+                warnings.warn(f"{folder}: {text}", stacklevel=2)
     except InputError as problem:
-        raise FileError(f"{folder}: {problem}") from None
+        advice = ", or load it anyway with --force (force=True in Python)" if "format" not in data else ""
+        raise FileError(f"{folder}: {problem}{advice}") from None
     return tokenizer
 
 
-def _stored_fingerprint(folder: Path) -> str | None:
-    """Return the tokenizer's fingerprint in config.json; None if the folder is not a monoblock folder."""
-    if not (folder.is_dir() and has_file(folder, CONFIG_FILE)):
-        return None
-    data = read_json(safe_join(folder, CONFIG_FILE))
+def _stored_fingerprint(data: dict[str, Any]) -> str | None:
+    """Return the tokenizer's fingerprint in the content of config.json; None if it is not that of monoblock."""
     fingerprint = data.get(FINGERPRINT_KEY) if data.get("format") == FORMAT_NAME else None
     return fingerprint if isinstance(fingerprint, str) else None
 

@@ -37,18 +37,20 @@ def load(
     model_class: type[Transformer] = Transformer,
     device: str | None = None,
     dtype: torch.dtype | str = torch.float32,
+    force: bool = False,
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
     task: the task of the run, if it is not one of the package.
     model_class: the subclass of Transformer that was trained.
+    force: use the tokenizer of a published folder even if it seems to belong to another model.
     device: None takes a CUDA GPU if there is one, else the CPU.
     """
     folder = resolve_model_path(folder)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return Pipeline(load_folder(folder, device, dtype, task, model_class), task)
+    return Pipeline(load_folder(folder, device, dtype, task, model_class, force=force), task)
 
 
 def load_folder(
@@ -57,10 +59,12 @@ def load_folder(
     dtype: torch.dtype | str,
     task: Task | None = None,
     model_class: type[Transformer] = Transformer,
+    *,
+    force: bool = False,
 ) -> LoadedModel:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
     model = _load_model(folder, device, dtype, model_class)
-    tokenizer = load_tokenizer(folder, model.config) if _has_tokenizer(folder, model) else None
+    tokenizer = load_tokenizer(folder, model.config, force=force) if _has_tokenizer(folder, model) else None
     if tokenizer is None:
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
     else:

@@ -64,7 +64,7 @@ class GenerationDefaults:
             elif "temperature" in explicit and "num_beams" not in explicit:
                 options["num_beams"] = 1
         settings = parse_settings({name: value for name, value in options.items() if value is not None})
-        check_effects(settings, explicit)
+        check_effects(settings, explicit - {"length_penalty"})  # `translate` also scores a greedy text with it
         return settings
 
 

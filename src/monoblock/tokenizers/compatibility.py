@@ -1,4 +1,11 @@
-"""Check that a tokenizer is the one that a model was trained with."""
+"""Check that a tokenizer is the one that a model was trained with.
+
+A monoblock folder stores the fingerprint of its tokenizer. A published folder stores none, so its tokenizer is compared
+with what the configuration says: the size of the vocabulary, the ids of special tokens and the family of the model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from monoblock.errors import InputError
 from monoblock.tokenizers.fingerprint import FINGERPRINT_DIGITS
@@ -19,3 +26,69 @@ def check_tokenizer_fits(tokenizer: Tokenizer, vocab: int, fingerprint: str | No
     else:
         return
     raise InputError(f"{problem}; give the tokenizer from the model's own folder")
+
+
+# Published models pad their vocabulary by up to about a thousand rows, small ones by up to a third of it.
+MAX_UNUSED_ROWS = 2048
+SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+# Tokenizer kinds of published families, where one kind is usual.
+USUAL_KINDS = {
+    "albert": "unigram",
+    "bart": "bpe",
+    "bert": "wordpiece",
+    "bloom": "bpe",
+    "distilbert": "wordpiece",
+    "electra": "wordpiece",
+    "falcon": "bpe",
+    "gpt2": "bpe",
+    "gpt_neo": "bpe",
+    "gpt_neox": "bpe",
+    "gptj": "bpe",
+    "llama": "bpe",
+    "mistral": "bpe",
+    "mt5": "unigram",
+    "opt": "bpe",
+    "phi": "bpe",
+    "qwen2": "bpe",
+    "qwen3": "bpe",
+    "roberta": "bpe",
+    "t5": "unigram",
+    "xlm-roberta": "unigram",
+}
+PLAIN_TEXT = "the 3 quick brown foxes jump over the lazy dog"
+
+
+def check_published_tokenizer(tokenizer: Tokenizer, vocab: int, fields: Mapping[str, Any]) -> list[str]:
+    """Check the tokenizer of a published model; raise InputError if it cannot be right, return what looks wrong.
+
+    vocab: the size of the model's vocabulary.
+    fields: the content of config.json.
+    """
+    unused, size = vocab - tokenizer.vocab_size, tokenizer.vocab_size
+    if unused > MAX_UNUSED_ROWS and unused > vocab // 3:
+        raise InputError(
+            f"this tokenizer ({tokenizer.kind}) has {size:,} tokens, but the vocabulary of the model has {vocab:,}, "
+            f"so it belongs to another model; put the model's own tokenizer into its folder"
+        )
+    warnings = []
+    for name in SPECIAL_ID_FIELDS:
+        for token in _token_ids(fields.get(name)):
+            if size <= token < vocab:
+                warnings.append(f"config.json has {name} {token}, but the tokenizer ends at {size - 1}")
+            elif token < size and token not in tokenizer.special_ids:
+                text = tokenizer.token(token)
+                warnings.append(f"config.json has {name} {token}, which the tokenizer uses for the text {text!r}")
+    usual = USUAL_KINDS.get(str(fields.get("model_type")))
+    if usual is not None and tokenizer.kind != usual:
+        warnings.append(
+            f"a {fields['model_type']} model usually has a {usual} tokenizer, but this one is {tokenizer.kind}"
+        )
+    pieces = tokenizer.encode(PLAIN_TEXT)
+    if tokenizer.unk_id is not None and 2 * pieces.count(tokenizer.unk_id) > len(pieces):
+        warnings.append("the tokenizer turns plain English into unknown tokens")
+    return warnings
+
+
+def _token_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [token for token in values if isinstance(token, int) and not isinstance(token, bool) and token >= 0]

@@ -19,6 +19,10 @@ dtype_option = click.option(
     "--dtype", help="Weights in fp32, bf16 or fp16.  [default: bf16 on a GPU that supports it, else fp32]"
 )
 
+force_option = click.option(
+    "--force", is_flag=True, help="Load the tokenizer of a published model even if it seems to belong to another one."
+)
+
 
 class DefaultChoice(NamedTuple):
     value: str
@@ -63,12 +67,12 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
     return device, getattr(torch, DTYPES.get(name, name))
 
 
-def load_pipeline(model: str, device: str | None, dtype: str | None) -> Pipeline:
+def load_pipeline(model: str, device: str | None, dtype: str | None, *, force: bool = False) -> Pipeline:
     """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored."""
     from monoblock.runs.load import load
 
     device, torch_dtype = resolve_device(device, dtype)
-    pipe = load(Path(model), device=device, dtype=torch_dtype)
+    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force)
     if pipe.defaults.ignored_fields:
         fields = ", ".join(pipe.defaults.ignored_fields)
         click.echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)
