@@ -58,7 +58,7 @@ _HOME = {
     "TokenPositions": "nn.token_positions",
     "Tokenizer": "tokenizers.tokenizer",
     "Transformer": "nn.transformer",
-    "account": "accounting.report",
+    "account": "interop.account",
     "add_lora": "nn.lora",
     "bart": "config.families",
     "bert": "config.families",

@@ -1,6 +1,5 @@
 """The public names for type checkers; at run time each is imported when first used (see __init__.py)."""
 
-from monoblock.accounting.report import account as account
 from monoblock.config.families import (
     bart as bart,
     bert as bert,
@@ -46,6 +45,7 @@ from monoblock.errors import (
     MonoblockError as MonoblockError,
 )
 from monoblock.inspection.trace import trace as trace
+from monoblock.interop.account import account as account
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.huggingface.export import export_hf as export_hf
 from monoblock.nn.block import Block as Block

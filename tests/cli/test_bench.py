@@ -104,3 +104,25 @@ def test_invalid_arguments_are_one_line_errors(folder, arguments, message, capsy
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("fails_at", ["build", "run"])
+def test_another_library_that_fails_is_one_line_and_the_others_are_measured(folder, capsys, monkeypatch, fails_at):
+    class Broken:
+        weight_bytes = 0
+
+        def run(self, ids, count):
+            raise KeyError("no such\nlayer")
+
+    monkeypatch.setitem(RUNNERS, "transformers", lambda setup: Broken() if fails_at == "run" else {}["no such layer"])
+    assert run(["bench", folder, *SMALL, "--only", "monoblock", "--only", "transformers", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["runners"]) == ["monoblock"]
+    assert report["absent"]["transformers"].startswith("failed with KeyError: ")
+    assert "\n" not in report["absent"]["transformers"]
+
+
+def test_the_default_lengths_fit_a_short_context(folder, capsys):
+    assert run(["bench", folder, "--rounds", "1", "--only", "monoblock", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["prompt"], report["new"]) == (10, 21)  # of a context of 32

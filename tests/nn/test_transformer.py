@@ -272,8 +272,12 @@ def test_only_decoders_have_something_to_cache():
     )
 
 
+def test_encode_gives_the_hidden_states_of_a_decoder_only_model():
+    model, ids = tiny_model("gpt2"), random_tokens()
+    assert torch.equal(model.head(model.encode(ids), table=model.output_embedding), model(ids))
+
+
 def test_calls_of_another_family_are_refused():
-    assert_refused("has no encoder", lambda: tiny_model("gpt2").encode(random_tokens()))
     assert_refused("has no decode method", lambda: tiny_model("gpt2").decode(random_tokens(), torch.zeros(B, S, 36)))
 
 

@@ -96,6 +96,14 @@ def test_the_attention_example_names_tokens_at_or_before_each_token(tmp_path):
     assert all(", head" in line and ": And→And 100%, " in line for line in lines)
 
 
+def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_done(recipe, tmp_path):
+    run = mb.train(recipe, {"train.steps": 4}, out=tmp_path / "run", progress=False)
+    files = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    with pytest.raises(mb.ConfigError, match=r"train\.steps=3, but the run in .* has already done 4 steps"):
+        mb.train(recipe, {"train.steps": 3}, out=tmp_path / "run", resume=True, progress=False)
+    assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == files
+
+
 def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"good {n} x\tbad {n % 7} y\n" for n in range(200)), encoding="utf-8")

@@ -2,20 +2,19 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
 from monoblock.accounting.memory import DTYPE_BITS, OPTIMIZER_STATES
-from monoblock.accounting.report import Account, account
+from monoblock.accounting.report import Account
 from monoblock.cli._shared.account_report import print_account
 from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.config.presets import PRESETS
-from monoblock.config.schema import from_dict
-from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.errors import ConfigError, InputError
+from monoblock.interop.account import account
+from monoblock.interop.config_file import read_any_config
 
 # Option -> (the option without which it has no effect, its default value).
 DEPENDENT_OPTIONS = {
@@ -28,50 +27,6 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 
 
 # -- configuration ---------------------------------------------------------------------------------------------------
-
-
-def load_config(what: str) -> ModelConfig | RecurrentConfig:
-    """Return the configuration of `what`: a preset, a config.json, a GGUF file or a model folder."""
-    if what in PRESETS:
-        return PRESETS[what].config
-    if not what:
-        raise ConfigError("WHAT is empty; give the name of a preset, a config.json file or a model folder")
-    path = Path(what)
-    file = path / "config.json" if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
-        raise FileError(f"the folder {what} has no config.json; give a preset, a config.json file or a model folder")
-    if not file.is_file():
-        if path.name != what or path.suffix == ".json":  # it looks like a path
-            raise FileError(f"there is no file or folder {what}; give a preset, a config.json file or a model folder")
-        return account(what).config  # raises an error that names similar presets
-    if file.suffix == ".gguf":
-        from monoblock.interop.gguf.reader import read_gguf_config
-
-        return read_gguf_config(file)
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise FileError(f"{file} is not JSON: {problem}") from None
-    if isinstance(data, dict) and "format" in data:  # the config.json of a model folder
-        data = data.get("model") if data["format"] == "monoblock" else None
-    if isinstance(data, dict) and "model_type" in data:
-        return _read_hf_config(file)
-    if not isinstance(data, dict):
-        raise FileError(
-            f"{file} is not the configuration of a monoblock model; give a config.json that monoblock wrote"
-        )
-    is_lstm = "vocab" in data  # the configuration of a Transformer has "vocab" in "input"
-    return from_dict(RecurrentConfig, data) if is_lstm else ModelConfig.from_dict(data)
-
-
-def _read_hf_config(file: Path) -> ModelConfig:
-    from monoblock.interop.huggingface.load import config_from_hf
-    from monoblock.untrusted_files import read_json
-
-    try:
-        return config_from_hf(read_json(file))
-    except (ConfigError, FileError) as problem:
-        raise FileError(f"{file}: {problem}") from None
 
 
 def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str, ...]) -> ModelConfig | RecurrentConfig:
@@ -213,7 +168,7 @@ def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
 @json_option
 def command(what: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     options = fill_dependent_options(options)
-    model_account = account(apply_overrides(load_config(what), overrides), name=" ".join([what, *overrides]))
+    model_account = account(apply_overrides(read_any_config(what), overrides), name=" ".join([what, *overrides]))
     try:
         report = build_report(model_account, options)
     except InputError as problem:  # sizes from the command line that do not fit this model

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
 
 DTYPE_NAMES = {name: short for short, name in DTYPES.items()}
+DEFAULT_PROMPT, DEFAULT_NEW = 32, 64  # tokens
 COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights", "peak memory")
 
 
@@ -30,8 +31,12 @@ COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights",
     "(default: gpt2). Other installed libraries that can run the same weights are measured for comparison.",
 )
 @click.argument("what", default="gpt2")
-@click.option("--prompt", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens in the prompt.")
-@click.option("--new", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to generate.")
+@click.option(
+    "--prompt", type=click.IntRange(min=1), help="Tokens in the prompt.  [default: 32, less if the context is short]"
+)
+@click.option(
+    "--new", type=click.IntRange(min=1), help="Tokens to generate.  [default: 64, less if the context is short]"
+)
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences in a batch.")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Repetitions; the median is reported."
@@ -47,8 +52,8 @@ COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights",
 @json_option
 def command(
     what: str,
-    prompt: int,
-    new: int,
+    prompt: int | None,
+    new: int | None,
     batch: int,
     rounds: int,
     only: tuple[str, ...],
@@ -58,7 +63,7 @@ def command(
     as_json: bool,
 ) -> None:
     names = _select_runners(only, no_peers)
-    model = _load_model(what, device, dtype, prompt + new + 1)
+    model, prompt, new = _load_model(what, device, dtype, prompt, new)
     with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
         report = {"model": what} | measure_runners(model, Path(folder), names, prompt, new, batch, rounds)
     if as_json:
@@ -78,8 +83,10 @@ def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
     return [name for name in names if name.startswith("monoblock")] if only_monoblock else names
 
 
-def _load_model(what: str, device: str | None, dtype: str | None, length: int) -> Transformer:
-    """Load a model folder, or build a preset with random weights; raise unless its context holds `length` tokens."""
+def _load_model(
+    what: str, device: str | None, dtype: str | None, prompt: int | None, new: int | None
+) -> tuple[Transformer, int, int]:
+    """Load a model folder, or build a preset with random weights; return it, and the lengths of prompt and new text."""
     import torch
 
     from monoblock.config.presets import PRESETS, preset
@@ -88,9 +95,9 @@ def _load_model(what: str, device: str | None, dtype: str | None, length: int) -
     device, torch_dtype = resolve_device(device, dtype)
     if Path(what).exists():
         model = Transformer.from_pretrained(what, device=device, dtype=torch_dtype)
-        _check_config(model.config, length)
+        lengths = _choose_lengths(model.config, prompt, new)
     elif what in PRESETS:
-        _check_config(preset(what), length)
+        lengths = _choose_lengths(preset(what), prompt, new)
         click.echo(f"building {what} with random weights", err=True)
         torch.manual_seed(0)
         model = Transformer(preset(what)).to(device=device, dtype=torch_dtype)
@@ -98,16 +105,24 @@ def _load_model(what: str, device: str | None, dtype: str | None, length: int) -
         raise ConfigError(
             f"{what!r} is neither a model folder nor a preset (see `monoblock ls presets`){did_you_mean(what, PRESETS)}"
         )
-    return model.eval()
+    return model.eval(), *lengths
 
 
-def _check_config(config: ModelConfig, length: int) -> None:
+def _choose_lengths(config: ModelConfig, prompt: int | None, new: int | None) -> tuple[int, int]:
+    """Return the number of tokens in the prompt and the number of new ones; raise unless the context holds them."""
     if config.decoder is None or config.head is None or config.head.kind != "language_model":
         raise ConfigError(f"{with_article(config.family)} model generates no text; give a language model, such as gpt2")
-    if config.context is not None and length > config.context:
+    context = config.context
+    if prompt is None:
+        prompt = DEFAULT_PROMPT if context is None else max(1, min(DEFAULT_PROMPT, context // 3))
+    if new is None:
+        new = DEFAULT_NEW if context is None else max(1, min(DEFAULT_NEW, context - prompt - 1))
+    length = prompt + new + 1  # the warm-up generates one token more
+    if context is not None and length > context:
         raise ConfigError(
-            f"--prompt and --new need a context of {length} tokens, but this model has {config.context}; lower them"
+            f"--prompt and --new need a context of {length} tokens, but this model has {context}; lower them"
         )
+    return prompt, new
 
 
 def measure_runners(
@@ -136,7 +151,7 @@ def measure_runners(
     runners, unavailable = _build_runners(setup, names)
     vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
     random_batch = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    times = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device)
+    times, failed = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device)
     dtype = str(parameter.dtype).removeprefix("torch.")
     return {
         "device": setup.device,
@@ -151,8 +166,9 @@ def measure_runners(
         "runners": {
             name: _summarize_times(times[name], runner.weight_bytes, prompt * batch, new * batch)
             for name, runner in runners.items()
+            if name in times
         },
-        "absent": unavailable,
+        "absent": unavailable | failed,
     }
 
 
@@ -171,35 +187,59 @@ def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runne
             runners[name] = RUNNERS[name](setup)
         except RunnerUnavailable as problem:
             unavailable[name] = str(problem)
+        except Exception as problem:
+            if name not in peers:
+                raise
+            unavailable[name] = _failure(problem)
     return runners, unavailable
+
+
+def _failure(problem: Exception) -> str:
+    """Return one line about the error of another library."""
+    return f"failed with {type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
 
 
 def _time_runners(
     runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Time the runners; return for each its seconds to the first token and to all tokens by round, and its peak memory.
 
     The runners take turns within a round, so that a change in the load of the machine affects all of them. The peak
-    memory is that of the GPU; it is None on a CPU.
+    memory is that of the GPU; it is None on a CPU. The second result has the error of each other library that failed.
     """
-    import torch
-
     times: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
+    failed: dict[str, str] = {}
     for round_number in range(rounds + 1):
         click.echo("warming up" if not round_number else f"round {round_number} of {rounds}", err=True)
-        for name, runner in runners.items():
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            for key, count in (("first", 1), ("all", new + 1)):
-                start = time.perf_counter()
-                runner.run(prompts[round_number % len(prompts)], count)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if round_number:
-                    times[name][key].append(time.perf_counter() - start)
-            if device.type == "cuda":
-                times[name]["peak"] = torch.cuda.max_memory_allocated(device)
-    return times
+        for name in list(times):
+            try:
+                seconds, peak = _time_once(runners[name], prompts[round_number % len(prompts)], new, device)
+            except Exception as problem:
+                if name.startswith("monoblock"):
+                    raise
+                failed[name] = _failure(problem)
+                del times[name]
+                continue
+            times[name]["peak"] = peak
+            for key, value in seconds.items() if round_number else ():
+                times[name][key].append(value)
+    return times, failed
+
+
+def _time_once(runner: Runner, prompts: list[list[int]], new: int, device: Any) -> tuple[dict[str, float], int | None]:
+    """Return the seconds to the first token and to all tokens, and the peak memory on a GPU."""
+    import torch
+
+    is_gpu, seconds = device.type == "cuda", {}
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    for key, count in (("first", 1), ("all", new + 1)):
+        start = time.perf_counter()
+        runner.run(prompts, count)
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        seconds[key] = time.perf_counter() - start
+    return seconds, torch.cuda.max_memory_allocated(device) if is_gpu else None
 
 
 def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weights_reader import WeightReader
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from monoblock.nn.lstm import Recurrent
     from monoblock.nn.transformer import Transformer
 
-CONFIG_FILE, FORMAT_NAME = "config.json", "monoblock"
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 T = TypeVar("T", "Transformer", "Recurrent")
 

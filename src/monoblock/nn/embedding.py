@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig, Learned, PatchConfig, Sinusoid
 from monoblock.errors import InputError
+from monoblock.nn.inputs.check_inputs import can_read_values
 from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.positions import grid_sinusoid, sinusoid
@@ -117,7 +118,7 @@ class Embedding(nn.Module):
             )
         if limit is not None and token_positions.start is not None and token_positions.start + ids.shape[1] > limit:
             raise InputError(_too_long_message(token_positions.start + ids.shape[1], limit))
-        if ids.device.type != "cpu" or not ids.numel():
+        if not can_read_values(ids) or not ids.numel():
             return
         low, high = (int(v) for v in ids.aminmax())
         if low < 0 or high >= self.config.vocab:

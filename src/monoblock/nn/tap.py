@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from monoblock.errors import InputError
+
 Tap = Callable[[str, Tensor], Tensor]
 
 
@@ -42,7 +44,14 @@ def tap_wants(tap: Tap | None, name: str) -> bool:
 
 
 def apply_tap(tap: Tap | None, name: str, tensor: Tensor) -> Tensor:
-    return tensor if tap is None else tap(name, tensor)
+    if tap is None:
+        return tensor
+    result = tap(name, tensor)
+    if not isinstance(result, Tensor):
+        raise InputError(
+            f"the tap returned {type(result).__name__} at {name!r}; return a tensor: the one given, or its replacement"
+        )
+    return result
 
 
 def tap_argument(module: nn.Module, tap: Tap | None, prefix: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
@@ -81,6 +82,8 @@ def _build_run(
         task_data = build_task_data(recipe, context, task=task, config=draft, **options)
     original, recipe = recipe, resolve_steps(recipe, task_data)
     section = recipe.train
+    if resume:
+        _check_steps(section.steps, max(list_steps(folder / CHECKPOINTS_FOLDER)), folder)
     runtime = choose_runtime(
         section.device,
         section.precision,
@@ -120,6 +123,15 @@ def _build_run(
     if parts.optimizer is not None:
         run.custom_optimizer = type(trainer.optimizers.optimizers[0]).__name__
     return run
+
+
+def _check_steps(steps: int, done: int, folder: Path) -> None:
+    """Raise ConfigError if a run has done more steps than it is now asked for."""
+    if steps < done:
+        raise ConfigError(
+            f"train.steps={steps}, but the run in {folder} has already done {done} steps; write train.steps={done} or "
+            f"more, or train in another folder"
+        )
 
 
 def _copy_initial_weights(

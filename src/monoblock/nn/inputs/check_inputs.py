@@ -1,6 +1,6 @@
 """Check the arguments of a forward pass; each failure is one line that says what to write instead.
 
-The values of tensors are read only where that costs little: on a CPU, and not while a model is compiled.
+The values of tensors are read only where that is possible and costs little (see `can_read_values`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache import Cache
 
 INTEGER_DTYPES = (torch.int64, torch.int32)
+
+
+def can_read_values(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read at little cost: on a CPU, not compiled, not in torch.func."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func is active; vmap does not allow the values of a tensor to be read."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def reject_arguments(family: str, **arguments: Tensor | None) -> None:
@@ -92,7 +102,7 @@ def check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
             f"logits_at has shape {tuple(logits_at.shape)} and dtype {logits_at.dtype}; give whole numbers of shape "
             f"({B}, n), the indices of n tokens in each row"
         )
-    if logits_at.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_read_values(logits_at):
         low, high = int(logits_at.min()), int(logits_at.max())
         if not -T <= low <= high < T:
             wrong = low if low < -T else high
@@ -110,9 +120,10 @@ def valid_mask(mask: Tensor | None, ids: Tensor) -> Tensor | None:
             f"a mask of shape {tuple(mask.shape)} does not fit ids of shape {tuple(ids.shape)}; "
             "give a 1 or 0 for each id"
         )
-    eager = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    readable = can_read_values(mask)
     # An additive mask (0 for tokens, -inf for padding) would be understood the wrong way round.
-    if (eager or mask.is_floating_point()) and not bool(((mask == 0) | (mask == 1)).all()):
+    is_checked = readable or (mask.is_floating_point() and not _is_transformed())
+    if is_checked and not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError("the mask has values other than 0 and 1; write 1 for real tokens and 0 for padding")
     valid = mask.bool()
-    return None if eager and bool(valid.all()) else valid
+    return None if readable and bool(valid.all()) else valid

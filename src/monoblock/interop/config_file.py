@@ -1,0 +1,65 @@
+"""Read the configuration of a model from config.json, whether monoblock or transformers wrote it, or from a GGUF file.
+
+This needs no torch, so that models are counted quickly.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from monoblock.config.model import ModelConfig, RecurrentConfig
+from monoblock.config.presets import PRESETS, preset
+from monoblock.config.schema import from_dict
+from monoblock.errors import ConfigError, FileError
+
+CONFIG_FILE, FORMAT_NAME = "config.json", "monoblock"
+ADVICE = "give a preset, a config.json file or a model folder"
+
+
+def read_any_config(what: str) -> ModelConfig | RecurrentConfig:
+    """Return the configuration of `what`: a preset, a config.json, a GGUF file or a model folder."""
+    if what in PRESETS:
+        return PRESETS[what].config
+    if not what:
+        raise ConfigError("WHAT is empty; give the name of a preset, a config.json file or a model folder")
+    path = Path(what)
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise FileError(f"the folder {what} has no {CONFIG_FILE}; {ADVICE}")
+    if not file.is_file():
+        if path.name != what or path.suffix == ".json":  # it looks like a path
+            raise FileError(f"there is no file or folder {what}; {ADVICE}")
+        return preset(what)  # raises an error that names similar presets
+    if file.suffix == ".gguf":
+        from monoblock.interop.gguf.reader import read_gguf_config
+
+        return read_gguf_config(file)
+    return _read_config_file(file)
+
+
+def _read_config_file(file: Path) -> ModelConfig | RecurrentConfig:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as problem:
+        raise FileError(f"{file} is not JSON: {problem}") from None
+    if isinstance(data, dict) and "format" in data:  # the config.json of a model folder
+        data = data.get("model", data.get("recurrent")) if data["format"] == FORMAT_NAME else None
+    if not isinstance(data, dict):
+        raise FileError(
+            f"{file} is not the configuration of a monoblock model; give a config.json that monoblock wrote"
+        )
+    if "model_type" in data:
+        return _read_hf_config(file, data)
+    is_lstm = "vocab" in data  # the configuration of a Transformer has "vocab" in "input"
+    return from_dict(RecurrentConfig, data) if is_lstm else ModelConfig.from_dict(data)
+
+
+def _read_hf_config(file: Path, data: dict[str, Any]) -> ModelConfig:
+    from monoblock.interop.huggingface.load import config_from_hf
+
+    try:
+        return config_from_hf(data)
+    except (ConfigError, FileError) as problem:
+        raise FileError(f"{file}: {problem}") from None
