@@ -101,6 +101,12 @@ def test_results_go_to_stdout_progress_to_stderr_and_the_next_verb_is_named(caps
     assert err.splitlines()[-1].startswith("Try: monoblock ")
 
 
+def test_an_override_that_changes_nothing_is_said(capsys):
+    assert run(["train", "toy.toml", "train.steps=3", "train.lr=1e-3"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert notes == ["note: train.steps=3 changes nothing, because the recipe says so already"]
+
+
 def test_json_is_one_object_with_the_metrics(capsys):
     assert run(["train", "toy.toml", "--json", "--out", "here"]) == 0
     result = json.loads(capsys.readouterr().out)

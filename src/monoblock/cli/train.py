@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
 from monoblock.cli._shared.output import json_option
 from monoblock.cli._shared.training_run import print_result, print_resume_command, run_training
+from monoblock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from monoblock.recipes.schema import Recipe
 
 
 @click.command(
@@ -48,6 +53,8 @@ def command(
     from monoblock.runs.run_folder import check_run_folder
     from monoblock.training import distributed
 
+    if not resume and "RANK" not in os.environ:
+        _report_unchanged(recipe, overrides, resolved)
     folder = out if out is not None else Path("runs") / resolved.name
     words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
     if nproc > 1:
@@ -65,3 +72,16 @@ def command(
         world.shut_down()
     if last.interrupted:
         ctx.exit(130)
+
+
+def _report_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -> None:
+    """Print a note for each override that is what the recipe says already."""
+    from monoblock.runs.recipe import read_recipe
+
+    for index, word in enumerate(overrides):
+        try:
+            without = read_recipe(recipe, overrides[:index] + overrides[index + 1 :], warn=False)
+        except ConfigError:  # the other overrides need this one
+            continue
+        if without == resolved:
+            click.echo(f"note: {word} changes nothing, because the recipe says so already", err=True)
