@@ -102,7 +102,7 @@ def test_results_go_to_stdout_progress_to_stderr_and_the_next_verb_is_named(caps
 
 
 def test_an_override_that_changes_nothing_is_said(capsys):
-    assert run(["train", "toy.toml", "train.steps=3", "train.lr=1e-3"]) == 0
+    assert run(["train", "toy.toml", "train.steps=3", "train.lr=2e-3"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert notes == ["note: train.steps=3 changes nothing, because the recipe says so already"]
 
