@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import monoblock as mb
+from monoblock.decoding.backends import inference_copy
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError
@@ -213,9 +214,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kernels", action="store_true", help="also use the C++ kernels, as for models of usual size")
     parser.add_argument("--smoke", action="store_true", help="send a few hundred requests")
     args = parser.parse_args()
     total = 400 if args.smoke else args.requests
+    if args.kernels:
+        inference_copy.MIN_NATIVE_WEIGHTS = 0
     counts: Counter[str] = Counter()
     problems: list[str] = []
     memory: list[int] = []
