@@ -289,6 +289,12 @@ def test_a_run_folder_without_do_sample_still_samples(parent, causal_pipe, tmp_p
 # -- inputs and options of users --------------------------------------------------------------------------------------
 
 
+def test_the_representation_of_a_pipeline_is_one_line(causal_pipe):
+    weights = sum(weight.numel() for weight in causal_pipe.model.parameters())
+    assert repr(causal_pipe).startswith(f"Pipeline(decoder-only, {weights:,} parameters, Tokenizer(")
+    assert "\n" not in repr(causal_pipe)
+
+
 def test_empty_lists_give_empty_results(causal_pipe, seq2seq_pipe):
     assert causal_pipe.generate([]) == []
     assert seq2seq_pipe.translate([]) == []

@@ -42,11 +42,17 @@ ChatMessages = Sequence[Mapping[str, object]]  # such as [{"role": "user", "cont
 Stop = str | Sequence[str]  # strings at which a text ends
 
 
-@dataclass
+@dataclass(repr=False)
 class Pipeline(PredictionMethods):
     """A loaded model with methods that generate and predict; returned by `mb.load`."""
 
     task: Task | None = None  # a task that is not in the package
+
+    def __repr__(self) -> str:
+        weights = sum(weight.numel() for weight in self.model.parameters())
+        task = self.task.name if self.task is not None else self.objective
+        parts = [self.model.config.family, f"{weights:,} parameters", repr(self.tokenizer)]
+        return f"Pipeline({', '.join(parts + ([f'objective={task!r}'] if task else []))})"
 
     @property
     def model(self) -> Transformer | Recurrent:
