@@ -243,7 +243,6 @@ def published(tmp_path_factory):
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:.*plain English into unknown tokens")
 def test_a_published_encoder_becomes_a_classifier_in_a_folder_of_ours(published, folder, tmp_path):
     recipe = warm_recipe(
         published.parent, tmp_path / "warm.toml", "classification", str(folder / "labelled.tsv"), published.name

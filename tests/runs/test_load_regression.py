@@ -13,12 +13,12 @@ NAMES = ["warmth", "length"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return mb.Tokenizer.train("bpe", ["a small cat sat on a mat"], 290)
+    return mb.Tokenizer.train("bpe", ["a small cat sat on a mat"], 270)
 
 
 def save(folder, tokenizer, model_format):
     torch.manual_seed(0)
-    config = mb.bert(vocab=290, width=12, depth=1, heads=3, context=37, head="regression", classes=2)
+    config = mb.bert(vocab=tokenizer.vocab_size, width=12, depth=1, heads=3, context=37, head="regression", classes=2)
     model = mb.Transformer(config).eval()
     model.save_pretrained(folder) if model_format == "monoblock" else mb.export_hf(model, folder)
     tokenizer.save_pretrained(folder)

@@ -14,7 +14,6 @@ from monoblock.errors import InputError
 from monoblock.tasks.loaded_model import GenerationDefaults
 
 PROMPT = "And the 7 sons"
-pytestmark = pytest.mark.filterwarnings("ignore:.*a t5 model usually has a unigram tokenizer")
 
 
 @pytest.fixture(scope="module")

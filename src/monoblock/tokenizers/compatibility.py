@@ -78,11 +78,12 @@ def check_published_tokenizer(tokenizer: Tokenizer, vocab: int, fields: Mapping[
             elif token < size and token not in tokenizer.special_ids:
                 text = tokenizer.token(token)
                 warnings.append(f"config.json has {name} {token}, which the tokenizer uses for the text {text!r}")
-    usual = USUAL_KINDS.get(str(fields.get("model_type")))
-    if usual is not None and tokenizer.kind != usual:
-        warnings.append(
-            f"a {fields['model_type']} model usually has a {usual} tokenizer, but this one is {tokenizer.kind}"
-        )
+    if unused == 0:  # an exact fit, as in a model exported with its tokenizer
+        return warnings
+    family = str(fields.get("model_type"))
+    usual = USUAL_KINDS.get(family, tokenizer.kind)
+    if tokenizer.kind != usual:
+        warnings.append(f"a {family} model usually has a {usual} tokenizer, but this one is {tokenizer.kind}")
     pieces = tokenizer.encode(PLAIN_TEXT)
     if tokenizer.unk_id is not None and 2 * pieces.count(tokenizer.unk_id) > len(pieces):
         warnings.append("the tokenizer turns plain English into unknown tokens")
