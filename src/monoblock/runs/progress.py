@@ -38,7 +38,7 @@ class TrainingProgress:
         self.loss: float | None = None
         self.start_tokens, self.start_time, self.last_line_time = 0, 0.0, 0.0
         self.tokens_per_second = 0.0
-        self.start_step = 0
+        self.start_step = self.last_step = self.printed_step = 0
 
     def __enter__(self) -> Self:
         if self.hidden:
@@ -111,15 +111,16 @@ class TrainingProgress:
         return f"loss {self.loss:.4f} (smoothed)  {format_count(float(f'{self.tokens_per_second:.3g}'))} {self.unit}/s"
 
     def _print_status(self, *, force: bool = False) -> None:
-        """Print a plain status line if LINE_SECONDS have passed since the last one, or if `force`."""
-        if self.bar is not None or self.loss is None:
+        """Print a plain status line if LINE_SECONDS have passed since the last one, or if `force`; once for a step."""
+        if self.bar is not None or self.loss is None or self.printed_step == self.last_step:
             return
         now = time.monotonic()
         if force or now - self.last_line_time >= LINE_SECONDS:
-            self.last_line_time = now
+            self.last_line_time, self.printed_step = now, self.last_step
             seconds_per_step = (now - self.start_time) / max(1, self.last_step - self.start_step)
             left = (self.steps - self.last_step) * seconds_per_step
-            self.print_line(f"step {self.last_step}/{self.steps}  {self._status_text()}  about {left:.0f} s left")
+            rest = f"  about {left:.0f} s left" if self.last_step < self.steps else ""
+            self.print_line(f"step {self.last_step}/{self.steps}  {self._status_text()}{rest}")
 
 
 def train_to_end(
