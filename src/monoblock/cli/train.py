@@ -53,8 +53,6 @@ def command(
     from monoblock.runs.run_folder import check_run_folder
     from monoblock.training import distributed
 
-    if not resume and "RANK" not in os.environ:
-        _report_unchanged(recipe, overrides, resolved)
     folder = out if out is not None else Path("runs") / resolved.name
     words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
     if nproc > 1:
@@ -64,7 +62,8 @@ def command(
         ctx.exit(distributed.launch(["train", *words, *flags], nproc, resolved.train.device))
     world = distributed.init_distributed(os.environ, resolved.train.device)
     with distributed.defer_worker_errors(world):
-        run, last = run_training(resolved, folder, resolve_data_folder(data), world, options)
+        notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
+        run, last = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
         if world.is_main and last.interrupted:
             print_resume_command(folder, last.step, ["train", *words], data, world.size)
         elif world.is_main:
@@ -74,14 +73,16 @@ def command(
         ctx.exit(130)
 
 
-def _report_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -> None:
-    """Print a note for each override that is what the recipe says already."""
+def _list_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -> list[str]:
+    """Return a note for each override that is what the recipe says already."""
     from monoblock.runs.recipe import read_recipe
 
+    notes = []
     for index, word in enumerate(overrides):
         try:
             without = read_recipe(recipe, overrides[:index] + overrides[index + 1 :], warn=False)
         except ConfigError:  # the other overrides need this one
             continue
         if without == resolved:
-            click.echo(f"note: {word} changes nothing, because the recipe says so already", err=True)
+            notes.append(f"{word} changes nothing, because the recipe says so already")
+    return notes

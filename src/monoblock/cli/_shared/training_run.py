@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,17 @@ MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflo
 
 
 def run_training(
-    recipe: Recipe, folder: Path, data: Path | None, world: World, options: dict[str, bool]
+    recipe: Recipe,
+    folder: Path,
+    data: Path | None,
+    world: World,
+    options: dict[str, bool],
+    notes: Sequence[str] = (),
 ) -> tuple[Run, Any]:
     """Train the model of a recipe, and write it to `folder`; return the run and its last event.
 
     options: the arguments `resume` and `tensorboard` of `prepare_run`.
+    notes: lines to print before the training.
     """
     from monoblock.runs.prepare_run import prepare_run
 
@@ -41,6 +48,8 @@ def run_training(
             resume=options["resume"],
             tensorboard=options["tensorboard"],
         )
+        for note in notes if world.is_main else ():
+            click.echo(f"note: {note}", err=True)
         progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
         return run, train_to_end(run, progress, resume=options["resume"])
 
