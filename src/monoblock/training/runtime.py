@@ -127,7 +127,4 @@ def _choose_compilation(
 def _cpu_kernel_decision() -> DecisionEvent:
     if find_compiler() is None:
         return DecisionEvent("no C++ kernels", "no C++ compiler is available")
-    return DecisionEvent(
-        "C++ kernels where they are faster",
-        "a C++ compiler is available; compiling takes half a minute, once on each machine",
-    )
+    return DecisionEvent("C++ kernels where they are faster", "built with this machine's C++ compiler at the first use")
