@@ -125,17 +125,26 @@ def check_fields(
     Raise FileError if a required field is missing, or for a field without a rule that may change what is computed.
     """
     known = {name: default for rule in rules for name, default in rule.defaults.items()}
-    for name, value in fields.items():
-        if name not in known and not harmless(name, value):
-            raise FileError(
-                f"its field {short_repr(name)} ({short_repr(value)}) is not known here and may change what the model "
-                f"computes; if it has no effect, write ignore_fields=[{short_repr(name)}], or "
-                f"monoblock convert --ignore-field {short_repr(name)}"
-            )
+    unknown = {name: value for name, value in fields.items() if name not in known and not harmless(name, value)}
+    if unknown:
+        raise FileError(_describe_unknown(unknown))
     for name, default in known.items():
         if default is MISSING and name not in fields:
             raise FileError(f"it lacks the field {name!r}")
     return known | {name: value for name, value in fields.items() if name in known}
+
+
+def _describe_unknown(fields: Mapping[str, Any], at_most: int = 6) -> str:
+    """Return the error message for fields that have no rule and may matter."""
+    names = [short_repr(name) for name in fields]
+    named = ", ".join(f"{short_repr(name)} ({short_repr(value)})" for name, value in list(fields.items())[:at_most])
+    named += f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    one = len(names) == 1
+    return (
+        f"its field{'' if one else 's'} {named} {'is' if one else 'are'} not known here and may change what the model "
+        f"computes; if {'it has' if one else 'they have'} no effect, write ignore_fields=[{', '.join(names)}], or "
+        f"monoblock convert … --ignore-field {'NAME' if len(names) > 1 else names[0]}"
+    )
 
 
 def read_fields(

@@ -19,7 +19,7 @@ from torch import Tensor
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import FileError, did_you_mean
-from monoblock.interop.huggingface.families import FAMILIES
+from monoblock.interop.huggingface.families import FAMILIES, UNSUPPORTED_FAMILIES
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
@@ -44,6 +44,8 @@ def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
         raise FileError(f"architectures={short_repr(classes)} is not a list of one class name")
     if model_type is None and classes is not None:
         model_type = next((family.model_type for family in FAMILIES.values() if classes[0] in family.classes), None)
+    if isinstance(model_type, str) and model_type in UNSUPPORTED_FAMILIES:
+        raise FileError(f"model_type={model_type!r} is not supported: {UNSUPPORTED_FAMILIES[model_type]}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = did_you_mean(str(model_type), FAMILIES)
         raise FileError(f"model_type={short_repr(model_type)} is none of the {len(FAMILIES)} supported families{hint}")
