@@ -158,6 +158,17 @@ def test_a_rewritten_hugging_face_folder_keeps_its_family_and_is_compared(tmp_pa
     assert min(certificate["max_logit_difference"].values()) > 1e-3
 
 
+def test_a_field_without_effect_is_ignored_on_request(tmp_path, capsys):
+    save_published("llama", tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"internal_version": "v2"}))
+    args = (tmp_path / "theirs", "--to", tmp_path / "ours")
+    assert run(["convert", *map(str, args)]) == 1
+    assert "--ignore-field 'internal_version'" in capsys.readouterr().err
+    certificate = run_convert(capsys, *args, "--ignore-field", "internal_version")
+    assert max(certificate["max_logit_difference"].values()) < 1e-4
+
+
 def test_a_folder_is_not_converted_onto_itself(tmp_path, capsys):
     save_published("llama", tmp_path / "theirs")
     before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}

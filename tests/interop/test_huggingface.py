@@ -18,7 +18,7 @@ from support import assert_bit_equal, example_inputs, tiny_model
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import PRESETS, preset
-from monoblock.errors import ConfigError, FileError
+from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.huggingface.config_tree import config_difference, config_to_tree, tree_to_config
 from monoblock.interop.huggingface.export import choose_family, export_hf
 from monoblock.interop.rename import (
@@ -76,6 +76,36 @@ def change_weights(folder, change):
 def test_an_unknown_field_is_refused_by_name(folder):
     change_config(folder, use_flux_capacitor=True)
     assert_refused("'use_flux_capacitor' .True. is not known here", folder)
+
+
+def test_a_field_that_the_user_ignores_is_not_read(folder, tmp_path):
+    expected = Transformer.from_pretrained(folder)
+    change_config(folder, use_flux_capacitor=True, warp=9)
+    assert_refused(
+        r"'use_flux_capacitor' .True., 'warp' .9. are not known .* ignore_fields=.'use_flux_capacitor', 'warp'.", folder
+    )
+    loaded = Transformer.from_pretrained(folder, ignore_fields=["use_flux_capacitor", "warp"])
+    assert loaded.config == expected.config
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
+    with pytest.raises(InputError, match="has no field 'wrap'; did you mean 'warp'"):
+        Transformer.from_pretrained(folder, ignore_fields=["use_flux_capacitor", "wrap"])
+    expected.save_pretrained(tmp_path / "ours")
+    with pytest.raises(InputError, match="was written by monoblock, which has no fields to ignore"):
+        Transformer.from_pretrained(tmp_path / "ours", ignore_fields=["warp"])
+
+
+def test_a_folder_without_model_type_has_the_family_of_its_class(folder):
+    expected = Transformer.from_pretrained(folder).config
+    drop_field(folder, "model_type")
+    assert Transformer.from_pretrained(folder).config == expected
+    change_config(folder, architectures=["WeatherModel"])
+    assert_refused("model_type=None is none of the", folder)
+
+
+@pytest.mark.parametrize("model_type", ["deberta-v2", "deepseek_v3"])
+def test_a_family_that_the_block_cannot_compute_is_refused_with_the_reason(folder, model_type):
+    change_config(folder, model_type=model_type)
+    assert_refused(f"model_type='{model_type}' is not supported: .* which the block does not have", folder)
 
 
 def test_fields_that_change_nothing_are_ignored(folder):

@@ -4,7 +4,7 @@ Sizes differ from each other and are odd where the class allows: three key/value
 heads, partly rotated heads, a prime vocabulary.  Other fields have the defaults of the class.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VOCAB, HIDDEN, CONTEXT, WINDOW, WIDTH, HEAD_DIM, EMBEDDING_DIM = 61, 46, 37, 5, 36, 10, 14
@@ -37,6 +37,7 @@ GROUPED_QUERY = STANDARD | {"num_attention_heads": 6, "num_key_value_heads": 3}
 GROUPED_WITH_HEAD_DIM = GROUPED_QUERY | {"head_dim": HEAD_DIM}
 GPT = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_inner": HIDDEN, "n_layer": 3, "n_head": 3, "n_positions": CONTEXT}
 ROBERTA = STANDARD | {"max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+MPNET = STANDARD | {"max_position_embeddings": CONTEXT + 2, "layer_norm_eps": 1e-5}
 DISTILBERT = {
     "vocab_size": VOCAB,
     "dim": WIDTH,
@@ -274,6 +275,11 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
         accepts_position_ids=False,
         stores_tied_output=True,
     ),
+    "t5 encoder": PublishedModel(class_name="T5EncoderModel", config_fields=T5, accepts_position_ids=False),
+    "t5 v1.1 encoder": PublishedModel(
+        class_name="T5EncoderModel", config_fields=T5 | {"feed_forward_proj": "gated-gelu"}, accepts_position_ids=False
+    ),
+    "umt5 encoder": PublishedModel(class_name="UMT5EncoderModel", config_fields=T5, accepts_position_ids=False),
     "mt5": PublishedModel(
         class_name="MT5ForConditionalGeneration", config_fields=T5, accepts_position_ids=False, stores_tied_output=True
     ),
@@ -418,8 +424,43 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
     "glm4": PublishedModel(
         class_name="Glm4ForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | rope(partial_rotary_factor=0.4)
     ),
+    "glm": PublishedModel(
+        class_name="GlmForCausalLM", config_fields=GROUPED_WITH_HEAD_DIM | rope(partial_rotary_factor=0.4)
+    ),
+    "gemma3 headless": PublishedModel(class_name="Gemma3TextModel", config_fields=GROUPED_WITH_HEAD_DIM),
+    "mpnet": PublishedModel(
+        class_name="MPNetModel", config_fields=MPNET, accepts_position_ids=False, padding_sides=("right",)
+    ),
+    "mpnet masked": PublishedModel(class_name="MPNetForMaskedLM", config_fields=MPNET, accepts_position_ids=False),
+    "mpnet classifier": PublishedModel(
+        class_name="MPNetForSequenceClassification",
+        config_fields=MPNET | {"num_labels": 7},
+        accepts_position_ids=False,
+        padding_sides=("right",),
+    ),
     "modernbert": PublishedModel(class_name="ModernBertModel", config_fields=MODERNBERT),
     "modernbert masked": PublishedModel(class_name="ModernBertForMaskedLM", config_fields=MODERNBERT),
+    "modernbert masked, another head": PublishedModel(
+        class_name="ModernBertForMaskedLM",
+        config_fields=MODERNBERT | {"classifier_activation": "relu", "classifier_bias": True},
+    ),
+    "modernbert classifier": PublishedModel(
+        class_name="ModernBertForSequenceClassification",
+        config_fields=MODERNBERT | {"num_labels": 7, "classifier_bias": True},
+        padding_sides=("right",),
+    ),
+    "modernbert classifier, mean": PublishedModel(
+        class_name="ModernBertForSequenceClassification",
+        config_fields=MODERNBERT | {"num_labels": 7, "classifier_pooling": "mean"},
+    ),
+    "modernbert regression": PublishedModel(
+        class_name="ModernBertForSequenceClassification",
+        config_fields=MODERNBERT | ONE_NUMBER,
+        padding_sides=("right",),
+    ),
+    "modernbert tagger": PublishedModel(
+        class_name="ModernBertForTokenClassification", config_fields=MODERNBERT | {"num_labels": 7}
+    ),
     "vit": PublishedModel(class_name="ViTForImageClassification", config_fields=IMAGE_CLASSIFIER),
     "vit without biases": PublishedModel(class_name="ViTModel", config_fields=IMAGE | {"qkv_bias": False}),
     "deit": PublishedModel(class_name="DeiTForImageClassification", config_fields=IMAGE_CLASSIFIER),
@@ -447,3 +488,21 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
         padding_sides=("right",),
     ),
 }
+
+
+# Every decoder that has one, as a classifier: the last token that is not padding decides.
+WITHOUT_CLASSIFIER = {"GraniteForCausalLM", "CohereForCausalLM", "CodeGenForCausalLM", "XGLMForCausalLM"}
+CLASSIFIER_PREFIXES = {"Gemma3ForCausalLM": "Gemma3Text"}
+CLASSIFIER_BASES = {
+    row.class_name: (name, row)
+    for name, row in reversed(PUBLISHED_MODELS.items())
+    if row.class_name.endswith(("ForCausalLM", "LMHeadModel")) and row.class_name not in WITHOUT_CLASSIFIER
+}
+for class_name, (name, row) in CLASSIFIER_BASES.items():
+    prefix = CLASSIFIER_PREFIXES.get(class_name, class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel"))
+    PUBLISHED_MODELS[f"{name} classifier"] = replace(
+        row, class_name=f"{prefix}ForSequenceClassification", config_fields=row.config_fields | {"num_labels": 7}
+    )
+PUBLISHED_MODELS["llama regression"] = replace(
+    PUBLISHED_MODELS["llama classifier"], config_fields=GROUPED_WITH_HEAD_DIM | ONE_NUMBER
+)

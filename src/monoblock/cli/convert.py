@@ -27,6 +27,13 @@ from monoblock.errors import ConfigError
     type=click.Path(path_type=Path),
     help="LoRA adapter folder, written by monoblock or by peft, to merge into the weights first.",
 )
+@click.option(
+    "--ignore-field",
+    "ignore_fields",
+    multiple=True,
+    metavar="NAME",
+    help="Field of a Hugging Face config.json or GGUF file that has no effect, but is not known here; repeatable.",
+)
 @click.option("--force", is_flag=True, help="Write even if --to exists already.")
 def command(
     source: str,
@@ -35,6 +42,7 @@ def command(
     kind: str,
     family: str | None,
     adapter: Path | None,
+    ignore_fields: tuple[str, ...],
     force: bool,
 ) -> None:
     """Convert SOURCE to another format. SOURCE is a monoblock or Hugging Face model folder, or a GGUF file.
@@ -49,7 +57,7 @@ def command(
     from monoblock.interop.certificate import certify
     from monoblock.interop.convert import merge_adapter, open_model, write_model
 
-    with open_model(source) as base, merge_adapter(base, adapter) as model:
+    with open_model(source, ignore_fields=ignore_fields) as base, merge_adapter(base, adapter) as model:
         click.echo(f"Read {source}: {model.model.config.family}", err=True)
         write_model(model, target, target_format, kind=kind, family=family)
         certificate = certify(model, target, target_format, lambda line: click.echo(line, err=True))

@@ -10,6 +10,7 @@ import inspect
 import json
 import tempfile
 import warnings
+from collections.abc import Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import EmbeddingConfig, FramesConfig, PatchConfig
-from monoblock.interop.convert import SourceModel
+from monoblock.interop.convert import SourceModel, read_model_type
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.safetensors_reader import INDEX_FILE, open_weights
 from monoblock.untrusted_files import read_json, safe_join
@@ -62,7 +63,9 @@ def certify(source: SourceModel, output_path: str | Path, model_format: str, log
         log(f"{count:,} parameters are too many to compare in memory, so no difference of logits is reported")
     else:
         try:
-            differences = _max_over_folders([logit_differences(source.path, folder) for folder in folders])
+            differences = _max_over_folders(
+                [logit_differences(source.path, folder, source.ignore_fields) for folder in folders]
+            )
         except Exception as error:  # transformers may fail in many ways, depending on its version
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             log(f"transformers failed ({reason}), so no difference of logits is reported")
@@ -80,9 +83,9 @@ def _family_name(source: SourceModel, output_path: Path | None) -> str:
 
         return str(read_gguf_header(source.path).fields["general.architecture"])
     if source.format == "hf":
-        return str(read_json(safe_join(source.path, CONFIG_FILE))["model_type"])
+        return read_model_type(source.path)
     if output_path is not None:
-        return str(read_json(safe_join(output_path, CONFIG_FILE))["model_type"])
+        return read_model_type(output_path)
     return source.model.config.family
 
 
@@ -91,17 +94,17 @@ def _is_reader_installed(*, gguf: bool) -> bool:
     return all(find_spec(name) for name in (*(("accelerate",) if gguf else ()), "transformers"))
 
 
-def logit_differences(source: Path, folder: Path) -> dict[str, float]:
+def logit_differences(source: Path, folder: Path, ignore_fields: Sequence[str] = ()) -> dict[str, float]:
     """Return the largest logit differences between our model from `source` and the transformers model from `folder`.
 
-    The keys are dtype and mode, such as "fp32_padded".
+    The keys are dtype and mode, such as "fp32_padded".  Our model is read without the `ignore_fields` of its file.
     """
     from monoblock.nn.transformer import Transformer
 
     differences: dict[str, float] = {}
     theirs = load_reference(folder)
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
-        ours = load_model(Transformer, source, dtype=dtype).eval()
+        ours = load_model(Transformer, source, dtype=dtype, ignore_fields=ignore_fields).eval()
         with torch.no_grad(), silence_transformers(), force_dtype(dtype):
             if dtype == torch.float64:  # build it again, so that rotary frequencies are computed in fp64 too
                 weights, theirs.config.dtype = theirs.state_dict(), dtype

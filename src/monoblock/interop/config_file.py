@@ -50,7 +50,7 @@ def _read_config_file(file: Path) -> ModelConfig | RecurrentConfig:
         raise FileError(
             f"{file} is not the configuration of a monoblock model; give a config.json that monoblock wrote"
         )
-    if "model_type" in data:
+    if "model_type" in data or "architectures" in data:
         return _read_hf_config(file, data)
     is_lstm = "vocab" in data  # the configuration of a Transformer has "vocab" in "input"
     return from_dict(RecurrentConfig, data) if is_lstm else ModelConfig.from_dict(data)

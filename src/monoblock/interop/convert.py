@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,6 +57,7 @@ class SourceModel(NamedTuple):
     path: Path
     model: Transformer
     tokenizer: Tokenizer | None
+    ignore_fields: tuple[str, ...] = ()  # fields of its config.json or GGUF file that were not read
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
@@ -127,10 +128,11 @@ def _find_pickle(folder: Path) -> str:
 
 
 @contextmanager
-def open_model(source: str | Path) -> Iterator[SourceModel]:
+def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iterator[SourceModel]:
     """Load a model of any format and yield it in a `with` block.
 
     A folder with pickled weights is first converted in a temporary folder, which is deleted when the block ends.
+    `ignore_fields` are fields of a config.json or GGUF file that are read as if the file did not have them.
     """
     from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
@@ -142,11 +144,11 @@ def open_model(source: str | Path) -> Iterator[SourceModel]:
             model_format, folder = "hf", Path(temporary)
             _convert_pickled_folder(original, folder)
         try:
-            model = load_model(Transformer, folder)
+            model = load_model(Transformer, folder, ignore_fields=ignore_fields)
             tokenizer = Tokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
         except FileError as error:
             raise FileError(str(error).replace(str(folder), str(original))) from None
-        yield SourceModel(model_format, folder, model, tokenizer)
+        yield SourceModel(model_format, folder, model, tokenizer, tuple(ignore_fields))
 
 
 @contextmanager
@@ -240,7 +242,14 @@ def write_model(
 
 def _source_family(source: SourceModel) -> str | None:
     """Return the model_type of a Hugging Face source, or None for other sources."""
-    return str(read_json(safe_join(source.path, CONFIG_FILE))["model_type"]) if source.format == "hf" else None
+    return read_model_type(source.path) if source.format == "hf" else None
+
+
+def read_model_type(folder: Path) -> str:
+    """Return the family of a Hugging Face folder: its model_type, or in old files the family of its class."""
+    from monoblock.interop.huggingface.load import find_family
+
+    return find_family(read_json(safe_join(folder, CONFIG_FILE)))[0].model_type
 
 
 def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:

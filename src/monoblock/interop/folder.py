@@ -7,6 +7,7 @@ is a Hugging Face folder (huggingface/load.py).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,10 +55,18 @@ def read_config(folder: str | Path) -> ModelConfig | RecurrentConfig:
     return _parse_config(folder, _read_config_json(folder))
 
 
-def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> T:
+def load_model(
+    cls: type[T],
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: str = "cpu",
+    ignore_fields: Sequence[str] = (),
+) -> T:
     """Load a monoblock folder, a Hugging Face folder, a GGUF file or a model on the Hugging Face hub.
 
     The model is built on the meta device and then gets the stored tensors, so that no weight is initialized first.
+    `ignore_fields` are fields of a config.json or GGUF file that are read as if the file did not have them.
     """
     folder = resolve_model_path(folder)
     dtype = _parse_dtype(dtype)
@@ -67,10 +76,12 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
         from monoblock.interop.gguf.reader import load_gguf
 
         load: Any = load_gguf
-        return load(cls, folder, dtype=dtype, device=device)
+        return load(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields)
     data = _read_config_json(folder)
-    if "model_type" in data and "format" not in data and cls.__name__ != "Recurrent":
-        return _load_huggingface(cls, folder, data, dtype, device)
+    if _is_huggingface(data) and cls.__name__ != "Recurrent":
+        return _load_huggingface(cls, folder, data, dtype, device, ignore_fields)
+    if ignore_fields:
+        raise InputError(f"{folder} was written by monoblock, which has no fields to ignore; drop ignore_fields")
     config = _parse_config(folder, data)
     if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
         kind = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
@@ -112,11 +123,20 @@ def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return parsed
 
 
-def _load_huggingface(cls: Any, folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
+def _is_huggingface(data: dict[str, Any]) -> bool:
+    from monoblock.interop.huggingface.load import is_hf_config
+
+    return is_hf_config(data)
+
+
+def _load_huggingface(
+    cls: Any, folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str, ignore_fields: Sequence[str]
+) -> Any:
+    from monoblock.interop.huggingface.field_rules import without_fields
     from monoblock.interop.huggingface.load import load_hf
 
     try:
-        return load_hf(cls, data, open_weights(folder), dtype, device)
+        return load_hf(cls, without_fields(data, ignore_fields), open_weights(folder), dtype, device)
     except (ConfigError, FileError) as error:
         message = str(error)
         raise FileError(message if message.startswith(str(folder)) else f"{folder}: {message}") from None

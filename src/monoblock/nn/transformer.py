@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
@@ -281,12 +281,20 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, dtype: torch.dtype | str = torch.float32, device: str = "cpu"
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | str = torch.float32,
+        device: str = "cpu",
+        ignore_fields: Sequence[str] = (),
     ) -> Self:
-        """Load a model from a folder with config.json and model.safetensors."""
+        """Load a model from a folder with config.json and model.safetensors.
+
+        `ignore_fields` are fields of a Hugging Face or GGUF file that have no effect, although they are not known here.
+        """
         from monoblock.interop.folder import load_model
 
-        return cast(Self, load_model(cls, folder, dtype=dtype, device=device))
+        return cast(Self, load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
         """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ def load(
     device: str | None = None,
     dtype: torch.dtype | str = torch.float32,
     force: bool = False,
+    ignore_fields: Sequence[str] = (),
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
@@ -45,12 +47,14 @@ def load(
     model_class: the subclass of Transformer that was trained.
     force: use the tokenizer of a published folder even if it seems to belong to another model.
     device: None takes a CUDA GPU if there is one, else the CPU.
+    ignore_fields: fields of a Hugging Face config.json or GGUF file that have no effect, but are not known here.
     """
     folder = resolve_model_path(folder)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return Pipeline(load_folder(folder, device, dtype, task, model_class, force=force), task)
+    loaded = load_folder(folder, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields)
+    return Pipeline(loaded, task)
 
 
 def load_folder(
@@ -61,9 +65,10 @@ def load_folder(
     model_class: type[Transformer] = Transformer,
     *,
     force: bool = False,
+    ignore_fields: Sequence[str] = (),
 ) -> LoadedModel:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
-    model = _load_model(folder, device, dtype, model_class)
+    model = _load_model(folder, device, dtype, model_class, ignore_fields)
     tokenizer = load_tokenizer(folder, model.config, force=force) if _has_tokenizer(folder, model) else None
     if tokenizer is None:
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
@@ -93,12 +98,16 @@ def _has_tokenizer(folder: Path, model: Transformer | Recurrent) -> bool:
 
 
 def _load_model(
-    folder: Path, device: str, dtype: torch.dtype | str, model_class: type[Transformer]
+    folder: Path,
+    device: str,
+    dtype: torch.dtype | str,
+    model_class: type[Transformer],
+    ignore_fields: Sequence[str],
 ) -> Transformer | Recurrent:
     data = _read_json_if_present(folder)
     if "format" in data and "recurrent" in data:
         return load_model(Recurrent, folder, dtype=dtype, device=device)
-    return optimize(model_class.from_pretrained(folder, dtype=dtype, device=device))
+    return optimize(model_class.from_pretrained(folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
 
 
 def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:

@@ -7,7 +7,7 @@ do not overlap and do not end after the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_FACTORS, VOCAB_SIZE
 from monoblock.interop.huggingface.family import Family
+from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import map_weights
 from monoblock.interop.safetensors_reader import build_on_meta
 from monoblock.tokenizers.formats.gguf_header import GgufHeader, TensorInfo, read_gguf_header
@@ -104,10 +105,15 @@ def read_gguf_config(path: str | Path) -> ModelConfig:
 
 
 def load_gguf(
-    cls: type[Transformer], path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    cls: type[Transformer],
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    ignore_fields: Sequence[str] = (),
 ) -> Transformer:
-    """Load the model in a GGUF file."""
-    family, stored, config = _open_model(path)
+    """Load the model in a GGUF file, without the `ignore_fields` of its architecture, such as "rope.scaling.type"."""
+    family, stored, config = _open_model(path, ignore_fields)
     try:
         model: Transformer = build_on_meta(cls, config, len(stored))
     except (ConfigError, FileError) as error:
@@ -136,13 +142,14 @@ def load_gguf(
     return model
 
 
-def _open_model(path: str | Path) -> tuple[Family, GgufWeights, ModelConfig]:
+def _open_model(path: str | Path, ignore_fields: Sequence[str] = ()) -> tuple[Family, GgufWeights, ModelConfig]:
     """Open a GGUF file; return its architecture, its tensors (read on access) and the configuration of its model."""
     header = read_gguf_header(path)
     family = _find_architecture(header.fields.get("general.architecture"), path)
     stored = GgufWeights(path, header)
     try:
-        tree = family.config_tree(_config_fields(family.model_type, header, stored), LM_CLASS, frozenset())
+        fields = without_fields(_config_fields(family.model_type, header, stored), ignore_fields)
+        tree = family.config_tree(fields, LM_CLASS, harmless=lambda name, value: False)  # attention.causal is false
         return family, stored, family.build_config(tree, tied=_is_tied(stored))
     except (ConfigError, FileError) as error:
         raise FileError(f"{path}: {error}") from None

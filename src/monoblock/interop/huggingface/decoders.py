@@ -17,7 +17,7 @@ from monoblock.config.presets import preset
 from monoblock.config.schema import to_dict
 from monoblock.interop.huggingface import weight_rules as w
 from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
-from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_BIAS, Family, override, without
+from monoblock.interop.huggingface.family import LM_HEAD, LM_HEAD_BIAS, Family, head_tree, override, without
 from monoblock.interop.huggingface.field_converters import (
     FULL,
     SLIDING,
@@ -29,6 +29,7 @@ from monoblock.interop.huggingface.field_converters import (
     inverse,
     inverse_sqrt,
     layer_types,
+    num_labels,
     optional_window,
     qwen_layer_types,
     unused_field,
@@ -41,6 +42,7 @@ from monoblock.interop.huggingface.layer_fields import (
     falcon_rotary,
     gpt2_attention_scale,
     gpt_neo_layers,
+    logit_softcap,
     mpt_attention,
     no_rope_layers,
     opt_embedding_size,
@@ -52,6 +54,7 @@ from monoblock.interop.huggingface.rotary import rotary
 BLOCK, ATTN, FFN = "decoder.*", "decoder.*.attention", "decoder.*.feedforward"
 LLAMA_TEMPLATE = llama(vocab=8, width=8, depth=1, heads=1, context=8)
 GPT_TEMPLATE = gpt(vocab=8, width=8, depth=1, heads=1, context=8)
+CLASSIFIER_HEAD = head_tree(kind="classifier", classes=2, pooling="last")
 LAYER_NORM, LAYER_NORM_NO_SHIFT = to_dict(NormConfig()), to_dict(NormConfig(affine="scale"))
 
 
@@ -68,17 +71,24 @@ def decoder_family(
     template: Any = LLAMA_TEMPLATE,
     prefix: str = "model.",
     head: ConfigTree = LM_HEAD,
-    lm_suffix: str = "ForCausalLM",
+    lm_class: str | None = None,
+    has_classifier: bool = True,
     **options: Any,
 ) -> Family:
-    """Return a decoder family with two classes: one with a language-model head and one without a head."""
-    classes = {f"{class_prefix}{lm_suffix}": head, f"{class_prefix}Model": None}
+    """Return a decoder family with three classes: a language model, the decoder without a head, and a classifier.
+
+    lm_class: the name of the language model, if it is not the prefix and "ForCausalLM".
+    has_classifier: whether transformers has the third class; it classifies by the last token that is not padding.
+    """
+    classifier = f"{class_prefix}ForSequenceClassification"
+    classes = {lm_class or f"{class_prefix}ForCausalLM": head, f"{class_prefix}Model": None}
     return Family(
         model_type=model_type,
         template=template,
-        fields=fields,
+        fields=(*fields, num_labels()),
         weights=weights,
-        classes=classes,
+        classes=classes | ({classifier: CLASSIFIER_HEAD} if has_classifier else {}),
+        head_weights={classifier: w.SCORE},
         prefix=prefix,
         unprefixed_classes=(f"{class_prefix}Model",),
         **options,
@@ -131,14 +141,15 @@ GEMMA2 = override(
     activation("hidden_activation", f"{FFN}.activation", "gelu_pytorch_tanh"),
     inverse_sqrt("query_pre_attn_scalar", f"{ATTN}.scale", 256),
     Field("attn_logit_softcapping", f"{ATTN}.softcap", 50.0),
-    Field("final_logit_softcapping", "head.softcap", 30.0),
+    logit_softcap(30.0),
     layer_types("decoder", every_nth(2, FULL, SLIDING), default=4096),
     FixedField("hidden_act", "gelu_pytorch_tanh", ("gelu",)),  # in older files; hidden_activation decides
+    unused_field("sliding_window_size", None),  # in older files; sliding_window decides
 )
 GEMMA3 = override(
     GEMMA2,
     Field("attn_logit_softcapping", f"{ATTN}.softcap", None),
-    Field("final_logit_softcapping", "head.softcap", None),
+    logit_softcap(None),
     layer_types(
         "decoder",
         lambda fields, depth: every_nth(fields["sliding_window_pattern"], FULL, SLIDING)(fields, depth),
@@ -147,6 +158,16 @@ GEMMA3 = override(
         _sliding_window_pattern=6,
     ),
     rotary(layer_bases=(1_000_000.0, 10_000.0), sliding_theta_key="rope_local_base_freq"),
+)
+GLM = (
+    *override(
+        without(LLAMA, "mlp_bias", "attention_bias", "rope_parameters"),
+        Field("rms_norm_eps", "**.eps", 1.5625e-07),
+    ),
+    Field("head_dim", f"{ATTN}.head_dim", 128),
+    flag("attention_bias", f"{ATTN}.bias", True, "qkv", ""),
+    rotary(partial=0.5),
+    Constant(f"{ATTN}.positions.layout", "interleaved"),
 )
 GPT_OSS_FEEDFORWARD = FeedForwardConfig(
     hidden=8,
@@ -205,6 +226,7 @@ LLAMA_FAMILIES = (
         ),
         w.LLAMA,
         tied_by_default=False,
+        has_classifier=False,
     ),
     decoder_family(
         "smollm3",
@@ -257,6 +279,7 @@ LLAMA_FAMILIES = (
             *without(LLAMA_LAYER_NORM, "rope_parameters"),
             LAYER_NORM_EPS,
             flag("use_qkv_bias", f"{ATTN}.bias", False, "qkv", ""),
+            FixedField("use_norm_bias", True),
             flag("use_parallel_residual", f"{BLOCK}.residual", False, "parallel_shared", "sequential"),
             qk_norm("qk_layernorm", "each_head", NormConfig(affine="scale")),
             rotary(partial=0.25, fraction_key="rope_pct"),
@@ -276,6 +299,8 @@ LLAMA_FAMILIES = (
             FixedField("norm_type", "layer_norm"),
             FixedField("mlp_type", "default"),
             Constant(f"{FFN}.gated", False),
+            # Names of GPT-BigCode, in some files; hidden_act and norm_epsilon decide.
+            *(unused_field(name, None) for name in ("activation_function", "layer_norm_epsilon", "scale_attn_weights")),
         ),
         w.STARCODER2,
     ),
@@ -292,6 +317,7 @@ LLAMA_FAMILIES = (
             Constant(f"{ATTN}.positions.layout", "interleaved"),
         ),
         w.LLAMA,
+        has_classifier=False,
     ),
     decoder_family(
         "phi",
@@ -300,6 +326,7 @@ LLAMA_FAMILIES = (
             *override(LLAMA_LAYER_NORM, activation("hidden_act", f"{FFN}.activation", "gelu_new"), rotary(partial=0.5)),
             LAYER_NORM_EPS,
             qk_norm("qk_layernorm", "head", NormConfig()),
+            unused_field("rotary_dim", None),  # in older files; partial_rotary_factor decides
         ),
         w.PHI,
         template=preset("phi-2"),
@@ -338,31 +365,17 @@ LLAMA_FAMILIES = (
         w.LLAMA,
         tied_by_default=False,
     ),
-    decoder_family(
-        "glm4",
-        "Glm4",
-        (
-            *override(
-                without(LLAMA, "mlp_bias", "attention_bias", "rope_parameters"),
-                Field("rms_norm_eps", "**.eps", 1.5625e-07),
-            ),
-            Field("head_dim", f"{ATTN}.head_dim", 128),
-            flag("attention_bias", f"{ATTN}.bias", True, "qkv", ""),
-            rotary(partial=0.5),
-            Constant(f"{BLOCK}.norm_place", "sandwich"),
-            Constant(f"{ATTN}.positions.layout", "interleaved"),
-        ),
-        w.GLM4,
-        tied_by_default=False,
-    ),
+    decoder_family("glm", "Glm", GLM, w.GLM, tied_by_default=False),
+    decoder_family("glm4", "Glm4", (*GLM, Constant(f"{BLOCK}.norm_place", "sandwich")), w.GLM4, tied_by_default=False),
     decoder_family("gemma", "Gemma", (norms(to_dict(GEMMA_RMS_NORM)), *GEMMA), w.LLAMA),
     decoder_family("gemma2", "Gemma2", GEMMA2, w.GEMMA2, template=preset("gemma2-2b")),
     decoder_family(
         "gemma3_text",
-        "Gemma3",
+        "Gemma3Text",
         (Constant(f"{ATTN}.qk_norm", to_dict(GEMMA_RMS_NORM)), *GEMMA3),
         w.GEMMA2,
         template=preset("gemma2-2b"),
+        lm_class="Gemma3ForCausalLM",
     ),
     decoder_family(
         "mixtral",
@@ -470,7 +483,7 @@ GPT2_FAMILIES = (
         w.GPT2,
         template=GPT_TEMPLATE,
         prefix="transformer.",
-        lm_suffix="LMHeadModel",
+        lm_class="GPT2LMHeadModel",
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
     ),
     decoder_family(
@@ -521,6 +534,7 @@ GPT2_FAMILIES = (
         head=LM_HEAD_BIAS,
         ignored_weights=GPT2_OBSOLETE_WEIGHTS,
         tied_by_default=False,
+        has_classifier=False,
     ),
     decoder_family(
         "gpt_neox",
@@ -570,6 +584,7 @@ GPT2_FAMILIES = (
         w.MPT,
         template=preset("mpt-7b"),
         prefix="transformer.",
+        class_aliases={"MPTForCausalLM": "MptForCausalLM"},  # the class of the code in the published folders
     ),
     decoder_family(
         "falcon",
@@ -617,6 +632,7 @@ FAIRSEQ_FAMILIES = (
         w.XGLM,
         template=GPT_TEMPLATE,
         ignored_weights=("model.embed_positions.weights",),
+        has_classifier=False,
     ),
     decoder_family(
         "biogpt",

@@ -75,9 +75,10 @@ def decoder_depth() -> FieldGroup:
     def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
         set_value(tree, "decoder.depth", fields["num_decoder_layers"] or get_value(tree, "encoder.depth"))
 
-    return FieldGroup(
-        {"num_decoder_layers": None}, read, lambda tree: {"num_decoder_layers": get_value(tree, "decoder.depth")}
-    )
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        return {"num_decoder_layers": get_value(tree, "decoder.depth")} if tree["decoder"] is not None else {}
+
+    return FieldGroup({"num_decoder_layers": None}, read, write)
 
 
 def t5_output_scale() -> FieldGroup:
@@ -130,7 +131,12 @@ def t5_family(
         fields=(*t5_fields(activation_default), *extra_fields),
         weights=w.T5,
         weight_variants=((is_gated, w.T5_GATED),),
-        classes={f"{class_prefix}ForConditionalGeneration": LM_HEAD, f"{class_prefix}Model": None},
+        classes={
+            f"{class_prefix}ForConditionalGeneration": LM_HEAD,
+            f"{class_prefix}Model": None,
+            f"{class_prefix}EncoderModel": None,
+        },
+        encoder_classes=(f"{class_prefix}EncoderModel",),
         weight_aliases={
             "encoder.embed_tokens.weight": "shared.weight",
             "decoder.embed_tokens.weight": "shared.weight",

@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from monoblock.config.families import bert
-from monoblock.config.model import NormConfig
+from monoblock.config.model import Buckets, NormConfig
 from monoblock.config.preset_blocks import modernbert
+from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface import weight_rules as w
 from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.family import Family, head_tree, override, without
 from monoblock.interop.huggingface.field_converters import (
-    FULL,
-    SLIDING,
     activation,
-    every_nth,
-    flag,
-    layer_types,
     num_labels,
     offset_positions,
     read_activation,
@@ -26,7 +22,7 @@ from monoblock.interop.huggingface.field_converters import (
     write_activation,
 )
 from monoblock.interop.huggingface.field_rules import Constant, Field, FieldGroup, FieldRule, FixedField
-from monoblock.interop.huggingface.rotary import rotary
+from monoblock.interop.huggingface.modernbert_fields import MODERNBERT, MODERNBERT_HEAD
 
 BLOCK, ATTN, FFN = "encoder.*", "encoder.*.attention", "encoder.*.feedforward"
 BERT_NORM = NormConfig(eps=1e-12)
@@ -139,60 +135,6 @@ def roberta_family(model_type: str, class_prefix: str) -> Family:
     )
 
 
-def no_first_norm() -> FieldGroup:
-    """Return the rule for ModernBERT's first block: it has no attention norm, since its input is normalized already."""
-
-    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        for index, layer in enumerate(tree["encoder"]["layers"]):
-            layer["attention_norm"] = index > 0
-
-    return FieldGroup({}, read, lambda tree: {})
-
-
-def norm_bias(theirs: str, ours: str) -> FieldGroup:
-    """Return the rule for the boolean field `theirs`: whether every norm has a bias."""
-
-    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
-        set_value(tree, ours, "scale_shift" if fields[theirs] else "scale")
-
-    return FieldGroup(
-        {theirs: False}, read, lambda tree: {theirs: get_value(tree, f"{BLOCK}.norm.affine") == "scale_shift"}
-    )
-
-
-MODERNBERT = (
-    Field("vocab_size", "input.vocab"),
-    Field("num_hidden_layers", "encoder.depth"),
-    Field("hidden_size", f"{BLOCK}.width"),
-    Field("num_attention_heads", f"{ATTN}.heads"),
-    Field("intermediate_size", f"{FFN}.hidden"),
-    Field("max_position_embeddings", "input.context", 8192),
-    activation("hidden_activation", f"{FFN}.activation", "gelu"),
-    Field("norm_eps", "**.eps", 1e-5),
-    norm_bias("norm_bias", "**.affine"),
-    flag("attention_bias", f"{ATTN}.bias", False, "qkvo", ""),
-    Field("mlp_bias", f"{FFN}.bias", False),
-    FixedField("decoder_bias", True),
-    layer_types(
-        "encoder",
-        lambda fields, depth: every_nth(fields["global_attn_every_n_layers"], FULL, SLIDING, first=True)(fields, depth),
-        window="local_attention",
-        default=128,
-        to_ours=lambda size: size // 2 + 1,
-        to_theirs=lambda size: 2 * (size - 1),
-        global_attn_every_n_layers=3,
-    ),
-    rotary(
-        "encoder",
-        layer_bases=(160_000.0, 10_000.0),
-        full_theta_key="global_rope_theta",
-        sliding_theta_key="local_rope_theta",
-    ),
-    no_first_norm(),
-    unused_field("layer_norm_eps", None),
-)
-MODERNBERT_NORM = NormConfig(affine="scale")
-
 ENCODERS = (
     encoder_family(
         "bert",
@@ -213,6 +155,28 @@ ENCODERS = (
     roberta_family("roberta", "Roberta"),
     roberta_family("xlm-roberta", "XLMRoberta"),
     roberta_family("camembert", "Camembert"),
+    encoder_family(
+        "mpnet",
+        "MPNet",
+        (
+            *without(ROBERTA, "type_vocab_size"),
+            FixedField("pad_token_id", 1),  # positions start at 2, whatever the file says
+            Constant("input.segments", 0),
+            Constant(f"{ATTN}.positions", to_dict(Buckets())),
+            FixedField("relative_attention_num_buckets", 32),  # the class computes 32, whatever the file says
+        ),
+        w.MPNET,
+        {
+            "Model": (POOLED_HEAD, ()),
+            "ForMaskedLM": (MASKED_LM_HEAD, w.ROBERTA_MASKED_LM),
+            "ForSequenceClassification": (classifier_head("tanh"), w.DENSE_CLASSIFIER),
+            "ForTokenClassification": (TAGGER_HEAD, w.CLASSIFIER),
+            "ForQuestionAnswering": (SPAN_HEAD, w.QA_OUTPUTS),
+        },
+        prefix="mpnet.",
+        ignored_weights=("mpnet.embeddings.position_ids", "mpnet.pooler.dense.weight", "mpnet.pooler.dense.bias"),
+        weight_aliases={"lm_head.decoder.bias": "lm_head.bias"},
+    ),
     encoder_family(
         "distilbert",
         "DistilBert",
@@ -293,11 +257,14 @@ ENCODERS = (
         w.MODERNBERT,
         {
             "Model": (None, ()),
-            "ForMaskedLM": (
-                head_tree(
-                    kind="masked_lm", transform="gelu", transform_bias=False, norm=MODERNBERT_NORM, bias="learned"
-                ),
-                w.MODERNBERT_MASKED_LM,
+            "ForMaskedLM": (head_tree(kind="masked_lm", **MODERNBERT_HEAD), w.MODERNBERT_MASKED_LM),
+            "ForSequenceClassification": (
+                head_tree(kind="classifier", classes=2, **MODERNBERT_HEAD),
+                w.MODERNBERT_CLASSIFIER,
+            ),
+            "ForTokenClassification": (
+                head_tree(kind="tagger", classes=2, **MODERNBERT_HEAD),
+                w.MODERNBERT_CLASSIFIER,
             ),
         },
         prefix="model.",

@@ -13,7 +13,7 @@ from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
 from monoblock.interop.huggingface.config_tree import ConfigTree, config_difference, resolve_sizes, tree_to_config
 from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, read_fields, write_fields
-from monoblock.interop.huggingface.ignored_fields import IGNORED_FIELDS
+from monoblock.interop.huggingface.ignored_fields import is_harmless
 from monoblock.interop.rename import Rule
 
 
@@ -49,6 +49,8 @@ class Family:
     fields: Sequence[FieldRule]
     weights: Sequence[Rule]
     classes: Mapping[str, ConfigTree | None]  # heads by class name; the first is the default class
+    class_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of a class in some files
+    encoder_classes: tuple[str, ...] = ()  # classes of an encoder-decoder family that are its encoder alone
     prefix: str = ""
     unprefixed_classes: tuple[str, ...] = ()
     ignored_weights: tuple[str, ...] = ()  # not needed, though files may have them; `*` is a number
@@ -67,7 +69,7 @@ class Family:
         return (*self.head_weights.get(class_name, ()), *rules)
 
     def config_tree(
-        self, fields: Mapping[str, Any], class_name: str, ignored: frozenset[str] = IGNORED_FIELDS
+        self, fields: Mapping[str, Any], class_name: str, harmless: Callable[[str, Any], bool] = is_harmless
     ) -> ConfigTree:
         """Convert the fields of a config.json to our configuration tree; `build_config` sets weight tying later."""
         if class_name not in self.classes:
@@ -77,8 +79,9 @@ class Family:
             )
         renamed = {new: fields[old] for old, new in self.field_aliases.items() if old in fields}
         fields = renamed | {name: value for name, value in fields.items() if name not in self.field_aliases}
-        filled = check_fields(self.fields, fields, ignored)
-        return read_fields(self.fields, filled, self.template, copy.deepcopy(self.classes[class_name]))
+        filled = check_fields(self.fields, fields, harmless)
+        tree = read_fields(self.fields, filled, self.template, copy.deepcopy(self.classes[class_name]))
+        return tree | {"decoder": None, "target": None} if class_name in self.encoder_classes else tree
 
     def build_config(self, tree: ConfigTree, *, tied: bool) -> ModelConfig:
         """Convert a configuration tree to a configuration; `tied` is whether the output is tied to the embedding."""

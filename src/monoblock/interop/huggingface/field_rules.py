@@ -7,7 +7,7 @@
 
 Our values are given by paths in a configuration tree (config_tree.py), in which `*` is every layer and `**.eps` every
 field named eps.  Reading a config.json sets values in the tree of the family's template; writing gets them from the
-tree of a model.  A field without a rule is an error, unless it is known to change nothing (ignored_fields.py).
+tree of a model.  A field without a rule is an error, unless it is harmless (ignored_fields.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from monoblock.config.model import InitConfig, ModelConfig
 from monoblock.config.schema import to_dict
-from monoblock.errors import ConfigError, FileError, MonoblockError
+from monoblock.errors import ConfigError, FileError, InputError, MonoblockError, did_you_mean
 from monoblock.interop.huggingface.config_tree import MISSING, ConfigTree, config_to_tree, get_value, set_value
-from monoblock.interop.huggingface.ignored_fields import IGNORED_FIELDS, NEUTRAL_VALUES
+from monoblock.interop.huggingface.ignored_fields import is_harmless
 from monoblock.untrusted_files import short_repr
 
 
@@ -108,24 +108,43 @@ class FieldGroup:
 FieldRule = Field | Constant | FixedField | FieldGroup
 
 
+def without_fields(fields: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:
+    """Return the fields without the `ignored` ones, which the user says have no effect."""
+    missing = next((name for name in ignored if name not in fields), None)
+    if missing is not None:
+        raise InputError(f"ignore_fields: the model's file has no field {missing!r}{did_you_mean(missing, fields)}")
+    return {name: value for name, value in fields.items() if name not in ignored}
+
+
 def check_fields(
-    rules: Sequence[FieldRule], fields: Mapping[str, Any], ignored: frozenset[str] = IGNORED_FIELDS
+    rules: Sequence[FieldRule], fields: Mapping[str, Any], harmless: Callable[[str, Any], bool] = is_harmless
 ) -> dict[str, Any]:
     """Return the fields of a config.json that have rules, with defaults filled in.
 
+    `harmless` is a function of a name and a value: whether a field without a rule cannot change what is computed.
     Raise FileError if a required field is missing, or for a field without a rule that may change what is computed.
     """
     known = {name: default for rule in rules for name, default in rule.defaults.items()}
-    for name, value in fields.items():
-        if name not in known and name not in ignored and value not in NEUTRAL_VALUES.get(name, ()):
-            raise FileError(
-                f"its field {short_repr(name)} ({short_repr(value)}) is not known here "
-                f"and may change what the model computes; remove the field if it has no effect"
-            )
+    unknown = {name: value for name, value in fields.items() if name not in known and not harmless(name, value)}
+    if unknown:
+        raise FileError(_describe_unknown(unknown))
     for name, default in known.items():
         if default is MISSING and name not in fields:
             raise FileError(f"it lacks the field {name!r}")
     return known | {name: value for name, value in fields.items() if name in known}
+
+
+def _describe_unknown(fields: Mapping[str, Any], at_most: int = 6) -> str:
+    """Return the error message for fields that have no rule and may matter."""
+    names = [short_repr(name) for name in fields]
+    named = ", ".join(f"{short_repr(name)} ({short_repr(value)})" for name, value in list(fields.items())[:at_most])
+    named += f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    one = len(names) == 1
+    return (
+        f"its field{'' if one else 's'} {named} {'is' if one else 'are'} not known here and may change what the model "
+        f"computes; if {'it has' if one else 'they have'} no effect, write ignore_fields=[{', '.join(names)}], or "
+        f"monoblock convert … --ignore-field {'NAME' if len(names) > 1 else names[0]}"
+    )
 
 
 def read_fields(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from monoblock.config.model import Alibi, NormConfig, Rotary
+from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.schema import to_dict
 from monoblock.interop.huggingface.config_tree import ConfigTree, get_value, set_value
 from monoblock.interop.huggingface.field_rules import FieldGroup
@@ -75,6 +76,22 @@ def qk_norm(theirs: str, axes: str, norm: NormConfig) -> FieldGroup:
         set_value(tree, f"{ATTN}.qk_norm_over", axes if fields[theirs] else "head")
 
     return FieldGroup({theirs: False}, read, lambda tree: {theirs: get_value(tree, f"{ATTN}.qk_norm") is not None})
+
+
+def logit_softcap(default: float | None) -> FieldGroup:
+    """Return the rule for Gemma's final_logit_softcapping, which limits the logits of the language model alone."""
+
+    def is_language_model(tree: ConfigTree) -> bool:
+        return tree["head"] is not None and tree["head"]["kind"] in VOCABULARY_HEADS
+
+    def read(fields: Mapping[str, Any], tree: ConfigTree) -> None:
+        if is_language_model(tree):
+            tree["head"]["softcap"] = fields["final_logit_softcapping"]
+
+    def write(tree: ConfigTree) -> dict[str, Any]:
+        return {"final_logit_softcapping": tree["head"]["softcap"] if is_language_model(tree) else default}
+
+    return FieldGroup({"final_logit_softcapping": default}, read, write)
 
 
 def gpt2_attention_scale() -> FieldGroup:

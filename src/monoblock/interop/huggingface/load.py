@@ -19,8 +19,9 @@ from torch import Tensor
 from monoblock.config.model import ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.errors import FileError, did_you_mean
-from monoblock.interop.huggingface.families import FAMILIES
+from monoblock.interop.huggingface.families import FAMILIES, UNSUPPORTED_FAMILIES
 from monoblock.interop.huggingface.family import Family
+from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
 from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
 from monoblock.interop.weights_reader import WeightReader
@@ -34,21 +35,33 @@ if TYPE_CHECKING:
 
 
 def find_family(fields: Mapping[str, Any]) -> tuple[Family, str]:
-    """Return the family and the class name of a model, from the fields of its config.json."""
+    """Return the family and the class name of a model, from the fields of its config.json.
+
+    A file without model_type (transformers wrote them until 2020) has the family of its class.
+    """
     model_type, classes = fields.get("model_type"), fields.get("architectures")
+    if classes is not None and (not isinstance(classes, list) or [type(name) for name in classes] != [str]):
+        raise FileError(f"architectures={short_repr(classes)} is not a list of one class name")
+    if model_type is None and classes is not None:
+        model_type = next((family.model_type for family in FAMILIES.values() if classes[0] in family.classes), None)
+    if isinstance(model_type, str) and model_type in UNSUPPORTED_FAMILIES:
+        raise FileError(f"model_type={model_type!r} is not supported: {UNSUPPORTED_FAMILIES[model_type]}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = did_you_mean(str(model_type), FAMILIES)
         raise FileError(f"model_type={short_repr(model_type)} is none of the {len(FAMILIES)} supported families{hint}")
     family = FAMILIES[model_type]
-    if classes is None:
-        return family, next(iter(family.classes))
-    if not isinstance(classes, list) or len(classes) != 1 or not isinstance(classes[0], str):
-        raise FileError(f"architectures={short_repr(classes)} is not a list of one class name")
-    return family, classes[0]
+    name = next(iter(family.classes)) if classes is None else classes[0]
+    return family, family.class_aliases.get(name, name)
 
 
-def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
+def is_hf_config(fields: Mapping[str, Any]) -> bool:
+    """Return whether these are the fields of a Hugging Face config.json, not of a monoblock one."""
+    return "format" not in fields and ("model_type" in fields or "architectures" in fields)
+
+
+def config_from_hf(fields: Mapping[str, Any], ignore_fields: Sequence[str] = ()) -> ModelConfig:
     """Convert the fields of a config.json to a configuration; tie_word_embeddings decides if the output is tied."""
+    fields = without_fields(fields, ignore_fields)
     family, name = find_family(fields)
     tied = bool(fields.get("tie_word_embeddings", family.tied_by_default))
     return family.build_config(family.apply_tying(family.config_tree(fields, name), fields, tied), tied=tied)

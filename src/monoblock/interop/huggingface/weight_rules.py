@@ -142,11 +142,14 @@ GEMMA2: Rules = (
     Rule("decoder.*.feedforward_output_norm", "model.layers.*.post_feedforward_layernorm"),
     *LLAMA,
 )
+GLM: Rules = (
+    Rule(gate_up_names("decoder.*.feedforward"), "model.layers.*.mlp.gate_up_proj", GATE_UP_ROWS),
+    *LLAMA,
+)
 GLM4: Rules = (
     Rule("decoder.*.attention_output_norm", "model.layers.*.post_self_attn_layernorm"),
     Rule("decoder.*.feedforward_output_norm", "model.layers.*.post_mlp_layernorm"),
-    Rule(gate_up_names("decoder.*.feedforward"), "model.layers.*.mlp.gate_up_proj", GATE_UP_ROWS),
-    *LLAMA,
+    *GLM,
 )
 OLMO2: Rules = (
     Rule("decoder.*.attention_norm", "model.layers.*.post_attention_layernorm"),
@@ -327,6 +330,7 @@ def bert_rules(prefix: str, layer: str = "encoder.layer.*") -> Rules:
     )
 
 
+SCORE: Rules = (Rule("head.output.weight", "score.weight"),)  # the classifier of a decoder
 CLASSIFIER: Rules = (Rule("head.output.weight", "classifier.weight"), Rule("head.bias", "classifier.bias"))
 QA_OUTPUTS: Rules = (Rule("head.output.weight", "qa_outputs.weight"), Rule("head.bias", "qa_outputs.bias"))
 BERT: Rules = (*bert_rules("bert"), Rule("head.pooler", "bert.pooler.dense"))
@@ -395,6 +399,13 @@ DISTILBERT_MASKED_LM: Rules = (
     Rule("head.bias", "vocab_projector.bias"),
     Rule("head.output.weight", "vocab_projector.weight"),
 )
+MPNET: Rules = (
+    Rule("encoder.position_bias", "mpnet.encoder.relative_attention_bias"),
+    *attention_rules("encoder.*.attention", "mpnet.encoder.layer.*.attention.attn", ("q", "k", "v", "o")),
+    Rule("encoder.*.attention_norm", "mpnet.encoder.layer.*.attention.LayerNorm"),
+    *bert_rules("mpnet"),
+    Rule("head.pooler", "mpnet.pooler.dense"),
+)
 MODERNBERT: Rules = (
     Rule("input.token", "model.embeddings.tok_embeddings"),
     Rule("input.norm", "model.embeddings.norm"),
@@ -406,9 +417,10 @@ MODERNBERT: Rules = (
     Rule("encoder.*.feedforward.down", "model.layers.*.mlp.Wo"),
     Rule("encoder.norm", "model.final_norm"),
 )
+MODERNBERT_HEAD: Rules = (Rule("head.transform", "head.dense"), Rule("head.norm", "head.norm"))
+MODERNBERT_CLASSIFIER: Rules = (*MODERNBERT_HEAD, *CLASSIFIER)
 MODERNBERT_MASKED_LM: Rules = (
-    Rule("head.transform", "head.dense"),
-    Rule("head.norm", "head.norm"),
+    *MODERNBERT_HEAD,
     Rule("head.bias", "decoder.bias"),
     Rule("head.output.weight", "decoder.weight"),
 )
