@@ -152,9 +152,9 @@ BAD_CONFIG_VALUES = {
     "rms_norm_eps": ["small", [], {}, -1.0],
     "hidden_act": ["__import__('os').system('id')", 3, [], None, "mish"],
     "rope_parameters": [{"rope_type": "evil", "rope_theta": 1e4}, {"rope_type": "yarn", "code": 1}, [1]],
-    "model_type": [None, 3, "gpt5", "../llama", ["llama"]],
+    "model_type": [3, "gpt5", "../llama", ["llama"]],
     "architectures": [["Evil"], "LlamaForCausalLM", [1], [], ["LlamaForCausalLM", "x"], {}],
-    "unheard_of_field": [1, None, "x"],
+    "unheard_of_field": [1, "x"],
 }
 
 
