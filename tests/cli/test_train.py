@@ -101,6 +101,13 @@ def test_results_go_to_stdout_progress_to_stderr_and_the_next_verb_is_named(caps
     assert err.splitlines()[-1].startswith("Try: monoblock ")
 
 
+def test_a_dry_run_refuses_a_model_that_cannot_be_built(capsys):
+    assert run(["train", "reverse", "model.residual=parallel", "--dry-run"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "residual='parallel'" in err
+
+
 def test_an_override_that_changes_nothing_is_said(capsys):
     assert run(["train", "toy.toml", "train.steps=3", "train.lr=2e-3"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]

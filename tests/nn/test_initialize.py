@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import block_configs, preset_names
 
+import monoblock as mb
 from monoblock.config.families import gpt, t5, vaswani
 from monoblock.config.knobs import rebuild, vary
 from monoblock.config.model import InitConfig
@@ -112,3 +113,46 @@ def test_the_loss_of_a_new_language_model_is_that_of_guessing():
         ids = torch.randint(0, 61, (3, 31), generator=torch.Generator().manual_seed(1))
         loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         assert loss.item() == pytest.approx(math.log(61), rel=0.25), name
+
+
+# -- weights of a user's block ----------------------------------------------------------------------------------------
+
+
+class UserFeedForward(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.down = torch.nn.Linear(width, width)
+        torch.nn.init.constant_(self.down.weight, 0.25)
+
+    def forward(self, x):
+        return self.down(x)
+
+
+class UserBlock(mb.Block):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.full((config.width,), 0.1))
+        self.gate = torch.nn.Linear(config.width, 1)
+        torch.nn.init.constant_(self.gate.weight, 0.5)
+        torch.nn.init.constant_(self.gate.bias, -2.0)
+        self.feedforward = UserFeedForward(config.width)
+
+
+class UserTransformer(mb.Transformer):
+    block_class = UserBlock
+
+
+@pytest.mark.parametrize("family", [mb.gpt, mb.vaswani, mb.t5])
+def test_what_a_users_block_adds_keeps_its_values_and_the_rest_is_initialized(family):
+    config = family(vocab=61, width=24, depth=2, heads=3, context=37)
+    torch.manual_seed(3)
+    model = UserTransformer(config)
+    torch.manual_seed(3)
+    plain = mb.Transformer(config)
+    for name, weight in model.named_parameters():
+        expected = {"scale": 0.1, "gate.weight": 0.5, "gate.bias": -2.0, "feedforward.down.weight": 0.25}
+        value = next((value for end, value in expected.items() if name.endswith(end)), None)
+        if value is not None:
+            assert (weight == value).all(), name
+        elif name.endswith("attention.query.weight"):
+            assert std_of(weight) == pytest.approx(std_of(dict(plain.named_parameters())[name]), rel=0.2)

@@ -48,6 +48,7 @@ def command(
 
     resolved = read_recipe(recipe, overrides)
     if dry_run:
+        _check_model(resolved)
         click.echo(resolved.to_toml(), nl=False)
         return
     from monoblock.runs.run_folder import check_run_folder
@@ -71,6 +72,15 @@ def command(
         world.shut_down()
     if last.interrupted:
         ctx.exit(130)
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Raise ConfigError if the model of a recipe cannot be built; a model that starts from a folder is not read."""
+    from monoblock.runs.build_data import draft_config
+    from monoblock.runs.recipe import task_of_recipe
+
+    if "folder" not in recipe.model:
+        draft_config(recipe, task_of_recipe(recipe), None)
 
 
 def _list_unchanged(recipe: str, overrides: tuple[str, ...], resolved: Recipe) -> list[str]:

@@ -174,4 +174,5 @@ def _check_names(folder: Path, stored: set[str], expected: set[str]) -> None:
     for names, problem in ((unexpected, "has a tensor that the model does not use"), (missing, "lacks the tensor")):
         if names:
             rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise FileError(f"{folder} {problem}: {min(names)}{rest}")
+            hint = "; if a subclass of Transformer was trained, give it to mb.load as model_class" if unexpected else ""
+            raise FileError(f"{folder} {problem}: {min(names)}{rest}{hint}")

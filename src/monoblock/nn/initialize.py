@@ -7,13 +7,14 @@ In every scheme norms, gains and sinks keep the values they were built with, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
+from monoblock.nn.block import Block
 
 Initializer = Callable[[Tensor, ModelConfig, str], None]
 
@@ -127,10 +128,30 @@ SCHEMES: dict[str, tuple[tuple[str, Initializer], ...]] = {
 
 @torch.no_grad()
 def initialize(model: nn.Module, config: ModelConfig) -> None:
-    """Initialize every weight of a model by the scheme `config.init.kind`, with torch's global random generator."""
+    """Initialize every weight of a model by the scheme `config.init.kind`, with torch's global random generator.
+
+    Weights that a user's subclass of `Block` adds keep the values that the subclass gave them.
+    """
     table = COMMON_RULES + SCHEMES[config.init.kind]
+    added = {id(weight) for block in model.modules() if isinstance(block, Block) for weight in _added_weights(block)}
     for name, weight in model.named_parameters():
-        if weight.is_meta:
+        if weight.is_meta or id(weight) in added:
             continue  # a meta tensor has no values, but initializing it would still take time
         initializer = next(initializer for pattern, initializer in table if fnmatchcase(name, pattern))
         initializer(weight, config, name)
+
+
+def _added_weights(block: Block) -> Iterator[Tensor]:
+    """Yield the weights of a block that a plain `Block` does not have, and those in modules that replace its own."""
+    if type(block) is Block:
+        return
+    with torch.device("meta"):
+        plain = Block(block.config)
+    own_modules, own_weights = dict(plain.named_modules()), dict(plain.named_parameters())
+    replaced = {
+        name for name, module in block.named_modules() if not isinstance(module, type(own_modules.get(name, module)))
+    }
+    for name, weight in block.named_parameters():
+        parents = name.split(".")[:-1]
+        if name not in own_weights or any(".".join(parents[:end]) in replaced for end in range(len(parents) + 1)):
+            yield weight
