@@ -60,7 +60,7 @@ def train_or_load(
         for _ in prepare_run(resolved, folder, data=data, resume=resume).events(resume=resume):
             pass
     pipe = load(folder)
-    seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read(folder))
+    seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read_metrics(folder))
     return pipe, {"parameters": account(pipe.model.config).parameters, "seconds": seconds}
 
 

@@ -52,7 +52,7 @@ def evaluate_run(folder: Path, args: argparse.Namespace, summary: Metrics, pretr
     """Return the metrics on the test split, or with --choose on the training rows that were held back."""
     seconds = summary["seconds"] + pretraining_seconds
     if args.choose:
-        last = [line for line in metrics_file.read(folder) if "val_loss" in line][-1]
+        last = [line for line in metrics_file.read_metrics(folder) if "val_loss" in line][-1]
         return summary | {"accuracy": last["val_accuracy"], "macro F1": None, "seconds": seconds}
     request = EvaluationRequest(data="reviews", split="test", folder=args.data, limit=30 if args.smoke else None)
     metrics = evaluate_request(load(folder), request).metrics

@@ -162,7 +162,9 @@ def file_digest(path):
 
 def read_metrics(folder):
     """All lines of the metrics, without times."""
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in metrics_file.read(folder)]
+    return [
+        {key: value for key, value in line.items() if key != "seconds"} for line in metrics_file.read_metrics(folder)
+    ]
 
 
 def assert_same_run(actual, expected, steps):

@@ -74,6 +74,7 @@ _HOME = {
     "optimize": "decoding.backends.optimize",
     "preset": "config.presets",
     "quantize": "quantization.convert",
+    "read_metrics": "training.metrics_file",
     "release": "decoding.backends.prepared_model",
     "same_document": "nn.masks",
     "save_adapter": "interop.adapters",

@@ -136,7 +136,7 @@ def test_a_dry_run_reads_no_data_and_writes_nothing(workspace, capsys):
 def test_two_runs_of_a_recipe_give_the_same_losses(workspace):
     for out in ("one", "two"):
         assert run(["train", "toy.toml", "model.dropout=0.1", "--out", out]) == 0
-    one, two = (metrics_file.read(workspace / out) for out in ("one", "two"))
+    one, two = (metrics_file.read_metrics(workspace / out) for out in ("one", "two"))
     assert [line.get("loss") for line in one] == [line.get("loss") for line in two]
     assert (workspace / "one" / "model.safetensors").read_bytes() == (
         workspace / "two" / "model.safetensors"

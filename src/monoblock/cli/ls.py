@@ -158,7 +158,7 @@ def _describe_run(folder: Path) -> Record:
     except (MonoblockError, OSError, ValueError):
         recipe = None
     try:
-        lines = metrics_file.read(folder)
+        lines = metrics_file.read_metrics(folder)
     except (MonoblockError, OSError, ValueError):
         lines = []
     best = min((line for line in lines if "val_loss" in line), key=lambda line: line["val_loss"], default={})

@@ -75,7 +75,7 @@ def run(options: Options, overrides: list[str], folder: Path, data: Path | None)
             metrics = evaluate_request(pipe, request).metrics
             check_metric(options.figure, metrics)
             values[arm].append(metrics[options.figure])
-            seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read(arm_folder))
+            seconds = sum(line.get("seconds", 0.0) for line in metrics_file.read_metrics(arm_folder))
             extra[arm] = {"parameters": account(pipe.model.config).parameters, "seconds": seconds}
             value = format_metric(options.figure, metrics[options.figure], ".2f")
             yield f"{arm}, seed {seed}: {options.figure} {value}"

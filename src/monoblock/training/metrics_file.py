@@ -79,9 +79,13 @@ def _parse_step(line: str) -> float:
         return float("inf")
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in metrics.jsonl of a run folder; damaged lines are left out."""
-    path = folder / METRICS_FILE
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl in a run folder, as dicts; damaged lines are left out.
+
+    A line has the step and either the loss, learning rate, gradient norm, tokens and seconds of a training step, or the
+    metrics of a validation, such as "val_loss".
+    """
+    path = Path(folder) / METRICS_FILE
     if not path.is_file():
         raise FileError(f"{folder} has no {METRICS_FILE}; give the folder of a training run")
     return [json.loads(line) for line in _read_lines(path) if _parse_step(line) < float("inf")]
