@@ -73,9 +73,9 @@ class DataSection:
     corpus: str  # the name of a corpus (monoblock ls corpora), or the path of a file or folder
     packing: Literal["stream", "documents"] = "stream"  # train on one running text, or on separate documents
     limit: int | None = None  # train on at most this many rows
-    validation_rows: int = (
-        0  # number of last training rows to hold out for validation; 0: use the split `valid`, if any
-    )
+    # number of training rows to hold out for validation; 0: use the split `valid`, or a tenth of a single file
+    validation_rows: int = 0
+    split: Literal["random", "last"] = "random"  # which rows are held out: by class, with a fixed seed; or the last
     max_length: int | None = None  # in tokens; longer texts are cut, longer pairs left out; by default the context
 
     def __post_init__(self) -> None:

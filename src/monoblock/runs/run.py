@@ -56,6 +56,7 @@ class Run:
         """Train, write the metrics, save the finished model in the run folder, and yield the events of the training."""
         world = self.trainer.world
         yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
+        yield from self.task_data.notices
         yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
         if world.size > 1:
             yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")

@@ -20,6 +20,7 @@ from monoblock.tasks.batching import group_by_length
 from monoblock.tasks.special_tokens import special_token_ids
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
+from monoblock.training.events import DecisionEvent, WarningEvent
 from monoblock.training.loss import Loss
 
 S = TypeVar("S")
@@ -114,6 +115,7 @@ class TaskData:
     unit: str = "tokens"  # the unit of throughput
     batches: Callable[[int], Iterator[TensorBatch]] | None = None  # the user's batches from a step on
     content_digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the content of each split
+    notices: tuple[DecisionEvent | WarningEvent, ...] = ()  # what the user is told about the data before training
 
 
 # -- training batches -------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
     """Yield the sentences of a file that has one word per line and a blank line between sentences.
 
     Columns are separated by white space; the first is the word and the last its label. A line that begins with
-    -DOCSTART- separates sentences like a blank line.
+    -DOCSTART- separates sentences like a blank line, and begins a document.
     """
     words: list[str] = []
     labels: list[str] = []
-    empty, columns = True, 0
+    empty, columns, document = True, 0, 0
     for number, line in numbered_lines(path):
         cells = line.split()
         if cells and cells[0] != "-DOCSTART-":
@@ -28,9 +28,10 @@ def read_conll(path: str | Path) -> Iterator[TaggedSentence]:
             labels.append(cells[-1])
         elif words:
             empty = False
-            yield TaggedSentence(tuple(words), tuple(labels))
+            yield TaggedSentence(tuple(words), tuple(labels), document)
             words, labels = [], []
+        document += bool(cells) and cells[0] == "-DOCSTART-"
     if words:
-        yield TaggedSentence(tuple(words), tuple(labels))
+        yield TaggedSentence(tuple(words), tuple(labels), document)
     elif empty:
         raise empty_file_error(path)
