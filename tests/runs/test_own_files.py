@@ -105,3 +105,19 @@ def test_a_run_with_another_split_is_not_resumed(sorted_file, tmp_path):
     mb.train(make_recipe(sorted_file), **run)
     with pytest.raises(FileError, match=r"another data\.split \('random', and now 'last'\)"):
         mb.train(make_recipe(sorted_file, "train.steps=3", split="last"), resume=True, **run)
+
+
+def test_a_header_that_names_nothing_known_is_asked_about(tmp_path):
+    rows = "".join(f"{label}\t{label} text {n}\n" for n in range(20) for label in ("gut", "schlecht"))
+    (tmp_path / "a.tsv").write_text(f"Urteil\tSatz\n{rows}", encoding="utf-8")
+    warning = next(event for event in notices(make_recipe(tmp_path / "a.tsv")) if isinstance(event, WarningEvent))
+    assert warning.text.startswith("no validation row has the class 'Urteil'")
+    assert warning.text.endswith("(if the first line of the file names its columns, call them label and text)")
+
+
+def test_a_csv_file_is_trained_on(tmp_path):
+    rows = "".join(f'"{label}, text {n}",{label}\n' for n in range(20) for label in ("bad", "good"))
+    (tmp_path / "a.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+    run = mb.train(make_recipe(tmp_path / "a.csv"), out=tmp_path / "run", progress=False)
+    assert run.task_data.labels == ["bad", "good"]
+    assert mb.evaluate(run.folder, str(tmp_path / "a.csv"))["sources"] == 4

@@ -62,7 +62,15 @@ def describe_splits(splits: CorpusSplits, recipe: Recipe) -> Iterator[DecisionEv
         yield WarningEvent(f"no training row has {missing}: {limit}")
     missing = "" if valid is None else _missing_classes(valid, splits.labels)
     if missing:
-        yield WarningEvent(f"no validation row has {missing}; the validation metrics say nothing about it")
+        header = " (if the first line of the file names its columns, call them label and text)"
+        hint = header if _has_unique_first_label(train) else ""
+        yield WarningEvent(f"no validation row has {missing}; the validation metrics say nothing about it{hint}")
+
+
+def _has_unique_first_label(train: Corpus) -> bool:
+    """Return whether no other row has the label of the first row, which may be a header."""
+    labels = [row.label for row in train.rows] if train.kind == "labelled" else []
+    return labels.count(labels[0]) == 1 if labels else False
 
 
 def _missing_classes(corpus: Corpus, labels: Sequence[str]) -> str:

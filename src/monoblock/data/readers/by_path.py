@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from monoblock.data.readers import idx
 from monoblock.data.readers.chat import read_chats
+from monoblock.data.readers.columns import table_kind
 from monoblock.data.readers.conll import read_conll
 from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout, split_rows
 from monoblock.data.readers.labelled import read_labelled
@@ -34,6 +35,7 @@ SPLIT_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "valid
 KIND_BY_SUFFIX: dict[str, CorpusKind] = {
     ".txt": "text",
     ".tsv": "pairs",
+    ".csv": "labelled",
     ".jsonl": "labelled",
     ".conll": "tagged",
     ".iob": "tagged",
@@ -112,8 +114,10 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
     suffix = None if file is None else _known_suffix(file)
     if file is None or suffix is None or len(allowed) == 1:
         return allowed[0]
-    if suffix == ".tsv":
-        return next((kind for kind in allowed if kind in ("pairs", "labelled")), allowed[0])
+    if suffix in (".csv", ".tsv"):
+        named = table_kind(file)
+        tables = [kind for kind in allowed if kind in ("pairs", "labelled")]
+        return named if named is not None and named in allowed else next(iter(tables), allowed[0])
     if suffix == ".json" and "pairs" in allowed and _has_pairs(file):
         return "pairs"
     kind = _jsonl_kind(file) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
@@ -128,9 +132,10 @@ def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: Documen
         suffix = _known_suffix(path)
         if suffix is None:
             raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename the file, or set kind=…")
-        kind = _jsonl_kind(path) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
+        named = table_kind(path) if suffix in (".csv", ".tsv") else None
+        kind = _jsonl_kind(path) if suffix == ".jsonl" else named or KIND_BY_SUFFIX[suffix]
     if kind == "text":
-        documents = read_documents(path) if path.suffix == ".jsonl" else read_text(path, document_boundaries)
+        documents = read_documents(path) if path.suffix in (".jsonl", ".csv") else read_text(path, document_boundaries)
         return FileContent(kind, list(documents))
     if kind not in READER_BY_KIND:
         raise FileError(
