@@ -21,7 +21,9 @@ from monoblock.tasks.special_tokens import check_required_tokens
 from monoblock.tasks.splits import CorpusSplits, describe_splits
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, TaskInputs
+from monoblock.tasks.unknown_tokens import check_unknown_tokens
 from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.events import DecisionEvent, WarningEvent
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -48,12 +50,15 @@ def build_task_data(
     task = task_of_recipe(recipe, task)
     config = draft_config(recipe, task, start) if config is None else config
     splits = _load_splits(recipe, task, data_folder, start)
-    notices = tuple(describe_splits(splits, recipe))
+    notices: tuple[DecisionEvent | WarningEvent, ...] = tuple(describe_splits(splits, recipe))
     splits = task.prepare_data(splits, recipe, data_folder)
     _check_modality(recipe, splits.train)
     tokenizer = None
     if splits.train.kind != "images":
         tokenizer = find_tokenizer(recipe, task, splits.train, run_folder, start)
+        if run_folder is None:  # a resumed run continues with what it was begun with
+            is_loaded = recipe.tokenizer.folder is not None or start is not None
+            notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
     inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
     return replace(task.build_data(inputs), content_digests=splits.digests, notices=notices)
