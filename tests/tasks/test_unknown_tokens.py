@@ -7,7 +7,6 @@ from monoblock.errors import ConfigError
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.unknown_tokens import MAX_CHARACTERS, unknown_share
-from monoblock.training.events import WarningEvent
 
 ENGLISH = "the king went up to the land of the north and came down again"
 GERMAN = "Ärger über größere Häuser führt zu süßen Träumen"
@@ -52,8 +51,8 @@ def test_a_vocabulary_of_words_may_leave_out_rare_words(tmp_path, rare, refused)
         with pytest.raises(ConfigError, match="are unknown to the tokenizer"):
             build_task_data(recipe, 16)
         return
-    warnings = [event for event in build_task_data(recipe, 16).notices if isinstance(event, WarningEvent)]
-    assert len(warnings) == (rare == 5)
+    said = [event for event in build_task_data(recipe, 16).notices if "unknown" in event.decision]
+    assert len(said) == (rare == 5)
 
 
 def test_an_unknown_token_that_is_written_out_in_the_text_does_not_count():

@@ -19,6 +19,8 @@ from monoblock.runs.recipe import build_model_config, task_of_recipe
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.special_tokens import check_required_tokens
 from monoblock.tasks.splits import CorpusSplits, describe_splits
+from monoblock.tasks.subword_sampling import requested_key
+from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, TaskInputs
 from monoblock.tasks.unknown_tokens import check_unknown_tokens
@@ -56,6 +58,7 @@ def build_task_data(
     tokenizer = None
     if splits.train.kind != "images":
         tokenizer = find_tokenizer(recipe, task, splits.train, run_folder, start)
+        _check_subword_sampling(recipe, task)
         if run_folder is None:  # a resumed run continues with what it was begun with
             is_loaded = recipe.tokenizer.folder is not None or start is not None
             notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
@@ -88,12 +91,22 @@ def _load_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: Wa
             f"train.objective={task.name!r} needs {kinds}, but the corpus {train.name} is {train.kind}; "
             "give another corpus or another objective"
         )
-    labels = train.labels()  # before data.limit is applied, so that no class is lost
+    # The labels of all rows, before data.limit is applied: no class is lost, wherever a rare label was drawn to.
+    held_out = valid.rows if valid is not None and valid.selection else []
+    labels = replace(train, rows=[*train.rows, *held_out]).labels()
     if start is not None and start.keeps_head(task.head, recipe.model):
         labels = start.match_labels(labels)
     digests = {corpus.split: fingerprint_rows(corpus) for corpus in (train, valid) if corpus is not None}
     train = replace(train, rows=train.rows[: recipe.data.limit])
     return CorpusSplits(train, valid, labels, digests)
+
+
+def _check_subword_sampling(recipe: Recipe, task: Task) -> None:
+    """Raise ConfigError if the recipe asks for random segmentations, and the task cannot use them."""
+    key = requested_key(recipe.tokenizer)
+    if key is not None and not task.supports_subword_sampling:
+        names = ", ".join(known.name for known in TASKS if known.supports_subword_sampling)
+        raise ConfigError(f"{key} is for {names}, not {task.name}; leave it out")
 
 
 def _check_modality(recipe: Recipe, train: Corpus) -> None:

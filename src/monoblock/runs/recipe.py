@@ -51,9 +51,16 @@ def read_stored_recipe(folder: Path, *, task: Task | None = None) -> Recipe:
 
 
 def with_former_defaults(recipe: Recipe, folder: Path, task: Task | None = None) -> Recipe:
-    """Return a recipe with the defaults of the version that began the run in `folder`, so that it can be resumed."""
-    tables = recipe.to_tables()
-    set_former_defaults(tables, parse.read_toml(str(folder / parse.RECIPE_FILE)))
+    """Return a recipe with the defaults of the version that began the run in `folder`, so that it can be resumed.
+
+    Versions without tokenizer.alpha did not sample segmentations of running text, whatever tokenizer.dropout was.
+    """
+    tables, stored = recipe.to_tables(), parse.read_toml(str(folder / parse.RECIPE_FILE))
+    set_former_defaults(tables, stored)
+    objective, packing = recipe.train.objective, recipe.data.packing
+    ignored_dropout = objective in ("causal_lm", "span_corruption") or (objective, packing) == ("masked_lm", "stream")
+    if ignored_dropout and "split" not in stored.get("data", {}):
+        tables["tokenizer"]["dropout"] = 0.0
     return parse_recipe(tables, task=task)
 
 

@@ -20,7 +20,7 @@ MAX_CLASSES_SHOWN = 5
 class CorpusSplits:
     train: Corpus
     valid: Corpus | None
-    labels: list[str]  # all labels of the training rows, collected before data.limit is applied
+    labels: list[str]  # all labels of the training rows, before data.limit is applied and rows are held out
     digests: dict[str, str]  # SHA-256 of the content of each split
 
 
@@ -56,10 +56,12 @@ def describe_splits(splits: CorpusSplits, recipe: Recipe) -> Iterator[DecisionEv
         else:
             count = f"{len(valid):,} row{'s are' if len(valid) > 1 else ' is'} held out for validation"
             yield DecisionEvent(count, valid.selection)
+    if train.kind == "tagged" and not (valid is not None and valid.selection):
+        return  # published corpora of tagged words have tags that are rare
     missing = _missing_classes(train, splits.labels)
     if missing:
-        limit = f"data.limit={recipe.data.limit} takes the first rows; raise it, or shuffle the file"
-        yield WarningEvent(f"no training row has {missing}: {limit}")
+        limit = f": data.limit={recipe.data.limit} takes the first rows; raise it, or shuffle the file"
+        yield WarningEvent(f"no training row has {missing}{limit if recipe.data.limit else '; it cannot be learned'}")
     missing = "" if valid is None else _missing_classes(valid, splits.labels)
     if missing:
         header = " (if the first line of the file names its columns, call them label and text)"

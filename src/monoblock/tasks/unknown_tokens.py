@@ -9,7 +9,7 @@ from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.training.events import WarningEvent
+from monoblock.training.events import DecisionEvent
 
 MAX_UNKNOWN = 0.02  # share of the tokens of the training text that may be unknown
 MAX_UNKNOWN_WORDS = 0.2  # the same for a vocabulary of whole words, which leaves out rare words by design
@@ -49,8 +49,8 @@ def _trim_to_spaces(part: str) -> str:
 
 def check_unknown_tokens(
     tokenizer: Tokenizer, train: Corpus, recipe: Recipe, *, is_loaded: bool
-) -> Iterator[WarningEvent]:
-    """Raise ConfigError if too much of the training text is unknown; warn if many words of a word vocabulary are.
+) -> Iterator[DecisionEvent]:
+    """Raise ConfigError if too much of the training text is unknown; say so if many words of a word vocabulary are.
 
     is_loaded: whether the tokenizer was loaded from a folder, and not trained on these texts.
     """
@@ -61,7 +61,7 @@ def check_unknown_tokens(
     problem = f"{share:.0%} of the tokens of {train.name} are unknown to the tokenizer"
     if share > (MAX_UNKNOWN_WORDS if of_words else MAX_UNKNOWN):
         raise ConfigError(f"{problem} (at most {MAX_UNKNOWN:.0%} can be learned from); {_remedy(recipe, is_loaded)}")
-    yield WarningEvent(f"{problem}, whose vocabulary has whole words only; {_remedy(recipe, is_loaded)}")
+    yield DecisionEvent(problem, f"its vocabulary has whole words only; {_remedy(recipe, is_loaded)}")
 
 
 def _remedy(recipe: Recipe, is_loaded: bool) -> str:

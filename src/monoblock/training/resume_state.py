@@ -19,7 +19,8 @@ from monoblock.training import checkpoint
 from monoblock.training.optimizer import Optimizers
 
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
-LATER_KEYS = ("data.split",)  # keys that identities of earlier versions lack; such a run has their former defaults
+# Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.
+LATER_KEYS = ("data.split", "tokenizer.dropout", "tokenizer.alpha")
 
 
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
