@@ -101,7 +101,8 @@ def _build_run(
     world.seed_process(section.seed)
     if section.activation_checkpointing and isinstance(model, Transformer):
         model.recompute()
-    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world, parts.optimizer)
+    optimizer = None if parts.optimizer is None else parts.build_optimizer
+    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world, optimizer)
     trainer.identity = run_identity(original, task, config, task_data, start)
     trainer.old_identity = old_run_identity(original, task, config, task_data, start)
     run = Run(
