@@ -27,10 +27,13 @@ def folder(tmp_path_factory):
     (folder / "tagged.conll").write_text(
         "".join("".join(f"{w} {len(w)}\n" for w in row.split()) + "\n" for row in rows)
     )
-    (folder / "strange.tsv").write_text(
-        "".join(f"{'c' if n == 56 else 'ab'[n % 2]}\t{row}\n" for n, row in enumerate(rows))
-    )
-    (folder / "strange.conll").write_text("".join(f"up {'c' if n == 55 else 'ab'[n % 2]}\n\n" for n in range(60)))
+    for name, part in {"train": range(54), "valid": range(54, 60)}.items():
+        for kind in ("labels", "tags"):
+            (folder / f"strange_{kind}").mkdir(exist_ok=True)
+        labels = {n: "c" if n == 56 else "ab"[n % 2] for n in part}
+        text = "".join(f"{label}\t{rows[n]}\n" for n, label in labels.items())
+        (folder / "strange_labels" / f"{name}.tsv").write_text(text)
+        (folder / "strange_tags" / f"{name}.conll").write_text("".join(f"up {x}\n\n" for x in labels.values()))
     conversations = [
         {"messages": [{"role": "user", "content": r}, {"role": "assistant", "content": r[:9]}]} for r in rows
     ]
@@ -166,8 +169,8 @@ def test_an_encoder_becomes_a_classifier_and_is_resumed(folder, tmp_path, capsys
         (("decoder", "nothing.txt"), "no corpus, file or folder"),
         (("decoder", "tagged.conll"), "'token_classification' trains encoder-only models"),
         (("decoder", "labelled.tsv"), "or prompt this model for labels with monoblock evaluate MODEL DATA --shots 4"),
-        (("encoder", "strange.tsv"), "split valid, row 3: the label 'c' was not seen in training"),
-        (("encoder", "strange.conll"), "split valid, row 2: the label 'c' was not seen in training"),
+        (("encoder", "strange_labels"), "split valid, row 3: the label 'c' was not seen in training"),
+        (("encoder", "strange_tags"), "split valid, row 3: the label 'c' was not seen in training"),
         (("encoder", "chat.jsonl"), "'chat' trains decoder-only models"),
         (
             ("encoder", "tagged.conll", "--objective", "classification"),

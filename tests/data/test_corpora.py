@@ -16,6 +16,7 @@ from monoblock.data.corpora.bible import HELD_OUT_BOOKS, clean_verse
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.data.corpora.punctuation import LABELS, restore_punctuation, strip_punctuation
 from monoblock.data.corpora.transliteration import SCRIPT_BY_LANGUAGE
+from monoblock.data.readers.holdout import Holdout
 from monoblock.data.readers.records import LabelledText, Pair, TaggedSentence
 from monoblock.errors import FileError
 
@@ -152,7 +153,7 @@ def test_stripping_and_restoring_are_each_others_inverse():
     assert stripped.labels[:4] == ("O+CAP", "O+CAP", "COMMA", "O+CAP")
     assert set(stripped.labels) <= set(LABELS)
     expected = text.replace("LORD's", "Lord's")  # not in capitals throughout
-    assert restore_punctuation(*stripped) == expected
+    assert restore_punctuation(stripped.words, stripped.labels) == expected
 
 
 def test_brackets_and_quotes_are_dropped():
@@ -326,8 +327,11 @@ def test_one_text_is_split_at_nine_tenths(tmp_path):
 
 def test_one_file_of_rows_is_split_by_rows(tmp_path):
     write_files(tmp_path, a_dot_tsv="".join(f"{n}\t{n}\n" for n in range(20)))
-    corpus = load_corpus(str(tmp_path / "a.tsv"), "valid")
-    assert (corpus.kind, [pair.source for pair in corpus]) == ("pairs", ["18", "19"])
+    train, valid = (load_corpus(str(tmp_path / "a.tsv"), split) for split in ("train", "valid"))
+    assert (valid.kind, len(valid), len(train)) == ("pairs", 2, 18)
+    assert sorted([*train, *valid], key=lambda pair: int(pair.source)) == load_corpus(tmp_path / "a.tsv", "all").rows
+    last = load_corpus(str(tmp_path / "a.tsv"), "valid", holdout=Holdout("last"))
+    assert [pair.source for pair in last] == ["18", "19"]
 
 
 def test_a_folder_may_use_any_name_of_a_split(tmp_path):
@@ -374,7 +378,7 @@ def test_texts_yields_what_a_tokenizer_is_trained_on(tmp_path):
         ("multi30k", "train", {}, "put multi30k/{split}.de-en into the folder given with --data"),
         ("a.xyz", "all", {}, "a.xyz ends in none of .txt"),
         ("a.xyz", "all", {"kind": "pear"}, "kind='pear' is unknown; did you mean 'pairs'"),
-        ("short.tsv", "train", {}, "is empty; add at least one row"),
+        ("short.tsv", "valid", {}, "is empty; add at least one row"),
     ],
 )
 def test_what_is_missing_raises_one_line(tmp_path, monkeypatch, name, split, options, message):

@@ -71,8 +71,8 @@ def test_labelled_text_in_columns_and_in_objects(write_file):
 def test_conll_columns(write_file):
     text = "-DOCSTART- -X- O O\n\nEU NNP I-NP B-ORG\nrejects VBZ I-VP O\n\nGerman JJ I-NP B-MISC"
     assert list(read_conll(write_file("a.conll", text))) == [
-        TaggedSentence(("EU", "rejects"), ("B-ORG", "O")),
-        TaggedSentence(("German",), ("B-MISC",)),
+        TaggedSentence(("EU", "rejects"), ("B-ORG", "O"), document=1),
+        TaggedSentence(("German",), ("B-MISC",), document=1),
     ]
 
 

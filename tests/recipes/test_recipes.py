@@ -46,8 +46,8 @@ def short_validation(monkeypatch):
 
 
 @cache
-def load_short_corpus(name, split="train", *, folder=None, kind=None):
-    corpus = load_corpus(name, split, folder=folder, kind=kind)
+def load_short_corpus(name, split="train", **options):
+    corpus = load_corpus(name, split, **options)
     return corpus if split == "train" else replace(corpus, rows=corpus.rows[: 30 if corpus.kind == "text" else 200])
 
 

@@ -113,7 +113,8 @@ def test_bpe_dropout_segments_a_pair_anew_every_epoch_but_not_in_the_evaluation(
 
 
 def test_every_word_is_a_target_once_at_its_first_piece(corpora):
-    data = build_data(make_recipe("token_classification", corpora, tokenizer={"kind": "char"}))
+    recipe = make_recipe("token_classification", corpora, tokenizer={"kind": "char"}, data={"split": "last"})
+    data = build_data(recipe)
     words = sum(len(row.words) for row in list(read_conll(corpora["token_classification"]))[54:])
     num_targets = sum(batch.target_count for batch in data.evaluation_batches())
     assert num_targets == words

@@ -71,8 +71,19 @@ def test_a_resumed_checkpoint_has_the_losses_of_the_uninterrupted_run(name, fold
     )  # a key bias has hardly any gradient, so Adam moves it by rounding
 
 
+def test_a_run_that_held_out_the_last_rows_is_resumed_and_evaluated_with_them(folder):
+    """Version 0.1 had no key data.split; its runs on a single file held out the last tenth."""
+    last = [line.split("\t")[0] for line in (folder / "pairs.tsv").read_text().splitlines()[-4:]]
+    assert mb.load(folder / "pairs").data_section.split == "last"
+    run = prepare_run(read_recipe(folder / "pairs.toml", warn=False), folder / "pairs", resume=True)
+    assert run.recipe.data.split == "last"
+    assert [row.source for row in run.task_data.validation_rows][-4:] == last
+    samples = mb.evaluate(folder / "pairs", str(folder / "pairs.tsv"), samples=99).samples
+    assert [sample["source"] for sample in samples] == [row.source for row in run.task_data.validation_rows]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_training_the_recipe_again_gives_the_same_losses(name, folder):
-    run = prepare_run(read_recipe(folder / f"{name}.toml", warn=False), folder / "again")
+    run = prepare_run(read_recipe(folder / f"{name}.toml", ["data.split=last"], warn=False), folder / "again")
     list(run.events())
     assert training_losses(folder / "again") == pytest.approx(training_losses(folder / name), rel=1e-5)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.training.events import EvaluationEvent, FinishedEvent, StepEvent
+from monoblock.training import metrics_file
+from monoblock.training.events import EvaluationEvent, FinishedEvent, StepEvent, WarningEvent
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SMALL = {
@@ -232,3 +233,46 @@ def test_ctrl_c_saves_a_checkpoint_and_the_run_is_resumed_bit_for_bit(recipe, tm
     assert not resumed.interrupted
     states = resumed.model.state_dict(), whole.model.state_dict()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": 3}, r"optimizer=3 is not a function of the model; write optimizer=lambda model"),
+        ({"optimizer": "adamw"}, r"optimizer='adamw' is not a function of the model; .*or set train\.optimizer"),
+        ({"optimizer": torch.optim.AdamW}, "is not a function of the model"),
+        ({"optimizer": lambda model: None}, "the function optimizer returned NoneType, not a torch optimizer"),
+        ({"model_class": 3}, "model_class=3 is not a class; give a subclass of mb.Transformer"),
+        ({"task": "classification"}, r"task='classification' is not a mb\.Task; .* named in train\.objective"),
+        ({"callbacks": [3]}, "callbacks: 3 is not a function"),
+        ({"batches": 3}, "batches=3 is not iterable; give a list of pairs"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_one_line(recipe, tmp_path, arguments, message):
+    with pytest.raises(mb.MonoblockError, match=message) as caught:
+        mb.train(recipe, out=tmp_path / "run", progress=False, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(5, True), (4, False), (0.5, False)])
+def test_a_warmup_that_is_longer_than_the_run_is_said(recipe, tmp_path, warmup, said):
+    events = []
+    mb.train(recipe, {"train.warmup": warmup}, out=tmp_path / "run", progress=False, callbacks=[events.append])
+    texts = [event.text for event in events if isinstance(event, WarningEvent)]
+    assert (
+        texts
+        == [
+            "train.warmup=5 is longer than the run of 4 steps, so the learning rate is still rising at the end; "
+            "write train.warmup=0.1 for a tenth of the steps"
+        ]
+        * said
+    )
+
+
+def test_the_accuracy_of_tokens_has_another_name_than_that_of_targets(recipe, tmp_path):
+    run = mb.train(recipe, {"train.eval_every": 2}, out=tmp_path / "run", progress=False)
+    assert 0 <= run.metrics["val_token_accuracy"] <= 1
+    lines = [line for line in metrics_file.read(run.folder) if "val_loss" in line]
+    assert lines
+    assert all("val_token_accuracy" in line and "val_accuracy" not in line for line in lines)
+    assert "val_token_accuracy" in (run.folder / "README.md").read_text()

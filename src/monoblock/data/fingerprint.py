@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from monoblock.data.readers.records import LabelledImage
+from monoblock.data.readers.records import LabelledImage, TaggedSentence
 
 
 def fingerprint_rows(rows: Iterable[Any]) -> str:
@@ -33,5 +33,7 @@ def _row_bytes(row: Any) -> Iterable[bytes | memoryview]:
         case LabelledImage(pixels, label):
             yield f"{pixels.dtype.str}{pixels.shape}{label}".encode()
             yield np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
+        case TaggedSentence(words, labels):  # the document is not part of the content
+            yield json.dumps((words, labels)).encode()
         case _:
             yield json.dumps(row).encode()

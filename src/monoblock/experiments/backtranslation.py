@@ -47,6 +47,7 @@ from monoblock.tasks.seq2seq.backtranslation import (
 )
 from monoblock.tasks.seq2seq.pairs import prepare_pairs, recipe_section
 from monoblock.tasks.seq2seq.task import SEQ2SEQ
+from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.tags import SYNTHETIC_TAGS
 from monoblock.tokenizers.tokenizer import Tokenizer
 
@@ -103,7 +104,8 @@ class ExperimentContext:
 
     def load_pairs(self) -> list[Pair]:
         recipe = self.recipe
-        return prepare_pairs(load_corpus(recipe.data.corpus, "train", folder=self.data), recipe_section(recipe)).rows
+        corpus = load_corpus(recipe.data.corpus, "train", folder=self.data, holdout=holdout_of(recipe.data))
+        return prepare_pairs(corpus, recipe_section(recipe)).rows
 
     def load_target_sentences(self) -> list[str]:
         """Return the monolingual sentences: the targets of the rows that follow the first `options.pairs` rows."""

@@ -32,6 +32,8 @@ RENAMED_KEYS = {
     "train.patience": "train.max_skipped_updates",
     "generate.measure": "generate.scored_rows",
 }
+# Keys that recipes stored by earlier versions lack, and the value that their runs behaved by.
+FORMER_DEFAULTS = {"data.split": "last"}
 _MISSING = object()
 
 
@@ -94,6 +96,13 @@ def rename_old_keys(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKe
     return messages
 
 
+def set_former_defaults(data: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    """Set the keys of the tables `data` that the stored recipe lacks, because an earlier version wrote it, in place."""
+    for key, value in FORMER_DEFAULTS.items():
+        if _get(stored, key) is _MISSING:
+            set_key(data, key, value)
+
+
 def to_old_tables(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> dict[str, Any]:
     """Return the tables of a recipe as earlier versions had them: with former keys, and with the keys of all tasks.
 
@@ -110,6 +119,8 @@ def to_old_tables(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> 
             _pop(tables, f"{table}.{owner.old_keys[old].rpartition('.')[2]}")
     for old, new in RENAMED_KEYS.items():
         set_key(tables, old, _pop(tables, new))
+    for key in FORMER_DEFAULTS:
+        _pop(tables, key)
     if task.old_names:
         tables["train"]["objective"] = task.old_names[0]
     return tables

@@ -73,9 +73,9 @@ class DataSection:
     corpus: str  # the name of a corpus (monoblock ls corpora), or the path of a file or folder
     packing: Literal["stream", "documents"] = "stream"  # train on one running text, or on separate documents
     limit: int | None = None  # train on at most this many rows
-    validation_rows: int = (
-        0  # number of last training rows to hold out for validation; 0: use the split `valid`, if any
-    )
+    # number of training rows to hold out for validation; 0: use the split `valid`, or a tenth of a single file
+    validation_rows: int = 0
+    split: Literal["random", "last"] = "random"  # which rows are held out: by class, with a fixed seed; or the last
     max_length: int | None = None  # in tokens; longer texts are cut, longer pairs left out; by default the context
 
     def __post_init__(self) -> None:
@@ -94,13 +94,15 @@ class TokenizerSection:
         None  # how character-level BPE marks word boundaries, "@@" or "▁"; by default BPE is byte-level
     )
     lowercase: bool = False  # convert texts to lower case
-    dropout: float = 0.0  # probability of skipping a merge, in training (BPE-dropout, Provilkov et al. 2020)
+    dropout: float = 0.0  # bpe: probability of skipping a merge, in training (BPE-dropout, Provilkov et al. 2020)
+    alpha: float | None = None  # unigram: sample segmentations by probability^alpha, in training (Kudo 2018), as 0.1
     tags: tuple[str, ...] = ()  # further special tokens that are recognized in texts, such as "<bt>"
     folder: str | None = None  # load the tokenizer from this folder instead of training one
 
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 2, "vocab")
+        check_at_least(self, 0, "alpha")
         check_fraction(self, "dropout")
 
 

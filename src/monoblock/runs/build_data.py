@@ -18,10 +18,14 @@ from monoblock.runs.generation_config import DECODER_START_KEY
 from monoblock.runs.recipe import build_model_config, task_of_recipe
 from monoblock.runs.warm_start import WarmStart
 from monoblock.tasks.special_tokens import check_required_tokens
-from monoblock.tasks.splits import CorpusSplits
+from monoblock.tasks.splits import CorpusSplits, describe_splits
+from monoblock.tasks.subword_sampling import requested_key
+from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, TaskInputs
+from monoblock.tasks.unknown_tokens import check_unknown_tokens
 from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.events import DecisionEvent, WarningEvent
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -47,14 +51,20 @@ def build_task_data(
     """
     task = task_of_recipe(recipe, task)
     config = draft_config(recipe, task, start) if config is None else config
-    splits = _prepare_splits(recipe, task, data_folder, start)
+    splits = _load_splits(recipe, task, data_folder, start)
+    notices: tuple[DecisionEvent | WarningEvent, ...] = tuple(describe_splits(splits, recipe))
+    splits = task.prepare_data(splits, recipe, data_folder)
     _check_modality(recipe, splits.train)
     tokenizer = None
     if splits.train.kind != "images":
         tokenizer = find_tokenizer(recipe, task, splits.train, run_folder, start)
+        _check_subword_sampling(recipe, task)
+        if run_folder is None:  # a resumed run continues with what it was begun with
+            is_loaded = recipe.tokenizer.folder is not None or start is not None
+            notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
     inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
-    return replace(task.build_data(inputs), content_digests=splits.digests)
+    return replace(task.build_data(inputs), content_digests=splits.digests, notices=notices)
 
 
 def draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:
@@ -72,8 +82,8 @@ def draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelCo
     return build_model_config(recipe, 3, task=task, **sizes)
 
 
-def _prepare_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: WarmStart | None) -> CorpusSplits:
-    """Return the training and the validation rows as the task needs them."""
+def _load_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: WarmStart | None) -> CorpusSplits:
+    """Read the training rows, up to data.limit, and the validation rows."""
     train, valid = task.load_data(recipe, task.corpus_kinds, data_folder)
     if train.kind not in task.corpus_kinds:
         kinds = " or ".join(task.corpus_kinds)
@@ -81,12 +91,22 @@ def _prepare_splits(recipe: Recipe, task: Task, data_folder: Path | None, start:
             f"train.objective={task.name!r} needs {kinds}, but the corpus {train.name} is {train.kind}; "
             "give another corpus or another objective"
         )
-    labels = train.labels()  # before data.limit is applied, so that no class is lost
+    # The labels of all rows, before data.limit is applied: no class is lost, wherever a rare label was drawn to.
+    held_out = valid.rows if valid is not None and valid.selection else []
+    labels = replace(train, rows=[*train.rows, *held_out]).labels()
     if start is not None and start.keeps_head(task.head, recipe.model):
         labels = start.match_labels(labels)
     digests = {corpus.split: fingerprint_rows(corpus) for corpus in (train, valid) if corpus is not None}
     train = replace(train, rows=train.rows[: recipe.data.limit])
-    return task.prepare_data(CorpusSplits(train, valid, labels, digests), recipe, data_folder)
+    return CorpusSplits(train, valid, labels, digests)
+
+
+def _check_subword_sampling(recipe: Recipe, task: Task) -> None:
+    """Raise ConfigError if the recipe asks for random segmentations, and the task cannot use them."""
+    key = requested_key(recipe.tokenizer)
+    if key is not None and not task.supports_subword_sampling:
+        names = ", ".join(known.name for known in TASKS if known.supports_subword_sampling)
+        raise ConfigError(f"{key} is for {names}, not {task.name}; leave it out")
 
 
 def _check_modality(recipe: Recipe, train: Corpus) -> None:

@@ -30,6 +30,8 @@ from monoblock.training.schedule import learning_rate
 from monoblock.training.trainer import Trainer
 from monoblock.training.update_guard import UpdateGuard
 
+TOKEN_ACCURACY = "token_accuracy"  # the accuracy of a language model, given the right tokens before; not of whole texts
+
 
 def build_trainer(
     recipe: Recipe,
@@ -104,6 +106,7 @@ def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, tas
         section.label_smoothing,
         section.load_balancing if experts else 0.0,
         experts.top_k if experts else 1,
+        TOKEN_ACCURACY if task.head in ("language_model", "masked_lm") else "accuracy",
         over_positions=task.classes_are_positions,
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss

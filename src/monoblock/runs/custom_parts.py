@@ -20,6 +20,10 @@ from monoblock.training.collate import SpecialTokenIds, TensorBatch
 
 Batch = tuple[dict[str, Tensor], Tensor]  # keyword arguments of the model, and labels; -100 means no label
 
+OPTIMIZER_ADVICE = (
+    "write optimizer=lambda model: torch.optim.AdamW(model.parameters()), or set train.optimizer in the recipe"
+)
+
 
 @dataclass(frozen=True)
 class CustomParts:
@@ -31,6 +35,30 @@ class CustomParts:
     batches: Iterable[Batch] | None = None
     validation_batches: Iterable[Batch] | None = None
     tokenizer: Tokenizer | None = None
+
+    def __post_init__(self) -> None:
+        if self.task is not None and not isinstance(self.task, Task):
+            raise InputError(
+                f"task={self.task!r:.60} is not a mb.Task; a task of the package is named in train.objective"
+            )
+        if not (isinstance(self.model_class, type) and issubclass(self.model_class, Transformer)):
+            raise InputError(f"model_class={self.model_class!r:.60} is not a class; give a subclass of mb.Transformer")
+        is_torch_class = isinstance(self.optimizer, type) and self.optimizer.__module__.startswith("torch.")
+        if self.optimizer is not None and (is_torch_class or not callable(self.optimizer)):
+            raise InputError(f"optimizer={self.optimizer!r:.60} is not a function of the model; {OPTIMIZER_ADVICE}")
+        for name, batches in (("batches", self.batches), ("validation_batches", self.validation_batches)):
+            if batches is not None and not isinstance(batches, Iterable):
+                raise InputError(f"{name}={batches!r:.60} is not iterable; give a list of pairs (inputs, labels)")
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer that the user's function builds for a model."""
+        assert self.optimizer is not None
+        optimizer = self.optimizer(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"the function optimizer returned {type(optimizer).__name__}, not a torch optimizer; {OPTIMIZER_ADVICE}"
+            )
+        return optimizer
 
 
 NO_CUSTOM_PARTS = CustomParts()

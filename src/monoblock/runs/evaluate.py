@@ -13,6 +13,7 @@ from typing import Unpack
 
 from monoblock.data.corpora.table import CORPORA
 from monoblock.data.readers.by_path import find_path, is_single_file
+from monoblock.data.readers.holdout import Holdout
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GenerationOptions
 from monoblock.nn.lstm import Recurrent
@@ -23,6 +24,7 @@ from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.run import Run
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.table import task_of_model
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import validate
@@ -117,22 +119,40 @@ def evaluate_request(model: Pipeline | LoadedModel, request: EvaluationRequest) 
 
 
 def resolve_split(request: EvaluationRequest, loaded: LoadedModel) -> EvaluationRequest:
-    """Return the request with split="all" if the data are a single file.
+    """Return the request with the rows that were held out in training, or with split="all" for any other file.
 
-    The request is unchanged if it names a split, if the model was trained on the file, or if word frequencies are tuned
-    on the splits of the file (`rescore`).
+    The split is unchanged if the request names one, or if word frequencies are tuned on the splits of the file
+    (`rescore`).
     """
+    holdout = next(
+        (
+            holdout
+            for corpus, holdout in _training_corpora(loaded).items()
+            if _is_same_corpus(corpus, request.data, request.folder)
+        ),
+        None,
+    )
+    if holdout is not None:
+        return replace(request, holdout=holdout)
     path = None if request.data in CORPORA else find_path(request.data, request.folder)
     if path is None or not is_single_file(path) or request.split is not None or request.rescore:
         return request
-    paths = [find_path(corpus, request.folder) for corpus in _training_corpora(loaded)]
-    known = any(Path(one).resolve() == Path(path).resolve() for one in paths if one is not None)
-    return request if known else replace(request, split="all")
+    return replace(request, split="all")
 
 
-def _training_corpora(loaded: LoadedModel) -> list[str]:
-    """Return the names and paths of the corpora that a model was trained on."""
-    section = loaded.section(TextToTextSection)
-    synthetic = getattr(loaded.task_section, "synthetic", None)
-    names = [None if loaded.data_section is None else loaded.data_section.corpus, synthetic]
-    return [name for name in [*names, *(task.corpus for task in section.tasks)] if name is not None]
+def _is_same_corpus(one: str, other: str, folder: Path | None) -> bool:
+    if one in CORPORA or other in CORPORA:
+        return one == other
+    paths = [find_path(name, folder) for name in (one, other)]
+    return None not in paths and len({Path(path).resolve() for path in paths if path is not None}) == 1
+
+
+def _training_corpora(loaded: LoadedModel) -> dict[str, Holdout]:
+    """Return the names and paths of the corpora that a model was trained on, and how rows of them were held out."""
+    data = loaded.data_section
+    if data is None:
+        return {}
+    synthetic, tasks = getattr(loaded.task_section, "synthetic", None), loaded.section(TextToTextSection).tasks
+    names = [*([] if synthetic is None else [synthetic]), *(task.corpus for task in tasks)]
+    others = {name: Holdout(data.split) for name in names}
+    return others | {data.corpus: holdout_of(data)}

@@ -45,6 +45,8 @@ def run_identity(
     values = {key: value for name in sections for key, value in _flatten(tables.get(name, {}), name)}
     for key in CHANGEABLE_ON_RESUME:
         values.pop(f"train.{key}", None)
+    # Of the tokenizer, the digest says everything but how training texts are sampled.
+    values |= {"tokenizer.dropout": recipe.tokenizer.dropout, "tokenizer.alpha": recipe.tokenizer.alpha}
     return values | {"model configuration": json_digest(to_dict(config))} | _data_digests(task_data, start)
 
 

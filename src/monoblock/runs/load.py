@@ -20,7 +20,7 @@ from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
-from monoblock.runs.recipe import read_recipe
+from monoblock.runs.recipe import read_stored_recipe
 from monoblock.tasks.image_inputs import read_image_normalization
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
@@ -74,7 +74,7 @@ def load_folder(
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
     else:
         defaults = read_generation_defaults(folder, tokenizer)
-    recipe = read_recipe(folder / RECIPE_FILE, task=task, warn=False) if defaults.from_recipe else None
+    recipe = read_stored_recipe(folder, task=task) if defaults.from_recipe else None
     return LoadedModel(
         model.eval(),
         cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one

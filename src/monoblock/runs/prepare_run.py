@@ -18,7 +18,7 @@ from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
 from monoblock.runs.identity import old_run_identity, run_identity
-from monoblock.runs.recipe import build_model_config, task_of_recipe
+from monoblock.runs.recipe import build_model_config, task_of_recipe, with_former_defaults
 from monoblock.runs.run import Run
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
 from monoblock.runs.trainable import prepare_trainable, resolve_steps
@@ -55,6 +55,7 @@ def prepare_run(
         if world.is_main:
             check_run_folder(folder, resume)
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
+        recipe = with_former_defaults(recipe, folder, parts.task) if resume else recipe
         run = _build_run(recipe, folder, parts, data, resume, stop, tensorboard, world)
         if world.is_main and not resume:
             write_initial_files(folder, run.recipe, run.task, run.model.config, run.task_data, run.special_tokens)
@@ -103,7 +104,8 @@ def _build_run(
     world.seed_process(section.seed)
     if section.activation_checkpointing and isinstance(model, Transformer):
         model.recompute()
-    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world, parts.optimizer)
+    optimizer = None if parts.optimizer is None else parts.build_optimizer
+    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world, optimizer)
     trainer.identity = run_identity(original, task, config, task_data, start)
     trainer.old_identity = old_run_identity(original, task, config, task_data, start)
     run = Run(

@@ -9,6 +9,7 @@ from typing import Any
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.recipes import model_config, parse
+from monoblock.recipes.old_keys import set_former_defaults
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
@@ -40,6 +41,27 @@ def parse_recipe(
 ) -> Recipe:
     """Build a recipe from the nested dicts of its sections; the other arguments are those of `read_recipe`."""
     return parse.parse_recipe(data, overrides, tasks=known_tasks(task), warn=warn)
+
+
+def read_stored_recipe(folder: Path, *, task: Task | None = None) -> Recipe:
+    """Read the recipe of a run folder, as the version that wrote it meant it."""
+    tables = parse.read_toml(str(folder / parse.RECIPE_FILE))
+    set_former_defaults(tables, tables)
+    return parse_recipe(tables, task=task, warn=False)
+
+
+def with_former_defaults(recipe: Recipe, folder: Path, task: Task | None = None) -> Recipe:
+    """Return a recipe with the defaults of the version that began the run in `folder`, so that it can be resumed.
+
+    Versions without tokenizer.alpha did not sample segmentations of running text, whatever tokenizer.dropout was.
+    """
+    tables, stored = recipe.to_tables(), parse.read_toml(str(folder / parse.RECIPE_FILE))
+    set_former_defaults(tables, stored)
+    objective, packing = recipe.train.objective, recipe.data.packing
+    ignored_dropout = objective in ("causal_lm", "span_corruption") or (objective, packing) == ("masked_lm", "stream")
+    if ignored_dropout and "split" not in stored.get("data", {}):
+        tables["tokenizer"]["dropout"] = 0.0
+    return parse_recipe(tables, task=task)
 
 
 def known_tasks(task: Task | None = None) -> tuple[Task, ...]:

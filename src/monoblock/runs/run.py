@@ -56,7 +56,14 @@ class Run:
         """Train, write the metrics, save the finished model in the run folder, and yield the events of the training."""
         world = self.trainer.world
         yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
+        yield from self.task_data.notices
         yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
+        section = self.recipe.train
+        if section.warmup > section.steps:
+            yield WarningEvent(
+                f"train.warmup={section.warmup:g} is longer than the run of {section.steps} steps, so the learning "
+                f"rate is still rising at the end; write train.warmup=0.1 for a tenth of the steps"
+            )
         if world.size > 1:
             yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")
         if resume and not checkpoint.list_steps(self.trainer.folder):

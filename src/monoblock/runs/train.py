@@ -67,6 +67,9 @@ def train(
     """
     if batches is None and (validation_batches is not None or tokenizer is not None):
         raise InputError("validation_batches and tokenizer are used only together with batches; give batches too")
+    for callback in callbacks:
+        if not callable(callback):
+            raise InputError(f"callbacks: {callback!r:.60} is not a function; give functions that take an event")
     overrides = [overrides] if isinstance(overrides, str) else overrides
     parsed = _parse(recipe, overrides, task, own_data=batches is not None)
     folder = Path("runs") / parsed.name if out is None else Path(out)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.data.corpora.load import Corpus, infer_corpus_kind, load_corpus
+from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout
 from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, SplitError, did_you_mean
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies
@@ -20,6 +21,7 @@ class EvaluationRequest:
     data: str  # the name of a corpus, or a path
     split: str | None = None  # None: test if there is one, else valid
     folder: Path | None = None  # the folder that contains the corpora
+    holdout: Holdout = DEFAULT_HOLDOUT  # which rows were held out, if the model was trained on these data
     samples: int = 0  # number of predictions to return as samples
     limit: int | None = None  # evaluate on at most this many rows
     options: dict[str, Any] = field(default_factory=dict)  # decoding options
@@ -76,9 +78,10 @@ def read_corpus(
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     splits = [split or request.split] if split or request.split else ["test", "valid"]
     kind = kind or infer_corpus_kind(request.data, kinds, folder=request.folder)
+    options: dict[str, Any] = {"folder": request.folder, "holdout": request.holdout}
     for index, name in enumerate(splits):
         try:
-            corpus = load_corpus(request.data, name, folder=request.folder, kind=kind)  # type: ignore[arg-type]
+            corpus = load_corpus(request.data, name, kind=kind, **options)  # type: ignore[arg-type]
         except SplitError:  # the split is missing; one that is damaged raises another error
             if index + 1 == len(splits):
                 raise

@@ -18,8 +18,10 @@ from monoblock.data.corpora.load import Corpus
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.batching import group_by_length
 from monoblock.tasks.special_tokens import special_token_ids
+from monoblock.tasks.subword_sampling import SubwordSampler, requested_key
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import SpecialTokenIds, TensorBatch
+from monoblock.training.events import DecisionEvent, WarningEvent
 from monoblock.training.loss import Loss
 
 S = TypeVar("S")
@@ -51,6 +53,13 @@ class TaskInputs:
         """The tokenizer, for tasks on text, which always have one."""
         assert self.tokenizer is not None
         return self.tokenizer
+
+    @property
+    def sampler(self) -> SubwordSampler | None:
+        """The function that segments training texts at random, if the recipe asks for it."""
+        if requested_key(self.recipe.tokenizer) is None:
+            return None
+        return SubwordSampler(self.text_tokenizer, self.recipe.tokenizer, self.recipe.train.seed)
 
     def section(self, kind: type[S]) -> S:
         """Return the task section of the recipe if it has the type `kind`, else a `kind` with its defaults."""
@@ -114,6 +123,7 @@ class TaskData:
     unit: str = "tokens"  # the unit of throughput
     batches: Callable[[int], Iterator[TensorBatch]] | None = None  # the user's batches from a step on
     content_digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the content of each split
+    notices: tuple[DecisionEvent | WarningEvent, ...] = ()  # what the user is told about the data before training
 
 
 # -- training batches -------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class CrossEntropyLoss:
     label_smoothing: float = 0.0
     balance: float = 0.0  # weight of the load-balancing loss
     top_k: int = 1  # experts per token
+    accuracy_name: str = "accuracy"  # what the share of correct predictions is called
     over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
 
     def evaluation_loss(self) -> CrossEntropyLoss:
@@ -102,7 +103,7 @@ class CrossEntropyLoss:
         """Return the loss and the number of correct predictions of a batch, each summed over the targets."""
         logits = self.compute_logits(model, inputs)
         correct = (logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)
-        return {"loss": float(self.from_logits(logits, labels)), "accuracy": int(correct.sum())}
+        return {"loss": float(self.from_logits(logits, labels)), self.accuracy_name: int(correct.sum())}
 
     def compute_logits(
         self, model: Callable[..., Tensor] | nn.Module, inputs: dict[str, Tensor], **options: Any

@@ -19,6 +19,8 @@ from monoblock.training import checkpoint
 from monoblock.training.optimizer import Optimizers
 
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
+# Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.
+LATER_KEYS = ("data.split", "tokenizer.dropout", "tokenizer.alpha")
 
 
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
@@ -122,6 +124,7 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], old: Ma
     """
     if OLD_IDENTITY_KEY in saved:
         current = old
+    current = {key: value for key, value in current.items() if key in saved or key not in LATER_KEYS}
     for key in {**saved, **current}:
         if saved.get(key) != current.get(key):
             values = f" ({saved.get(key)!r}, and now {current.get(key)!r})" if "." in key and " " not in key else ""

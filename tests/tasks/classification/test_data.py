@@ -100,7 +100,7 @@ def build_data(tmp_path, name, text, objective, *, context=31, **sections):
     path.write_text(text, encoding="utf-8")
     model = {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": context}
     recipe = {
-        "data": {"corpus": str(path), **sections.pop("data", {})},
+        "data": {"corpus": str(path), "split": "last", **sections.pop("data", {})},
         "tokenizer": {"kind": "bpe", "vocab": 300, **sections.pop("tokenizer", {})},
         "model": model | sections.pop("model", {}),
         "train": {"objective": objective, "batch": 5},

@@ -380,7 +380,7 @@ def test_questions_without_answers_are_refused_unless_the_recipe_allows_them(tmp
     assert run(["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run")]) != 0
     recipe = parse_recipe(
         {
-            "data": {"corpus": str(data)},
+            "data": {"corpus": str(data), "split": "last"},
             "model": {"family": "bert", "width": 16, "depth": 1, "heads": 2, "context": 31},
             "train": {"objective": "question_answering"},
         },

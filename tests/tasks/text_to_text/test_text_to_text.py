@@ -264,7 +264,7 @@ def test_the_pretraining_experiment_varies_only_the_initial_weights(files, pretr
 def recipe_for_file(path, prefix, text):
     """Write a corpus file and return a recipe for it."""
     path.write_text(text, encoding="utf-8")
-    data = {"data": {"corpus": str(path)}, "text_to_text": {"prefix": prefix}}
+    data = {"data": {"corpus": str(path), "split": "last"}, "text_to_text": {"prefix": prefix}}
     data |= {"tokenizer": {"kind": "char", "vocab": 64}, "train": {"objective": "text_to_text"}}
     data |= {"model": {"family": "t5", "context": 97, **SIZES}}
     return parse_recipe(data)
@@ -277,7 +277,7 @@ def test_the_columns_of_a_classification_file_may_have_either_order(line, tmp_pa
     data = build_task_data(recipe_for_file(tmp_path / "mine.tsv", "classify:", text), 97)
     assert data.validation_rows[-1] == Pair("classify: number 39", "odd")
     task = ExtraTask(corpus=str(tmp_path / "mine.tsv"), prefix="classify:")
-    extra_rows = load_extra_tasks(TextToTextSection(tasks=(task,)), "valid", None)
+    extra_rows = load_extra_tasks(TextToTextSection(tasks=(task,)), "valid", None, "last")
     assert extra_rows[-1] == data.validation_rows[-1]
     translation = recipe_for_file(tmp_path / "pairs.tsv", "translate:", "ja\tyes one\nja\tyes two\n" * 20)
     assert build_task_data(translation, 97).validation_rows[-1] == Pair("translate: ja", "yes two"), (

@@ -10,18 +10,19 @@ A sample depends only on (index, epoch, seed).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.data.batching.order import random_uint64
+from monoblock.data.batching.order import permutation, random_uint64
 from monoblock.data.batching.packing import TokenRange, pack_best_fit, split_documents
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import InputError
 
 Packing = Literal["stream", "documents"]
+MAX_CACHED_EPOCHS = 2  # around the end of an epoch, a loader that runs ahead needs two
 NO_DOCUMENT = -1  # the document index of padding
 
 
@@ -88,6 +89,35 @@ class BlockDataset:
             documents[start:end] = number
             start = end
         return {"ids": ids, "documents": documents}
+
+
+class ResampledBlocks:
+    """Blocks of a text that is segmented anew in every epoch; `len()` is that of the blocks of the plain segmentation.
+
+    A random segmentation usually has more tokens, and so more blocks, than the plain one. An epoch visits as many of
+    them as the plain segmentation has, and which ones differs between epochs.
+    """
+
+    def __init__(self, plain: BlockDataset, segment: Callable[[int], TokenDataset]) -> None:
+        """Take the blocks of the plain segmentation, and a function that returns the tokens of an epoch."""
+        self.plain, self.segment = plain, segment
+        self._cache: dict[int, BlockDataset] = {}
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def sample(self, index: int, epoch: int, seed: int) -> dict[str, NDArray[np.int64]]:
+        """Return a sample as `BlockDataset.sample` does; it depends only on the arguments."""
+        blocks = self._blocks(epoch)
+        order = permutation(seed, epoch, len(blocks), "blocks")
+        return blocks.sample(int(order[index % len(blocks)]), epoch, seed)
+
+    def _blocks(self, epoch: int) -> BlockDataset:
+        if epoch not in self._cache:
+            while len(self._cache) >= MAX_CACHED_EPOCHS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[epoch] = BlockDataset(self.segment(epoch), self.plain.context, packing=self.plain.packing)
+        return self._cache[epoch]
 
 
 class EvaluationWindow(NamedTuple):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from monoblock.errors import InputError
 
 # Each purpose has its own random numbers, so that a new purpose never changes the numbers of the others.
-PURPOSES = {"samples": 0, "offset": 1, "batches": 2, "augment": 3}
+PURPOSES = {"samples": 0, "offset": 1, "batches": 2, "augment": 3, "holdout": 4, "blocks": 5}
 SEED_LIMIT = 2**64
 
 

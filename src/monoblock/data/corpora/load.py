@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from monoblock.data.corpora.table import CORPORA, SAME_SPLIT_NAMES, CorpusSpec
 from monoblock.data.readers import by_path
+from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout, SplitRows, split_rows
 from monoblock.data.readers.pairs import read_aligned_pairs
 from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
 from monoblock.errors import FileError, SplitError, did_you_mean
@@ -30,6 +31,7 @@ class Corpus:
     kind: CorpusKind
     split: str
     rows: list[Any]
+    selection: str = ""  # which rows are held out for validation, if the corpus has no such split of its own
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,27 +76,56 @@ def load_corpus(
     cache: str | Path | None = None,
     kind: CorpusKind | None = None,
     document_boundaries: DocumentBoundaries = "file",
+    holdout: Holdout = DEFAULT_HOLDOUT,
 ) -> Corpus:
     """Load one split of a corpus; `name` is a name in CORPORA, or the path of a file or folder.
 
     `folder` is the user's folder of corpora: files of a named corpus are looked for there first, and a path may be
     relative to it. Downloads are kept in the folder `cache` (default: ~/.cache/monoblock). `kind` and
     `document_boundaries` say how to read a path if its suffix is ambiguous: .tsv holds pairs unless kind="labelled",
-    and .txt is one document unless document_boundaries="blank-lines".
+    and .txt is one document unless document_boundaries="blank-lines". `holdout` says which rows of a file without
+    splits are the split "valid"; with a count, they are taken from the training rows of any corpus.
     """
     if split not in ("train", "valid", "test", "all"):
         hint = did_you_mean(split, [*SAME_SPLIT_NAMES, "all"])
         raise FileError(f"split={split!r} is unknown{hint}; write train, valid, test or all")
+    if holdout.count and split in ("train", "valid"):
+        return _hold_out_training_rows(name, split, folder, cache, kind, document_boundaries, holdout)
     spec = CORPORA.get(str(name))
     if spec is not None:
-        rows = _load_named(str(name), spec, split, folder, cache)
-        return Corpus(str(name), spec.kind, split, _require_rows(rows, f"the corpus {name}, split {split},"))
+        rows, selection = _load_named(str(name), spec, split, folder, cache, holdout)
+        rows = _require_rows(rows, f"the corpus {name}, split {split},")
+        return Corpus(str(name), spec.kind, split, rows, selection)
+    path = _require_path(name, folder)
+    content = by_path.read_split(path, split, kind, document_boundaries, holdout)
+    rows = _require_rows(content.rows, f"{path}, split {split},")
+    return Corpus(str(name), content.kind, split, rows, content.selection)
+
+
+def _hold_out_training_rows(
+    name: str | Path,
+    split: str,
+    folder: str | Path | None,
+    cache: str | Path | None,
+    kind: CorpusKind | None,
+    document_boundaries: DocumentBoundaries,
+    holdout: Holdout,
+) -> Corpus:
+    """Return one part of the training rows, of which `holdout.count` rows are the split "valid"."""
+    is_file = str(name) not in CORPORA and by_path.is_single_file(_require_path(name, folder))
+    source: Split = "all" if is_file else "train"
+    options: dict[str, Any] = {"folder": folder, "cache": cache, "kind": kind}
+    corpus = load_corpus(name, source, **options, document_boundaries=document_boundaries)
+    rows, selection = split_rows(corpus.rows, split, str(name), holdout)
+    return Corpus(str(name), corpus.kind, split, _require_rows(rows, f"{name}, split {split},"), selection)
+
+
+def _require_path(name: str | Path, folder: str | Path | None) -> str:
     path = by_path.find_path(str(name), folder)
     if path is None:
         hint = did_you_mean(str(name), CORPORA) or "; `monoblock ls corpora` lists the corpora"
         raise FileError(f"there is no corpus, file or folder {str(name)!r}{hint}")
-    content = by_path.read_split(path, split, kind, document_boundaries)
-    return Corpus(str(name), content.kind, split, _require_rows(content.rows, f"{path}, split {split},"))
+    return path
 
 
 def load_corpus_if_present(name: str | Path, split: Split, **options: Any) -> Corpus | None:
@@ -149,17 +180,16 @@ def install_hint(name: str) -> str:
 
 
 def _load_named(
-    name: str, spec: CorpusSpec, split: str, folder: str | Path | None, cache: str | Path | None
-) -> Iterator[Any]:
+    name: str, spec: CorpusSpec, split: str, folder: str | Path | None, cache: str | Path | None, holdout: Holdout
+) -> SplitRows:
     if split not in spec.split_names and split != "all":
         raise SplitError(f"the corpus {name} has no split {split!r}; it has {', '.join(spec.split_names)}")
     location = corpus_location(name, folder, cache)
     if location is None and not spec.url:
         raise FileError(f"the corpus {name} is not available; {install_hint(name)}")
     if spec.load_split is not None and location == "package":
-        for part in spec.split_names if split == "all" else [split]:
-            yield from spec.load_split(part)
-        return
+        parts = spec.split_names if split == "all" else [split]
+        return SplitRows([row for part in parts for row in spec.load_split(part)], "")
     assert spec.path_template is not None
     if spec.url and location != "folder":
         from monoblock.data.download import download
@@ -171,14 +201,13 @@ def _load_named(
     else:
         assert folder is not None
         path = Path(folder) / spec.path_template
-    yield from _read_files(spec, path, split)
+    if "{split}" not in str(path):
+        assert spec.read_file is not None
+        return split_rows(list(spec.read_file(path)), split, str(path), holdout)
+    return SplitRows(list(_read_files(spec, path, split)), "")
 
 
 def _read_files(spec: CorpusSpec, path: Path, split: str) -> Iterator[Any]:
-    if "{split}" not in str(path):
-        assert spec.read_file is not None
-        yield from by_path.take_split(list(spec.read_file(path)), split, str(path))
-        return
     for part in spec.split_names if split == "all" else [split]:
         file = Path(str(path).replace("{split}", spec.split_names[part]))
         if spec.read_file is not None:

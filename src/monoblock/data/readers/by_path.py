@@ -2,7 +2,7 @@
 
 A path may have one of these forms:
 
-notes.txt           one file: the first nine tenths are for training, the last tenth is for validation
+notes.txt           one file: a tenth of its rows, or the last tenth of a running text, is for validation (holdout.py)
 mine/               a folder with the files train.*, valid.* and test.*
 mine/{split}.tsv    one file per split; {split} is written as it is here and stands for train, valid or test
 mine/{split}.de-en  two aligned files per split, mine/train.de and mine/train.en
@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 from monoblock.data.readers import idx
 from monoblock.data.readers.chat import read_chats
+from monoblock.data.readers.columns import table_kind
 from monoblock.data.readers.conll import read_conll
+from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout, split_rows
 from monoblock.data.readers.labelled import read_labelled
 from monoblock.data.readers.lines import read_jsonl
 from monoblock.data.readers.npz import read_images
@@ -33,6 +35,7 @@ SPLIT_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "valid
 KIND_BY_SUFFIX: dict[str, CorpusKind] = {
     ".txt": "text",
     ".tsv": "pairs",
+    ".csv": "labelled",
     ".jsonl": "labelled",
     ".conll": "tagged",
     ".iob": "tagged",
@@ -49,12 +52,12 @@ READER_BY_KIND: dict[str, Callable[[Path], Iterator[Any]]] = {
     "images": lambda path: idx.read_idx(path) if idx.is_idx_images(path) else read_images(path),
 }
 ALIGNED_SUFFIX = re.compile(r"\.([A-Za-z_]+)-([A-Za-z_]+)$")
-VALIDATION_FRACTION = 0.1
 
 
 class FileContent(NamedTuple):
     kind: CorpusKind
     rows: list[Any]
+    selection: str = ""  # which rows are held out for validation, if the file has no splits of its own
 
 
 def find_path(name: str, folder: str | Path | None) -> str | None:
@@ -69,11 +72,17 @@ def find_path(name: str, folder: str | Path | None) -> str | None:
     return None
 
 
-def read_split(path: str, split: str, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
+def read_split(
+    path: str,
+    split: str,
+    kind: CorpusKind | None,
+    document_boundaries: DocumentBoundaries,
+    holdout: Holdout = DEFAULT_HOLDOUT,
+) -> FileContent:
     """Read one split of the corpus at a path that `find_path` returned."""
     if is_single_file(path):
         content = _read_file(Path(path), kind, document_boundaries)
-        return FileContent(content.kind, take_split(content.rows, split, path))
+        return FileContent(content.kind, *split_rows(content.rows, split, path, holdout))
     contents = [_read_file(file, kind, document_boundaries) for file in _split_files(Path(path), split)]
     kinds = sorted({content.kind for content in contents})
     if len(kinds) > 1:
@@ -105,28 +114,14 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
     suffix = None if file is None else _known_suffix(file)
     if file is None or suffix is None or len(allowed) == 1:
         return allowed[0]
-    if suffix == ".tsv":
-        return next((kind for kind in allowed if kind in ("pairs", "labelled")), allowed[0])
+    if suffix in (".csv", ".tsv"):
+        named = table_kind(file)
+        tables = [kind for kind in allowed if kind in ("pairs", "labelled")]
+        return named if named is not None and named in allowed else next(iter(tables), allowed[0])
     if suffix == ".json" and "pairs" in allowed and _has_pairs(file):
         return "pairs"
     kind = _jsonl_kind(file) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
     return allowed[0] if kind == "text" and "text" not in allowed else kind
-
-
-def take_split(rows: list[Any], split: str, name: str) -> list[Any]:
-    """Return one split of the rows of a single file: "valid" is the last tenth, "train" the rest, "all" every row.
-
-    If the only row is a text, its characters are divided instead. `name` is the path that an error names.
-    """
-    if split == "all":
-        return rows
-    if split == "test":
-        raise SplitError(f"{name} is one file and has no split 'test'; give a folder with train, valid and test files")
-    is_text = len(rows) == 1 and isinstance(rows[0], str)
-    items = rows[0] if is_text else rows
-    cut = int(len(items) * (1 - VALIDATION_FRACTION))
-    part = items[:cut] if split == "train" else items[cut:]
-    return [part] * bool(part) if is_text else part
 
 
 def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
@@ -137,9 +132,10 @@ def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: Documen
         suffix = _known_suffix(path)
         if suffix is None:
             raise FileError(f"{path} ends in none of {', '.join(KIND_BY_SUFFIX)}; rename the file, or set kind=…")
-        kind = _jsonl_kind(path) if suffix == ".jsonl" else KIND_BY_SUFFIX[suffix]
+        named = table_kind(path) if suffix in (".csv", ".tsv") else None
+        kind = _jsonl_kind(path) if suffix == ".jsonl" else named or KIND_BY_SUFFIX[suffix]
     if kind == "text":
-        documents = read_documents(path) if path.suffix == ".jsonl" else read_text(path, document_boundaries)
+        documents = read_documents(path) if path.suffix in (".jsonl", ".csv") else read_text(path, document_boundaries)
         return FileContent(kind, list(documents))
     if kind not in READER_BY_KIND:
         raise FileError(

@@ -1,43 +1,61 @@
-"""Read pairs of texts from tab-separated columns, .jsonl objects or two aligned files."""
+"""Read pairs of texts from tables, .jsonl objects or two aligned files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping
+from itertools import chain, zip_longest
 from pathlib import Path
 
+from monoblock.data.readers.columns import (
+    PAIR_COLUMNS,
+    TableRow,
+    check_columns,
+    check_width,
+    find_columns,
+    header_kind,
+    read_table,
+)
 from monoblock.data.readers.lines import column_error, empty_file_error, numbered_lines, read_jsonl, string_field
 from monoblock.data.readers.records import Pair
 from monoblock.errors import FileError
 
+POSITIONS = {"source": 0, "target": 1, "frequency": 2}  # of the columns of a file without a header
 # The keys of source and target in a .jsonl file: our own, and those in Aksharantar (Madhani et al. 2023).
 PAIR_KEYS = (("source", "target"), ("english word", "native word"))
 
 
 def read_pairs(path: str | Path) -> Iterator[Pair]:
-    """Yield the pairs of a tab-separated file or of a .jsonl or .json file with one JSON object per line.
+    """Yield the pairs of a .csv file, of a tab-separated file, or of a .jsonl or .json file with one object per line.
 
-    The columns are the source, the target and optionally how often the pair was observed. PAIR_KEYS lists the keys of
-    the JSON objects.
+    The columns are the source, the target and optionally how often the pair was observed. The first line of a .csv file
+    names them (source, target, frequency), and so may that of a tab-separated file. PAIR_KEYS lists the keys of the
+    JSON objects.
     """
     if Path(path).suffix in (".jsonl", ".json"):
         yield from _read_jsonl_pairs(path)
         return
-    empty = True
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        cells = line.split("\t")
-        if len(cells) not in (2, 3):
-            raise column_error(path, number, len(cells), "source<TAB>target")
-        if len(cells) == 3 and not (cells[2].isascii() and cells[2].isdigit()):
-            raise FileError(f"{path}, line {number}: the third column {cells[2]!r:.40} is not a count; write a number")
-        if not (cells[0].strip() and cells[1].strip()):
-            raise _empty_side_error(path, number)
-        empty = False
-        yield Pair(cells[0].strip(), cells[1].strip(), int(cells[2]) if len(cells) == 3 else 1)
-    if empty:
-        raise empty_file_error(path)
+    table = read_table(path)
+    first = next(table)
+    kind = header_kind(first.cells)
+    if Path(path).suffix == ".csv" or kind == "labelled":
+        check_columns(path, first.cells, "pairs")
+    columns = find_columns(first.cells, PAIR_COLUMNS) if kind == "pairs" else dict(POSITIONS)
+    for row in table if kind == "pairs" else chain([first], table):
+        if kind == "pairs":
+            check_width(path, row, first.cells)
+        elif len(row.cells) not in (2, 3):
+            raise column_error(path, row.number, len(row.cells), "source<TAB>target")
+        yield _parse_pair(path, row, columns)
+
+
+def _parse_pair(path: str | Path, row: TableRow, columns: Mapping[str, int]) -> Pair:
+    cells = {name: row.cells[index].strip() for name, index in columns.items() if index < len(row.cells)}
+    frequency = cells.get("frequency", "1")
+    if not (frequency.isascii() and frequency.isdigit()):
+        raise FileError(f"{path}, line {row.number}: the third column {frequency!r:.40} is not a count; write a number")
+    if not (cells["source"] and cells["target"]):
+        raise _empty_side_error(path, row.number)
+    return Pair(cells["source"], cells["target"], int(frequency))
 
 
 def _read_jsonl_pairs(path: str | Path) -> Iterator[Pair]:

@@ -29,10 +29,11 @@ class LabelledText(NamedTuple):
 
 
 class TaggedSentence(NamedTuple):
-    """The words of a sentence and one label for each word."""
+    """The words of a sentence and one label for each word; `document` is the number of its document (0 if unknown)."""
 
     words: tuple[str, ...]
     labels: tuple[str, ...]
+    document: int = 0
 
 
 class LabelledImage(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from monoblock.data.readers.columns import TEXT_COLUMNS, check_columns, check_width, find_columns, read_table
 from monoblock.data.readers.lines import (
     BYTE_ORDER_MARK,
     empty_file_error,
@@ -55,9 +56,22 @@ def read_wikitext_articles(path: str | Path) -> Iterator[str]:
 
 
 def read_documents(path: str | Path) -> Iterator[str]:
-    """Yield the documents of a .jsonl file, the value of "text" in the JSON object on each line."""
+    """Yield the documents of a .jsonl or .csv file: the value of "text" in each object, or the column "text"."""
+    if Path(path).suffix == ".csv":
+        yield from _read_text_column(path)
+        return
     for number, row in read_jsonl(path):
         yield string_field(path, number, row, "text")
+
+
+def _read_text_column(path: str | Path) -> Iterator[str]:
+    table = read_table(path)
+    header = next(table).cells
+    check_columns(path, header, "text")
+    index = find_columns(header, TEXT_COLUMNS)["text"]
+    for row in table:
+        check_width(path, row, header)
+        yield row.cells[index]
 
 
 def _read_whole_file(path: str | Path) -> Iterator[str]:

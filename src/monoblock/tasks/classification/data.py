@@ -50,16 +50,17 @@ def build_classification_data(inputs: TaskInputs) -> TaskData:
     samples = encode_labelled(train.rows, encode, labels)
     special = special_token_ids(tokenizer)
     collate = partial(_collate_labelled, special=special)
-    dropout, seed = recipe.tokenizer.dropout, recipe.train.seed
+    sampler = inputs.sampler
 
     def sample(index: int, epoch: int) -> dict[str, Any]:
-        """Return a sample; with BPE-dropout, a text (but not a pair) is segmented differently in every epoch."""
+        """Return a sample; a text is segmented differently in every epoch, if the recipe asks for it."""
         encoded, number = dict(samples[index]), int(samples.row_numbers[index])
-        if not dropout or train.rows[number].text_pair is not None:
+        if sampler is None:
             return encoded
-        pieces = tokenizer.sample(train.rows[number].text, seed=seed, epoch=epoch, index=number, dropout=dropout)
-        ids = np.array(template(pieces).ids, np.int64)
-        return {**encoded, "ids": ids, **({"segments": np.zeros_like(ids)} if "segments" in encoded else {})}
+        texts = [text for text in (train.rows[number].text, train.rows[number].text_pair) if text is not None]
+        row = template(*(sampler(text, epoch=epoch, index=number) for text in texts))
+        fields = {"ids": row.ids, "segments": row.segments}
+        return {**encoded, **{name: np.array(fields[name], np.int64) for name in fields if name in encoded}}
 
     return TaskData(
         tokenizer,

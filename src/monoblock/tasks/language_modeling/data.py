@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
-from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, evaluation_windows
+from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, Packing, ResampledBlocks, evaluation_windows
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.batching.plans import BatchIndices, FixedBatchPlan
 from monoblock.data.batching.shards import TokenDataset
@@ -25,6 +25,8 @@ from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, TaskInputs, bui
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import TensorBatch, collate_causal_lm
 
+Blocks = BlockDataset | ResampledBlocks
+
 
 def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
     """Encode the texts of a corpus as one stream of tokens; the end token, if there is one, follows each text."""
@@ -33,12 +35,30 @@ def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
     return TokenDataset.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
+def build_blocks(inputs: TaskInputs, tokens: TokenDataset, context: int, packing: Packing) -> Blocks:
+    """Return the training blocks of a text: those of its tokens or, if the recipe asks for it, of random segmentations.
+
+    tokens: the plain segmentation of the text, from which the number of blocks in an epoch follows.
+    """
+    blocks, sampler = BlockDataset(tokens, context, packing=packing), inputs.sampler
+    if sampler is None:
+        return blocks
+    texts, tokenizer = list(inputs.train.texts()), inputs.text_tokenizer
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+    def segment(epoch: int) -> TokenDataset:
+        documents = (sampler(text, epoch=epoch, index=index) + eos for index, text in enumerate(texts))
+        return TokenDataset.from_documents(documents, tokenizer.vocab_size)
+
+    return ResampledBlocks(blocks, segment)
+
+
 def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
     """Build the training data of a recipe: blocks of running text, in which the label of a token is the next token."""
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
     context = _require_context(inputs.max_length)
     tokens, special = tokenize_corpus(train, tokenizer), special_token_ids(tokenizer)
-    blocks = BlockDataset(tokens, context, packing=recipe.data.packing)
+    blocks = build_blocks(inputs, tokens, context, recipe.data.packing)
     seed = recipe.train.seed
 
     def build_batch(batch: BatchIndices) -> TensorBatch:
@@ -122,11 +142,11 @@ def build_denoising_data(inputs: TaskInputs, *, collate: Callable[..., tuple[dic
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
     context, special, section = _require_context(inputs.max_length), special_token_ids(tokenizer), recipe.train
 
-    def build(blocks: BlockDataset, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
+    def build(blocks: Blocks, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
         rows = [{"ids": blocks.sample(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]
         return TensorBatch(*collate(rows, special, seed=seed, epoch=epoch), epoch, list(samples))
 
-    blocks = BlockDataset(tokenize_corpus(train, tokenizer), context)
+    blocks = build_blocks(inputs, tokenize_corpus(train, tokenizer), context, "stream")
     validation = None
     if valid is not None:
         tokens = tokenize_corpus(valid, tokenizer)

@@ -20,6 +20,7 @@ CAUSAL_LM = Task(
     metrics=("loss", "perplexity", "bits_per_byte"),
     decoding="sampling",
     verb="generate",
+    supports_subword_sampling=True,
     defaults=TrainingDefaults(1, 8, 512),
     old_names=("causal",),
 )

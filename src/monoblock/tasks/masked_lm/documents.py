@@ -1,7 +1,7 @@
 """Training data for masked language modelling with `data.packing = "documents"`: one document per row.
 
 Documents have the same special tokens as the inputs of a classifier, so that fine-tuning does not change the format.
-With `tokenizer.dropout` (BPE-dropout) a document is segmented anew in every epoch.
+With `tokenizer.dropout` or `tokenizer.alpha` a document is segmented anew in every epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_masked_document_data(inputs: TaskInputs) -> TaskData:
     recipe, context, tokenizer = inputs.recipe, inputs.max_length, inputs.text_tokenizer
     mask_rate, valid = inputs.section(CorruptionSection).mask_rate, inputs.valid
     section, special, template = recipe.train, special_token_ids(tokenizer), InputTemplate(tokenizer, context)
-    texts = nonempty_texts(inputs.train)
+    texts, sampler = nonempty_texts(inputs.train), inputs.sampler
     encoded = [template(ids) for ids in tokenizer.encode_batch(texts)]
     documents, num_truncated = [row.ids for row in encoded], sum(row.num_truncated > 0 for row in encoded)
     if not documents:
@@ -41,9 +41,8 @@ def build_masked_document_data(inputs: TaskInputs) -> TaskData:
 
     def sample(index: int, epoch: int) -> dict[str, Any]:
         ids = documents[index]
-        if recipe.tokenizer.dropout:
-            keys: dict[str, Any] = {"seed": section.seed, "epoch": epoch, "dropout": recipe.tokenizer.dropout}
-            ids = template(tokenizer.sample(texts[index], index=index, **keys)).ids
+        if sampler is not None:
+            ids = template(sampler(texts[index], epoch=epoch, index=index)).ids
         return {"ids": np.array(ids, np.int64), "sample": index}
 
     def collate(rows: list[dict[str, Any]], epoch: int, seed: int) -> TensorBatch:

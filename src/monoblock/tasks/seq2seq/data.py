@@ -31,15 +31,14 @@ def build_seq2seq_data(inputs: TaskInputs) -> TaskData:
     encode = TagAwareEncoder(tokenizer)
     samples = encode_pairs(train.rows, encode, encode, longest=longest)
     start = start_id if start_id is not None else special.bos_id if special.bos_id is not None else special.pad_id
-    dropout = recipe.tokenizer.dropout
+    sampler = inputs.sampler
 
     def load_sample(index: int, epoch: int) -> dict[str, Any]:
-        if not dropout:
+        if sampler is None:
             return dict(samples[index])
         number = int(samples.row_numbers[index])
-        options: dict[str, Any] = {"seed": section.seed, "epoch": epoch, "dropout": dropout}
         source, target = (
-            encode.encode_with(text, partial(tokenizer.sample, index=2 * number + side, **options))[:longest]
+            encode.encode_with(text, partial(sampler, epoch=epoch, index=2 * number + side))[:longest]
             for side, text in enumerate((train.rows[number].source, train.rows[number].target))
         )
         return {"source": np.array(source, np.int64), "target": np.array(target, np.int64)}

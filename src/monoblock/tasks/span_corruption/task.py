@@ -13,6 +13,7 @@ SPAN_CORRUPTION = Task(
     section=CorruptionSection,
     special_tokens=lambda recipe, train: ["pad", "eos", "sentinels=100"],
     required_tokens=("sentinels",),
+    supports_subword_sampling=True,
     defaults=TrainingDefaults(1, 16, 512),
     old_names=("spans",),
     old_keys={"train.mask_rate": "mask_rate"},

@@ -17,6 +17,7 @@ from typing import Any
 
 from monoblock.data.corpora.load import Corpus, Split, infer_corpus_kind, load_corpus, load_corpus_if_present
 from monoblock.data.fingerprint import fingerprint_rows
+from monoblock.data.readers.holdout import Holdout, SplitMethod
 from monoblock.data.readers.records import CorpusKind, LabelledText, Pair, Question
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.recipes.schema import DataSection, Recipe
@@ -96,14 +97,14 @@ def load_text_splits(recipe: Recipe, kinds: Sequence[CorpusKind], folder: Path |
 
 def prepare_text_splits(splits: CorpusSplits, recipe: Recipe, folder: Path | None) -> CorpusSplits:
     """Prepare the pairs as for seq2seq, put the prefix before each source, and add the rows of the further tasks."""
-    section = _recipe_section(recipe)
+    section, method = _recipe_section(recipe), recipe.data.split
     splits = prepare_splits(splits, recipe, folder, section.prefix)
     if not section.tasks:
         return splits
-    train = replace(splits.train, rows=[*splits.train.rows, *load_extra_tasks(section, "train", folder)])
+    train = replace(splits.train, rows=[*splits.train.rows, *load_extra_tasks(section, "train", folder, method)])
     valid = splits.valid
     if valid is not None:
-        valid = replace(valid, rows=[*valid.rows, *load_extra_tasks(section, "valid", folder)])
+        valid = replace(valid, rows=[*valid.rows, *load_extra_tasks(section, "valid", folder, method)])
     return replace(splits, train=train, valid=valid, digests={**splits.digests, "tasks": fingerprint_rows(train)})
 
 
@@ -112,13 +113,19 @@ def _recipe_section(recipe: Recipe) -> TextToTextSection:
     return recipe.task
 
 
-def load_extra_tasks(section: TextToTextSection, split: Split, data: Path | None) -> list[Pair]:
-    """Load the rows of all `text_to_text.tasks` as pairs with prefixes; a task without this split adds no rows."""
+def load_extra_tasks(
+    section: TextToTextSection, split: Split, data: Path | None, method: SplitMethod = "random"
+) -> list[Pair]:
+    """Load the rows of all `text_to_text.tasks` as pairs with prefixes; a task without this split adds no rows.
+
+    data: the user's folder of corpora.
+    method: how validation rows are chosen from a corpus that is a single file, as in `data.split`.
+    """
     rows: list[Pair] = []
     for task in section.tasks:
         kind = task_corpus_kind(task.corpus, task.prefix, data)
         load = load_corpus if split == "train" else load_corpus_if_present
-        corpus = load(task.corpus, split, folder=data, kind=kind)
+        corpus = load(task.corpus, split, folder=data, kind=kind, holdout=Holdout(method))
         if corpus is None:
             continue
         pairs = convert_to_pairs(corpus)

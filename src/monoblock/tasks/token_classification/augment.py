@@ -1,7 +1,7 @@
 """Augment tagged sentences differently in every epoch.
 
 Entities are replaced by others of the same type, words are masked, sentences are written in capitals, words are
-segmented by BPE-dropout, and neighbouring sentences are joined. The result depends only on (seed, epoch, row), so that
+segmented at random, and neighbouring sentences are joined. The result depends only on (seed, epoch, row), so that
 a resumed run sees the same data.
 """
 
@@ -13,11 +13,12 @@ import numpy as np
 
 from monoblock.data.readers.records import TaggedSentence
 from monoblock.tasks.input_template import EncodedWords, WordEncoder
+from monoblock.tasks.subword_sampling import SubwordSampler
 from monoblock.tasks.token_classification.bio import extract_entities
 from monoblock.tasks.token_classification.section import TokenClassificationSection
 from monoblock.training.corruption import sample_generator
 
-NUM_SEGMENTATIONS = 32  # how many segmentations of a word BPE-dropout chooses from
+NUM_SEGMENTATIONS = 32  # how many random segmentations of a word there are
 
 
 class TaggedAugmenter:
@@ -28,10 +29,10 @@ class TaggedAugmenter:
         rows: Sequence[TaggedSentence],
         words: WordEncoder,
         section: TokenClassificationSection,
-        dropout: float,
+        sampler: SubwordSampler | None,
         seed: int,
     ) -> None:
-        self.rows, self.words, self.section, self.dropout, self.seed = rows, words, section, dropout, seed
+        self.rows, self.words, self.section, self.sampler, self.seed = rows, words, section, sampler, seed
         self.mentions = collect_mentions(rows) if section.replace_entities else {}
         self.segmentations: dict[tuple[str, int], list[int]] = {}
         tokenizer = words.tokenizer
@@ -51,18 +52,15 @@ class TaggedAugmenter:
     def _encode_word(self, word: str, rng: np.random.Generator) -> list[int]:
         if self.section.mask_words and rng.random() < self.section.mask_words:
             return [self.mask_id]
-        if not self.dropout:
+        if self.sampler is None:
             return self.words.encode_word(word)
-        return self._sample_segmentation(word, int(rng.integers(NUM_SEGMENTATIONS)))
+        return self._sample_segmentation(word, int(rng.integers(NUM_SEGMENTATIONS)), self.sampler)
 
-    def _sample_segmentation(self, word: str, index: int) -> list[int]:
-        """Return the ids of a word in its `index`-th random segmentation by BPE-dropout; cached, because it is slow."""
+    def _sample_segmentation(self, word: str, index: int, sampler: SubwordSampler) -> list[int]:
+        """Return the ids of a word in its `index`-th random segmentation; cached, because sampling is slow."""
         key = (word, index)
         if key not in self.segmentations:
-            sample = self.words.tokenizer.sample
-            self.segmentations[key] = (
-                sample(f" {word}", seed=self.seed, index=index, dropout=self.dropout) or self.words.fallback_ids
-            )
+            self.segmentations[key] = sampler(f" {word}", epoch=0, index=index) or self.words.fallback_ids
         return self.segmentations[key]
 
 

@@ -48,15 +48,15 @@ def build_token_classification_data(inputs: TaskInputs) -> TaskData:
         note = "; labels converted from IOB1 to BIO"
     if valid is not None:
         check_labels(valid, (row.labels for row in validation_rows), labels)
-    section, dropout = inputs.section(TokenClassificationSection), recipe.tokenizer.dropout
+    section, sampler = inputs.section(TokenClassificationSection), inputs.sampler
     samples = encode_tagged(rows, words, labels)
     num_truncated = sum(len(words(row.words).word_positions) < len(row.words) for row in rows)
     validation = None if valid is None else _encode_validation_rows(validation_rows, section.join_rows, words, labels)
     special = special_token_ids(tokenizer)
     collate = partial(collate_token_classification, special=special)
     build_batch, plan = batch_builder(samples, collate), _build_plan(inputs, samples, len(rows))
-    if section.changes_rows or dropout:
-        augmenter = TaggedAugmenter(rows, words, section, dropout, recipe.train.seed)
+    if section.changes_rows or sampler is not None:
+        augmenter = TaggedAugmenter(rows, words, section, sampler, recipe.train.seed)
         build_batch = _augmented_batch_builder(augmenter, labels, collate)
     return TaskData(
         tokenizer,

@@ -19,6 +19,7 @@ from monoblock.plots.confusion_matrix import Mistake, save_confusion_matrix
 from monoblock.tasks.evaluation_report import MAX_MISTAKES, Evaluation, EvaluationRequest, Table, read_corpus
 from monoblock.tasks.labels import check_labels, label_to_id
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tasks.splits import holdout_of
 from monoblock.tasks.token_classification.bio import (
     OUTSIDE,
     MatchCounts,
@@ -183,7 +184,7 @@ def _training_request(loaded: LoadedModel, request: EvaluationRequest) -> Evalua
     """
     if request.split != "all" or loaded.data_section is None:
         return request
-    return replace(request, data=loaded.data_section.corpus)
+    return replace(request, data=loaded.data_section.corpus, holdout=holdout_of(loaded.data_section))
 
 
 def _most_frequent_labels(request: EvaluationRequest | None, rows: Sequence[TaggedSentence]) -> list[list[str]]:

@@ -1,0 +1,120 @@
+"""Read tables: .csv files, whose first line names the columns, and tab-separated files, whose first line may do so.
+
+The names of columns are compared without regard to case, and other columns, such as an id, are ignored. A .csv file is
+separated by commas, semicolons or tabs; a cell in double quotes may contain the separator and line breaks.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monoblock.data.readers.lines import empty_file_error, numbered_lines
+from monoblock.data.readers.records import CorpusKind
+from monoblock.errors import FileError
+
+SEPARATORS = ",;\t"
+MAX_CELL_LENGTH = 2**31 - 1
+ColumnNames = Mapping[str, tuple[str, ...]]  # what is in a column: the names that it may have
+LABEL_COLUMNS: ColumnNames = {
+    "label": ("label", "labels", "class", "category", "sentiment", "target"),
+    "text": ("text", "sentence", "sentence1", "premise", "review", "comment", "content"),
+    "text_pair": ("text_pair", "sentence2", "hypothesis"),
+}
+PAIR_COLUMNS: ColumnNames = {
+    "source": ("source", "src"),
+    "target": ("target", "tgt"),
+    "frequency": ("frequency", "count"),
+}
+TEXT_COLUMNS: ColumnNames = {"text": LABEL_COLUMNS["text"]}
+REQUIRED_COLUMNS: dict[CorpusKind, ColumnNames] = {
+    "labelled": {name: LABEL_COLUMNS[name] for name in ("label", "text")},
+    "pairs": {name: PAIR_COLUMNS[name] for name in ("source", "target")},
+    "text": TEXT_COLUMNS,
+}
+
+
+class TableRow(NamedTuple):
+    number: int  # the line in the file
+    cells: list[str]
+
+
+def read_table(path: str | Path) -> Iterator[TableRow]:
+    """Yield the rows of a .csv file or of a tab-separated file, without empty lines."""
+    rows = read_csv(path) if Path(path).suffix == ".csv" else _read_tab_separated(path)
+    empty = True
+    for row in rows:
+        if any(cell.strip() for cell in row.cells):
+            empty = False
+            yield row
+    if empty:
+        raise empty_file_error(path)
+
+
+def read_csv(path: str | Path) -> Iterator[TableRow]:
+    """Yield the rows of a .csv file."""
+    reader = _csv_reader(path)
+    limit = csv.field_size_limit(MAX_CELL_LENGTH)  # a setting of the whole process, which is restored below
+    try:
+        rows = [TableRow(reader.line_num, cells) for cells in reader]
+    except csv.Error as problem:
+        raise FileError(f"{path}, line {reader.line_num}: not CSV ({problem}); check the double quotes") from None
+    finally:
+        csv.field_size_limit(limit)
+    yield from rows
+
+
+def _csv_reader(path: str | Path) -> Any:
+    """Return a reader of csv; the separator is the most frequent of SEPARATORS in the first line that is not empty."""
+    first = next((line for _, line in numbered_lines(path) if line.strip()), "")
+    lines = (f"{line}\n" for _, line in numbered_lines(path))
+    return csv.reader(lines, delimiter=max(SEPARATORS, key=first.count), strict=True)
+
+
+def _read_tab_separated(path: str | Path) -> Iterator[TableRow]:
+    return (TableRow(number, line.split("\t")) for number, line in numbered_lines(path))
+
+
+def find_columns(header: Sequence[str], names: ColumnNames) -> dict[str, int]:
+    """Return the index of each column that a header names; columns that it does not name are left out."""
+    cells = [cell.strip().casefold() for cell in header]
+    found = {what: next((name for name in known if name in cells), None) for what, known in names.items()}
+    return {what: cells.index(name) for what, name in found.items() if name is not None}
+
+
+def header_kind(header: Sequence[str]) -> CorpusKind | None:
+    """Return the kind of corpus whose columns a header names; None if it names neither labels nor pairs nor texts."""
+    found = (kind for kind, names in REQUIRED_COLUMNS.items() if find_columns(header, names).keys() == names.keys())
+    return next(found, None)
+
+
+def table_kind(path: str | Path) -> CorpusKind | None:
+    """Return the kind of corpus in a table, if its first line says so; one column alone says it in .csv files only."""
+    is_csv = Path(path).suffix == ".csv"
+    rows = _csv_reader(path) if is_csv else (row.cells for row in _read_tab_separated(path))
+    kind = header_kind(next((cells for cells in rows if any(map(str.strip, cells))), []))
+    return None if kind == "text" and not is_csv else kind
+
+
+def check_columns(path: str | Path, header: Sequence[str], kind: CorpusKind) -> None:
+    """Raise FileError unless the header of a .csv file names the columns of a corpus of this kind."""
+    required = REQUIRED_COLUMNS[kind]
+    missing = [name for name in required if name not in find_columns(header, required)]
+    if missing:
+        cells = ", ".join(cell.strip() for cell in header)
+        raise FileError(
+            f"{path}: the first line {cells!r:.60} has no column named {' or '.join(missing)}; "
+            f"name the columns, as in {','.join(required)}"
+        )
+
+
+def check_width(path: str | Path, row: TableRow, header: Sequence[str]) -> None:
+    """Raise FileError unless a row has as many cells as the header."""
+    if len(row.cells) != len(header):
+        columns = f"{len(row.cells)} column{'s' * (len(row.cells) != 1)}"
+        raise FileError(
+            f"{path}, line {row.number}: {columns}, but the first line names {len(header)}; "
+            "put cells that contain a separator or a line break in double quotes"
+        )
