@@ -186,9 +186,9 @@ def test_embeddings_and_the_nearest_lines(classifier, run_verb, tmp_path):
 def test_punctuation_is_restored_as_text(folder, run_verb):
     from monoblock.data.corpora.punctuation import strip_punctuation
 
-    rows = "".join(
-        "".join(f"{w} {t}\n" for w, t in zip(*strip_punctuation(MARKS), strict=True)) + "\n" for _ in range(70)
-    )
+    sentence = strip_punctuation(MARKS)
+    lines = "".join(f"{word} {label}\n" for word, label in zip(sentence.words, sentence.labels, strict=True))
+    rows = f"{lines}\n" * 70
     model = train_model(folder, "marks", rows, "conll", BERT.format(31), "token_classification", 80)
     code, out, _ = run_verb(["predict", model, "AND he SAID go the lord went why"])
     assert (code, out) == (0, "And he said, Go. The LORD went; why?\n")

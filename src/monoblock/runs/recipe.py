@@ -11,6 +11,7 @@ from monoblock.errors import ConfigError
 from monoblock.recipes import model_config, parse
 from monoblock.recipes.old_keys import set_former_defaults
 from monoblock.recipes.schema import Recipe
+from monoblock.tasks.running_text import trains_on_running_text
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
 
@@ -57,9 +58,7 @@ def with_former_defaults(recipe: Recipe, folder: Path, task: Task | None = None)
     """
     tables, stored = recipe.to_tables(), parse.read_toml(str(folder / parse.RECIPE_FILE))
     set_former_defaults(tables, stored)
-    objective, packing = recipe.train.objective, recipe.data.packing
-    ignored_dropout = objective in ("causal_lm", "span_corruption") or (objective, packing) == ("masked_lm", "stream")
-    if ignored_dropout and "split" not in stored.get("data", {}):
+    if "split" not in stored.get("data", {}) and trains_on_running_text(recipe.train.objective, recipe.data.packing):
         tables["tokenizer"]["dropout"] = 0.0
     return parse_recipe(tables, task=task)
 

@@ -71,9 +71,9 @@ def train(
         if not callable(callback):
             raise InputError(f"callbacks: {callback!r:.60} is not a function; give functions that take an event")
     overrides = [overrides] if isinstance(overrides, str) else overrides
+    parts = CustomParts(task, model_class, optimizer, batches, validation_batches, tokenizer)
     parsed = _parse(recipe, overrides, task, own_data=batches is not None)
     folder = Path("runs") / parsed.name if out is None else Path(out)
-    parts = CustomParts(task, model_class, optimizer, batches, validation_batches, tokenizer)
     with stop_on_interrupt() as stop:
         run = prepare_run(
             parsed, folder, parts=parts, data=None if data is None else Path(data), resume=resume, stop=stop

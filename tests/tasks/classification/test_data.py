@@ -12,9 +12,11 @@ from monoblock.data.readers.conll import read_conll
 from monoblock.data.readers.labelled import read_labelled
 from monoblock.data.readers.records import LabelledText, TaggedSentence
 from monoblock.errors import FileError
+from monoblock.recipes.schema import TokenizerSection
 from monoblock.runs.build_data import build_task_data
 from monoblock.runs.recipe import parse_recipe
 from monoblock.tasks.input_template import InputTemplate, WordEncoder
+from monoblock.tasks.subword_sampling import SubwordSampler
 from monoblock.tasks.token_classification.augment import (
     TaggedAugmenter,
     collect_mentions,
@@ -189,7 +191,8 @@ def test_entities_are_replaced_by_others_of_their_type():
 def test_augmentation_is_a_function_of_row_and_epoch(tokenizer):
     section = TokenClassificationSection(replace_entities=0.5, mask_words=0.2, join_rows=2)
     words = WordEncoder(tokenizer, InputTemplate(tokenizer, 47))
-    augmenter, other = (TaggedAugmenter(ROWS, words, section, 0.3, seed=5) for _ in range(2))
+    sampler = SubwordSampler(tokenizer, TokenizerSection(kind="bpe", dropout=0.3), seed=5)
+    augmenter, other = (TaggedAugmenter(ROWS, words, section, sampler, seed=5) for _ in range(2))
     first = [augmenter(index, 0) for index in range(3)]
     augmenter(1, 7)
     assert [other(index, 0) for index in range(3)] == first
@@ -202,7 +205,8 @@ def test_augmentation_is_a_function_of_row_and_epoch(tokenizer):
 
 def make_augmenter(tokenizer, dropout=0.0, **options):
     words = WordEncoder(tokenizer, InputTemplate(tokenizer))
-    return TaggedAugmenter(ROWS, words, TokenClassificationSection(**options), dropout, seed=5)
+    sampler = SubwordSampler(tokenizer, TokenizerSection(kind="bpe", dropout=dropout), seed=5) if dropout else None
+    return TaggedAugmenter(ROWS, words, TokenClassificationSection(**options), sampler, seed=5)
 
 
 def test_the_expected_share_of_words_is_masked(tokenizer):

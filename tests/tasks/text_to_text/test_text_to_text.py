@@ -201,7 +201,7 @@ def test_each_task_has_its_own_metrics_in_the_evaluation_and_on_the_model_card(f
 def pretraining_recipe(tmp_path):
     """The path of a recipe for span corruption on a small text."""
     text = tmp_path / "book.txt"
-    text.write_text("".join(f"the {n} sons and the {n % 7} kings went up\n" for n in range(90)), encoding="utf-8")
+    text.write_text("".join(f"swap: the {n} sons and the {n % 7} kings went up\n" for n in range(90)), encoding="utf-8")
     recipe = parse_recipe(
         {
             "data": {"corpus": str(text)},
