@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, save_model
-from monoblock.interop.labels import read_labels, write_labels
+from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
 from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
 from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join
 
@@ -162,7 +162,6 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
         return
     from monoblock.interop.adapters import load_adapter, read_base_digest
     from monoblock.interop.digest import compute_body_digest
-    from monoblock.nn.lora import fold_lora
 
     digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)
@@ -172,9 +171,25 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
         )
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         folder = Path(temporary) / source.path.stem
-        write_model(source._replace(model=fold_lora(source.model)), folder, "monoblock")
+        write_model(source, folder, "hf" if _fits_source_family(source) else "monoblock")
+        head = source.model.config.head
+        if head is not None and has_file(adapter, LABELS_FILE) and head.classes == len(read_labels(Path(adapter))):
+            write_labels(folder, read_labels(Path(adapter)), _detect_format(folder))
         with open_model(folder) as merged:
             yield merged
+
+
+def _fits_source_family(source: SourceModel) -> bool:
+    """Return whether the source is a Hugging Face folder whose family can express its model, even with a new head."""
+    from monoblock.interop.huggingface.export import choose_family
+
+    if source.format != "hf":
+        return False
+    try:
+        choose_family(source.model.config, _source_family(source))
+    except ConfigError:
+        return False
+    return True
 
 
 def _detect_format(path: Path) -> str:

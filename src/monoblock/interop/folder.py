@@ -21,7 +21,7 @@ from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
-from monoblock.quantization.convert import build_quantized, stored_dtypes
+from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ T = TypeVar("T", "Transformer", "Recurrent")
 
 
 def save_model(model: Transformer | Recurrent, folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-    """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes."""
-    folder = Path(folder)
+    """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes.
+
+    LoRA adapters are written merged into the weights.
+    """
+    folder, model = Path(folder), merge_adapters(model)
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")

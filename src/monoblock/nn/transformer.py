@@ -297,7 +297,10 @@ class Transformer(nn.Module):
         return cast(Self, load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
-        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes."""
+        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes.
+
+        LoRA adapters are written merged into the weights; `mb.save_adapter` writes the adapters alone.
+        """
         from monoblock.interop.folder import save_model
 
         save_model(self, folder, max_shard_size=max_shard_size)

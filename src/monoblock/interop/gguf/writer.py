@@ -14,6 +14,7 @@ from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_F
 from monoblock.interop.gguf.reader import import_gguf
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import map_weights
+from monoblock.quantization.convert import merge_adapters
 from monoblock.tokenizers.formats.gguf_tokenizer import to_fields
 
 if TYPE_CHECKING:
@@ -30,9 +31,13 @@ MAX_F16 = 65504.0
 def save_gguf(
     model: Transformer, path: str | Path, *, tokenizer: Tokenizer | None = None, kind: str = "f16", name: str = "model"
 ) -> None:
-    """Write a model as a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0."""
+    """Write a model as a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0.
+
+    LoRA adapters are written merged into the weights.
+    """
     if kind not in FILE_TYPES:
         raise ConfigError(f"kind={kind!r} is none of {', '.join(FILE_TYPES)}{did_you_mean(kind, FILE_TYPES)}")
+    model = merge_adapters(model)
     family, fields = _choose_architecture(model)
     rope_factors = fields.pop(ROPE_FACTORS, None)
     package = import_gguf()

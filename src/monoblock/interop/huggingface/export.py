@@ -15,6 +15,7 @@ from monoblock.interop.huggingface.families import FAMILIES
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import TensorMapping, map_weights
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, TensorFactory, commit_file, save_weights
+from monoblock.quantization.convert import merge_adapters
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -62,12 +63,13 @@ def export_hf(
     special_token_ids: Mapping[str, int] | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a folder that transformers loads with the same weights and logits.
+    """Write a folder that transformers loads with the same weights and logits; LoRA adapters are written merged.
 
     family: the model_type to write; by default the first that can express the model.
     special_token_ids: fields of config.json such as eos_token_id, with their values.
     max_shard_size: the maximum size of a weights file in bytes.
     """
+    model = merge_adapters(model)
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
