@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, save_model
+from monoblock.interop.huggingface.export import (
+    TOKEN_ID_FIELDS,
+    TOKEN_ID_FIELDS_OF_FAMILY,
+    choose_family,
+    export_hf,
+)
 from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
 from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
 from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join
@@ -181,8 +187,6 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
 
 def _fits_source_family(source: SourceModel) -> bool:
     """Return whether the source is a Hugging Face folder whose family can express its model, even with a new head."""
-    from monoblock.interop.huggingface.export import choose_family
-
     if source.format != "hf":
         return False
     try:
@@ -210,7 +214,9 @@ def _detect_format(path: Path) -> str:
 
 def _has_tokenizer(folder: Path) -> bool:
     if folder.is_file():
-        return True
+        from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
+
+        return has_gguf_tokenizer(folder)
     from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 
     return has_file(folder, "tokenizer.json") or find_vocabulary(folder) is not None
@@ -220,12 +226,19 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def write_model(
-    source: SourceModel, target: str | Path, model_format: str, *, kind: str = "f16", family: str | None = None
+    source: SourceModel,
+    target: str | Path,
+    model_format: str,
+    *,
+    kind: str = "f16",
+    family: str | None = None,
+    with_tokenizer: bool = True,
 ) -> None:
     """Write a model in one of FORMATS.
 
     kind: the storage type of the matrices in a GGUF file: f32, f16 or q8_0.
     family: the model_type of a Hugging Face folder; by default that of the source, or the first that fits.
+    with_tokenizer: whether to write the tokenizer of the source.
     """
     if model_format not in FORMATS:
         raise ConfigError(
@@ -237,19 +250,18 @@ def write_model(
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
 
-        save_gguf(source.model, target, tokenizer=source.tokenizer, kind=kind, name=source.path.stem)
+        tokenizer = source.tokenizer if with_tokenizer else None
+        save_gguf(source.model, target, tokenizer=tokenizer, kind=kind, name=source.path.stem)
         return
     if model_format == "hf":
-        from monoblock.interop.huggingface.export import export_hf
-
         family = family or _source_family(source)
-        export_hf(source.model, target, family=family, special_token_ids=_special_token_ids(source.tokenizer))
+        export_hf(source.model, target, family=family, special_token_ids=_special_token_ids(source))
     else:
         save_model(source.model, target)
     head, labels = source.model.config.head, read_labels(source.path)
     if head is not None and labels and head.classes == len(labels):
         write_labels(target, labels, model_format)
-    if source.tokenizer is not None:
+    if source.tokenizer is not None and with_tokenizer:
         source.tokenizer.save_pretrained(target)
     if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
         shutil.copyfile(safe_join(source.path, GENERATION_CONFIG_FILE), target / GENERATION_CONFIG_FILE)
@@ -267,8 +279,14 @@ def read_model_type(folder: Path) -> str:
     return find_family(read_json(safe_join(folder, CONFIG_FILE)))[0].model_type
 
 
-def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    if tokenizer is None:
-        return {}
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    return {f"{role}_token_id": id_ for role, id_ in ids.items() if id_ is not None}
+def _special_token_ids(source: SourceModel) -> dict[str, Any]:
+    """Return the fields of config.json with token ids: those of the tokenizer and of generation_config.json."""
+    names = (*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(source.model.config.family, ()))
+    ids: dict[str, Any] = {}
+    if source.tokenizer is not None:
+        roles = {name: name.removesuffix("_token_id") for name in names}
+        ids = {name: getattr(source.tokenizer, f"{role}_id", None) for name, role in roles.items()}
+    if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
+        defaults = read_json(safe_join(source.path, GENERATION_CONFIG_FILE))
+        ids |= {name: defaults[name] for name in names if defaults.get(name) is not None}
+    return {name: id_ for name, id_ in ids.items() if id_ is not None}

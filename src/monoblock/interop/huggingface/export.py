@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
 
 CONFIG_FILE = "config.json"
+# Written as null unless given, since otherwise transformers takes the ids of a published model.
+TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_ID_FIELDS_OF_FAMILY = {
+    "encoder-only": ("cls_token_id", "sep_token_id"),
+    "encoder-decoder": ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+}
 
 
 def choose_family(config: ModelConfig, model_type: str | None = None) -> tuple[Family, str, dict[str, Any]]:
@@ -75,7 +81,7 @@ def export_hf(
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
     chosen, class_name, fields = choose_family(model.config, family)
     read = {field for rule in chosen.fields for field in rule.defaults}  # fields that follow from the configuration
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ids: dict[str, Any] = dict.fromkeys((*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(model.config.family, ())))
     fields = ids | fields | {field: id_ for field, id_ in (special_token_ids or {}).items() if field not in read}
     fields["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
     omitted_prefix = chosen.prefix if class_name in chosen.unprefixed_classes else ""
