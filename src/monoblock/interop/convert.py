@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, save_model
+from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, read_config, save_model
 from monoblock.interop.huggingface.export import (
     TOKEN_ID_FIELDS,
     TOKEN_ID_FIELDS_OF_FAMILY,
@@ -146,6 +147,8 @@ def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iter
     original = Path(source)
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         model_format, folder = _detect_format(original), original
+        if model_format == "monoblock" and isinstance(read_config(folder), RecurrentConfig):
+            raise FileError(f"{original} contains an LSTM, for which Hugging Face and GGUF have no format")
         if model_format == "pickle":
             model_format, folder = "hf", Path(temporary)
             _convert_pickled_folder(original, folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.folder import CONFIG_FILE, save_model
@@ -141,10 +141,11 @@ class Run:
         loaded = LoadedModel(self.model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
         return score(loaded, self.task_data.validation_rows, count)
 
-    def sample_text(self, model: nn.Module) -> str:
+    def sample_text(self, model: Any) -> str:
         """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""
         tokenizer, section = self.task_data.tokenizer, self.recipe.generate
-        if not isinstance(model, Transformer) or model.config.family != "decoder-only" or tokenizer is None:
+        is_decoder = isinstance(model, Transformer | Recurrent) and model.config.family == "decoder-only"
+        if not is_decoder or tokenizer is None:
             return ""
         model = merge_adapters(model)
         prompt = tokenizer.encode(section.prompt) or [tokenizer.eos_id or 0]

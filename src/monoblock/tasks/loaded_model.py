@@ -94,12 +94,7 @@ class LoadedModel:
     objective: str | None = None  # train.objective of that recipe
     task_section: object = None  # the section of that recipe with the keys of the task
     labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
-<<<<<<< HEAD
-    is_multi_label: bool = False  # a text may have several of the classes (problem_type of Hugging Face folders)
     pooling: str | None = None  # the pooling of embeddings that is stored with the model: "mean", "cls" or "last"
-=======
-    pooling: str = "mean"  # the default pooling of embeddings, "mean" or "cls"
->>>>>>> 55170b3 (GGUF without a tokenizer; multi-label heads, token ids in every Hugging Face config, and unfinished runs are named)
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
 
     def section(self, kind: type[S]) -> S:
