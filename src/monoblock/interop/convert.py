@@ -27,7 +27,8 @@ from monoblock.interop.huggingface.export import (
     export_hf,
 )
 from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
-from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.interop.safetensors_reader import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE
+from monoblock.interop.tokenizer_folder import with_prompt_template
 from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join
 
 if TYPE_CHECKING:
@@ -250,10 +251,12 @@ def write_model(
     target = Path(target)
     if target.resolve() == source.path.resolve():
         raise ConfigError(f"{target} is the model to be converted; write to another path")
+    tokenizer = source.tokenizer if with_tokenizer else None
+    if tokenizer is not None and model_format != "monoblock" and has_file(source.path, RUN_RECIPE_FILE):
+        tokenizer = with_prompt_template(tokenizer, source.model.config.family)
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
 
-        tokenizer = source.tokenizer if with_tokenizer else None
         save_gguf(source.model, target, tokenizer=tokenizer, kind=kind, name=source.path.stem)
         return
     if model_format == "hf":
@@ -264,8 +267,8 @@ def write_model(
     head, labels = source.model.config.head, read_labels(source.path)
     if head is not None and labels and head.classes == len(labels):
         write_labels(target, labels, model_format)
-    if source.tokenizer is not None and with_tokenizer:
-        source.tokenizer.save_pretrained(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
     if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
         shutil.copyfile(safe_join(source.path, GENERATION_CONFIG_FILE), target / GENERATION_CONFIG_FILE)
 

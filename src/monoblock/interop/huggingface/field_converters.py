@@ -157,6 +157,8 @@ def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         first = get_value(tree, offset)
+        if first == 0:
+            raise ConfigError("this family cannot express positions that start at 0 instead of at pad_token_id + 1")
         return {"max_position_embeddings": get_value(tree, context) + first, "pad_token_id": first - 1}
 
     return FieldGroup(defaults, read, write)
