@@ -65,6 +65,7 @@ _HOME = {
     "causal": "nn.masks",
     "evaluate": "runs.evaluate",
     "export_hf": "interop.huggingface.export",
+    "fold_lora": "nn.lora",
     "gpt": "config.families",
     "interpolate": "nn.interpolate",
     "llama": "config.families",

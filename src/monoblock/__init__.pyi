@@ -51,7 +51,12 @@ from monoblock.interop.huggingface.export import export_hf as export_hf
 from monoblock.nn.block import Block as Block
 from monoblock.nn.interpolate import interpolate as interpolate
 from monoblock.nn.kv_cache.cache import Cache as Cache
-from monoblock.nn.lora import add_lora as add_lora, merge_lora as merge_lora, unmerge_lora as unmerge_lora
+from monoblock.nn.lora import (
+    add_lora as add_lora,
+    fold_lora as fold_lora,
+    merge_lora as merge_lora,
+    unmerge_lora as unmerge_lora,
+)
 from monoblock.nn.lstm import Recurrent as Recurrent
 from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
 from monoblock.nn.token_positions import TokenPositions as TokenPositions

@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 import torch
+from model_folders import causal_folder
 from safetensors.torch import load_file
 
 import monoblock as mb
@@ -133,6 +134,23 @@ def test_a_monoblock_folder_is_converted_to_hugging_face_and_then_to_gguf(tmp_pa
     assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
 
 
+def test_a_run_whose_tokenizer_gguf_cannot_name_is_written_without_it(tmp_path, capsys):
+    gguf = pytest.importorskip("gguf")
+    folder, path = causal_folder(tmp_path), tmp_path / "model.gguf"
+    assert run(["convert", str(folder), "--to", str(path)]) == 1
+    assert "write the file without the tokenizer: --no-tokenizer" in capsys.readouterr().err
+    assert not list(tmp_path.glob("model.gguf*"))
+    certificate = run_convert(capsys, folder, "--to", path, "--no-tokenizer", "--kind", "f32")
+    assert max(certificate["max_logit_difference"].values()) < 1e-4  # of transformers, with a context of 48
+    fields = gguf.GGUFReader(path).fields
+    assert (fields["tokenizer.ggml.model"].contents(), fields["gpt2.vocab_size"].contents()) == ("no_vocab", 290)
+    with pytest.raises(mb.FileError, match="contains no tokenizer; load its model alone"):
+        mb.load(path)
+    certificate = run_convert(capsys, path, "--to", tmp_path / "back", "--format", "hf")
+    assert max(certificate["max_logit_difference"].values()) < 1e-4
+    assert not (tmp_path / "back" / "tokenizer.json").exists()
+
+
 def test_a_rewritten_hugging_face_folder_keeps_its_family_and_is_compared(tmp_path, capsys, monkeypatch):
     config = transformers.Phi3Config(
         **SIZES | {"num_attention_heads": 3},
@@ -153,7 +171,7 @@ def test_a_rewritten_hugging_face_folder_keeps_its_family_and_is_compared(tmp_pa
             model.get_parameter("decoder.norm.weight").mul_(1.5)
         export_hf(model, folder, **options)
 
-    monkeypatch.setattr("monoblock.interop.huggingface.export.export_hf", export_wrong_weights)
+    monkeypatch.setattr("monoblock.interop.convert.export_hf", export_wrong_weights)
     certificate = run_convert(capsys, *args, "--force")
     assert min(certificate["max_logit_difference"].values()) > 1e-3
 
@@ -256,3 +274,38 @@ def test_a_source_that_cannot_be_converted_is_a_one_line_error(args, code, messa
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+# -- fields of config.json that are no sizes ---------------------------------------------------------------------------
+
+
+def test_a_multi_label_classifier_stays_one_in_every_format(tmp_path, capsys):
+    config = transformers.BertConfig(
+        **SIZES, vocab_size=61, num_labels=3, problem_type="multi_label_classification", max_position_embeddings=37
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "theirs")
+    run_convert(capsys, tmp_path / "theirs", "--to", tmp_path / "ours")
+    assert Transformer.from_pretrained(tmp_path / "ours").config.head.multi_label
+    run_convert(capsys, tmp_path / "ours", "--to", tmp_path / "back", "--format", "hf")
+    back = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert (back.problem_type, back.num_labels) == ("multi_label_classification", 3)
+    with pytest.raises(mb.ConfigError, match="multi_label=True is for a classifier"):
+        mb.HeadConfig(kind="tagger", classes=3, multi_label=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart-base", "modernbert-base", "t5-small", "mt5-small"])
+def test_no_token_id_is_that_of_a_published_model(name, tmp_path):
+    """Of a model with a vocabulary of 61 tokens."""
+    export_hf(Transformer(mb.tiny(name)), tmp_path, special_token_ids={"eos_token_id": 3})
+    config = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    ids = {key: value for key, value in config.items() if key.endswith("_token_id") and value is not None}
+    assert ids == {"eos_token_id": 3} | {key: ids[key] for key in ids if key == "pad_token_id"}
+
+
+def test_the_token_ids_are_those_of_the_tokenizer_and_of_the_generation_config(tmp_path, capsys):
+    ids = {"bos_token_id": 5, "eos_token_id": 3, "pad_token_id": 1, "decoder_start_token_id": 7}
+    Transformer(mb.tiny("bart-base")).save_pretrained(tmp_path / "ours")
+    (tmp_path / "ours" / "generation_config.json").write_text(json.dumps({**ids, "max_new_tokens": 9}))
+    run_convert(capsys, tmp_path / "ours", "--to", tmp_path / "out", "--format", "hf")
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: value for key, value in fields.items() if key.endswith("_token_id") and value is not None} == ids

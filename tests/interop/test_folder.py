@@ -6,7 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import assert_bit_equal, example_inputs, tiny_model
+from training_support import train_until, write_recipe
 
+import monoblock as mb
+from monoblock.cli.main import run as cli
 from monoblock.errors import FileError
 from monoblock.interop.folder import read_config
 from monoblock.nn.transformer import Transformer
@@ -168,3 +171,16 @@ def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
     with pytest.raises(FileError, match="cannot be written"):
         tiny_model("gpt2").save_pretrained(path)
     assert path.read_text() == "x"
+
+
+def test_an_unfinished_run_says_how_to_continue_it(tmp_path):
+    recipe = write_recipe(tmp_path)
+    train_until(recipe, tmp_path / "out", 7, save=True)
+    command = f"monoblock train {tmp_path / 'out' / 'recipe.toml'} --out {tmp_path / 'out'} --resume"
+    for load in (Transformer.from_pretrained, mb.load):
+        with pytest.raises(FileError, match=r"has not finished; continue it with monoblock train .* --resume") as error:
+            load(tmp_path / "out")
+        assert command in str(error.value)
+    assert cli(command.split()[1:]) == 0
+    torch.use_deterministic_algorithms(False)
+    assert Transformer.from_pretrained(tmp_path / "out").config.family == "decoder-only"

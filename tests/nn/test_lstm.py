@@ -229,15 +229,16 @@ def test_attention_is_a_distribution_over_the_real_source(translator):
 def test_additive_attention_is_the_formula(translator):
     memory = translator.encode(random_ids(B, S), mask_from_lengths(3, S, total=S))
     state = translator.initial_state(memory)
-    outputs = []
-    translator.step(random_ids(1, B, W)[0], state, memory, tap=lambda name, tensor: outputs.append(tensor) or tensor)
+    outputs = {}
+    tap = lambda name, tensor: outputs.setdefault(name, tensor)
+    translator.step(random_ids(1, B, W)[0], state, memory, tap=tap)
     names = ("query", "key", "score")
     query_weight, key_weight, v = (translator.attention.get_parameter(f"{name}.weight") for name in names)
     for row, length in enumerate((3, S)):
         s = state.hidden[-1, row]
         e = [v[0].dot(torch.tanh(query_weight @ s + key_weight @ memory.values[row, j])) for j in range(length)]
         powers = torch.stack(e).exp()
-        assert_close(outputs[0][row, :length], powers / powers.sum(), rtol=0, atol=1e-10)
+        assert_close(outputs["attention.weights"][row, :length], powers / powers.sum(), rtol=0, atol=1e-10)
 
 
 def test_a_step_is_the_formula():
@@ -269,10 +270,14 @@ def test_a_step_is_the_formula():
 def test_a_tap_changes_attention_in_a_step_and_is_refused_in_a_full_pass(translator):
     source, target = random_ids(B, S), random_ids(B, T, W)
     memory = translator.encode(source)
-    first = lambda name, weights: torch.zeros_like(weights).index_fill(1, torch.tensor([0]), 1.0)
+
+    def first(name, tensor):
+        is_weights = name == "attention.weights"
+        return torch.zeros_like(tensor).index_fill(1, torch.tensor([0]), 1.0) if is_weights else tensor
+
     plain, patched = translator.step(target[:, 0], None, memory), translator.step(target[:, 0], None, memory, tap=first)
     assert not torch.equal(plain[0], patched[0])
-    with pytest.raises(mb.InputError, match=r"replace them in model\.step"):
+    with pytest.raises(mb.InputError, match=r"use model\.step"):
         translator(source, target, tap=first)
 
 

@@ -236,6 +236,15 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = {
     "xlm-roberta": PublishedModel(
         class_name="XLMRobertaForMaskedLM", config_fields=ROBERTA, accepts_position_ids=False
     ),
+    "roberta-prelayernorm": PublishedModel(
+        class_name="RobertaPreLayerNormForMaskedLM", config_fields=ROBERTA, accepts_position_ids=False
+    ),
+    "roberta-prelayernorm classifier": PublishedModel(
+        class_name="RobertaPreLayerNormForSequenceClassification",
+        config_fields=ROBERTA | {"num_labels": 7},
+        accepts_position_ids=False,
+        padding_sides=("right",),
+    ),
     "camembert": PublishedModel(class_name="CamembertForMaskedLM", config_fields=ROBERTA, accepts_position_ids=False),
     "distilbert": PublishedModel(
         class_name="DistilBertModel", config_fields=DISTILBERT, accepts_position_ids=False, padding_sides=("right",)

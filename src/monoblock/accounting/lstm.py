@@ -41,7 +41,8 @@ def recurrent_parameters(config: RecurrentConfig) -> dict[str, int]:
         if config.target_vocab is not None:
             counts["target.token"] = target * width
         counts["encoder.lstm"] = sum(lstm_parameters(inputs, width) for inputs in _encoder_inputs(config))
-        counts["decoder.attention"] = 3 * width**2 + width  # W, U and v
+        if config.attention:
+            counts["decoder.attention"] = 3 * width**2 + width  # W, U and v
         counts["decoder.start"] = config.depth * width * (width + 1)
         counts["decoder.readout"] = 2 * width * (4 * width + 1)
     counts["decoder.lstm"] = sum(lstm_parameters(inputs, width) for inputs in _decoder_inputs(config))
@@ -59,8 +60,9 @@ def recurrent_flops(config: RecurrentConfig, batch: int, source: int, target: in
     if config.kind == "encoder_decoder":
         encoder_weights = sum(lstm_matrix_weights(inputs, width) for inputs in _encoder_inputs(config))
         flops["encoder.lstm"] = 2 * source_rows * encoder_weights
-        flops["decoder.attention.projections"] = 2 * width**2 * (2 * source_rows + rows)
-        flops["decoder.attention.scores"] = rows * source * 6 * width  # v · tanh(…), and a sum of vectors of 2·D
+        if config.attention:
+            flops["decoder.attention.projections"] = 2 * width**2 * (2 * source_rows + rows)
+            flops["decoder.attention.scores"] = rows * source * 6 * width  # v · tanh(…), and a sum of vectors of 2·D
         flops["decoder.start"] = 2 * batch * config.depth * width**2
         flops["decoder.readout"] = 2 * rows * 8 * width**2
     flops["decoder.lstm"] = 2 * rows * sum(lstm_matrix_weights(inputs, width) for inputs in _decoder_inputs(config))

@@ -34,6 +34,9 @@ from monoblock.errors import ConfigError
     metavar="NAME",
     help="Field of a Hugging Face config.json or GGUF file that has no effect, but is not known here; repeatable.",
 )
+@click.option(
+    "--no-tokenizer", is_flag=True, help="Leave out the tokenizer, for instance one that GGUF has no name for."
+)
 @click.option("--force", is_flag=True, help="Write even if --to exists already.")
 def command(
     source: str,
@@ -43,6 +46,7 @@ def command(
     family: str | None,
     adapter: Path | None,
     ignore_fields: tuple[str, ...],
+    no_tokenizer: bool,
     force: bool,
 ) -> None:
     """Convert SOURCE to another format. SOURCE is a monoblock or Hugging Face model folder, or a GGUF file.
@@ -59,7 +63,7 @@ def command(
 
     with open_model(source, ignore_fields=ignore_fields) as base, merge_adapter(base, adapter) as model:
         click.echo(f"Read {source}: {model.model.config.family}", err=True)
-        write_model(model, target, target_format, kind=kind, family=family)
+        write_model(model, target, target_format, kind=kind, family=family, with_tokenizer=not no_tokenizer)
         certificate = certify(model, target, target_format, lambda line: click.echo(line, err=True))
     if target_format == "monoblock":
         suggest_next(f"account {target}")

@@ -235,13 +235,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """The recurrent baselines: an LSTM language model, or an LSTM encoder-decoder with additive attention."""
+    """The recurrent baselines: an LSTM language model, or an LSTM encoder-decoder with or without attention."""
 
     kind: Literal["language_model", "encoder_decoder"] = "language_model"  # predict the next token, or translate
     vocab: int  # size of the vocabulary
     width: int  # size of the embedding and of every LSTM layer
     depth: int = 2  # number of LSTM layers, in the encoder and in the decoder
     target_vocab: int | None = None  # size of the target vocabulary; None: it is that of the source
+    attention: bool = True  # encoder-decoder: attend to the source; False: only a summary of it (Cho et al. 2014)
     tie: bool = True  # share the output matrix with the (target) embedding
     dropout: float = 0.0  # dropout probability
 

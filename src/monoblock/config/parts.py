@@ -186,6 +186,7 @@ class HeadConfig:
     # what the head predicts
     kind: Literal["language_model", "masked_lm", "classifier", "regression", "tagger", "spans", "pooled"]
     classes: int | None = None  # number of classes of a classifier or tagger, or of numbers that a regression predicts
+    multi_label: bool = False  # classifier: a sequence may have several classes, each with a probability of its own
     bias: Literal["none", "learned", "fixed"] = "none"  # fixed: stored, not trained (final_logits_bias of BART)
     pooling: Literal["first", "last", "mean"] = "first"  # which hidden state represents the sequence
     pooler: Literal["none", "tanh", "relu", "gelu"] = "none"  # activation of a linear layer after pooling (BERT)
@@ -218,6 +219,8 @@ class HeadConfig:
             raise ConfigError(
                 "teacher=True needs kind='classifier', pooling='first' and pooler='none'; write these, or drop teacher"
             )
+        if self.multi_label and self.kind != "classifier":
+            raise ConfigError(f"multi_label=True is for a classifier, not for a {self.kind} head; drop it")
         if self.kind != "pooled" and self.normalize:
             raise ConfigError(f"normalize=True is for pooled vectors, not for a {self.kind} head; drop it")
         if (self.kind in HEADS_WITH_CLASSES) != (self.classes is not None):

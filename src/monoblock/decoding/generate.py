@@ -17,15 +17,15 @@ from monoblock.decoding.settings import Settings, check_effects, parse_settings,
 from monoblock.decoding.speculative import DraftModel, PromptLookup, Proposer
 from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
-from monoblock.nn.inputs.generation_options import GeneratedTokens
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.lstm import Recurrent
-from monoblock.nn.transformer import ModelOptions, Transformer
+from monoblock.nn.transformer import Transformer
 
 MAX_ROWS = 512  # sequences decoded at the same time; each beam counts as one
 
 
 def generate(
-    model: Transformer, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
+    model: Transformer | Recurrent, ids: Tensor, *, return_scores: bool = False, **options: Unpack[ModelOptions]
 ) -> Tensor | GeneratedTokens:
     """Continue prompts and return them with their new tokens.
 
@@ -47,7 +47,7 @@ def generate(
     return GeneratedTokens(call.to_tensor(rows), call.score(rows)) if return_scores else call.to_tensor(rows)
 
 
-def stream(model: Transformer, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
+def stream(model: Transformer | Recurrent, ids: Tensor, **options: Unpack[ModelOptions]) -> Iterator[Tensor]:
     """Yield the new tokens step by step, each time one per sequence: a tensor of shape (B · num_return_sequences,).
 
     A sequence that has ended yields the padding token.  The arguments are those of `generate`.
@@ -79,7 +79,7 @@ def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
 class GenerateCall:
     """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine."""
 
-    def __init__(self, model: Transformer, ids: Tensor, options: dict[str, Any]) -> None:
+    def __init__(self, model: Transformer | Recurrent, ids: Tensor, options: dict[str, Any]) -> None:
         mask = options.pop("attention_mask", None)
         use_cache, tap = options.pop("use_cache", True), options.pop("tap", None)
         start = options.pop("decoder_start_token_id", None)
@@ -146,7 +146,7 @@ class GenerateCall:
 
 
 def _make_proposer(
-    model: Transformer, draft: Transformer | None, lookup: int, self_draft_kind: str | None
+    model: Transformer | Recurrent, draft: Transformer | Recurrent | None, lookup: int, self_draft_kind: str | None
 ) -> Proposer | None:
     if lookup and (draft is not None or self_draft_kind is not None):
         raise InputError(
@@ -156,6 +156,8 @@ def _make_proposer(
         return make_self_draft(model, self_draft_kind)
     if draft is None:
         return PromptLookup(lookup) if lookup else None
+    if isinstance(model, Recurrent) or isinstance(draft, Recurrent):
+        raise InputError("an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out draft")
     vocab_size, draft_size = (decoder.config.target_input.vocab for decoder in (model, draft))  # type: ignore[union-attr]
     if vocab_size != draft_size:
         raise InputError(
@@ -196,7 +198,7 @@ def truncated_length(model: Transformer | Recurrent, truncation: str, max_new_to
     return None if context is None else max(context - max_new_tokens, context // 2, 1)
 
 
-def _required_capacity(model: Transformer, longest: int, settings: Settings) -> int:
+def _required_capacity(model: Transformer | Recurrent, longest: int, settings: Settings) -> int:
     length = longest + settings.max_new_tokens
     limit = model.config.context
     if limit is not None and longest >= limit:

@@ -10,6 +10,7 @@ from torch import Tensor
 from monoblock.decoding.backends.eager import pad_sources
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.decoding.prompt import Prompt, pad_right
+from monoblock.nn.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 
@@ -18,7 +19,7 @@ MAX_TOKENS = 8192  # tokens in one pass of the model
 
 @torch.no_grad()
 def score_tokens(
-    model: Transformer, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None = None
+    model: Transformer | Recurrent, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None = None
 ) -> list[list[float]]:
     """Return the log-probability of each new token after its prompt, one list for each prompt.
 
@@ -46,7 +47,7 @@ def _passes(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _score_rows(
-    model: Transformer, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None
+    model: Transformer | Recurrent, prompts: Sequence[Prompt], new: Sequence[Sequence[int]], tap: Tap | None
 ) -> list[list[float]]:
     count = max(map(len, new))
     if not count:
@@ -62,9 +63,15 @@ def _score_rows(
 
 
 def _run(
-    model: Transformer, prompts: Sequence[Prompt], ids: Tensor, mask: Tensor | None, at: Tensor, tap: Tap | None
+    model: Transformer | Recurrent,
+    prompts: Sequence[Prompt],
+    ids: Tensor,
+    mask: Tensor | None,
+    at: Tensor,
+    tap: Tap | None,
 ) -> Tensor:
     sources = pad_sources(model, prompts)
-    if sources is None:
-        return model(ids, mask, logits_at=at, tap=tap)
-    return model(sources[0], ids, sources[1], mask, logits_at=at, tap=tap)
+    inputs = (ids, mask) if sources is None else (sources[0], ids, sources[1], mask)
+    if isinstance(model, Recurrent):  # it computes the logits of all tokens
+        return model(*inputs, tap=tap)[torch.arange(len(ids), device=ids.device)[:, None], at]
+    return model(*inputs, logits_at=at, tap=tap)

@@ -16,14 +16,16 @@ from torch import Tensor
 from monoblock.config.model import AttentionConfig, BlockConfig, ModelConfig, Repeat, StackConfig
 from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.transformer import Transformer
+from monoblock.quantization.convert import merge_adapters
 
 
 def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Transformer:
     """Return a copy of a model without the given heads.
 
     `heads` maps the name of an attention layer to the indices of its heads to remove, such as
-    {"decoder.3.attention": [0, 2]}.
+    {"decoder.3.attention": [0, 2]}.  Adapters are merged into their weights first.
     """
+    model = merge_adapters(model)
     keep = {name: _heads_to_keep(model.config, name, sorted(set(pruned))) for name, pruned in heads.items()}
     with torch.device("meta"):
         smaller = Transformer(_prune_config(model.config, keep))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError
 from monoblock.interop.huggingface.export import choose_family
 from monoblock.interop.rename import AttentionShape, TensorMapping, map_weights
@@ -28,8 +29,8 @@ class AdapterNames:
         return table.get(name) or table.get(self.prefix + name)
 
 
-def build_adapter_names(model: Transformer) -> AdapterNames:
-    config = replace(model.config, quantize=None)
+def build_adapter_names(config: ModelConfig) -> AdapterNames:
+    config = replace(config, quantize=None)
     state = build_on_meta(Transformer, config, 10**6).state_dict()
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     try:

@@ -20,7 +20,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from monoblock.errors import FileError, InputError
+from monoblock.interop.adapter_head import (
+    HEAD_PREFIX,
+    LORA_WEIGHT,
+    PEFT_PREFIX,
+    PEFT_TASK_TYPES,
+    build_stored_head,
+    collect_head_weights,
+    describe_head,
+    load_head_weights,
+)
 from monoblock.interop.adapter_names import AdapterNames, build_adapter_names, module_names
+from monoblock.interop.labels import write_labels
 from monoblock.interop.rename import CONV1D, CONV1D_QKV, TensorMapping
 from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.interop.weights_writer import commit_file
@@ -29,14 +40,8 @@ from monoblock.nn.transformer import Transformer
 from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."
 DIGEST_KEY = "monoblock_base"  # key in the metadata of the weights file, which peft ignores
-PEFT_TASK_TYPES = {
-    "classifier": "SEQ_CLS",
-    "regression": "SEQ_CLS",
-    "tagger": "TOKEN_CLS",
-    "spans": "QUESTION_ANS",
-}
+PEFT_CLASSIFIERS = ("classifier", "score")  # modules that peft adds to modules_to_save of a classifier or tagger
 SUPPORTED_VALUES = {
     "bias": "none",
     "use_dora": False,
@@ -44,22 +49,29 @@ SUPPORTED_VALUES = {
     "lora_bias": False,
     "alora_invocation_tokens": None,
 }
-LORA_WEIGHT = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = None, digest: str | None = None) -> None:
+def save_adapter(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    base: str | None = None,
+    digest: str | None = None,
+    labels: Sequence[str] = (),
+) -> None:
     """Write the adapters of a model, and its other trained weights such as those of a new head, as peft does.
 
     base: the name or path of the model that the adapters were trained for.
     digest: identifies the weights of that model (digest.py).
+    labels: the class names of the head.
     """
     layers = dict(lora_layers(model))
     if not layers:
         raise InputError("this model has no adapters to save; add them to its projections with add_lora")
-    names, tensors, sizes = build_adapter_names(model), dict[str, Tensor](), dict[str, tuple[int, float]]()
+    names, tensors, sizes = build_adapter_names(model.config), dict[str, Tensor](), dict[str, tuple[int, float]]()
     for mapping in names.mappings:
         modules = module_names(mapping)
         adapters = [layers.get(name) for name in modules]
@@ -69,13 +81,17 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str | None = N
             name = names.module_name(mapping)
             tensors |= {f"{PEFT_PREFIX}{name}.lora_A.weight": a, f"{PEFT_PREFIX}{name}.lora_B.weight": b}
             sizes[name] = a.shape[0], scale * a.shape[0]
-    head_weights = _collect_head_weights(model, names)
+    head_weights = collect_head_weights(model, names)
     tensors |= {f"{PEFT_PREFIX}{name}": tensor for name, tensor in head_weights.items()}
     adapted = (mapping for mapping in names.mappings if names.module_name(mapping) in sizes)
     config = _build_config(model, names, sizes, next(iter(layers.values())).dropout, sorted(head_weights))
     config["base_model_name_or_path"] = base
     config["fan_in_fan_out"] = any(mapping.transform in (CONV1D, CONV1D_QKV) for mapping in adapted)
-    _write_adapter(Path(folder), config, tensors, {} if digest is None else {DIGEST_KEY: digest})
+    metadata = {} if digest is None else {DIGEST_KEY: digest}
+    metadata |= describe_head(model.config) if head_weights else {}
+    _write_adapter(Path(folder), config, tensors, metadata)
+    if labels:
+        write_labels(Path(folder), labels, "monoblock")
 
 
 def _write_adapter(
@@ -123,24 +139,6 @@ def _join_adapters(
     return a, b.T if mapping.transform is CONV1D_QKV else b, first.scale
 
 
-def _collect_head_weights(model: Transformer, names: AdapterNames) -> dict[str, Tensor]:
-    """Return the trained weights that are not adapters, by their names in the file.
-
-    A head whose kind is in PEFT_TASK_TYPES is always included.
-    """
-    state = model.state_dict()
-    has_classifier = model.config.head is not None and model.config.head.kind in PEFT_TASK_TYPES
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    trained |= {name for name in state if has_classifier and name.startswith("head.")}
-    weights: dict[str, Tensor] = {}
-    for mapping in names.mappings:
-        if trained & set(mapping.ours):  # adapters have no mapping, so they are left out
-            tensors = mapping.save([state[key] for key in mapping.ours])
-            keys = [key.removeprefix(names.omitted_prefix) for key in mapping.theirs]
-            weights |= dict(zip(keys, tensors, strict=True))
-    return weights
-
-
 def _build_config(
     model: Transformer,
     names: AdapterNames,
@@ -153,7 +151,7 @@ def _build_config(
     task = PEFT_TASK_TYPES.get(head.kind) if head is not None else None
     if head is not None and head.kind == "language_model":
         task = "CAUSAL_LM" if config.family == "decoder-only" else "SEQ_2_SEQ_LM"
-    head_modules = sorted({name.rsplit(".", 1)[0] for name in head_weights})
+    head_modules = sorted({_module_to_save(name) for name in head_weights})
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -170,6 +168,12 @@ def _build_config(
         "use_rslora": False,
         "use_dora": False,
     }
+
+
+def _module_to_save(weight: str) -> str:
+    """Return the entry of modules_to_save for a weight: its module, or the whole classifier as peft saves it."""
+    first, module = weight.split(".", 1)[0], weight.rsplit(".", 1)[0]
+    return first if first in PEFT_CLASSIFIERS else module
 
 
 def _target_modules(names: AdapterNames, chosen: Sequence[str]) -> list[str]:
@@ -189,6 +193,7 @@ def _target_modules(names: AdapterNames, chosen: Sequence[str]) -> list[str]:
 def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     """Add the adapters in a folder to a model and freeze its other weights; return the names of the adapted modules.
 
+    An adapter that monoblock trained together with a new head gives the model this head.
     Raise FileError if the adapters were made for a model of another structure or size.
     """
     folder = Path(folder)
@@ -198,9 +203,20 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     if any(True for _ in lora_layers(model)):
         raise InputError("this model has adapters already; merge them into its weights first with fold_lora")
     config = _check_config(read_json(safe_join(folder, ADAPTER_CONFIG_FILE)), folder)
-    stored, names = SafetensorsWeights([safe_join(folder, ADAPTER_WEIGHTS_FILE)]), build_adapter_names(model)
+    stored = SafetensorsWeights([safe_join(folder, ADAPTER_WEIGHTS_FILE)])
+    head = build_stored_head(model, _read_metadata(folder), folder)
+    names = build_adapter_names(model.config if head is None else head[0])
     adapters = dict(_build_adapters(model, names, stored, config, folder))
-    head_weights = dict(_load_head_weights(model, names, stored, folder))
+    state = model.state_dict()
+    if head is not None:
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(HEAD_PREFIX)}
+        state |= {f"{HEAD_PREFIX}{name}": tensor for name, tensor in head[1].state_dict().items()}
+    head_weights = dict(load_head_weights(state, names, stored, folder))
+    if head is not None:
+        missing = next((name for name in state if name.startswith(HEAD_PREFIX) and name not in head_weights), None)
+        if missing is not None:
+            raise FileError(f"{folder} lacks {missing}, a weight of the head that it was trained with")
+        model.config, model.head = head
     for weight in model.parameters():
         weight.requires_grad_(False)
     for name, adapter in adapters.items():
@@ -211,8 +227,12 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
 
 def read_base_digest(folder: str | Path) -> str | None:
     """Return the digest of the weights that an adapter was trained for, or None if the file does not contain one."""
-    with safe_open(safe_join(Path(folder), ADAPTER_WEIGHTS_FILE), "pt") as file:
-        return (file.metadata() or {}).get(DIGEST_KEY)
+    return _read_metadata(Path(folder)).get(DIGEST_KEY)
+
+
+def _read_metadata(folder: Path) -> dict[str, str]:
+    with safe_open(safe_join(folder, ADAPTER_WEIGHTS_FILE), "pt") as file:
+        return file.metadata() or {}
 
 
 def _check_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -284,24 +304,3 @@ def _lora_scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
     matches = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?{re.escape(key)}", name))
     alpha = float(next(matches, config["lora_alpha"]))
     return alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-
-
-def _load_head_weights(
-    model: Transformer, names: AdapterNames, stored: SafetensorsWeights, folder: Path
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (our name, tensor) for stored weights that are not adapters, such as those of a new head."""
-    unprefixed = {key.removeprefix(PEFT_PREFIX): key for key in stored}
-    keys = {name: key for name, key in unprefixed.items() if not LORA_WEIGHT.fullmatch(name)}
-    state = model.state_dict()
-    known = {names.prefix + key: key for key in keys} | {key: key for key in keys}
-    for mapping in names.mappings:
-        if any(name in known for name in mapping.theirs):
-            tensors = mapping.load([stored[keys.pop(known[name])] for name in mapping.theirs])
-            for key, tensor in zip(mapping.ours, tensors, strict=True):
-                if state[key].shape != tensor.shape:
-                    name = short_repr(mapping.theirs[0])
-                    shapes = f"{tuple(tensor.shape)}, but {tuple(state[key].shape)} in this model"
-                    raise FileError(f"{folder} is an adapter for another model: {name} has shape {shapes}")
-                yield key, tensor
-    if keys:
-        raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(min(keys))}")

@@ -23,6 +23,7 @@ from monoblock.config.model import EmbeddingConfig, FramesConfig, PatchConfig
 from monoblock.interop.convert import SourceModel, read_model_type
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.safetensors_reader import INDEX_FILE, open_weights
+from monoblock.interop.tokenizer_folder import vocab_size
 from monoblock.untrusted_files import read_json, safe_join
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def load_reference(folder: Path) -> Any:
         if folder.is_file():
             cls, path = transformers.AutoModelForCausalLM, folder.parent
             options: dict[str, Any] = {"gguf_file": folder.name}
+            options["config"] = _read_gguf_config(folder)
         else:
             from monoblock.interop.huggingface.load import find_family
 
@@ -137,6 +139,23 @@ def load_reference(folder: Path) -> Any:
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the grouped kernel supports even sizes only
     return model.eval()
+
+
+def _read_gguf_config(path: Path) -> Any:
+    """Read the configuration of a GGUF file with transformers, and correct what it takes from elsewhere.
+
+    It counts the tokens of the tokenizer, which may be missing, and gives every GPT-2 a context of 1024.
+    """
+    import transformers
+
+    from monoblock.interop.gguf.reader import read_gguf_config
+
+    ours = read_gguf_config(path)
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config.vocab_size = vocab_size(ours)
+    if hasattr(config, "n_positions") and ours.context is not None:
+        config.n_positions = ours.context
+    return config
 
 
 def _copy_without_code(folder: Path, fields: dict[str, Any], copy: str) -> Path:

@@ -17,10 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, save_model
-from monoblock.interop.labels import read_labels, write_labels
-from monoblock.interop.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, load_model, read_config, save_model
+from monoblock.interop.huggingface.export import (
+    TOKEN_ID_FIELDS,
+    TOKEN_ID_FIELDS_OF_FAMILY,
+    choose_family,
+    export_hf,
+)
+from monoblock.interop.labels import LABELS_FILE, read_labels, write_labels
+from monoblock.interop.safetensors_reader import INDEX_FILE, RUN_RECIPE_FILE, WEIGHTS_FILE
+from monoblock.interop.tokenizer_folder import with_prompt_template
 from monoblock.untrusted_files import MB, has_file, read_bytes, read_json, safe_join
 
 if TYPE_CHECKING:
@@ -140,6 +148,8 @@ def open_model(source: str | Path, *, ignore_fields: Sequence[str] = ()) -> Iter
     original = Path(source)
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         model_format, folder = _detect_format(original), original
+        if model_format == "monoblock" and isinstance(read_config(folder), RecurrentConfig):
+            raise FileError(f"{original} contains an LSTM, for which Hugging Face and GGUF have no format")
         if model_format == "pickle":
             model_format, folder = "hf", Path(temporary)
             _convert_pickled_folder(original, folder)
@@ -162,7 +172,6 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
         return
     from monoblock.interop.adapters import load_adapter, read_base_digest
     from monoblock.interop.digest import compute_body_digest
-    from monoblock.nn.lora import fold_lora
 
     digest = compute_body_digest(source.model)
     load_adapter(source.model, adapter)
@@ -172,9 +181,23 @@ def merge_adapter(source: SourceModel, adapter: str | Path | None) -> Iterator[S
         )
     with tempfile.TemporaryDirectory(prefix="monoblock-") as temporary:
         folder = Path(temporary) / source.path.stem
-        write_model(source._replace(model=fold_lora(source.model)), folder, "monoblock")
+        write_model(source, folder, "hf" if _fits_source_family(source) else "monoblock")
+        head = source.model.config.head
+        if head is not None and has_file(adapter, LABELS_FILE) and head.classes == len(read_labels(Path(adapter))):
+            write_labels(folder, read_labels(Path(adapter)), _detect_format(folder))
         with open_model(folder) as merged:
             yield merged
+
+
+def _fits_source_family(source: SourceModel) -> bool:
+    """Return whether the source is a Hugging Face folder whose family can express its model, even with a new head."""
+    if source.format != "hf":
+        return False
+    try:
+        choose_family(source.model.config, _source_family(source))
+    except ConfigError:
+        return False
+    return True
 
 
 def _detect_format(path: Path) -> str:
@@ -195,7 +218,9 @@ def _detect_format(path: Path) -> str:
 
 def _has_tokenizer(folder: Path) -> bool:
     if folder.is_file():
-        return True
+        from monoblock.tokenizers.formats.gguf_tokenizer import has_gguf_tokenizer
+
+        return has_gguf_tokenizer(folder)
     from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary
 
     return has_file(folder, "tokenizer.json") or find_vocabulary(folder) is not None
@@ -205,12 +230,19 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def write_model(
-    source: SourceModel, target: str | Path, model_format: str, *, kind: str = "f16", family: str | None = None
+    source: SourceModel,
+    target: str | Path,
+    model_format: str,
+    *,
+    kind: str = "f16",
+    family: str | None = None,
+    with_tokenizer: bool = True,
 ) -> None:
     """Write a model in one of FORMATS.
 
     kind: the storage type of the matrices in a GGUF file: f32, f16 or q8_0.
     family: the model_type of a Hugging Face folder; by default that of the source, or the first that fits.
+    with_tokenizer: whether to write the tokenizer of the source.
     """
     if model_format not in FORMATS:
         raise ConfigError(
@@ -219,23 +251,24 @@ def write_model(
     target = Path(target)
     if target.resolve() == source.path.resolve():
         raise ConfigError(f"{target} is the model to be converted; write to another path")
+    tokenizer = source.tokenizer if with_tokenizer else None
+    if tokenizer is not None and model_format != "monoblock" and has_file(source.path, RUN_RECIPE_FILE):
+        tokenizer = with_prompt_template(tokenizer, source.model.config.family)
     if model_format == "gguf":
         from monoblock.interop.gguf.writer import save_gguf
 
-        save_gguf(source.model, target, tokenizer=source.tokenizer, kind=kind, name=source.path.stem)
+        save_gguf(source.model, target, tokenizer=tokenizer, kind=kind, name=source.path.stem)
         return
     if model_format == "hf":
-        from monoblock.interop.huggingface.export import export_hf
-
         family = family or _source_family(source)
-        export_hf(source.model, target, family=family, special_token_ids=_special_token_ids(source.tokenizer))
+        export_hf(source.model, target, family=family, special_token_ids=_special_token_ids(source))
     else:
         save_model(source.model, target)
     head, labels = source.model.config.head, read_labels(source.path)
     if head is not None and labels and head.classes == len(labels):
         write_labels(target, labels, model_format)
-    if source.tokenizer is not None:
-        source.tokenizer.save_pretrained(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
     if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
         shutil.copyfile(safe_join(source.path, GENERATION_CONFIG_FILE), target / GENERATION_CONFIG_FILE)
 
@@ -252,8 +285,14 @@ def read_model_type(folder: Path) -> str:
     return find_family(read_json(safe_join(folder, CONFIG_FILE)))[0].model_type
 
 
-def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    if tokenizer is None:
-        return {}
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    return {f"{role}_token_id": id_ for role, id_ in ids.items() if id_ is not None}
+def _special_token_ids(source: SourceModel) -> dict[str, Any]:
+    """Return the fields of config.json with token ids: those of the tokenizer and of generation_config.json."""
+    names = (*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(source.model.config.family, ()))
+    ids: dict[str, Any] = {}
+    if source.tokenizer is not None:
+        roles = {name: name.removesuffix("_token_id") for name in names}
+        ids = {name: getattr(source.tokenizer, f"{role}_id", None) for name, role in roles.items()}
+    if source.path.is_dir() and has_file(source.path, GENERATION_CONFIG_FILE):
+        defaults = read_json(safe_join(source.path, GENERATION_CONFIG_FILE))
+        ids |= {name: defaults[name] for name in names if defaults.get(name) is not None}
+    return {name: id_ for name, id_ in ids.items() if id_ is not None}

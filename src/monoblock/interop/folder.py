@@ -21,11 +21,11 @@ from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
-from monoblock.quantization.convert import build_quantized, stored_dtypes
+from monoblock.nn.lstm import Recurrent
+from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, safe_join
 
 if TYPE_CHECKING:
-    from monoblock.nn.lstm import Recurrent
     from monoblock.nn.transformer import Transformer
 
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -33,8 +33,11 @@ T = TypeVar("T", "Transformer", "Recurrent")
 
 
 def save_model(model: Transformer | Recurrent, folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-    """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes."""
-    folder = Path(folder)
+    """Write config.json and the weights of a model, divided into files of at most `max_shard_size` bytes.
+
+    LoRA adapters are written merged into the weights.
+    """
+    folder, model = Path(folder), merge_adapters(model)
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("a model on the meta device has no weights to save; build it on a real device first")
@@ -73,19 +76,23 @@ def load_model(
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not available: torch finds no GPU; write device='cpu'")
     if folder.suffix == ".gguf" and folder.is_file():
+        if issubclass(cls, Recurrent):
+            raise FileError(f"{folder} contains a Transformer; use Transformer.from_pretrained, or monoblock.load")
         from monoblock.interop.gguf.reader import load_gguf
 
         load: Any = load_gguf
         return load(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields)
     data = _read_config_json(folder)
-    if _is_huggingface(data) and cls.__name__ != "Recurrent":
+    if _is_huggingface(data) and not issubclass(cls, Recurrent):
         return _load_huggingface(cls, folder, data, dtype, device, ignore_fields)
     if ignore_fields:
         raise InputError(f"{folder} was written by monoblock, which has no fields to ignore; drop ignore_fields")
     config = _parse_config(folder, data)
-    if isinstance(config, RecurrentConfig) != (cls.__name__ == "Recurrent"):
-        kind = "an LSTM" if isinstance(config, RecurrentConfig) else "a Transformer"
-        raise FileError(f"{folder} contains {kind}, which {cls.__name__} cannot load; use monoblock.load instead")
+    if isinstance(config, RecurrentConfig) != issubclass(cls, Recurrent):
+        kind, name = (
+            ("an LSTM", "Recurrent") if isinstance(config, RecurrentConfig) else ("a Transformer", "Transformer")
+        )
+        raise FileError(f"{folder} contains {kind}; use {name}.from_pretrained, or monoblock.load")
     quantized = isinstance(config, ModelConfig) and config.quantize is not None
     build: Any = (lambda config: build_quantized(config, dtype)) if quantized else cls
     model: T = build_on_meta(build, config, len(open_weights(folder)))

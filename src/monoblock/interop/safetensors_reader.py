@@ -28,6 +28,7 @@ from monoblock.errors import FileError
 from monoblock.untrusted_files import MB, has_file, parse_json, read_json, safe_join, short_repr
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a training run, which gets its weights when it has finished
 MAX_HEADER_BYTES = 16 * MB
 MAX_TENSORS = 100_000
 MAX_SHARDS = 2_000
@@ -240,6 +241,9 @@ def open_weights(folder: str | Path) -> SafetensorsWeights:
     if pickles:
         hint = f"{min(pickles)} is a pickle: write monoblock convert {folder} --to FOLDER first"
         raise FileError(f"{folder} has no {WEIGHTS_FILE}; {hint}")
+    if has_file(folder, RUN_RECIPE_FILE):
+        command = f"monoblock train {Path(folder) / RUN_RECIPE_FILE} --out {folder} --resume"
+        raise FileError(f"the training run in {folder} has not finished; continue it with {command}")
     raise FileError(f"{folder} has no {WEIGHTS_FILE}, the file with the weights of a model")
 
 

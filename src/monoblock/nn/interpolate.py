@@ -9,6 +9,7 @@ import torch
 from monoblock.config.model import Learned, PatchConfig
 from monoblock.errors import InputError, with_article
 from monoblock.nn.embedding import PatchEmbedding
+from monoblock.nn.lora import fold_lora
 from monoblock.nn.positions import interpolate_grid
 from monoblock.nn.transformer import Transformer
 
@@ -19,7 +20,7 @@ def interpolate(model: Transformer, image: int) -> Transformer:
     """Return a copy of a vision model for images of `image` × `image` pixels.
 
     The position embeddings of patches, learned or sinusoidal, are resized by bicubic interpolation and become learned
-    ones; those of class tokens stay the same.
+    ones; those of class tokens stay the same.  Adapters are merged into their weights.
     """
     embedding, config = model.input, model.config.input
     if not (isinstance(embedding, PatchEmbedding) and isinstance(config, PatchConfig)):
@@ -31,7 +32,7 @@ def interpolate(model: Transformer, image: int) -> Transformer:
         raise InputError(
             f"image={image} cannot be cut into whole patches of {config.patch} pixels; try image={nearest}"
         )
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.detach() for name, tensor in fold_lora(model).state_dict().items()}
     positions = config.positions
     if positions is not None:
         table, first = embedding.position_table().detach(), config.num_class_tokens

@@ -25,7 +25,7 @@ from monoblock.nn.inputs.check_inputs import (
     either_argument,
     reject_arguments,
 )
-from monoblock.nn.inputs.generation_options import GeneratedTokens, TextOptions
+from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.inputs.input_positions import memory_positions, token_positions
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.stack import Stack
@@ -297,20 +297,10 @@ class Transformer(nn.Module):
         return cast(Self, load_model(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int = 5 * 10**9) -> None:
-        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes."""
+        """Write config.json and model.safetensors to a folder, split into files of at most `max_shard_size` bytes.
+
+        LoRA adapters are written merged into the weights; `mb.save_adapter` writes the adapters alone.
+        """
         from monoblock.interop.folder import save_model
 
         save_model(self, folder, max_shard_size=max_shard_size)
-
-
-class ModelOptions(TextOptions, total=False):
-    """The options of `Transformer.generate` and `Transformer.stream`."""
-
-    num_return_sequences: int
-    draft: Transformer | str | None  # a smaller model that proposes tokens, or "8-bit": a copy of this one, on a CPU
-    prompt_lookup: int  # the number of tokens to propose from the text itself
-    attention_mask: Tensor | None
-    decoder_start_token_id: int | None
-    decoder_input_ids: Tensor | None  # the beginning of the target of an encoder-decoder
-    use_cache: bool
-    tap: Tap | None

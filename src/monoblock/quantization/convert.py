@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,8 +13,11 @@ from torch import nn
 from monoblock.config.model import ModelConfig, QuantizeConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.nn.experts import Experts
+from monoblock.nn.lora import lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.modules import BUFFER_NAMES, QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+
+M = TypeVar("M", bound=nn.Module)
 
 DEFAULT_GROUP_SIZES = {8: 64, 4: 32}  # bits -> weights that share a scale
 TABLE_MODULES = ("input.token", "target.token", "head.output")  # quantized to table_bits
@@ -31,7 +35,7 @@ def quantize(
     """Return a copy of a model in which every matrix except routers is quantized to `bits` bits.
 
     The token embedding and the output matrix are quantized to `table_bits` bits instead.  `group` weights share a
-    scale.  `progress(done, total)` is called after each matrix.
+    scale.  Adapters are merged into their weights first.  `progress(done, total)` is called after each matrix.
     """
     if bits not in DEFAULT_GROUP_SIZES or table_bits not in DEFAULT_GROUP_SIZES:
         option = f"bits={bits}" if bits not in DEFAULT_GROUP_SIZES else f"table_bits={table_bits}"
@@ -44,7 +48,7 @@ def quantize(
         )
     group_size = DEFAULT_GROUP_SIZES[bits] if group is None else group
     scheme = QuantizeConfig(bits=bits, group=group_size, table_bits=table_bits)  # type: ignore[arg-type]
-    quantized = quantize_modules(copy_sharing_weights(model), scheme, progress)
+    quantized = quantize_modules(copy_sharing_weights(merge_adapters(model)), scheme, progress)
     for tensor in [*quantized.parameters(), *quantized.buffers()]:
         if tensor.is_floating_point() and not tensor.is_meta:
             tensor.data = tensor.data.clone()  # norms, biases and positions, so that they are not shared with the model
@@ -76,6 +80,21 @@ def dequantize(model: Transformer) -> Transformer:
     return dequantized.train(model.training)
 
 
+def merge_adapters(model: M) -> M:
+    """Return a model without LoRA adapters: they are merged into its weights, and it is dequantized.
+
+    A model without adapters is returned unchanged.  Otherwise the result is a new model, which shares the storage of
+    the weights that have no adapter.
+    """
+    layers = dict(lora_layers(model))
+    if not layers:
+        return model
+    merged: Any = copy_sharing_weights(model)
+    for name, layer in layers.items():
+        replace_module(merged, name, layer.to_linear())
+    return cast(M, dequantize(merged) if isinstance(merged, Transformer) else merged)
+
+
 def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor that belongs to a quantized matrix, by its name in the state_dict."""
     matrices = [(path, module) for path, module in model.named_modules() if isinstance(module, QuantizedMatrix)]
@@ -83,7 +102,7 @@ def stored_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in buffers if tensor is not None}
 
 
-def copy_sharing_weights(model: Transformer) -> Transformer:
+def copy_sharing_weights(model: M) -> M:
     """Copy the modules of a model, but share the storage of the weights.
 
     Moving or casting one of the two models does not change the other.

@@ -93,6 +93,7 @@ def _configure_head(config: ModelConfig, kind: str, knobs: Mapping[str, Any], cl
                 f"the head of the model in model.folder has {config.head.classes} classes, but {classes} are needed; "
                 f"write model.head={FRESH_HEAD} to train a new head"
             )
+        config = replace(config, head=replace(config.head, multi_label=False))  # the objective trains exclusive classes
     elif config.family not in ("encoder-only", "vision") or kind == "language_model":
         return config  # build_model_config raises if the objective cannot train it
     else:

@@ -83,7 +83,6 @@ def load_folder(
         None if recipe is None else recipe.train.objective,
         None if recipe is None else recipe.task,
         _read_labels(folder, model),
-        _read_json_if_present(folder).get("problem_type") == "multi_label_classification",
         _read_pooling(folder),
         read_image_normalization(folder),
     )

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
+from monoblock.quantization.convert import merge_adapters
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.model_card import CARD_FILE, render_model_card
-from monoblock.runs.trainable import finalize_model, merge_adapters
+from monoblock.runs.trainable import finalize_model
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
@@ -86,7 +87,9 @@ class Run:
     def _save_final_model(self) -> None:
         """Save the final weights, the configuration and the model card."""
         self._load_final_weights()
-        self.model = model = finalize_model(self.model, self.folder, self.recipe, self.base_digest).eval()
+        labels = self.task_data.labels or ()
+        model = finalize_model(self.model, self.folder, self.recipe, self.base_digest, labels).eval()
+        self.model = model
         save_model(model, self.folder)
         write_atomically(self.folder / CONFIG_FILE, format_config(model.config, self.task_data.tokenizer))
         self.metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
@@ -138,10 +141,11 @@ class Run:
         loaded = LoadedModel(self.model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
         return score(loaded, self.task_data.validation_rows, count)
 
-    def sample_text(self, model: nn.Module) -> str:
+    def sample_text(self, model: Any) -> str:
         """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""
         tokenizer, section = self.task_data.tokenizer, self.recipe.generate
-        if not isinstance(model, Transformer) or model.config.family != "decoder-only" or tokenizer is None:
+        is_decoder = isinstance(model, Transformer | Recurrent) and model.config.family == "decoder-only"
+        if not is_decoder or tokenizer is None:
             return ""
         model = merge_adapters(model)
         prompt = tokenizer.encode(section.prompt) or [tokenizer.eos_id or 0]

@@ -104,19 +104,18 @@ def _freeze_layers(model: nn.Module, layers: int) -> None:
             weight.requires_grad_(False)
 
 
-def finalize_model(model: Any, folder: Path, recipe: Recipe, base_digest: str | None = None) -> Any:
+def finalize_model(
+    model: Any, folder: Path, recipe: Recipe, base_digest: str | None = None, labels: Sequence[str] = ()
+) -> Any:
     """Return the model to save at the end of a run; adapters are saved in the subfolder `adapter` and merged into it.
 
     base_digest: the digest of the frozen weights that the adapters were trained with.
+    labels: the class names of the head.
     """
     if not any(True for _ in lora_layers(model)):
         for weight in model.parameters():
             weight.requires_grad_(True)
         return model
-    save_adapter(model, folder / ADAPTER_FOLDER, base=str(recipe.model.get("folder", "")) or None, digest=base_digest)
+    base = str(recipe.model.get("folder", "")) or None
+    save_adapter(model, folder / ADAPTER_FOLDER, base=base, digest=base_digest, labels=labels)
     return dequantize(fold_lora(model))
-
-
-def merge_adapters(model: Transformer) -> Transformer:
-    """Return a copy of the model with its adapters merged into the weights, or the model itself if it has none."""
-    return dequantize(fold_lora(model)) if any(True for _ in lora_layers(model)) else model

@@ -94,7 +94,6 @@ class LoadedModel:
     objective: str | None = None  # train.objective of that recipe
     task_section: object = None  # the section of that recipe with the keys of the task
     labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
-    is_multi_label: bool = False  # a text may have several of the classes (problem_type of Hugging Face folders)
     pooling: str | None = None  # the pooling of embeddings that is stored with the model: "mean", "cls" or "last"
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
 
@@ -119,6 +118,12 @@ class LoadedModel:
             raise InputError(
                 f"{HEAD_METHODS[kind]} needs a model with the head {kind!r}, but this model has {actual!r}{advice}"
             )
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether a text may have several of the classes."""
+        head = getattr(self.model.config, "head", None)
+        return head is not None and head.multi_label
 
     @property
     def trained_on_documents(self) -> bool:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.decoding.prompt import Prompt, pad_right
-from monoblock.nn.lstm import EncoderMemory, LSTMState, Recurrent
+from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.tap import Tap
 
 
 class LSTMDecoderState:
@@ -17,8 +19,8 @@ class LSTMDecoderState:
 
     capabilities: frozenset[str] = frozenset()
 
-    def __init__(self, model: Recurrent, rows_per_prompt: int = 1) -> None:
-        self.model, self.rows_per_prompt = model, rows_per_prompt
+    def __init__(self, model: Recurrent, rows_per_prompt: int = 1, tap: Tap | None = None) -> None:
+        self.model, self.rows_per_prompt, self.tap = model, rows_per_prompt, tap
         self.device = model.device
         self.state: LSTMState | None = None
         self.memory: EncoderMemory | None = None
@@ -26,7 +28,8 @@ class LSTMDecoderState:
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         memory = None
         if self.model.encoder is not None:
-            memory = self.model.encode(*pad_right([prompt.source or () for prompt in prompts], self.device))
+            sources = pad_right([prompt.source or () for prompt in prompts], self.device)
+            memory = self.model.encode(*sources, tap=self.tap)
         logits, state = self._run_prompts(prompts, memory)
         if self.rows_per_prompt > 1:
             rows = torch.arange(len(prompts), device=self.device).repeat_interleave(self.rows_per_prompt)
@@ -40,9 +43,9 @@ class LSTMDecoderState:
         """Run the prompts token by token; return the logits (B, V) and the state after the last token of each."""
         ids, mask = pad_right([prompt.ids for prompt in prompts], self.device)
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        logits, state = self.model.step(ids[:, 0], None, memory)
+        logits, state = self.model.step(ids[:, 0], None, memory, tap=self.tap)
         for position in range(1, ids.shape[1]):
-            new_logits, new_state = self.model.step(ids[:, position], state, memory)
+            new_logits, new_state = self.model.step(ids[:, position], state, memory, tap=self.tap)
             keep = valid[:, position, None]
             logits = torch.where(keep, new_logits, logits)
             state = LSTMState(
@@ -51,7 +54,8 @@ class LSTMDecoderState:
         return logits, state
 
     def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-        logits, self.state = self.model.step(tokens, self.state, self.memory)  # a finished row's state is never read
+        # A finished row's state is never read.
+        logits, self.state = self.model.step(tokens, self.state, self.memory, tap=self.tap)
         return logits
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:

@@ -9,6 +9,8 @@ Parameters keep their names, shapes and values; training, saving and loading wor
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from monoblock.decoding.backends.fused_linear import join_storage
@@ -17,15 +19,23 @@ from monoblock.decoding.backends.padded_vocabulary import make_room, needs_paddi
 from monoblock.nn.attention import Attention
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.linear import can_join
+from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
+M = TypeVar("M", Transformer, Recurrent)
 
-def optimize(model: Transformer) -> Transformer:
+
+def optimize(model: M) -> M:
     """Place weights that decoding uses in one matrix product next to each other in memory; return the same model.
 
-    This does nothing to a model on a CPU, a quantized model, or a model that is decoded without an inference copy.
+    This does nothing to an LSTM, or to a model that is on a CPU, quantized or decoded without an inference copy.
     """
-    if model.device.type != "cuda" or model.config.quantize is not None or reason_for_no_copy(model) is not None:
+    if (
+        isinstance(model, Recurrent)
+        or model.device.type != "cuda"
+        or model.config.quantize is not None
+        or reason_for_no_copy(model) is not None
+    ):
         return model
     join_projection_storage(model)
     table = output_table(model)

@@ -71,17 +71,15 @@ def choose_backend(
 ) -> Backend:
     """Choose the backend for a model; `optimize=False` runs the model itself instead of an inference copy."""
     if isinstance(model, Recurrent):
-        if not use_cache or tap is not None:
-            raise InputError(
-                "an LSTM always decodes from its state and supports no tap; leave out use_cache=False and tap"
-            )
-        return LSTMBackend(model)
+        if not use_cache:
+            raise InputError("an LSTM always decodes from its state; leave out use_cache=False")
+        return LSTMBackend(model, tap)
     return TransformerBackend(model, use_cache=use_cache, optimize=optimize, tap=tap)
 
 
 class LSTMBackend:
-    def __init__(self, model: Recurrent) -> None:
-        self.model, self.device = model, model.device
+    def __init__(self, model: Recurrent, tap: Tap | None = None) -> None:
+        self.model, self.device, self.tap = model, model.device, tap
         self.family, self.context = model.config.family, None  # an LSTM has no maximum length
         self.vocab_size = model.config.target_vocab or model.config.vocab
         self.has_encoder = model.encoder is not None
@@ -95,7 +93,7 @@ class LSTMBackend:
             raise InputError(
                 "an LSTM cannot take back rejected tokens, as speculative decoding requires; leave out the draft"
             )
-        return LSTMDecoderState(self.model, rows_per_prompt)
+        return LSTMDecoderState(self.model, rows_per_prompt, self.tap)
 
     def inference(self) -> AbstractContextManager[object]:
         stack = ExitStack()

@@ -14,7 +14,8 @@ from monoblock.interop.gguf.architectures import ARCHITECTURES, LM_CLASS, ROPE_F
 from monoblock.interop.gguf.reader import import_gguf
 from monoblock.interop.huggingface.family import Family
 from monoblock.interop.rename import map_weights
-from monoblock.tokenizers.formats.gguf_tokenizer import to_fields
+from monoblock.quantization.convert import merge_adapters
+from monoblock.tokenizers.formats.gguf_tokenizer import NO_TOKENIZER, PREFIX, to_fields
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -30,11 +31,18 @@ MAX_F16 = 65504.0
 def save_gguf(
     model: Transformer, path: str | Path, *, tokenizer: Tokenizer | None = None, kind: str = "f16", name: str = "model"
 ) -> None:
-    """Write a model as a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0."""
+    """Write a model as a GGUF file; `kind` is the storage type of the matrices: f32, f16 or q8_0.
+
+    LoRA adapters are written merged into the weights.
+    """
     if kind not in FILE_TYPES:
         raise ConfigError(f"kind={kind!r} is none of {', '.join(FILE_TYPES)}{did_you_mean(kind, FILE_TYPES)}")
+    model = merge_adapters(model)
     family, fields = _choose_architecture(model)
     rope_factors = fields.pop(ROPE_FACTORS, None)
+    vocabulary: dict[str, Any] = {f"{PREFIX}.model": NO_TOKENIZER}
+    if tokenizer is not None:
+        vocabulary = to_fields(*tokenizer.content(), fields[VOCAB_SIZE])
     package = import_gguf()
     path, temporary = Path(path), Path(f"{path}.tmp")
     try:
@@ -45,9 +53,6 @@ def save_gguf(
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for field, value in fields.items():
             _add_field(writer, f"{family.model_type}.{field}", value)
-        vocabulary: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
-        if tokenizer is not None:
-            vocabulary = to_fields(*tokenizer.content(), fields[VOCAB_SIZE])
         for field, value in vocabulary.items():
             _add_field(writer, field, value)
         _write_tensors(writer, model, family, kind, rope_factors)

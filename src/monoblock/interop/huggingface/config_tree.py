@@ -180,7 +180,8 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> str | None:
 
 def _tree_difference(a: Any, b: Any, path: str) -> str | None:
     if isinstance(a, dict) and isinstance(b, dict):
-        pairs = [(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b])]
+        keys = sorted(dict.fromkeys([*a, *b]), key=lambda key: key == "context")  # last: positions may decide it
+        pairs = [(key, a.get(key), b.get(key)) for key in keys]
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         pairs = [(str(n), *values) for n, values in enumerate(zip(a, b, strict=True))]
     elif isinstance(a, float) and isinstance(b, (int, float)) and math.isclose(a, b, rel_tol=1e-12):

@@ -116,21 +116,25 @@ def bert_classes(masked_lm: Sequence[w.Rule]) -> dict[str, tuple[ConfigTree | No
     }
 
 
-def roberta_family(model_type: str, class_prefix: str) -> Family:
+def roberta_family(
+    model_type: str,
+    class_prefix: str,
+    fields: Sequence[FieldRule] = ROBERTA,
+    weights: Sequence[w.Rule] = w.ROBERTA,
+    prefix: str = "roberta.",
+) -> Family:
     return encoder_family(
         model_type,
         class_prefix,
-        ROBERTA,
-        w.ROBERTA,
-        {
-            "Model": (POOLED_HEAD, ()),
-            "ForMaskedLM": (MASKED_LM_HEAD, w.ROBERTA_MASKED_LM),
-            "ForSequenceClassification": (classifier_head("tanh"), w.DENSE_CLASSIFIER),
-            "ForTokenClassification": (TAGGER_HEAD, w.CLASSIFIER),
-            "ForQuestionAnswering": (SPAN_HEAD, w.QA_OUTPUTS),
-        },
-        prefix="roberta.",
-        ignored_weights=("roberta.embeddings.position_ids", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"),
+        fields,
+        weights,
+        bert_classes(w.ROBERTA_MASKED_LM)
+        | {"ForSequenceClassification": (classifier_head("tanh"), w.DENSE_CLASSIFIER)},
+        prefix=prefix,
+        ignored_weights=(
+            f"{prefix}embeddings.position_ids",
+            *(f"{prefix}pooler.dense.{n}" for n in ("weight", "bias")),
+        ),
         weight_aliases={"lm_head.decoder.bias": "lm_head.bias"},
     )
 
@@ -155,6 +159,13 @@ ENCODERS = (
     roberta_family("roberta", "Roberta"),
     roberta_family("xlm-roberta", "XLMRoberta"),
     roberta_family("camembert", "Camembert"),
+    roberta_family(
+        "roberta-prelayernorm",
+        "RobertaPreLayerNorm",
+        (Constant(f"{BLOCK}.norm_place", "pre"), Constant("encoder.norm", to_dict(BERT_NORM)), *ROBERTA),
+        w.ROBERTA_PRELAYERNORM,
+        "roberta_prelayernorm.",
+    ),
     encoder_family(
         "mpnet",
         "MPNet",

@@ -11,7 +11,13 @@ from monoblock.config.model import HeadConfig, ModelConfig
 from monoblock.config.parts import VOCABULARY_HEADS
 from monoblock.config.schema import to_dict
 from monoblock.errors import ConfigError, FileError
-from monoblock.interop.huggingface.config_tree import ConfigTree, config_difference, resolve_sizes, tree_to_config
+from monoblock.interop.huggingface.config_tree import (
+    MISSING,
+    ConfigTree,
+    config_difference,
+    resolve_sizes,
+    tree_to_config,
+)
 from monoblock.interop.huggingface.field_rules import FieldRule, check_fields, read_fields, write_fields
 from monoblock.interop.huggingface.ignored_fields import is_harmless
 from monoblock.interop.rename import Rule
@@ -99,7 +105,8 @@ class Family:
         tied = config.tie in ("output", "three_way")
         fields = {"architectures": [class_name], "model_type": self.model_type, "tie_word_embeddings": tied}
         try:
-            fields |= write_fields(self.fields, resolve_sizes(config))
+            written = write_fields(self.fields, resolve_sizes(config))
+            fields |= {name: value for name, value in written.items() if value is not MISSING}
             read_back = self.build_config(
                 self.apply_tying(self.config_tree(fields, class_name), fields, tied), tied=tied
             )

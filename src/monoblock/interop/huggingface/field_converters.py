@@ -112,8 +112,11 @@ def unused_field(theirs: str, default: Any) -> FieldGroup:
     return FieldGroup({theirs: default}, lambda fields, tree: None, lambda tree: {})
 
 
+MULTI_LABEL = "multi_label_classification"
+
+
 def num_labels() -> FieldGroup:
-    """Return the rule for the number of classes (num_labels, id2label) and for regression heads (problem_type)."""
+    """Return the rule for the number of classes (num_labels, id2label) and what they are (problem_type)."""
 
     def has_labels(head: ConfigTree | None) -> bool:
         """Return whether the fields state the number of classes; ELECTRA's discriminator, a tagger, always has one."""
@@ -128,6 +131,8 @@ def num_labels() -> FieldGroup:
             head["classes"] = fields["num_labels"] or (len(id2label) if isinstance(id2label, dict) else 2)
             if fields["problem_type"] == "regression" and head["kind"] == "classifier" and not head["teacher"]:
                 head["kind"] = "regression"
+            if head["kind"] == "classifier":
+                head["multi_label"] = fields["problem_type"] == MULTI_LABEL
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         head = tree["head"]
@@ -135,7 +140,8 @@ def num_labels() -> FieldGroup:
             return {}
         labels = [f"LABEL_{n}" for n in range(head["classes"])]
         fields = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
-        return fields | ({"problem_type": "regression"} if head["kind"] == "regression" else {})
+        problem = "regression" if head["kind"] == "regression" else MULTI_LABEL if head["multi_label"] else None
+        return fields | ({} if problem is None else {"problem_type": problem})
 
     return FieldGroup({"id2label": None, "num_labels": None, "label2id": None, "problem_type": None}, read, write)
 
@@ -151,6 +157,8 @@ def offset_positions(context: str, offset: str, default: int) -> FieldGroup:
 
     def write(tree: ConfigTree) -> dict[str, Any]:
         first = get_value(tree, offset)
+        if first == 0:
+            raise ConfigError("this family cannot express positions that start at 0 instead of at pad_token_id + 1")
         return {"max_position_embeddings": get_value(tree, context) + first, "pad_token_id": first - 1}
 
     return FieldGroup(defaults, read, write)

@@ -341,6 +341,13 @@ BERT_MASKED_LM: Rules = (
     Rule("head.norm", "cls.predictions.transform.LayerNorm"),
 )
 ROBERTA: Rules = (*bert_rules("roberta"), Rule("head.pooler", "roberta.pooler.dense"))
+ROBERTA_PRELAYERNORM: Rules = (
+    Rule("encoder.*.attention_norm", "roberta_prelayernorm.encoder.layer.*.attention.LayerNorm"),
+    Rule("encoder.*.feedforward_norm", "roberta_prelayernorm.encoder.layer.*.intermediate.LayerNorm"),
+    Rule("encoder.norm", "roberta_prelayernorm.LayerNorm"),
+    *bert_rules("roberta_prelayernorm"),
+    Rule("head.pooler", "roberta_prelayernorm.pooler.dense"),
+)
 ROBERTA_MASKED_LM: Rules = (
     Rule("head.bias", "lm_head.bias"),
     Rule("head.output.weight", "lm_head.decoder.weight"),

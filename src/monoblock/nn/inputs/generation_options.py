@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from monoblock.nn.tap import Tap
 
 
 class GeneratedTokens(NamedTuple):
@@ -57,3 +59,16 @@ class GenerationOptions(PipelineOptions, total=False):
     """Every field of `Settings`."""
 
     num_return_sequences: int
+
+
+class ModelOptions(TextOptions, total=False):
+    """The options of `generate` and `stream` of a model."""
+
+    num_return_sequences: int
+    draft: nn.Module | str | None  # a smaller model that proposes tokens, or "8-bit": a copy of this one, on a CPU
+    prompt_lookup: int  # the number of tokens to propose from the text itself
+    attention_mask: Tensor | None
+    decoder_start_token_id: int | None
+    decoder_input_ids: Tensor | None  # the beginning of the target of an encoder-decoder
+    use_cache: bool
+    tap: Tap | None

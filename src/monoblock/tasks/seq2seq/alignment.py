@@ -47,6 +47,8 @@ def cross_attention_weights(loaded: LoadedModel, source: Tensor, target: Tensor)
     source, target: token ids of shape (1, S) and (1, T).
     """
     if isinstance(loaded.model, Recurrent):
+        if not loaded.model.config.attention:
+            raise InputError("an LSTM without attention aligns no words; give a model with attention")
         return trace(loaded.model, source, target, names="attention.weights")["attention.weights"][0]
     layers = list(trace(loaded.model, source, target, names="decoder.*.cross.weights").values())
     return torch.stack([weights[0].mean(0) for weights in layers[len(layers) // 2 :]]).mean(0)

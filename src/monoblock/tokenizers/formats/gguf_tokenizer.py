@@ -19,6 +19,8 @@ from monoblock.untrusted_files import short_repr
 PREFIX = "tokenizer.ggml"
 TOKEN_ID_FIELDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 PLAIN_FAMILY = TokenizerFamily()
+NO_TOKENIZER = "no_vocab"  # tokenizer.ggml.model of a file without a tokenizer
+WITHOUT_TOKENIZER = "write the file without the tokenizer: --no-tokenizer (in Python, tokenizer=None)"
 
 
 def read_gguf_tokenizer(path: str | Path) -> tuple[JsonObject, dict[str, Any]]:
@@ -26,15 +28,22 @@ def read_gguf_tokenizer(path: str | Path) -> tuple[JsonObject, dict[str, Any]]:
     return from_fields(read_gguf_header(path).fields, str(path))
 
 
+def has_gguf_tokenizer(path: str | Path) -> bool:
+    """Return whether a GGUF file contains a tokenizer."""
+    return read_gguf_header(path).fields.get(f"{PREFIX}.model", NO_TOKENIZER) != NO_TOKENIZER
+
+
 def from_fields(fields: Mapping[str, Any], where: str) -> tuple[JsonObject, dict[str, Any]]:
     """Convert the fields of a GGUF header to what `read_gguf_tokenizer` returns; errors call the file `where`."""
+    if fields.get(f"{PREFIX}.model", NO_TOKENIZER) == NO_TOKENIZER:
+        raise FileError(f"{where} contains no tokenizer; load its model alone with Transformer.from_pretrained")
     tokens = _string_list(fields, f"{PREFIX}.tokens", where)
     if len(set(tokens)) != len(tokens):
         raise FileError(f"{where} cannot be used: its vocabulary has a token twice")
     types = fields.get(f"{PREFIX}.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not set(types) <= set(range(7)):
         raise FileError(f"{where} cannot be used: its {PREFIX}.token_type is not a list of one type per token")
-    kind = fields.get(f"{PREFIX}.model")
+    kind = fields.get(f"{PREFIX}.model", NO_TOKENIZER)
     if kind not in ("gpt2", "llama"):
         raise FileError(f"{where}: its tokenizer is of the kind {short_repr(kind)}; only gpt2 and llama are supported")
     config = _tokenizer_config(fields, tokens, add_bos=kind == "llama")
@@ -114,7 +123,7 @@ def to_fields(data: JsonObject, config: Mapping[str, Any], vocab_size: int) -> d
     """
     model = data["model"]
     if model["type"] != "BPE":
-        raise FileError(f"GGUF cannot hold a {model['type']} tokenizer; use byte-level BPE or SentencePiece's BPE")
+        raise FileError(f"GGUF cannot hold a {model['type']} tokenizer, only BPE; {WITHOUT_TOKENIZER}")
     ids = dict(model["vocab"]) | {row["content"]: row["id"] for row in data["added_tokens"]}
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [UNUSED] * vocab_size
@@ -166,6 +175,4 @@ def _pre_tokenizer_name(data: JsonObject) -> str:
         if (normalizer, pre_tokenizer) == (data["normalizer"], data["pre_tokenizer"]):
             return name
     names = ", ".join(PRE_TOKENIZERS)
-    raise FileError(
-        f"GGUF has no name for this tokenizer's pre-tokenizer, only for {names}; write the file without a tokenizer"
-    )
+    raise FileError(f"GGUF has no name for this tokenizer's pre-tokenizer, only for {names}; {WITHOUT_TOKENIZER}")
