@@ -276,3 +276,12 @@ def test_the_accuracy_of_tokens_has_another_name_than_that_of_targets(recipe, tm
     assert lines
     assert all("val_token_accuracy" in line and "val_accuracy" not in line for line in lines)
     assert "val_token_accuracy" in (run.folder / "README.md").read_text()
+
+
+def test_sinusoidal_positions_without_scaled_embeddings_are_said(recipe, tmp_path):
+    for name, scale, count in (("plain", 1.0, 1), ("scaled", "sqrt_width", 0)):
+        events = []
+        changes = {"train.steps": 1, "model.positions": "sinusoid", "model.embedding_scale": scale}
+        mb.train(recipe, changes, out=tmp_path / name, progress=False, callbacks=[events.append])
+        texts = [event.text for event in events if isinstance(event, WarningEvent)]
+        assert len([text for text in texts if "embedding_scale=sqrt_width" in text]) == count

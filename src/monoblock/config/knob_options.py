@@ -17,7 +17,7 @@ class StyleKnobs(TypedDict, total=False):
     """The knobs that are not a named parameter of any family constructor."""
 
     segments: int  # number of token types that are embedded; 0: none
-    embedding_scale: float | Literal["sqrt_width"]  # factor on the token embedding
+    embedding_scale: float | Literal["sqrt_width"]  # factor on the token embedding; sqrt_width with sinusoid positions
     embedding_norm: bool  # normalize the embedding
     class_token: bool  # put a learned token before the image patches
     kv_heads: int | None  # number of key/value heads, which query heads share; None: one per query head

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monoblock.config.inputs import EmbeddingConfig
+from monoblock.config.model import ModelConfig
+from monoblock.config.positions import Sinusoid
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
@@ -59,12 +62,7 @@ class Run:
         yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
         yield from self.task_data.notices
         yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
-        section = self.recipe.train
-        if section.warmup > section.steps:
-            yield WarningEvent(
-                f"train.warmup={section.warmup:g} is longer than the run of {section.steps} steps, so the learning "
-                f"rate is still rising at the end; write train.warmup=0.1 for a tenth of the steps"
-            )
+        yield from map(WarningEvent, self._unusual_choices())
         if world.size > 1:
             yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")
         if resume and not checkpoint.list_steps(self.trainer.folder):
@@ -83,6 +81,22 @@ class Run:
                 yield event
         finally:
             self.metrics_writer.close()
+
+    def _unusual_choices(self) -> Iterator[str]:
+        """Yield a sentence for each choice of the recipe with which training is likely to disappoint."""
+        section, config = self.recipe.train, self.model.config
+        if section.warmup > section.steps:
+            yield (
+                f"train.warmup={section.warmup:g} is longer than the run of {section.steps} steps, so the learning "
+                f"rate is still rising at the end; write train.warmup=0.1 for a tenth of the steps"
+            )
+        inputs = config.inputs.values() if isinstance(config, ModelConfig) and self.warm_start_event is None else ()
+        for part in inputs:
+            if isinstance(part, EmbeddingConfig) and isinstance(part.positions, Sinusoid) and part.scale == 1.0:
+                yield (
+                    "the sinusoidal positions are much larger than the embeddings of a new model, so it learns slowly; "
+                    "scale the embeddings as in the paper, with model.embedding_scale=sqrt_width"
+                )
 
     def _save_final_model(self) -> None:
         """Save the final weights, the configuration and the model card."""
