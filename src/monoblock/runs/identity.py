@@ -31,6 +31,10 @@ CHANGEABLE_ON_RESUME = (
     "load_best",
 )
 
+# Fields of configurations that were added after runs had been stored, with their defaults.
+LATER_FIELDS = {"multi_label": False, "attention": True}
+MISSING = object()
+
 
 def run_identity(
     recipe: Recipe, task: Task, config: ModelConfig | RecurrentConfig, task_data: TaskData, start: WarmStart | None
@@ -47,7 +51,7 @@ def run_identity(
         values.pop(f"train.{key}", None)
     # Of the tokenizer, the digest says everything but how training texts are sampled.
     values |= {"tokenizer.dropout": recipe.tokenizer.dropout, "tokenizer.alpha": recipe.tokenizer.alpha}
-    return values | {"model configuration": json_digest(to_dict(config))} | _data_digests(task_data, start)
+    return values | {"model configuration": json_digest(_config_dict(config))} | _data_digests(task_data, start)
 
 
 def old_run_identity(
@@ -58,9 +62,22 @@ def old_run_identity(
     old_names = {new: old for old, new in RENAMED_KEYS.items()}
     changeable = {old_names.get(f"train.{key}", f"train.{key}").removeprefix("train.") for key in CHANGEABLE_ON_RESUME}
     training = {key: value for key, value in tables["train"].items() if key not in changeable}
-    parts = {"model": to_dict(config), "training recipe": training, "corpus": tables["data"]}
+    parts = {"model": _config_dict(config), "training recipe": training, "corpus": tables["data"]}
     parts |= {"adapter": to_dict(recipe.lora)} if recipe.lora.rank else {}
     return {key: json_digest(value) for key, value in parts.items()} | _data_digests(task_data, start)
+
+
+def _config_dict(config: ModelConfig | RecurrentConfig) -> Any:
+    """Return a configuration as nested dicts, without later fields at their defaults: their digest stays the same."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [strip(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {key: strip(item) for key, item in value.items() if item is not LATER_FIELDS.get(key, MISSING)}
+
+    return strip(to_dict(config))
 
 
 def _data_digests(task_data: TaskData, start: WarmStart | None) -> dict[str, Any]:

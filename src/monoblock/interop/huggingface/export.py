@@ -25,9 +25,10 @@ CONFIG_FILE = "config.json"
 MAX_REASONS = 3  # families named in an error
 # Written as null unless given, since otherwise transformers takes the ids of a published model.
 TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+START_FIELD = "decoder_start_token_id"
 TOKEN_ID_FIELDS_OF_FAMILY = {
     "encoder-only": ("cls_token_id", "sep_token_id"),
-    "encoder-decoder": ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    "encoder-decoder": (START_FIELD, "forced_bos_token_id", "forced_eos_token_id"),
 }
 
 
@@ -99,6 +100,8 @@ def export_hf(
     read = {field for rule in chosen.fields for field in rule.defaults}  # fields that follow from the configuration
     ids: dict[str, Any] = dict.fromkeys((*TOKEN_ID_FIELDS, *TOKEN_ID_FIELDS_OF_FAMILY.get(config.family, ())))
     fields = ids | fields | {field: id_ for field, id_ in special_token_ids.items() if field not in read}
+    if fields.get(START_FIELD, 0) is None:  # it must be a number; `generate` starts with the same one
+        fields[START_FIELD] = 0 if fields["pad_token_id"] is None else fields["pad_token_id"]
     fields["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
     omitted_prefix = chosen.prefix if class_name in chosen.unprefixed_classes else ""
     rules = chosen.weight_rules(config, class_name)
