@@ -21,7 +21,7 @@ from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
 from monoblock.quantization.convert import build_quantized, stored_dtypes
-from monoblock.untrusted_files import has_file, read_json, safe_join
+from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 if TYPE_CHECKING:
     from monoblock.nn.lstm import Recurrent
@@ -60,7 +60,11 @@ def load_model(cls: type[T], folder: str | Path, *, dtype: torch.dtype | str = t
     The model is built on the meta device and then gets the stored tensors, so that no weight is initialized first.
     """
     folder = resolve_model_path(folder)
-    dtype = _parse_dtype(dtype)
+    with reading(folder):
+        return _load_model(cls, folder, _parse_dtype(dtype), device)
+
+
+def _load_model(cls: type[T], folder: Path, dtype: torch.dtype, device: str) -> T:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not available: torch finds no GPU; write device='cpu'")
     if folder.suffix == ".gguf" and folder.is_file():

@@ -16,7 +16,7 @@ from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
-from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.parse import RECIPE_FILE, recipe_path
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.recipe import read_recipe
@@ -24,7 +24,7 @@ from monoblock.tasks.image_inputs import read_image_normalization
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted_files import has_file, read_json, safe_join
+from monoblock.untrusted_files import has_file, read_json, reading, safe_folder, safe_join
 
 TOKENIZER_FILE = "tokenizer.json"
 POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
@@ -50,7 +50,8 @@ def load(
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return Pipeline(load_folder(folder, device, dtype, task, model_class, force=force), task)
+    with reading(folder):
+        return Pipeline(load_folder(folder, device, dtype, task, model_class, force=force), task)
 
 
 def load_folder(
@@ -69,7 +70,7 @@ def load_folder(
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
     else:
         defaults = read_generation_defaults(folder, tokenizer)
-    recipe = read_recipe(folder / RECIPE_FILE, task=task, warn=False) if defaults.from_recipe else None
+    recipe = read_recipe(recipe_path(folder), task=task, warn=False) if defaults.from_recipe else None
     return LoadedModel(
         model.eval(),
         cast(Tokenizer, tokenizer),  # None for images, and for a run on batches without one
@@ -115,7 +116,9 @@ def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
 
 def _read_pooling(folder: Path) -> str | None:
     """Return the pooling that sentence-transformers stored in the folder, None if there is none."""
-    data = _read_json_if_present(folder / POOLING_FOLDER)
+    if not (folder.is_dir() and has_file(folder, POOLING_FOLDER)):
+        return None
+    data = _read_json_if_present(safe_folder(folder, POOLING_FOLDER))
     names = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
     return next((pooling for name, pooling in names.items() if data.get(name) is True), None)
 

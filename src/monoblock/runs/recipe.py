@@ -12,6 +12,7 @@ from monoblock.recipes import model_config, parse
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
+from monoblock.untrusted_files import reading
 
 Overrides = Iterable[str] | Mapping[str, Any]  # "section.key=value" or {"section.key": value}
 
@@ -28,7 +29,8 @@ def read_recipe(
     task: a task of your own, which the recipe selects by its name in train.objective.
     warn: whether to warn about keys of earlier versions.
     """
-    return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
+    with reading(name_or_path):
+        return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
 
 
 def parse_recipe(

@@ -1,8 +1,8 @@
 """A separate program that renders chat templates, with limits on time and memory. Templates are untrusted programs.
 
-chat_template.py starts this program in Python's isolated mode and keeps it running; it imports only
-jinja2 and the standard library. It reads requests from standard input and writes results to standard output, each as its length in four
-bytes and then JSON. A template runs in Jinja's sandbox with short lists of allowed filters, methods and functions.
+chat_template.py starts this program in Python's isolated mode and keeps it running; it imports only jinja2 and the
+standard library. It reads requests from standard input and writes results to standard output, each as its length in
+four bytes and then JSON. A template runs in Jinja's sandbox with short lists of allowed filters, methods and functions.
 Jinja's sandbox does not limit resources, so the operating system does: a template that takes too long ends the process,
 and one that needs too much memory gets a MemoryError. An audit hook refuses to open files, programs and sockets.
 """
