@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 VARIANTS = 6  # of every kind of valid files
+SMOKE_CASES = 250
 PICKLE_SHARE = 0.02  # of the cases; each starts a process that imports torch
 MAX_SECONDS, MAX_CHILD_SECONDS = 2.0, 5.0
 MAX_MEMORY = 256 * 2**20
@@ -65,10 +66,10 @@ class Watch:
             self.found.append(event)
 
 
-def work(seed: int) -> None:
+def work(seed: int, smoke: bool) -> None:
     """Read case numbers from standard input, and write one JSON object about each to standard output."""
-    import file_mutations
-    import file_seeds
+    import _file_mutations as file_mutations
+    import _file_seeds as file_seeds
 
     from monoblock.errors import MonoblockError
 
@@ -77,7 +78,9 @@ def work(seed: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints its panics there
     root = Path(os.path.realpath(tempfile.mkdtemp(prefix="monoblock-files-")))
     os.environ["TMPDIR"] = tempfile.tempdir = str(root / "case")
-    seeds = [seed for variant in range(VARIANTS) for seed in file_seeds.write_seeds(root / "seeds", variant)]
+    variants = range(1 if smoke else VARIANTS)
+    seeds = [row for variant in variants for row in file_seeds.write_seeds(root / "seeds", variant)]
+    seeds = [row for row in seeds if not smoke or row.kind != "pickle"]
     case = root / "case"
     watch = Watch()
 
@@ -135,7 +138,7 @@ def work(seed: int) -> None:
         else:
             others = [row for row in seeds if row.kind != "pickle"]
             pickles = [row for row in seeds if row.kind == "pickle"]
-            row = read(rng.choice(pickles if rng.random() < PICKLE_SHARE else others), rng)
+            row = read(rng.choice(pickles if pickles and rng.random() < PICKLE_SHARE else others), rng)
         results.write(json.dumps(row | {"number": number}) + "\n")
     shutil.rmtree(root, ignore_errors=True)
 
@@ -167,8 +170,8 @@ def _reset_peak() -> None:
 class Worker:
     """A worker process, started again after a crash or a hang."""
 
-    def __init__(self, seed: int) -> None:
-        command = [sys.executable, __file__, "--worker", "--seed", str(seed)]
+    def __init__(self, seed: int, smoke: bool) -> None:
+        command = [sys.executable, __file__, "--worker", "--seed", str(seed), *["--smoke"] * smoke]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.valid = self._receive(1200)["valid"]
 
@@ -191,16 +194,18 @@ class Worker:
         return {"outcome": "too slow", "message": f"no result after {seconds:g} s", "kind": "?"}
 
 
-def run_cases(numbers: list[int], seed: int) -> tuple[int, list[dict[str, Any]]]:
+def run_cases(numbers: list[int], seed: int, smoke: bool = False) -> tuple[int, list[dict[str, Any]]]:
     """Read all valid files and then the cases; return the number of valid files and a row about each."""
-    worker, rows = Worker(seed), []
+    worker, rows = Worker(seed, smoke), []
     valid = worker.valid
     for count, number in enumerate([*range(-valid, 0), *numbers], 1):
         row = worker.run(number)
         rows.append({"number": number} | row)
+        if row["outcome"] in PROBLEMS:
+            sys.stderr.write(f"\n{json.dumps(row)}\n")
         if row["kind"] == "?":
             worker.close()
-            worker = Worker(seed)
+            worker = Worker(seed, smoke)
         if count % 50 == 0 or count == valid + len(numbers):
             problems = sum(row["outcome"] in PROBLEMS for row in rows)
             sys.stderr.write(f"\r{count}/{valid + len(numbers)} files, {problems} problems")
@@ -236,17 +241,19 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--write", action="store_true", help=f"write the table to {RESULTS.name} in benchmarks/results")
     parser.add_argument("--log", type=Path, help="write a line about each case to this file")
+    parser.add_argument("--smoke", action="store_true", help=f"read {SMOKE_CASES} damaged files, and no pickles")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.seed)
+        work(args.seed, args.smoke)
         return 0
     start = time.perf_counter()
-    valid, rows = run_cases(list(range(args.first, args.first + args.cases)), args.seed)
+    count = SMOKE_CASES if args.smoke else args.cases
+    valid, rows = run_cases(list(range(args.first, args.first + count)), args.seed, args.smoke)
     cases = [row for row in rows if row["number"] >= 0]
     if args.log is not None:
         args.log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = f"python benchmarks/reliability/files.py --cases {args.cases} --seed {args.seed}"
+    command = f"python benchmarks/reliability/files.py --cases {count} --seed {args.seed}"
     table = format_table(valid, cases, command, time.perf_counter() - start)
     if args.write:
         RESULTS.write_text(table, encoding="utf-8")

@@ -32,6 +32,7 @@ MAX_KEY_PARTS = 16  # of a dotted key in TOML, whose parser takes quadratic time
 MAX_EXPANDED_BYTES = 192 * MB  # that any compressed file may have; a larger file may have MAX_EXPANSION times its size
 MAX_EXPANSION = 8
 MAX_REPR_LENGTH = 80  # characters of an untrusted value that a message shows
+MAX_REASON_LENGTH = 120  # characters of the message of a parser that a message shows
 
 
 def short_repr(value: object) -> str:
@@ -57,7 +58,7 @@ def reading(path: object) -> Iterator[None]:
     except OSError as problem:
         raise FileError(f"{problem.filename or path} cannot be read: {problem.strerror or problem}") from problem
     except BaseException as problem:  # a Rust panic is a BaseException, but not an Exception
-        reason = " ".join(str(problem)[: 4 * MAX_REPR_LENGTH].split())[:MAX_REPR_LENGTH]
+        reason = " ".join(str(problem)[: 4 * MAX_REASON_LENGTH].split())[:MAX_REASON_LENGTH]
         raise FileError(f"{path} cannot be used: {type(problem).__name__}: {reason}") from problem
 
 
@@ -172,7 +173,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     except RecursionError:
         raise FileError(f"{source} is nested too deep; is it the right file?") from None
     except ValueError as problem:  # tomllib.TOMLDecodeError, or a number that is too long
-        raise FileError(f"{source} is not valid TOML: {' '.join(str(problem).split())[:MAX_REPR_LENGTH]}") from None
+        raise FileError(f"{source} is not valid TOML: {' '.join(str(problem).split())[:MAX_REASON_LENGTH]}") from None
     _check_depth(data, source, MAX_JSON_DEPTH)
     if any(type(value) is int and abs(value) >= 10**MAX_DIGITS for value in _iterate_values(data)):
         raise FileError(f"{source} has a number of more than {MAX_DIGITS} digits; is it the right file?")
@@ -199,7 +200,7 @@ def parse_json(raw: bytes, source: str, *, max_values: int = MAX_JSON_VALUES, ma
     except RecursionError:
         raise FileError(f"{source} is nested too deep; is it the right file?") from None
     except ValueError as problem:
-        raise FileError(f"{source} is not JSON: {' '.join(str(problem).split())[:MAX_REPR_LENGTH]}") from None
+        raise FileError(f"{source} is not JSON: {' '.join(str(problem).split())[:MAX_REASON_LENGTH]}") from None
     _check_depth(data, source, max_depth)
     return data
 

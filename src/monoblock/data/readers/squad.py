@@ -37,8 +37,8 @@ def _load_json(path: str | Path) -> Any:
     try:
         with open_regular(path) as file:
             return json.loads(file.read().decode("utf-8-sig"))
-    except OSError as problem:
-        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except FileError:
+        raise
     except UnicodeDecodeError:
         raise FileError(f"{path}: a byte is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as problem:
