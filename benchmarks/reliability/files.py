@@ -69,6 +69,7 @@ class Watch:
 def work(seed: int, smoke: bool) -> None:
     """Read case numbers from standard input, and write one JSON object about each to standard output."""
     import _file_mutations as file_mutations
+    import _file_payloads
     import _file_seeds as file_seeds
 
     from monoblock.errors import MonoblockError
@@ -81,15 +82,16 @@ def work(seed: int, smoke: bool) -> None:
     variants = range(1 if smoke else VARIANTS)
     seeds = [row for variant in variants for row in file_seeds.write_seeds(root / "seeds", variant)]
     seeds = [row for row in seeds if not smoke or row.kind != "pickle"]
-    case = root / "case"
+    case, canary = root / "case", root / "canary"
+    payloads = list(_file_payloads.write_payloads(root / "payloads", seeds[: len(seeds) // len(variants)], canary))
     watch = Watch()
 
     def read(seed_row: Any, damage: random.Random | None) -> dict[str, Any]:
         shutil.rmtree(case, ignore_errors=True)
         folder = case / "folder"
-        shutil.copytree(seed_row.folder, folder)
+        shutil.copytree(seed_row.folder, folder, symlinks=True)
         done = ""
-        if damage is not None:
+        if damage is not None and not seed_row.kind.startswith("payload"):
             target = folder / damage.choice(seed_row.files)
             done = file_mutations.damage(target, damage)
             if seed_row.kind == "checkpoint" and damage.random() < 0.7 and target.is_file():
@@ -117,7 +119,10 @@ def work(seed: int, smoke: bool) -> None:
         row["seconds"] = round(seconds, 3)
         grown = _peak_bytes() - before
         row["mb"] = grown >> 20
-        if watch.found:
+        if canary.exists():
+            row |= {"outcome": "outside", "message": "a payload ran"}
+            canary.unlink()
+        elif watch.found:
             row |= {"outcome": "outside", "message": "; ".join(watch.found)[:300]}
         elif seconds > (MAX_CHILD_SECONDS if seed_row.has_child else MAX_SECONDS):
             row["outcome"] = "too slow"
@@ -129,11 +134,13 @@ def work(seed: int, smoke: bool) -> None:
 
     for row in seeds:  # imports everything
         read(row, None)
-    results.write(json.dumps({"valid": len(seeds)}) + "\n")
+    results.write(json.dumps({"valid": len(seeds), "payloads": len(payloads)}) + "\n")
     for line in sys.stdin:
         number = int(line)
         rng = random.Random(seed * 1_000_003 + number)
-        if number < 0:
+        if number < -len(seeds):
+            row = read(payloads[-number - 1 - len(seeds)], rng)
+        elif number < 0:
             row = read(seeds[-number - 1], None)
         else:
             others = [row for row in seeds if row.kind != "pickle"]
@@ -173,7 +180,8 @@ class Worker:
     def __init__(self, seed: int, smoke: bool) -> None:
         command = [sys.executable, __file__, "--worker", "--seed", str(seed), *["--smoke"] * smoke]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.valid = self._receive(starting=True)["valid"]
+        started = self._receive(starting=True)
+        self.valid, self.payloads = started["valid"], started["payloads"]
 
     def run(self, number: int) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -204,7 +212,8 @@ def run_cases(numbers: list[int], seed: int, smoke: bool = False) -> tuple[int, 
     """Read all valid files and then the cases; return the number of valid files and a row about each."""
     worker, rows = Worker(seed, smoke), []
     valid = worker.valid
-    for count, number in enumerate([*range(-valid, 0), *numbers], 1):
+    numbers = [*range(-valid - worker.payloads, 0), *numbers]
+    for count, number in enumerate(numbers, 1):
         row = worker.run(number)
         rows.append({"number": number} | row)
         if row["outcome"] in PROBLEMS:
@@ -212,9 +221,9 @@ def run_cases(numbers: list[int], seed: int, smoke: bool = False) -> tuple[int, 
         if row["kind"] == "?":
             worker.close()
             worker = Worker(seed, smoke)
-        if count % 50 == 0 or count == valid + len(numbers):
+        if count % 50 == 0 or count == len(numbers):
             problems = sum(row["outcome"] in PROBLEMS for row in rows)
-            sys.stderr.write(f"\r{count}/{valid + len(numbers)} files, {problems} problems")
+            sys.stderr.write(f"\r{count}/{len(numbers)} files, {problems} problems")
     worker.close()
     sys.stderr.write("\n")
     return valid, rows
@@ -256,7 +265,7 @@ def main() -> int:
     start = time.perf_counter()
     count = SMOKE_CASES if args.smoke else args.cases
     valid, rows = run_cases(list(range(args.first, args.first + count)), args.seed, args.smoke)
-    cases = [row for row in rows if row["number"] >= 0]
+    cases = [row for row in rows if not -valid <= row["number"] < 0]
     if args.log is not None:
         args.log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = f"python benchmarks/reliability/files.py --cases {count} --seed {args.seed}"
