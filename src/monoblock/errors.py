@@ -7,16 +7,31 @@
         └── FileError           an unusable file or folder              (also a ValueError)
             └── SplitError      a split that a corpus does not have
 
-A message is one line: what was given, why it is invalid, what to write instead. `assert` guards against bugs in the
-package itself.
+A message is one line of at most 300 characters: what was given, why it is invalid, what to write instead. `assert`
+guards against bugs in the package itself.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+MAX_MESSAGE_LENGTH = 300
+CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+def shorten_message(text: str) -> str:
+    """Return a message as one line of at most 300 characters; a longer one loses its middle, and keeps its advice."""
+    text = CONTROL_CHARACTERS.sub(" ", text)
+    if len(text) <= MAX_MESSAGE_LENGTH:
+        return text
+    return f"{text[: 2 * MAX_MESSAGE_LENGTH // 3]} … {text[3 - MAX_MESSAGE_LENGTH // 3 :]}"
 
 
 class MonoblockError(Exception):
     """The base class of all exceptions of the package; raised directly only if no subclass fits."""
+
+    def __str__(self) -> str:
+        return shorten_message(super().__str__())
 
 
 class ConfigError(MonoblockError, ValueError):

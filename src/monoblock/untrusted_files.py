@@ -1,7 +1,9 @@
-"""Read files from untrusted sources: with a size limit, as strict JSON, and only from inside their folder.
+"""Read files from untrusted sources: with a size limit, as strict JSON or TOML, and only from inside their folder.
 
-`parse_json` refuses what JSON parsers interpret differently (duplicate keys, NaN and infinity) and what could exhaust
-memory (deep nesting, and more values than a configuration can have).
+`parse_json` and `parse_toml` refuse what parsers interpret differently (duplicate keys, NaN and infinity) and what
+could exhaust memory (deep nesting, long numbers, and more values than a configuration can have). Every function that
+reads a file for a user does it in `with reading(path)`, so that no damage of the file can raise another exception than
+a FileError.
 """
 
 from __future__ import annotations
@@ -9,24 +11,55 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
+import tomllib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from monoblock.errors import FileError
+from monoblock.errors import FileError, MonoblockError
 
 MB = 2**20
 MAX_BYTES = 16 * MB
 MAX_JSON_DEPTH = 32
 MAX_JSON_VALUES = 1_000_000
+MAX_DIGITS = 64  # of a whole number
+MAX_TOML_BYTES = MB
+MAX_KEY_PARTS = 16  # of a dotted key in TOML, whose parser takes quadratic time and memory for them
+MAX_EXPANDED_BYTES = 192 * MB  # that any compressed file may have; a larger file may have MAX_EXPANSION times its size
+MAX_EXPANSION = 8
 MAX_REPR_LENGTH = 80  # characters of an untrusted value that a message shows
+MAX_REASON_LENGTH = 120  # characters of the message of a parser that a message shows
 
 
 def short_repr(value: object) -> str:
     """Format an untrusted value for an error message: one short line without terminal control characters."""
     text = repr(value)
     return text if len(text) <= MAX_REPR_LENGTH else f"{text[:MAX_REPR_LENGTH]}…"
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """Turn every exception that is not one of the package into a FileError that names the file or folder `path`.
+
+    The original exception is the cause of the FileError, so that --debug shows it. Warnings and interrupts pass.
+    """
+    try:
+        yield
+    except (MonoblockError, Warning, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except RecursionError as problem:
+        raise FileError(f"{path} cannot be read: it is nested too deep") from problem
+    except MemoryError as problem:
+        raise FileError(f"{path} cannot be read: there is not enough memory for it") from problem
+    except OSError as problem:
+        raise FileError(f"{problem.filename or path} cannot be read: {problem.strerror or problem}") from problem
+    except BaseException as problem:  # a Rust panic is a BaseException, but not an Exception
+        reason = " ".join(str(problem)[: 4 * MAX_REASON_LENGTH].split())[:MAX_REASON_LENGTH]
+        raise FileError(f"{path} cannot be used: {type(problem).__name__}: {reason}") from problem
 
 
 def safe_join(folder: str | Path, name: object) -> Path:
@@ -62,21 +95,55 @@ def has_file(folder: str | Path, name: str) -> bool:
     return os.path.lexists(Path(folder) / name)
 
 
-def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file; raise FileError if it has more than `max_bytes` bytes."""
+def safe_folder(folder: str | Path, name: str) -> Path:
+    """Return the path of the folder `name` in a folder; raise FileError if it is a link or not a folder."""
+    path = Path(folder) / name
+    if path.is_symlink() or not path.is_dir():
+        raise FileError(f"{folder}: {short_repr(name)} is not a folder, or a link; put the folder itself there")
+    return path
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file to read bytes; raise FileError for a pipe or a device, which might never end."""
     try:
-        # Reading a pipe or a device may never end.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
             raise FileError(f"{path} is not a regular file")
-        with open(path, "rb") as file:
-            raw = file.read(max_bytes + 1)
+        return os.fdopen(descriptor, "rb")
     except (OSError, ValueError) as problem:
         if isinstance(problem, FileError):
             raise
         raise FileError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
-    if len(raw) > max_bytes:
-        raise FileError(f"{path} is larger than {max_bytes / MB:g} MB; is it the right file?")
-    return raw
+
+
+def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a regular file; raise FileError if it has more than `max_bytes` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= max_bytes:
+            raw = file.read(max_bytes + 1)
+            if len(raw) <= max_bytes:
+                return raw
+    raise FileError(f"{path} is larger than {max_bytes / MB:g} MB; is it the right file?")
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
+    """Read a UTF-8 file; raise FileError if it is not UTF-8 or has more than `max_bytes` bytes."""
+    return _decode(read_bytes(path, max_bytes), f"{path} is not text")
+
+
+def _decode(raw: bytes, problem: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{problem}: byte {error.start} is not UTF-8") from None
+
+
+def check_expansion(path: str | Path, size: int) -> None:
+    """Raise FileError if a compressed file states that it expands to `size` bytes and that is implausibly many."""
+    limit = max(MAX_EXPANDED_BYTES, MAX_EXPANSION * os.path.getsize(path))
+    if size > limit:
+        raise FileError(f"{path} would expand to {size / MB:,.0f} MB, more than the limit of {limit / MB:,.0f} MB")
 
 
 def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
@@ -84,6 +151,32 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_BYTES, max_values: int =
     data = parse_json(read_bytes(path, max_bytes), str(path), max_values=max_values)
     if not isinstance(data, dict):
         raise FileError(f"{path} does not contain a JSON object; is it the right file?")
+    return data
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file, by the rules of `parse_toml`."""
+    return parse_toml(read_text(path, MAX_TOML_BYTES), str(path))
+
+
+# A part of a dotted key and its dot. A match begins at a word or quote, so that the search takes linear time.
+_KEY_PART = r"""(?:(?<![\w-])[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+_LONG_KEY = re.compile(f"(?:{_KEY_PART}){{{MAX_KEY_PARTS}}}")
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Parse TOML with limits on the nesting, on dotted keys and on numbers; `source` is the name of the file."""
+    if _LONG_KEY.search(text):
+        raise FileError(f"{source} has a key of more than {MAX_KEY_PARTS} parts; is it the right file?")
+    try:
+        data = tomllib.loads(text, parse_float=_parse_finite_float)
+    except RecursionError:
+        raise FileError(f"{source} is nested too deep; is it the right file?") from None
+    except ValueError as problem:  # tomllib.TOMLDecodeError, or a number that is too long
+        raise FileError(f"{source} is not valid TOML: {' '.join(str(problem).split())[:MAX_REASON_LENGTH]}") from None
+    _check_depth(data, source, MAX_JSON_DEPTH)
+    if any(type(value) is int and abs(value) >= 10**MAX_DIGITS for value in _iterate_values(data)):
+        raise FileError(f"{source} has a number of more than {MAX_DIGITS} digits; is it the right file?")
     return data
 
 
@@ -95,24 +188,26 @@ def parse_json(raw: bytes, source: str, *, max_values: int = MAX_JSON_VALUES, ma
     # An upper bound of the number of values, before parsing allocates memory; commas in strings count too.
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > max_values:
         raise FileError(f"{source} has more than {max_values:,} values; is it the right file?")
+    text = _decode(raw, f"{source} is not JSON")
     try:
         data = json.loads(
-            raw.decode("utf-8-sig"),
+            text,
             object_pairs_hook=_reject_duplicate_keys,
             parse_constant=_reject_constant,
             parse_float=_parse_finite_float,
+            parse_int=_parse_short_int,
         )
     except RecursionError:
-        raise FileError(f"{source} cannot be read as JSON: it is nested too deep; is it the right file?") from None
-    except UnicodeDecodeError as problem:
-        raise FileError(f"{source} is not JSON: byte {problem.start} is not UTF-8") from None
+        raise FileError(f"{source} is nested too deep; is it the right file?") from None
     except ValueError as problem:
-        raise FileError(f"{source} is not JSON: {' '.join(str(problem).split())[:MAX_REPR_LENGTH]}") from None
-    if _is_deeper_than(data, max_depth):
-        raise FileError(
-            f"{source} cannot be read as JSON: it is nested deeper than {max_depth} levels; is it the right file?"
-        )
+        raise FileError(f"{source} is not JSON: {' '.join(str(problem).split())[:MAX_REASON_LENGTH]}") from None
+    _check_depth(data, source, max_depth)
     return data
+
+
+def _check_depth(data: Any, source: str, max_depth: int) -> None:
+    if _is_deeper_than(data, max_depth):
+        raise FileError(f"{source} is nested deeper than {max_depth} levels; is it the right file?")
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -133,6 +228,23 @@ def _parse_finite_float(digits: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{short_repr(digits)} is too large a number")
     return number
+
+
+def _parse_short_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"{short_repr(digits)} is too large a number")
+    return int(digits)
+
+
+def _iterate_values(value: Any) -> Iterator[Any]:
+    """Yield all values in nested lists and dicts that are neither."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (dict, list)):
+            stack.extend(item.values() if isinstance(item, dict) else item)
+        else:
+            yield item
 
 
 def _is_deeper_than(value: Any, max_depth: int) -> bool:

@@ -1,12 +1,18 @@
 """Chat templates render as in transformers, and templates that break the limits are rejected."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import MappingProxyType
 
 import pytest
 from strings import WORDS
 
 import monoblock as mb
-from monoblock.tokenizers.chat_template import render_chat
+from monoblock.tokenizers.chat_template import PROGRAM, render_chat
 
 transformers = pytest.importorskip("transformers")
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
@@ -48,6 +54,9 @@ MESSAGES = [
     {"role": "assistant", "content": "Hello\n"},
     {"role": "user", "content": "Bye"},
 ]
+# Two lists that are equal and have 2^60 items, in memory 60.
+DOUBLED = """{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set ns.a = (ns.a, ns.a) %}
+{%- set ns.b = (ns.b, ns.b) %}{% endfor %}"""
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -70,7 +79,17 @@ def test_a_template_may_refuse_a_conversation():
     [
         ("{{ ''.__class__.__mro__ }}", "accesses '__class__'"),
         ("{{ messages.append(1) }}", "accesses 'append'"),
-        ("{{ 'a' * 10**10 }}", "larger than 4 MB"),
+        ("{{ 'a' * 10**10 }}", "needs more than 192 MB of memory"),
+        ("{{ ('a' * 10**5).replace('a', 'b' * 10**5) }}", "needs more than 192 MB of memory"),
+        ("{{ '%1000000000d' % 1 }}", "needs more than 192 MB of memory"),
+        ("{{ '%.*f' % (2000000000, 1.0) }}", "needs more than 192 MB of memory"),
+        (DOUBLED + "{{ ns.a == ns.b }}", "takes longer than 1 s"),
+        (DOUBLED + "{{ {ns.a: 1} }}", "takes longer than 1 s"),
+        (DOUBLED + "{{ '%s' % (ns.a,) }}", "takes longer than 1 s|more than 192 MB"),
+        ("{{ 'x' * 5000000 }}", "writes more than 4 MB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deep"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deep"),
+        ("{{ dict.update(messages[0], role='x') }}", "has no attribute 'update'"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than 1 s"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ messages|nothing }}", "No filter named"),
@@ -84,13 +103,72 @@ def test_a_template_that_breaks_a_limit_raises_one_line(template, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_trace_function_is_restored_after_an_error():
-    import sys
+def test_the_next_conversation_is_rendered_after_one_that_broke_a_limit():
+    with pytest.raises(mb.FileError, match="longer than 1 s"):
+        render_chat("{{ 99999 ** 99999999 }}", MESSAGES)  # inside one operation in C
+    assert render_chat("{{ messages[1].content }}", MESSAGES) == " Hi <there> "
 
-    before = sys.gettrace()
-    with pytest.raises(mb.FileError):
-        render_chat("{{ 1 // 0 }}", MESSAGES)
-    assert sys.gettrace() is before
+
+def test_an_interrupt_ends_a_template():
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    render_chat("", MESSAGES)  # starts the process
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            render_chat(DOUBLED + "{{ ns.a == ns.b }}", MESSAGES)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert render_chat("{{ messages[0].role }}", MESSAGES) == "system"
+
+
+def test_a_template_gets_a_copy_of_the_messages():
+    messages = [{"role": "user", "content": "a", "parts": [1]}]
+    for template in ("{{ dict.update(messages[0], role='x') }}", "{{ messages[0].update(role='x') }}"):
+        with pytest.raises(mb.FileError):
+            render_chat(template, messages)
+    assert messages == [{"role": "user", "content": "a", "parts": [1]}]
+
+
+def test_messages_consist_of_what_json_has():
+    with pytest.raises(mb.InputError, match="cannot be rendered: <object"):
+        render_chat("", [{"role": "user", "content": object()}])
+    circle = {"role": "user"}
+    circle["content"] = circle
+    with pytest.raises(mb.InputError, match="Circular"):
+        render_chat("", [circle])
+    assert (
+        render_chat("{{ messages[0].content }}", [MappingProxyType({"role": "user", "content": "\ud800"})]) == "\ud800"
+    )
+
+
+def test_an_ordinary_conversation_is_rendered_in_less_than_two_milliseconds():
+    render_chat(TEMPLATES["chatml"], MESSAGES)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        render_chat(TEMPLATES["chatml"], MESSAGES)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.002
+
+
+def test_the_program_imports_neither_torch_nor_the_package():
+    code = f"import runpy, sys; runpy.run_path({str(PROGRAM)!r}); print(*sorted(sys.modules))"
+    modules = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "jinja2" in modules.split()
+    assert not {"torch", "numpy", "monoblock"} & set(modules.split())
+
+
+def test_a_forked_process_starts_its_own_program():
+    render_chat("", MESSAGES)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if render_chat("{{ messages[0].role }}", MESSAGES) == "system" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert render_chat("{{ messages[0].role }}", MESSAGES) == "system"
 
 
 def test_a_message_needs_a_role():

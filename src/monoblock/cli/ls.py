@@ -13,6 +13,7 @@ from monoblock.cli._shared.output import json_option, print_json, print_table, s
 from monoblock.cli._shared.value_text import format_toml, plain, type_text
 from monoblock.config.field_description import REQUIRED, list_choices
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.recipes.parse import recipe_path
 
 Record = dict[str, Any]
 RUNS_FOLDER = Path("runs")
@@ -154,7 +155,7 @@ def _describe_run(folder: Path) -> Record:
     from monoblock.training import metrics_file
 
     try:
-        recipe = read_recipe(folder / "recipe.toml", warn=False)
+        recipe = read_recipe(recipe_path(folder), warn=False)
     except (MonoblockError, OSError, ValueError):
         recipe = None
     try:

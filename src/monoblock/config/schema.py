@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from sys import float_info
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from monoblock.errors import ConfigError, did_you_mean
+from monoblock.errors import ConfigError, did_you_mean, shorten_message
 
 T = TypeVar("T")
 
@@ -25,7 +25,9 @@ class FieldError(ConfigError):
         self.path, self.field, self.problem = path, field, problem
 
     def __str__(self) -> str:
-        return f"{self.path}.{self.field}{self.problem}" if self.path else f"{self.field}{self.problem}"
+        return shorten_message(
+            f"{self.path}.{self.field}{self.problem}" if self.path else f"{self.field}{self.problem}"
+        )
 
     def with_path(self, path: str) -> FieldError:
         """Return the same error under another path."""
@@ -56,7 +58,8 @@ def _matches_hint(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and abs(value) <= float_info.max  # neither infinite nor NaN, nor an int beyond any float
     return isinstance(value, hint)
 
 
@@ -177,7 +180,7 @@ def _class_by_kind(classes: Sequence[Any], data: Any, path: str) -> type:
     """Return the dataclass whose `kind` is data["kind"]."""
     kinds = {get_args(_type_hints(cls)["kind"])[0]: cls for cls in classes}
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         listed = ", ".join(repr(name) for name in kinds)
         raise ConfigError(f"{path}.kind={kind!r} is not one of {listed}{did_you_mean(str(kind), list(kinds))}")
     return kinds[kind]

@@ -37,7 +37,7 @@ from monoblock.interop.safetensors_reader import SafetensorsWeights
 from monoblock.interop.weights_writer import commit_file
 from monoblock.nn.lora import LoraLinear, linear_shape, lora_layers, replace_module
 from monoblock.nn.transformer import Transformer
-from monoblock.untrusted_files import has_file, read_json, safe_join, short_repr
+from monoblock.untrusted_files import has_file, read_json, reading, safe_join, short_repr
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 DIGEST_KEY = "monoblock_base"  # key in the metadata of the weights file, which peft ignores
@@ -196,7 +196,11 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
     An adapter that monoblock trained together with a new head gives the model this head.
     Raise FileError if the adapters were made for a model of another structure or size.
     """
-    folder = Path(folder)
+    with reading(folder):
+        return _load_adapter(model, Path(folder))
+
+
+def _load_adapter(model: Transformer, folder: Path) -> list[str]:
     for file in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE):
         if not has_file(folder, file):
             raise FileError(f"{folder} is not an adapter: it has no {file}")
@@ -231,7 +235,7 @@ def read_base_digest(folder: str | Path) -> str | None:
 
 
 def _read_metadata(folder: Path) -> dict[str, str]:
-    with safe_open(safe_join(folder, ADAPTER_WEIGHTS_FILE), "pt") as file:
+    with reading(folder), safe_open(safe_join(folder, ADAPTER_WEIGHTS_FILE), "pt") as file:
         return file.metadata() or {}
 
 
@@ -243,12 +247,20 @@ def _check_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         value = short_repr(config[unsupported])
         raise FileError(f"{folder}: {unsupported}={value} is a kind of LoRA that is not supported")
     for key in ("r", "lora_alpha"):
-        if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
+        if not _is_number(config.get(key)):
             raise FileError(f"{folder}: {key}={short_repr(config.get(key))} is not a number")
+    dropout = config.get("lora_dropout") or 0.0
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise FileError(f"{folder}: lora_dropout={short_repr(dropout)} is not a rate; write 0 or more and less than 1")
     for key in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise FileError(f"{folder}: {key} is not a JSON object")
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
+            raise FileError(f"{folder}: {key} is not a JSON object from names to numbers")
     return config
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _build_adapters(
@@ -271,16 +283,17 @@ def _build_adapters(
         if mapping is None or set(pair) != {"A", "B"} or mapping.ours[0].startswith(("input.", "target.", "head.")):
             raise FileError(f"{folder} is an adapter for another model: this model has no {short_repr(name)}")
         a, b = pair["A"], pair["B"]
-        alpha = _lora_scale(name, a.shape[0], config) * a.shape[0]
         modules = module_names(mapping)
         shapes = [linear_shape(model.get_submodule(module)) for module in modules]
         expected = (sum(out_features for out_features, _ in shapes), shapes[0][1])
-        if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != expected or a.shape[0] != b.shape[1]:
+        fits = a.dim() == b.dim() == 2 and (b.shape[0], a.shape[1]) == expected and a.shape[0] == b.shape[1] > 0
+        if not fits:
             product = f"{tuple(b.shape)} times {tuple(a.shape)}"
             raise FileError(
                 f"{folder} is an adapter for another model: the product B A of {short_repr(name)} is {product}, "
                 f"but the weight in this model has shape {expected}"
             )
+        alpha = _lora_scale(name, a.shape[0], config) * a.shape[0]
         if len(modules) == 1:
             yield modules[0], _create_adapter(model, modules[0], a, b, alpha, dropout)
             continue

@@ -5,7 +5,6 @@ This needs no torch, so that models are counted quickly.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.presets import PRESETS, preset
 from monoblock.config.schema import from_dict
 from monoblock.errors import ConfigError, FileError
+from monoblock.untrusted_files import parse_json, read_bytes, reading
 
 CONFIG_FILE, FORMAT_NAME = "config.json", "monoblock"
 ADVICE = "give a preset, a config.json file or a model folder"
@@ -32,18 +32,16 @@ def read_any_config(what: str) -> ModelConfig | RecurrentConfig:
         if path.name != what or path.suffix == ".json":  # it looks like a path
             raise FileError(f"there is no file or folder {what}; {ADVICE}")
         return preset(what)  # raises an error that names similar presets
-    if file.suffix == ".gguf":
-        from monoblock.interop.gguf.reader import read_gguf_config
+    with reading(file):
+        if file.suffix == ".gguf":
+            from monoblock.interop.gguf.reader import read_gguf_config
 
-        return read_gguf_config(file)
-    return _read_config_file(file)
+            return read_gguf_config(file)
+        return _read_config_file(file)
 
 
 def _read_config_file(file: Path) -> ModelConfig | RecurrentConfig:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as problem:
-        raise FileError(f"{file} is not JSON: {problem}") from None
+    data: Any = parse_json(read_bytes(file), str(file))
     if isinstance(data, dict) and "format" in data:  # the config.json of a model folder
         data = data.get("model", data.get("recurrent")) if data["format"] == FORMAT_NAME else None
     if not isinstance(data, dict):

@@ -23,7 +23,7 @@ from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
 from monoblock.nn.lstm import Recurrent
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
-from monoblock.untrusted_files import has_file, read_json, safe_join
+from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -72,7 +72,11 @@ def load_model(
     `ignore_fields` are fields of a config.json or GGUF file that are read as if the file did not have them.
     """
     folder = resolve_model_path(folder)
-    dtype = _parse_dtype(dtype)
+    with reading(folder):
+        return _load_model(cls, folder, _parse_dtype(dtype), device, ignore_fields)
+
+
+def _load_model(cls: type[T], folder: Path, dtype: torch.dtype, device: str, ignore_fields: Sequence[str]) -> T:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not available: torch finds no GPU; write device='cpu'")
     if folder.suffix == ".gguf" and folder.is_file():

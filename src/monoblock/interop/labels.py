@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from monoblock.errors import FileError
 from monoblock.interop.folder import CONFIG_FILE
-from monoblock.untrusted_files import has_file, read_json, safe_join
+from monoblock.untrusted_files import has_file, parse_json, read_bytes, read_json, safe_join
 
 LABELS_FILE = "labels.json"
 
@@ -17,8 +18,10 @@ def read_labels(folder: Path) -> list[str]:
     if folder.is_file():
         return []
     if has_file(folder, LABELS_FILE):
-        labels = json.loads(safe_join(folder, LABELS_FILE).read_text(encoding="utf-8"))
-        return [str(label) for label in labels] if isinstance(labels, list) else []
+        labels = parse_json(read_bytes(safe_join(folder, LABELS_FILE)), str(folder / LABELS_FILE))
+        if not isinstance(labels, list) or not all(isinstance(label, str | int | float) for label in labels):
+            raise FileError(f'{folder / LABELS_FILE} is not a JSON list of labels; write them as ["no", "yes"]')
+        return [str(label) for label in labels]
     id2label = read_json(safe_join(folder, CONFIG_FILE)).get("id2label")
     if not isinstance(id2label, dict) or sorted(id2label) != sorted(map(str, range(len(id2label)))):
         return []

@@ -7,6 +7,7 @@ the most similar known key.
 from __future__ import annotations
 
 import copy
+import os
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from monoblock import untrusted_files
 from monoblock.config.schema import FieldError, from_dict
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.recipes.old_keys import rename_old_keys, select_task, set_key, translate_key
@@ -99,22 +101,25 @@ def read_toml(name_or_path: str) -> dict[str, Any]:
     return tables
 
 
+def recipe_path(folder: str | Path) -> Path:
+    """Return the path of the recipe in the folder of a run; raise FileError if it is a link out of the folder."""
+    return untrusted_files.safe_join(folder, RECIPE_FILE)
+
+
 def _load_toml(name_or_path: str) -> dict[str, Any]:
     path, names = Path(name_or_path), list_recipes()
     if name_or_path in names:
         text = (resources.files("monoblock.recipes") / f"{name_or_path}.toml").read_text(encoding="utf-8")
-    elif path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif path.suffix == ".toml" or "/" in name_or_path:
-        raise FileError(f"there is no recipe file {name_or_path}; check the path")
-    else:
-        raise ConfigError(
-            f"there is no recipe {name_or_path!r}{did_you_mean(name_or_path, names)} (`monoblock ls recipes` lists all)"
-        )
-    try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise FileError(f"{name_or_path} is not valid TOML: {problem}") from None
+    if path.is_file():
+        return untrusted_files.read_toml(path)
+    if os.path.lexists(path) and not path.is_dir():
+        raise FileError(f"{name_or_path} is not a regular file; give a recipe file")
+    if path.suffix == ".toml" or "/" in name_or_path:
+        raise FileError(f"there is no recipe file {name_or_path}; check the path")
+    raise ConfigError(
+        f"there is no recipe {name_or_path!r}{did_you_mean(name_or_path, names)} (`monoblock ls recipes` lists all)"
+    )
 
 
 def _parse_overrides(overrides: Iterable[str] | Mapping[str, Any], sections: Sequence[str]) -> list[tuple[str, Any]]:
@@ -155,6 +160,6 @@ def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 def parse_value(text: str) -> Any:
     """Parse a TOML value; text that is not TOML becomes a string, so that `model.family=gpt` needs no quotes."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+        return untrusted_files.parse_toml(f"v = {text}", "the value")["v"]
+    except FileError:
         return text

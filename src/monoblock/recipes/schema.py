@@ -7,6 +7,7 @@ tasks/*/section.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "bart": bart,
     "vit": vit,
 }
+RUN_NAME = re.compile(r"\w[\w .+=,@-]{0,99}")
 # [model] has exactly one of these keys; the others in it are knobs.
 MODEL_SOURCES = {
     "preset": "the architecture of a published model (monoblock ls presets), with new weights",
@@ -224,6 +226,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not RUN_NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"name={self.name!r:.60} is not the name of a folder in runs/; write letters, digits, spaces, - and _"
+            )
         _check_model_source(self.model)
 
     def to_toml(self) -> str:

@@ -25,7 +25,7 @@ from monoblock.tasks.image_inputs import read_image_normalization
 from monoblock.tasks.loaded_model import GenerationDefaults, LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
-from monoblock.untrusted_files import has_file, read_json, safe_join
+from monoblock.untrusted_files import has_file, read_json, reading, safe_folder, safe_join
 
 TOKENIZER_FILE = "tokenizer.json"
 POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
@@ -53,7 +53,8 @@ def load(
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_folder(folder, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields)
+    with reading(folder):
+        loaded = load_folder(folder, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields)
     return Pipeline(loaded, task)
 
 
@@ -123,7 +124,9 @@ def _read_labels(folder: Path, model: Transformer | Recurrent) -> list[str]:
 
 def _read_pooling(folder: Path) -> str | None:
     """Return the pooling that sentence-transformers stored in the folder, None if there is none."""
-    data = _read_json_if_present(folder / POOLING_FOLDER)
+    if not (folder.is_dir() and has_file(folder, POOLING_FOLDER)):
+        return None
+    data = _read_json_if_present(safe_folder(folder, POOLING_FOLDER))
     names = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
     return next((pooling for name, pooling in names.items() if data.get(name) is True), None)
 

@@ -14,6 +14,7 @@ from monoblock.recipes.schema import Recipe
 from monoblock.tasks.running_text import trains_on_running_text
 from monoblock.tasks.table import TASKS
 from monoblock.tasks.task import Task
+from monoblock.untrusted_files import reading
 
 Overrides = Iterable[str] | Mapping[str, Any]  # "section.key=value" or {"section.key": value}
 
@@ -30,7 +31,8 @@ def read_recipe(
     task: a task of your own, which the recipe selects by its name in train.objective.
     warn: whether to warn about keys of earlier versions.
     """
-    return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
+    with reading(name_or_path):
+        return parse_recipe(parse.read_toml(str(name_or_path)), overrides, task=task, warn=warn)
 
 
 def parse_recipe(
@@ -46,7 +48,7 @@ def parse_recipe(
 
 def read_stored_recipe(folder: Path, *, task: Task | None = None) -> Recipe:
     """Read the recipe of a run folder, as the version that wrote it meant it."""
-    tables = parse.read_toml(str(folder / parse.RECIPE_FILE))
+    tables = parse.read_toml(str(parse.recipe_path(folder)))
     set_former_defaults(tables, tables)
     return parse_recipe(tables, task=task, warn=False)
 
@@ -56,7 +58,7 @@ def with_former_defaults(recipe: Recipe, folder: Path, task: Task | None = None)
 
     Versions without tokenizer.alpha did not sample segmentations of running text, whatever tokenizer.dropout was.
     """
-    tables, stored = recipe.to_tables(), parse.read_toml(str(folder / parse.RECIPE_FILE))
+    tables, stored = recipe.to_tables(), parse.read_toml(str(parse.recipe_path(folder)))
     set_former_defaults(tables, stored)
     if "split" not in stored.get("data", {}) and trains_on_running_text(recipe.train.objective, recipe.data.packing):
         tables["tokenizer"]["dropout"] = 0.0

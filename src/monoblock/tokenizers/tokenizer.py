@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monoblock.errors import InputError, did_you_mean
+from monoblock.errors import FileError, InputError, did_you_mean
 from monoblock.tokenizers import sampling
 from monoblock.tokenizers.chat_template import find_chat_template, render_chat
 from monoblock.tokenizers.components import build_backend
@@ -24,13 +24,13 @@ from monoblock.tokenizers.inputs import check_text, check_texts, to_id_list
 from monoblock.tokenizers.special_tokens import UNKNOWN_CHARACTER, assign_roles, find_sentinels
 from monoblock.tokenizers.token_bytes import byte_decoder
 from monoblock.tokenizers.tokenizer_json import (
-    build_or_file_error,
     read_tokenizer,
     tokenizer_kind,
     unknown_token,
     write_tokenizer,
 )
 from monoblock.tokenizers.train import train_tokenizer
+from monoblock.untrusted_files import reading
 
 
 class Piece(NamedTuple):
@@ -100,21 +100,19 @@ class Tokenizer:
     def from_content(cls, data: dict[str, Any], config: dict[str, Any], source: str | Path) -> Tokenizer:
         """Build a tokenizer from the checked content of its two files, as `__init__` does; errors name `source`."""
 
-        def build() -> Tokenizer:
+        with reading(source):
             tokenizer = cls(data, config)
-            tokenizer._check_added_ids(data.get("added_tokens", []))
+            tokenizer._check_added_ids(data.get("added_tokens", []), source)
             # Try known and unknown text, so that a faulty file raises an error here and not later.
             tokenizer.decode(tokenizer.encode("a b\U000f1e0f", add_specials=True))
             return tokenizer
 
-        tokenizer: Tokenizer = build_or_file_error(source, build)
-        return tokenizer
-
-    def _check_added_ids(self, rows: list[dict[str, Any]]) -> None:
+    def _check_added_ids(self, rows: list[dict[str, Any]], source: str | Path) -> None:
         for row in rows:
             if self._backend.token_to_id(row["content"]) != row["id"]:
-                raise ValueError(
-                    f"its added token {row['content']!r} cannot have the id {row['id']}, because ids must not have gaps"
+                raise FileError(
+                    f"{source} cannot be used: its added token {row['content']!r:.40} cannot have the id {row['id']}, "
+                    "because ids must not have gaps"
                 )
 
     def save_pretrained(self, folder: str | Path) -> None:

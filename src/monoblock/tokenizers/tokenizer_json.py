@@ -13,7 +13,7 @@ from monoblock.tokenizers.chat_template import MAX_TEMPLATE_LENGTH
 from monoblock.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 from monoblock.tokenizers.formats.vocabulary_files import find_vocabulary, read_vocabulary
 from monoblock.tokenizers.validation import validate_tokenizer_json
-from monoblock.untrusted_files import has_file, read_bytes, read_json, safe_join
+from monoblock.untrusted_files import has_file, read_bytes, read_json, reading, safe_join
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -31,6 +31,11 @@ def read_tokenizer(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     `path` is a folder, a tokenizer.json or a GGUF file. If a folder has no tokenizer.json, its content is built from
     older vocabulary files such as vocab.txt.
     """
+    with reading(path):
+        return _read_tokenizer(path)
+
+
+def _read_tokenizer(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         return _read_folder(path)
@@ -76,19 +81,6 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         ids = read_json(safe_join(folder, "added_tokens.json"), max_bytes=MAX_CONFIG_BYTES)
         config["added_tokens_decoder"] = {str(number): {"content": token} for token, number in ids.items()}
     return config
-
-
-def build_or_file_error(path: str | Path, build: Any) -> Any:
-    """Return build(); turn any exception into a FileError that names `path`.
-
-    A damaged file may even cause a Rust panic in the `tokenizers` library.
-    """
-    try:
-        return build()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as problem:  # a Rust panic is a BaseException, but not an Exception
-        raise FileError(f"{path} cannot be used: {' '.join(str(problem).split())[:120]}") from None
 
 
 # -- inspecting --------------------------------------------------------------------------------------------------------

@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
+from monoblock.tokenizers.charsmap import check_charsmap
 from monoblock.tokenizers.patterns import ALLOWED_REPLACE_PATTERNS, ALLOWED_SPLIT_PATTERNS
 
 MAX_TOKENS = 2_000_000
 MAX_COMPONENTS = 32
+# Added tokens are compiled into one search automaton, which takes seconds for a million characters.
+MAX_ADDED_TOKENS = 32_768
+MAX_ADDED_CHARACTERS = 2**18
+MAX_TEMPLATE_IDS = 16  # that a special token of a template stands for
 MAX_TOKEN_LENGTH = 512  # of an added token, in characters
 MAX_WORD_LENGTH = 200  # characters in a word of WordPiece, whose search takes cubic time
 MAX_AFFIX_LENGTH = 8  # characters that a component may prepend or strip
@@ -77,6 +82,8 @@ def _check_component(section: str, component: Any, depth: int) -> int:
     _check_pattern(section, component)
     if kind == "TemplateProcessing":
         _check_template(component)
+    if kind == "Precompiled":
+        check_charsmap(component.get("precompiled_charsmap"))
     count = 1
     for key in SEQUENCE_KEYS:
         inner = component.get(key, [])
@@ -109,8 +116,8 @@ def _check_pattern(section: str, component: Mapping[str, Any]) -> None:
         raise _InvalidTokenizer(f"its decoder may strip only from the start, and at most {MAX_AFFIX_LENGTH} characters")
     if component["type"] == "Prepend":
         prefix = component.get("prepend")
-        if not isinstance(prefix, str) or len(prefix) > MAX_AFFIX_LENGTH:
-            raise _InvalidTokenizer(f"its {section} prepends more than {MAX_AFFIX_LENGTH} characters, the limit")
+        if not isinstance(prefix, str) or not 0 < len(prefix) <= MAX_AFFIX_LENGTH:  # the library panics for ""
+            raise _InvalidTokenizer(f"its {section} prepends not 1 to {MAX_AFFIX_LENGTH} characters")
 
 
 def _strips_only_front(component: Mapping[str, Any]) -> bool:
@@ -131,6 +138,14 @@ def _check_template(component: Mapping[str, Any]) -> None:
     names = [token.get("id") if isinstance(token, Mapping) else None for token in tokens]
     if not all(isinstance(name, str) and isinstance(known.get(name), Mapping) for name in names):
         raise _InvalidTokenizer("its post_processor adds a special token that is not in its special_tokens")
+    if len(known) > MAX_COMPONENTS:
+        raise _InvalidTokenizer(f"its post_processor has more than {MAX_COMPONENTS} special tokens")
+    for name, token in known.items():
+        ids = token.get("ids") if isinstance(token, Mapping) else None
+        if not isinstance(ids, list) or len(ids) > MAX_TEMPLATE_IDS:
+            raise _InvalidTokenizer(f"the special token {name!r:.40} of its template has no list of ids, or a long one")
+        for number in ids:
+            _check_id(name, number)
 
 
 def _check_vocab(model: Mapping[str, Any]) -> Mapping[str, int]:
@@ -163,13 +178,17 @@ def _check_id(token: Any, number: Any) -> None:
 
 
 def _check_added_tokens(added: Any) -> None:
-    if not isinstance(added, list) or len(added) > MAX_TOKENS:
-        raise _InvalidTokenizer("its added_tokens are not a list")
+    if not isinstance(added, list) or len(added) > MAX_ADDED_TOKENS:
+        raise _InvalidTokenizer(f"its added_tokens are not a list of at most {MAX_ADDED_TOKENS:,}")
+    characters = 0
     for row in added:
         content = row.get("content") if isinstance(row, Mapping) else None
         if not isinstance(content, str) or not 0 < len(content) <= MAX_TOKEN_LENGTH:
             raise _InvalidTokenizer(f"one of its added_tokens is not a token of 1 to {MAX_TOKEN_LENGTH} characters")
         _check_id(content, row.get("id"))
+        characters += len(content)
+    if characters > MAX_ADDED_CHARACTERS:
+        raise _InvalidTokenizer(f"its added_tokens have more than {MAX_ADDED_CHARACTERS:,} characters")
 
 
 # -- the four models ---------------------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from monoblock.errors import FileError
+from monoblock.untrusted_files import read_text, reading
 
 MANIFEST_FILE, LATEST_FILE, METADATA_FILE = "manifest.json", "latest", "state.json"
 MAX_JSON_BYTES = 64 * 2**20
+MAX_LATEST_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -175,16 +177,14 @@ def list_steps(folder: Path) -> list[int]:
 def find_problem(path: Path) -> str | None:
     """Return why a checkpoint cannot be used, or None if it is intact."""
     try:
-        if (path / MANIFEST_FILE).stat().st_size > MAX_JSON_BYTES:
-            return f"{path / MANIFEST_FILE} is too large for a manifest"
-        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = _read_json(path / MANIFEST_FILE)
         files: dict[str, dict[str, Any]] = manifest["files"]
         if METADATA_FILE not in files:
             return f"{path / MANIFEST_FILE} does not list {METADATA_FILE}"
         if manifest["step"] != parse_step(path):
             return f"{path / MANIFEST_FILE} belongs to step {manifest['step']}"
         for name, expected in files.items():
-            if Path(name).name != name:
+            if Path(name).name != name or (path / name).is_symlink():
                 return f"{path / MANIFEST_FILE} lists a file outside its folder"
             if not (path / name).is_file():
                 return f"{path / name} is missing"
@@ -214,9 +214,9 @@ def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
     The file may be unreadable, or name a checkpoint that does not exist.
     """
     try:
-        name = latest.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:  # the first save was interrupted
-        return []
+        if not os.path.lexists(latest):  # the first save was interrupted
+            return []
+        name = read_text(latest, MAX_LATEST_BYTES).strip()
     except (OSError, ValueError):
         return [f"{latest} cannot be read"]
     return [] if name in names else [f"{latest} names {name[:80]!r}, which does not exist"]
@@ -224,17 +224,24 @@ def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
 
 def load(path: Path) -> Checkpoint:
     """Load a checkpoint in which `find_problem` finds no problem."""
-    files = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["files"]
-    try:
+    files = _read_json(path / MANIFEST_FILE)["files"]
+    with reading(path):
         tensors = {Path(name).stem: load_file(path / name) for name in files if name.endswith(".safetensors")}
-    except SafetensorError as problem:
-        raise FileError(f"{path} cannot be read: {problem}") from None
     return Checkpoint(step=parse_step(path), tensors=tensors, metadata=load_metadata(path))
 
 
 def load_metadata(path: Path) -> dict[str, Any]:
     """Load the metadata of a checkpoint without its tensors."""
-    return json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
+    return _read_json(path / METADATA_FILE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object that `save` wrote; it may contain Infinity, the best loss before the first evaluation."""
+    with reading(path):
+        data = json.loads(read_text(path, MAX_JSON_BYTES))
+    if not isinstance(data, dict):
+        raise FileError(f"{path} does not contain a JSON object")
+    return data
 
 
 def parse_step(path: Path) -> int:

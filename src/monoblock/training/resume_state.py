@@ -17,6 +17,7 @@ from monoblock.errors import FileError
 from monoblock.kernels.cpu import library
 from monoblock.training import checkpoint
 from monoblock.training.optimizer import Optimizers
+from monoblock.training.update_guard import STATE_FIELDS
 
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
 # Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.
@@ -105,6 +106,28 @@ def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], rank: int, s
         restore_rng(groups[rng_name(rank)])
     else:
         torch.manual_seed((torch.initial_seed() + step) % 2**63)
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metadata of a checkpoint; raise FileError if a number that training needs is missing or invalid."""
+    best, guard = metadata.get("best"), metadata.get("guard")
+    if not isinstance(best, dict) or not isinstance(guard, dict):
+        raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no best evaluation or no guard")
+    counts = {"tokens": metadata.get("tokens"), "parts": metadata.get("parts")}
+    counts |= {f"guard.{name}": guard.get(name) for name in STATE_FIELDS if name != "mean"}
+    optional = {"sound": metadata.get("sound"), "best.step": best.get("step")}
+    counts |= {name: value for name, value in optional.items() if value is not None}
+    loss = 0.0 if best.get("loss") is None else best["loss"]
+    wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
+    wrong += [name for name, value in (("guard.mean", guard.get("mean")), ("best.loss", loss)) if not is_number(value)]
+    wrong += ["parts"] if counts["parts"] == 0 else []
+    if wrong:
+        raise FileError(f"the {checkpoint.METADATA_FILE} of the checkpoint has no valid number for {wrong[0]}")
+    return metadata
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def last_good_step(folder: Path) -> int | None:

@@ -33,6 +33,7 @@ from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.update_guard import UpdateGuard
 from monoblock.training.weight_averaging import ExponentialMovingAverage
+from monoblock.untrusted_files import reading
 
 NO_CHECKPOINT = -1  # stands for None when a step is broadcast
 MAX_SAMPLES_SHOWN = 8  # how many samples of a bad batch a message lists
@@ -266,9 +267,10 @@ class Trainer:
         if step == NO_CHECKPOINT:
             raise FileError(f"no checkpoint in {self.folder} is intact; start a new run with --out")
         path = self.folder / f"step-{step}"
-        state = checkpoint.load(path)
-        resume_state.check_same_run(state.metadata["identity"], self.identity, self.old_identity)
-        yield from self._restore(state)
+        with reading(path):
+            state = checkpoint.load(path)
+            resume_state.check_same_run(state.metadata["identity"], self.identity, self.old_identity)
+            yield from self._restore(state)
         if problems:
             yield WarningEvent(f"resuming from {path.name}, the newest intact checkpoint")
 
@@ -277,7 +279,7 @@ class Trainer:
         resume_state.restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
         if self.average is not None:
             self.average.load_tensors(state.tensors["average"])
-        metadata = state.metadata
+        metadata = resume_state.check_metadata(state.metadata)
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
         self.best, self.last_good_step = metadata["best"], metadata["sound"]
         self.guard.load_state_dict(metadata["guard"])

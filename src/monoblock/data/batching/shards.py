@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from monoblock.config.schema import check_at_least, check_types, from_dict, to_dict
 from monoblock.errors import ConfigError, FileError, InputError
+from monoblock.untrusted_files import read_json
 
 MANIFEST_FILE, DOCUMENTS_FILE = "manifest.json", "documents.bin"
 MAX_MANIFEST_BYTES = 16 * 2**20
@@ -251,13 +252,10 @@ def read_manifest(folder: str | Path) -> ShardManifest:
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
         raise FileError(f"{folder} is not a folder of tokens, because it has no {MANIFEST_FILE}")
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise FileError(
-            f"{path} has more than {MAX_MANIFEST_BYTES:,} bytes, too many for a manifest; is it the right file?"
-        )
+    data = read_json(path, max_bytes=MAX_MANIFEST_BYTES)
     try:
-        return from_dict(ShardManifest, json.loads(path.read_text(encoding="utf-8")), MANIFEST_FILE)
-    except (ConfigError, ValueError, RecursionError) as problem:
+        return from_dict(ShardManifest, data, MANIFEST_FILE)
+    except ConfigError as problem:
         raise FileError(f"{path} cannot be used: {problem}") from None
 
 

@@ -30,6 +30,7 @@ from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
 from monoblock.data.readers.squad import read_questions
 from monoblock.data.readers.text import read_documents, read_text
 from monoblock.errors import FileError, SplitError, did_you_mean
+from monoblock.untrusted_files import reading
 
 SPLIT_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test", "t10k")}
 KIND_BY_SUFFIX: dict[str, CorpusKind] = {
@@ -125,6 +126,11 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
 
 
 def _read_file(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
+    with reading(path):
+        return _read_rows(path, kind, document_boundaries)
+
+
+def _read_rows(path: Path, kind: CorpusKind | None, document_boundaries: DocumentBoundaries) -> FileContent:
     files = expand_aligned_path(path)
     if len(files) == 2 and not path.exists():
         return FileContent("pairs", list(read_aligned_pairs(*files)))

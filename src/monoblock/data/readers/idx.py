@@ -12,10 +12,11 @@ import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from monoblock.data.readers.records import LabelledImage
 from monoblock.errors import FileError
+from monoblock.untrusted_files import check_expansion, open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,6 @@ IMAGES, LABELS = "images", "labels"
 IMAGE_FILE_SUFFIXES = tuple(f"-images{dash}idx3-ubyte{gz}" for dash in "-." for gz in ("", ".gz"))
 UINT8_TYPE_CODE = 8  # the code of unsigned bytes in an IDX header
 MAX_DEFLATE_RATIO = 1032  # the highest compression ratio that deflate can reach
-MAX_BYTES = 2**32
 
 
 def is_idx_images(path: Path) -> bool:
@@ -53,9 +53,8 @@ def read_idx(path: str | Path) -> Iterator[LabelledImage]:
             f"{path} holds {len(images)} images, but {labels_path(path).name} holds {len(labels)} labels; "
             f"give one label for each image"
         )
-    pixels = images[:, None].astype(np.float32) / np.float32(255)  # (count, 1, height, width)
-    for image, label in zip(pixels, labels.tolist(), strict=True):
-        yield LabelledImage(image, label)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        yield LabelledImage(image[None].astype(np.float32) / np.float32(255), label)  # (1, height, width)
 
 
 def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
@@ -63,11 +62,11 @@ def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
     import numpy as np
 
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            shape = _read_shape(file, path, ndim)
+        with open_regular(path) as raw_file, gzip.open(raw_file) if path.suffix == ".gz" else raw_file as file:
+            shape = _read_shape(cast(BinaryIO, file), path, ndim)
             size = math.prod(shape)
-            max_size = path.stat().st_size * (MAX_DEFLATE_RATIO if path.suffix == ".gz" else 1)
-            if size > min(max_size, MAX_BYTES):
+            check_expansion(path, size)
+            if size > path.stat().st_size * (MAX_DEFLATE_RATIO if path.suffix == ".gz" else 1):
                 raise FileError(f"{path} is too short for the {'×'.join(map(str, shape))} bytes that its header states")
             raw = file.read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
@@ -80,7 +79,7 @@ def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
     return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
-def _read_shape(file: IO[bytes] | gzip.GzipFile, path: Path, ndim: int) -> tuple[int, ...]:
+def _read_shape(file: BinaryIO, path: Path, ndim: int) -> tuple[int, ...]:
     header = file.read(4 + 4 * ndim)
     if len(header) < 4 + 4 * ndim or header[:4] != bytes((0, 0, UINT8_TYPE_CODE, ndim)):
         axes = f"{ndim} ax{'i' if ndim == 1 else 'e'}s"

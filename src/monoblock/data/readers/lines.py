@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from monoblock.errors import FileError
+from monoblock.untrusted_files import open_regular
 
 BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the beginning of a file
 
@@ -20,7 +21,7 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) for each line of a UTF-8 file, counted from 1 and without the line break."""
     number = 0
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             for number, raw in enumerate(file, 1):
                 line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
@@ -38,7 +39,9 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as problem:
+        except RecursionError:
+            raise FileError(f"{path}, line {number}: not JSON (it is nested too deep)") from None
+        except ValueError as problem:
             raise FileError(f"{path}, line {number}: not JSON ({problem!s:.60})") from None
         if not isinstance(row, dict):
             raise FileError(f'{path}, line {number}: not an object; write a JSON object such as {{"text": "…"}}')

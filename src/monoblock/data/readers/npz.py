@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from monoblock.data.readers.records import LabelledImage
 from monoblock.errors import FileError
+from monoblock.untrusted_files import check_expansion, open_regular
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,22 +30,53 @@ def read_images(path: str | Path) -> Iterator[LabelledImage]:
         yield LabelledImage((pixels / scale).astype(np.float32).reshape(-1, *images.shape[-2:]), int(label))
 
 
-def _load_arrays(path: str | Path) -> tuple[NDArray[Any], NDArray[Any]]:
+def read_arrays(path: str | Path, names: Sequence[str]) -> list[NDArray[Any]]:
+    """Read arrays of a .npz file by their names; their headers state their sizes, which are checked before reading."""
+    arrays: list[NDArray[Any]] = []
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            members = {member.filename: member for member in archive.infolist()}
+            for name in names:
+                if f"{name}.npy" not in members:
+                    example = ", ".join(f"{name}=…" for name in names)
+                    raise FileError(f"{path} lacks the array {name!r}; save the file with np.savez(path, {example})")
+                member = members[f"{name}.npy"]
+                check_expansion(path, sum(array.nbytes for array in arrays) + member.file_size)
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise FileError(f"{path} is not a .npz file of numpy: {name!r} is compressed in another way")
+                with archive.open(member) as stream:
+                    arrays.append(_read_npy(stream, member.file_size))
+    except FileError:
+        raise
+    except Exception as problem:  # damage shows in many ways: zlib.error, struct.error, SyntaxError, …
+        reason = " ".join(str(problem).split())[:80]
+        raise FileError(f"{path} is not a .npz file of plain arrays: {reason or type(problem).__name__}") from problem
+    return arrays
+
+
+def _read_npy(stream: IO[bytes], size: int) -> NDArray[Any]:
+    """Read an array from a .npy file of `size` bytes; raise ValueError unless its header states that size."""
     import numpy as np
 
-    try:
-        # Never unpickle: np.load raises ValueError for an array of Python objects.
-        with np.load(path, allow_pickle=False) as file:
-            missing = {"images", "labels"} - set(file.files)
-            if missing:
-                raise FileError(
-                    f"{path} lacks the array {min(missing)!r}; save the file with np.savez(path, images=…, labels=…)"
-                )
-            images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as problem:
-        if isinstance(problem, FileError):
-            raise
-        raise FileError(f"{path} is not a .npz file of plain arrays: {str(problem).splitlines()[0]:.80}") from None
+    versions = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    version = np.lib.format.read_magic(stream)
+    if version not in versions:
+        raise ValueError(f"the version {version} of its header is not known")
+    shape, fortran_order, dtype = versions[version](stream)
+    if dtype.hasobject or not all(type(axis) is int and axis >= 0 for axis in shape):
+        raise ValueError("it has Python objects, or a negative size")  # objects would be unpickled
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > size:
+        raise ValueError(f"its header states {nbytes:,} bytes, but the file has {size:,}")
+    raw = stream.read(nbytes)
+    if len(raw) < nbytes:
+        raise ValueError("it ends early")
+    order: Literal["F", "C"] = "F" if fortran_order else "C"
+    return np.frombuffer(raw, dtype).reshape(shape, order=order)
+
+
+def _load_arrays(path: str | Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    images, labels = read_arrays(path, ("images", "labels"))
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         shapes = f"images of shape {images.shape} and {labels.dtype} labels of shape {labels.shape}"
         raise FileError(

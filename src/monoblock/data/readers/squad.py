@@ -16,6 +16,7 @@ from typing import Any
 
 from monoblock.data.readers.records import Question
 from monoblock.errors import FileError
+from monoblock.untrusted_files import open_regular
 
 MAX_QUOTED_CHARACTERS = 40  # how much of an answer an error message quotes
 
@@ -34,10 +35,10 @@ def read_questions(path: str | Path) -> Iterator[Question]:
 
 def _load_json(path: str | Path) -> Any:
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-        return json.loads(text)
-    except OSError as problem:
-        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+        with open_regular(path) as file:
+            return json.loads(file.read().decode("utf-8-sig"))
+    except FileError:
+        raise
     except UnicodeDecodeError:
         raise FileError(f"{path}: a byte is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as problem:

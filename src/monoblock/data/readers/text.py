@@ -16,6 +16,7 @@ from monoblock.data.readers.lines import (
     utf8_error,
 )
 from monoblock.data.readers.records import DocumentBoundaries
+from monoblock.untrusted_files import open_regular
 
 
 def read_text(path: str | Path, document_boundaries: DocumentBoundaries = "file") -> Iterator[str]:
@@ -76,7 +77,8 @@ def _read_text_column(path: str | Path) -> Iterator[str]:
 
 def _read_whole_file(path: str | Path) -> Iterator[str]:
     try:
-        raw = Path(path).read_bytes()
+        with open_regular(path) as file:
+            raw = file.read()
         yield raw.decode("utf-8").removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n")
     except UnicodeDecodeError as problem:
         raise utf8_error(path, raw.count(b"\n", 0, problem.start) + 1) from None

@@ -23,6 +23,7 @@ from monoblock.data.readers.records import Pair
 from monoblock.errors import FileError
 from monoblock.metrics.text import References, accuracy
 from monoblock.tasks.loaded_model import Hypothesis
+from monoblock.untrusted_files import read_json
 
 WEIGHT_HUNDREDTHS = (0, *range(1, 11), 12, 15, 20, 25, 30, 40, 50, 70, 100, 150, 200)
 CANDIDATE_WEIGHTS = tuple(
@@ -67,11 +68,11 @@ class WordFrequencies:
     @classmethod
     def read(cls, path: Path) -> WordFrequencies:
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
             counts = {str(word): int(count) for word, count in data["counts"].items()}
             return cls(Counter(counts), float(data["weight"]))
-        except OSError as problem:
-            raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+        except FileError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             example = '{"weight": 0.1, "counts": {"word": 3}}'
             raise FileError(

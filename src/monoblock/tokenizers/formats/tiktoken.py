@@ -12,6 +12,7 @@ from monoblock.tokenizers.components import byte_symbols
 
 MAX_TOKENS = 2_000_000
 MAX_TOKEN_BYTES = 512
+MAX_SQUARED_BYTES = 2**26  # the sum over all tokens; reconstructing the merge of a token takes quadratic time
 
 
 def is_tiktoken(raw: bytes) -> bool:
@@ -27,6 +28,7 @@ def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]
     file `where`.
     """
     ranks: dict[bytes, int] = {}
+    work = 0
     for number, line in enumerate(raw.splitlines()):
         if not line:
             continue
@@ -38,6 +40,9 @@ def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]
             token, value = b"", -1
         if not 0 < len(token) <= MAX_TOKEN_BYTES or not 0 <= value < MAX_TOKENS or token in ranks:
             raise FileError(f"{where}: line {number + 1} is not a base-64 token and its rank, or repeats a token")
+        work += len(token) ** 2
+        if work > MAX_SQUARED_BYTES:
+            raise FileError(f"{where} has too many long tokens; is it the right file?")
         ranks[token] = value
     missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
     if missing is not None:
@@ -56,11 +61,15 @@ def parse_ranks(raw: bytes, where: str) -> tuple[dict[str, int], list[list[str]]
 def _split_by_rank(token: bytes, ranks: Mapping[bytes, int], max_rank: int) -> list[bytes]:
     """Merge the bytes of a token by the merges below `max_rank` until two parts are left or no merge applies."""
     parts = [token[index : index + 1] for index in range(len(token))]
+    pair_ranks = [ranks.get(left + right, max_rank) for left, right in pairwise(parts)]
     while len(parts) > 2:
-        pair_ranks = [ranks.get(left + right, max_rank) for left, right in pairwise(parts)]
         best = min(pair_ranks)
         if best >= max_rank:
             break
         index = pair_ranks.index(best)
         parts[index : index + 2] = [parts[index] + parts[index + 1]]
+        del pair_ranks[index]
+        for left in (index - 1, index):  # the pairs that contain the new part
+            if 0 <= left < len(pair_ranks):
+                pair_ranks[left] = ranks.get(parts[left] + parts[left + 1], max_rank)
     return parts
