@@ -213,6 +213,7 @@ def _change_npz(raw: bytes, rng: random.Random) -> bytes:
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     name = rng.choice(sorted(members))
+    methods = [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2]
     match rng.randrange(5):
         case 0:
             members[name] = _change_bytes(members[name], rng)
@@ -221,7 +222,7 @@ def _change_npz(raw: bytes, rng: random.Random) -> bytes:
             header = str({"descr": "|u1", "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
             members[name] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(768)
         case 2:
-            count = rng.choice((10**6, 10**8))
+            count, methods = rng.choice((10**6, 10**8)), [zipfile.ZIP_DEFLATED]
             header = str({"descr": "|u1", "fortran_order": False, "shape": (count, 2, 2)}).encode().ljust(117) + b"\n"
             members[name] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(4 * count)
         case 3:
@@ -232,9 +233,7 @@ def _change_npz(raw: bytes, rng: random.Random) -> bytes:
         case 4:
             del members[name]
     result = io.BytesIO()
-    with zipfile.ZipFile(
-        result, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2))
-    ) as archive:
+    with zipfile.ZipFile(result, "w", rng.choice(methods), compresslevel=1) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return result.getvalue()
