@@ -17,6 +17,7 @@ HOSTILE: tuple[Any, ...] = (
     "a" * 70_000, "é\ud7ff\u202e", [], [[]], {}, {"": {}}, [0] * 1000, ["x", 1], {"kind": []}, float("nan"),
     float("inf"), "{{ x.__class__ }}", "%s" * 100, "<0x-1>", "1e9999",
 )  # fmt: skip
+LINKS = ("link out", "broken link", "circular link")
 TOML_VALUES = (
     "[" * 3000 + "]" * 3000, "9" * 5000, "0x" + "f" * 9000, "inf", "nan", '"../../../X"', "1979-05-27", "{a.b.c = 1}",
     "true", "-1", "0", "1e400", "'x'", "[1, 'a', {b=[]}]", '"\\u0000"', '"""',
@@ -43,10 +44,13 @@ TEMPLATES = (
 )
 
 
-def damage(path: Path, rng: random.Random) -> str:
-    """Change one file of a case at random; return what was done."""
+def damage(path: Path, rng: random.Random, *, links: bool) -> str:
+    """Change one file of a case at random; return what was done.
+
+    links: also replace the file by a link. A file that the user names may be one; a file of a model folder may not.
+    """
     if rng.random() < 0.03:
-        return _replace_entry(path, rng)
+        return _replace_entry(path, rng, ("pipe", "folder", "missing", "empty") + LINKS * links)
     raw = path.read_bytes()
     changes = [_change_bytes]
     if path.suffix == ".json":
@@ -80,9 +84,9 @@ def repair_manifest(path: Path) -> None:
         return
 
 
-def _replace_entry(path: Path, rng: random.Random) -> str:
+def _replace_entry(path: Path, rng: random.Random, kinds: tuple[str, ...]) -> str:
     """Replace a file by a link, a pipe, a folder or nothing."""
-    kind = rng.choice(("link out", "broken link", "circular link", "pipe", "folder", "missing", "empty"))
+    kind = rng.choice(kinds)
     raw = path.read_bytes()
     path.unlink()
     if kind == "link out":
@@ -209,6 +213,7 @@ def _change_npz(raw: bytes, rng: random.Random) -> bytes:
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     name = rng.choice(sorted(members))
+    methods = [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2]
     match rng.randrange(5):
         case 0:
             members[name] = _change_bytes(members[name], rng)
@@ -217,7 +222,7 @@ def _change_npz(raw: bytes, rng: random.Random) -> bytes:
             header = str({"descr": "|u1", "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
             members[name] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(768)
         case 2:
-            count = rng.choice((10**6, 10**8))
+            count, methods = rng.choice((10**6, 10**8)), [zipfile.ZIP_DEFLATED]
             header = str({"descr": "|u1", "fortran_order": False, "shape": (count, 2, 2)}).encode().ljust(117) + b"\n"
             members[name] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(4 * count)
         case 3:
@@ -228,9 +233,7 @@ def _change_npz(raw: bytes, rng: random.Random) -> bytes:
         case 4:
             del members[name]
     result = io.BytesIO()
-    with zipfile.ZipFile(
-        result, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2))
-    ) as archive:
+    with zipfile.ZipFile(result, "w", rng.choice(methods), compresslevel=1) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return result.getvalue()

@@ -141,6 +141,8 @@ READERS: dict[str, Callable[[Path], None]] = {
     "gguf tokenizer": lambda folder: read_tokenizer(folder / "model.gguf"),
 }
 
+NAMED_BY_USER = ("data", "picture", "recipe", "gguf", "gguf tokenizer", "pickle")  # the path of a file is given
+
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 

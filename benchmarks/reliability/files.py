@@ -93,7 +93,7 @@ def work(seed: int, smoke: bool) -> None:
         done = ""
         if damage is not None and not seed_row.kind.startswith("payload"):
             target = folder / damage.choice(seed_row.files)
-            done = file_mutations.damage(target, damage)
+            done = file_mutations.damage(target, damage, links=seed_row.read not in file_seeds.NAMED_BY_USER)
             if seed_row.kind == "checkpoint" and damage.random() < 0.7 and target.is_file():
                 file_mutations.repair_manifest(target)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

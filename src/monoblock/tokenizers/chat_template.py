@@ -130,7 +130,6 @@ class _TemplateProcess:
                     [sys.executable, "-I", str(PROGRAM)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
                     env={name: os.environ[name] for name in keep if name in os.environ},
                     start_new_session=True,  # Ctrl-C reaches this process only, which then ends the other
                     bufsize=0,

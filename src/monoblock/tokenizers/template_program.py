@@ -81,6 +81,7 @@ def limit_process() -> None:
         pages = int((file.read().split() or ["0"])[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a template has nothing to say there
 
     def refuse(event: str, _: Any) -> None:
         if event not in ALLOWED_AUDIT_EVENTS:

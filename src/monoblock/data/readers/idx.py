@@ -65,9 +65,9 @@ def read_idx_array(path: Path, ndim: int) -> NDArray[np.uint8]:
         with open_regular(path) as raw_file, gzip.open(raw_file) if path.suffix == ".gz" else raw_file as file:
             shape = _read_shape(cast(BinaryIO, file), path, ndim)
             size = math.prod(shape)
-            check_expansion(path, size)
             if size > path.stat().st_size * (MAX_DEFLATE_RATIO if path.suffix == ".gz" else 1):
                 raise FileError(f"{path} is too short for the {'×'.join(map(str, shape))} bytes that its header states")
+            check_expansion(path, size)
             raw = file.read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
         raise FileError(f"{path} is not a complete .gz file: {problem!s:.60}") from None

@@ -15,6 +15,8 @@ from monoblock.untrusted_files import check_expansion, open_regular
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+READ_BYTES = 2**20
+
 
 def read_images(path: str | Path) -> Iterator[LabelledImage]:
     """Yield the labelled images of a .npz file with the arrays "images" and "labels".
@@ -68,11 +70,14 @@ def _read_npy(stream: IO[bytes], size: int) -> NDArray[Any]:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > size:
         raise ValueError(f"its header states {nbytes:,} bytes, but the file has {size:,}")
-    raw = stream.read(nbytes)
-    if len(raw) < nbytes:
-        raise ValueError("it ends early")
+    raw = np.empty(nbytes, np.uint8)
+    for start in range(0, nbytes, READ_BYTES):  # the archive would copy what it reads at once
+        chunk = stream.read(min(READ_BYTES, nbytes - start))
+        raw[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        if len(chunk) < min(READ_BYTES, nbytes - start):
+            raise ValueError("it ends early")
     order: Literal["F", "C"] = "F" if fortran_order else "C"
-    return np.frombuffer(raw, dtype).reshape(shape, order=order)
+    return raw.view(dtype).reshape(shape, order=order)
 
 
 def _load_arrays(path: str | Path) -> tuple[NDArray[Any], NDArray[Any]]:
