@@ -73,6 +73,16 @@ def run_threads(first: int, last: int, threads: int) -> None:
         print(json.dumps([run, name, "equal" if together == alone else "different"]), flush=True)
 
 
+def run_child(words: list[str], environment: dict[str, str]) -> tuple[int | str, str, str]:
+    """Return the exit code of a child process, or "a hang", with its output and errors."""
+    command = [sys.executable, __file__, *words]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as problem:
+        return "a hang", (problem.stdout or b"").decode(), ""
+    return done.returncode, done.stdout, done.stderr
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
@@ -93,21 +103,14 @@ def main() -> None:
         while first < options.runs:
             last = min(options.runs, first + RUNS_PER_PROCESS)
             words = ["--threads", str(options.threads), "--child", str(first), str(last)]
-            done = subprocess.run(
-                [sys.executable, __file__, *words],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-                check=False,
-            )
-            lines = [json.loads(line) for line in done.stdout.splitlines()]
+            code, output, errors = run_child(words, environment)
+            lines = [json.loads(line) for line in output.splitlines()]
             equal += sum(outcome == "equal" for _, _, outcome in lines)
             problems += [f"run {run} of {name}: {outcome}" for run, name, outcome in lines if outcome == "different"]
             first = last
-            if done.returncode:
+            if code:
                 run, name, _ = lines[-1] if lines else (first, "", "")
-                problems.append(f"run {run} of {name}: exit code {done.returncode}: {done.stderr[-3000:]}")
+                problems.append(f"run {run} of {name}: {code}: {errors[-3000:]}")
                 first = run + 1 if lines else last
     for problem in problems:
         print(problem)
