@@ -1,5 +1,8 @@
 """A quantized copy of the model as its draft: the text is that of the model, token by token; the copy is kept."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from operator_support import use_kernels_for_toys
@@ -207,3 +210,21 @@ def test_the_quantization_kernel_equals_torch(group):
     weight[7, 3:] = 1.5
     packed, expected = torch.ops.monoblock.quantize_int8(weight), packing.quantize_int8_reference(weight)
     assert all(torch.equal(*pair) for pair in zip(packed, expected, strict=True))
+
+
+def test_threads_build_one_quantized_copy(monkeypatch):
+    model, counts, barrier = gpt(), [], threading.Barrier(4)
+    quantize = self_draft.quantize
+
+    def count(*args, **options):
+        counts.append(1)
+        return quantize(*args, **options)
+
+    def build(_):
+        barrier.wait()
+        return self_draft.make_self_draft(model, "8-bit")
+
+    monkeypatch.setattr(self_draft, "quantize", count)
+    with ThreadPoolExecutor(4) as pool:
+        drafts = list(pool.map(build, range(4)))
+    assert len(counts) == len({id(draft.model) for draft in drafts}) == 1

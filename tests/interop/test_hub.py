@@ -1,6 +1,7 @@
 """Names on the hub: downloaded if possible, else a one-line error, and never when a local folder is meant."""
 
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,19 +20,19 @@ def test_a_model_is_downloaded_without_code_and_pickles(monkeypatch, tmp_path):
     model.save_pretrained(tmp_path)
     calls = []
 
-    def download(name, allow_patterns):
-        calls.append((name, allow_patterns))
+    def download(name, revision, allow_patterns):
+        calls.append((name, revision, allow_patterns))
         return str(tmp_path)
 
     replace_hub(monkeypatch, download)
     loaded = mb.Transformer.from_pretrained("someone/a-model")
     assert loaded.config == model.config
-    assert calls == [("someone/a-model", list(ALLOW_PATTERNS))]
+    assert calls == [("someone/a-model", None, list(ALLOW_PATTERNS))]
     assert not any(pattern.endswith((".py", ".bin", ".pt", ".pkl")) for pattern in ALLOW_PATTERNS)
 
 
 def test_a_failed_download_is_a_one_line_error(monkeypatch):
-    def download(name, allow_patterns):
+    def download(name, revision, allow_patterns):
         raise OSError("no network\nat all")
 
     replace_hub(monkeypatch, download)
@@ -42,7 +43,31 @@ def test_a_failed_download_is_a_one_line_error(monkeypatch):
         mb.load("someone/a-model")
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "../up", "a/b/c", "gpt2", "runs/mine"])
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "refs/pr/1", COMMIT])
+def test_a_revision_is_pinned_and_the_commit_that_was_loaded_is_named(revision, monkeypatch, tmp_path):
+    folder, calls = tmp_path / "snapshots" / COMMIT, []
+    mb.Transformer(mb.gpt(vocab=11, width=12, depth=1, heads=3, context=13)).save_pretrained(folder)
+
+    def download(name, revision, allow_patterns):
+        calls.append((name, revision))
+        return str(folder)
+
+    replace_hub(monkeypatch, download)
+    name = "someone/a-model" if revision is None else f"someone/a-model@{revision}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert resolve_model_path(name) == folder
+    assert calls == [("someone/a-model", revision)]
+    expected = f"{name} may change; this is someone/a-model@{COMMIT}, and that name always gives the same model"
+    assert [str(warning.message) for warning in caught] == ([] if revision == COMMIT else [expected])
+
+
+@pytest.mark.parametrize(
+    "path", ["./nowhere", "/nowhere/at/all", "../up", "a/b/c", "gpt2", "runs/mine", "a/b@", "a/b@-x", "runs/x@y"]
+)
 def test_a_path_is_never_looked_up_on_the_hub(path, monkeypatch):
     replace_hub(monkeypatch, lambda *_, **__: pytest.fail("the hub was asked"))
     assert str(resolve_model_path(path)).rstrip("/") in path

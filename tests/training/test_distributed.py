@@ -240,12 +240,16 @@ LONG = {"train": {"steps": 400, "save_every": 15, "eval_every": 0}}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("kill", [os.killpg, os.kill], ids=["the terminal", "the parent alone"])
-def test_control_c_saves_in_the_main_process_and_exits_130(kill, tmp_path):
-    recipe, out = write_recipe(tmp_path, LONG), tmp_path / "run"
+def test_a_signal_saves_in_the_main_process_and_exits_128_plus_its_number(kill, number, code, tmp_path, capsys):
+    recipe, out = write_recipe(tmp_path, LONG, {"train": {"steps": 100_000}}), tmp_path / "run"
     process = start_and_wait(recipe, out)
-    kill(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130, read_log(out)
+    assert run_command("train", recipe, "--out", out, "--resume") == 1
+    assert f"process {_pid(process.pid, 0)} is training in" in capsys.readouterr().err
+    kill(process.pid, number)
+    assert process.wait(60) == code, read_log(out)
+    assert not (out / "run.lock").exists()
     step = last_logged_step(out)
     assert (out / "checkpoints/latest").read_text() == f"step-{step}"
     assert "--nproc 2" in read_log(out)

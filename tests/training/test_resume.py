@@ -103,20 +103,26 @@ def test_a_run_killed_before_writing_its_last_files_is_completed_by_resuming(uni
     assert (tmp_path / "run/README.md").read_text() == (first / "README.md").read_text()
 
 
-# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+# -- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_control_c_saves_exits_130_and_can_be_resumed_bit_for_bit(workers, tmp_path):
+def test_a_signal_saves_exits_128_plus_its_number_and_the_run_can_be_resumed_bit_for_bit(
+    workers, number, code, tmp_path
+):
     recipe = write_recipe(tmp_path, {"train": {"steps": 160, "save_every": 70, "workers": workers, "eval_every": 0}})
     out = tmp_path / "run"
     process = launch_training(recipe, out)
     while last_logged_step(out) < 20:
         assert process.poll() is None, read_log(out)
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    assert process.wait(60) == 130, read_log(out)
+    os.killpg(process.pid, number)  # as a terminal does
+    assert process.wait(60) == code, read_log(out)
     assert "Traceback" not in read_log(out)
+    assert read_log(out).count("stopping after this step, then saving") == 1
+    assert f"Saved {out} at step" in read_log(out)
+    assert not (out / "run.lock").exists()
     step = last_logged_step(out)
     assert step < 160
     assert (out / "checkpoints/latest").read_text() == f"step-{step}"

@@ -94,10 +94,11 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
     from monoblock.training.distributed import SINGLE_PROCESS
 
     recipe = read_recipe("demo", [f"train.seed={seed}"])
-    run, last = run_training(recipe, folder, None, SINGLE_PROCESS, {"resume": False, "tensorboard": False})
+    options = {"resume": False, "tensorboard": False}
+    run, last, interrupted_code = run_training(recipe, folder, None, SINGLE_PROCESS, options)
     if last.interrupted:
         print_resume_command(folder, last.step, ["train", "demo", f"train.seed={seed}"])
-        raise click.exceptions.Exit(130)
+        raise click.exceptions.Exit(interrupted_code)
     model_account = account(run.model.config)
     return {
         "folder": str(folder),

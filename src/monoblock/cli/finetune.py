@@ -92,14 +92,14 @@ def command(
     from monoblock.training.distributed import SINGLE_PROCESS
 
     run_folder = out if out is not None else Path("runs") / recipe.name
-    run, last = run_training(
+    run, last, interrupted_code = run_training(
         recipe, run_folder, resolve_data_folder(folder), SINGLE_PROCESS, {"resume": resume, "tensorboard": False}
     )
     if last.interrupted:
         objective_option = ["--objective", objective] if objective else []
         words = ["finetune", model, data, *all_overrides, *objective_option]
         print_resume_command(run_folder, last.step, words, folder)
-        ctx.exit(130)
+        ctx.exit(interrupted_code)
     print_result(run, as_json)
 
 

@@ -1,6 +1,7 @@
 """The command `monoblock`: run a verb, and turn every error into one line and an exit code.
 
-Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (such as `evaluate --at-least`), 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (such as `evaluate --at-least`), 130 interrupted by
+Ctrl-C, 143 ended by SIGTERM.
 """
 
 import sys
@@ -78,7 +79,7 @@ def cli(ctx: click.Context) -> None:
     """The Transformer, complete and usable.
 
     `monoblock VERB --help` shows the arguments and options of a verb. MODEL is a run folder (such as runs/demo-1),
-    a Hugging Face folder, a GGUF file, or the owner/name of a model on the Hugging Face Hub.
+    a Hugging Face folder, a GGUF file, or the owner/name[@revision] of a model on the Hugging Face Hub.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -64,14 +64,14 @@ def command(
     world = distributed.init_distributed(os.environ, resolved.train.device)
     with distributed.defer_worker_errors(world):
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
-        run, last = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
+        run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
         if world.is_main and last.interrupted:
             print_resume_command(folder, last.step, ["train", *words], data, world.size)
         elif world.is_main:
             print_result(run, as_json)
         world.shut_down()
     if last.interrupted:
-        ctx.exit(130)
+        ctx.exit(interrupted_code)
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from monoblock.config.limits import MAX_CONTEXT, MAX_IMAGE, MAX_POSITION_WEIGHTS, MAX_VOCAB, MAX_WIDTH
 from monoblock.config.parts import NormConfig
 from monoblock.config.positions import Learned, Sinusoid
-from monoblock.config.schema import check_at_least, check_fraction, check_types, nearest_divisor
+from monoblock.config.schema import check_at_least, check_at_most, check_fraction, check_types, nearest_divisor
 from monoblock.errors import ConfigError
 
 
@@ -32,6 +33,9 @@ class EmbeddingConfig:
         check_types(self)
         check_at_least(self, 1, "vocab", "context", "dim")
         check_at_least(self, 0, "segments")
+        check_at_most(self, MAX_VOCAB, "vocab", "segments")
+        check_at_most(self, MAX_POSITION_WEIGHTS if isinstance(self.positions, Learned) else MAX_CONTEXT, "context")
+        check_at_most(self, MAX_WIDTH, "dim")
         check_fraction(self, "dropout", "word_dropout")
         if isinstance(self.positions, Learned) and self.context is None:
             raise ConfigError("learned positions need a context, which is the number of positions; write context=…")
@@ -60,6 +64,7 @@ class PatchConfig:
         check_types(self)
         check_at_least(self, 1, "image", "patch", "channels")
         check_at_least(self, 0, "registers")
+        check_at_most(self, MAX_IMAGE, "image", "patch", "channels", "registers")
         check_fraction(self, "dropout")
         if isinstance(self.positions, Learned) and self.positions.offset:
             raise ConfigError("patches are counted from 0; write positions=Learned() without an offset")
@@ -68,6 +73,11 @@ class PatchConfig:
         if self.image % self.patch:
             fix = nearest_divisor(self.image, self.patch)
             raise ConfigError(f"patch={self.patch} does not divide image={self.image}; try patch={fix}")
+        if self.num_positions > MAX_POSITION_WEIGHTS:
+            raise ConfigError(
+                f"image={self.image} with patch={self.patch} is {self.num_positions} tokens; write a larger patch, for "
+                f"at most {MAX_POSITION_WEIGHTS} tokens"
+            )
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -103,6 +113,8 @@ class FramesConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "channels", "context")
+        check_at_most(self, MAX_IMAGE, "channels")
+        check_at_most(self, MAX_POSITION_WEIGHTS, "context")
         check_fraction(self, "dropout")
         if isinstance(self.positions, Learned) and self.positions.offset:
             raise ConfigError("frames are counted from 0; write positions=Learned() without an offset")

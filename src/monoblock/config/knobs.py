@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, TypeVar, Unpack
 
 from monoblock.config.knob_options import Knobs
+from monoblock.config.limits import MAX_LAYERS
 from monoblock.config.model import (
     Alibi,
     AttentionConfig,
@@ -33,7 +34,7 @@ from monoblock.config.model import (
     StackConfig,
 )
 from monoblock.config.parts import HEADS_WITH_CLASSES
-from monoblock.config.stack import MAX_LAYERS
+from monoblock.config.schema import shorten_int
 from monoblock.errors import ConfigError, did_you_mean
 
 FieldValues = dict[str, Any]  # the arguments from which a part of a configuration is rebuilt
@@ -103,7 +104,7 @@ def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...
     """Cut a pattern to `depth` blocks, or repeat its last entry until it has `depth` blocks."""
     check_positive_int("depth", depth)
     if depth > MAX_LAYERS:
-        raise ConfigError(f"depth={depth} is too large; write {MAX_LAYERS} or less")
+        raise ConfigError(f"depth={shorten_int(depth)} is too large; write {MAX_LAYERS} or less")
     runs: list[Repeat] = []
     left = depth
     for number, run in enumerate(pattern, start=1):

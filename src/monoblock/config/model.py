@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from monoblock.config.inputs import EmbeddingConfig, FramesConfig, PatchConfig
+from monoblock.config.limits import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from monoblock.config.parts import (
     VOCABULARY_HEADS,
     Activation,
@@ -23,7 +24,7 @@ from monoblock.config.parts import (
     NormConfig,
 )
 from monoblock.config.positions import Alibi, Buckets, Learned, Rotary, Scaling, Sinusoid
-from monoblock.config.schema import check_at_least, check_fraction, check_types, from_dict, to_dict
+from monoblock.config.schema import check_at_least, check_at_most, check_fraction, check_types, from_dict, to_dict
 from monoblock.config.stack import BlockConfig, Repeat, StackConfig
 from monoblock.errors import ConfigError
 
@@ -74,6 +75,7 @@ class QuantizeConfig:
                 f"group={self.group} is not a multiple of 32, although weights are packed in blocks of 32; "
                 "write 32, 64 or 128"
             )
+        check_at_most(self, MAX_WIDTH, "group")
 
     def padded_columns(self, inputs: int) -> int:
         """Return the number of weights stored for a row of `inputs` weights, which is padded to whole groups."""
@@ -249,6 +251,9 @@ class RecurrentConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "vocab", "width", "depth", "target_vocab")
+        check_at_most(self, MAX_VOCAB, "vocab", "target_vocab")
+        check_at_most(self, MAX_WIDTH, "width")
+        check_at_most(self, MAX_LAYERS, "depth")
         check_fraction(self, "dropout")
 
     @property

@@ -8,8 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from monoblock.config.limits import MAX_CLASSES, MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_HIDDEN, MAX_WIDTH
 from monoblock.config.positions import Alibi, Buckets, Rotary
-from monoblock.config.schema import check_at_least, check_fraction, check_positive, check_types, nearest_divisor
+from monoblock.config.schema import (
+    check_at_least,
+    check_at_most,
+    check_fraction,
+    check_positive,
+    check_types,
+    nearest_divisor,
+)
 from monoblock.errors import ConfigError
 
 Activation = Literal["relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity"]
@@ -73,6 +81,9 @@ class AttentionConfig:
         check_types(self)
         check_at_least(self, 1, "heads", "kv_heads", "head_dim", "value_dim", "window", "block_size")
         check_at_least(self, 0, "random_blocks")
+        check_at_most(self, MAX_HEADS, "heads", "kv_heads", "unpruned_heads")
+        check_at_most(self, MAX_WIDTH, "head_dim", "value_dim")
+        check_at_most(self, MAX_CONTEXT, "window", "block_size", "random_blocks")
         check_positive(self, "scale", "softcap", "clip")
         check_fraction(self, "dropout")
         if self.heads % self.num_kv_heads:
@@ -152,6 +163,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "count", "top_k")
+        check_at_most(self, MAX_EXPERTS, "count", "top_k")
         if self.top_k > self.count:
             raise ConfigError(
                 f"top_k={self.top_k} is more than count={self.count} experts; write top_k={self.count} or less"
@@ -173,6 +185,7 @@ class FeedForwardConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "hidden")
+        check_at_most(self, MAX_HIDDEN, "hidden")
         check_fraction(self, "dropout")
         check_positive(self, "clamp")
         if self.clamp is not None and not self.gated:
@@ -205,6 +218,8 @@ class HeadConfig:
             object.__setattr__(self, "classes", 1)
         check_types(self)
         check_at_least(self, 1, "classes", "project")
+        check_at_most(self, MAX_CLASSES, "classes")
+        check_at_most(self, MAX_WIDTH, "project")
         check_positive(self, "softcap")
         check_fraction(self, "dropout")
         if self.kind not in SEQUENCE_HEADS and (self.pooling != "first" or self.pooler != "none"):

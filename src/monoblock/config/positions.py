@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from monoblock.config.schema import check_at_least, check_types
+from monoblock.config.limits import MAX_BUCKETS, MAX_CONTEXT, MAX_POSITION_WEIGHTS, MAX_WIDTH
+from monoblock.config.schema import check_at_least, check_at_most, check_types
 from monoblock.errors import ConfigError
 
 
@@ -41,6 +42,7 @@ class Scaling:
             low, high = self.low_freq_factor, self.high_freq_factor
             raise ConfigError(f"high_freq_factor={high} of llama3 scaling must be above low_freq_factor={low}")
         check_at_least(self, 1, "original_context")
+        check_at_most(self, MAX_CONTEXT, "original_context")
         if self.factor <= 0:
             raise ConfigError(f"scaling factor={self.factor} must be positive; 1.0 leaves the frequencies alone")
 
@@ -59,6 +61,7 @@ class Rotary:
         check_types(self)
         if self.base <= 1:
             raise ConfigError(f"rotary base={self.base} must be above 1; 10000.0 is usual")
+        check_at_most(self, MAX_WIDTH, "dim")
         if self.dim is not None and (self.dim < 2 or self.dim % 2):
             raise ConfigError(
                 f"rotary dim={self.dim} must be even, because pairs are rotated; write {max(2, self.dim + 1)}"
@@ -89,6 +92,8 @@ class Buckets:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 4, "count")
+        check_at_most(self, MAX_BUCKETS, "count")
+        check_at_most(self, MAX_CONTEXT, "max_distance")
         half = self.count // 2
         if self.max_distance <= half:
             raise ConfigError(
@@ -109,6 +114,7 @@ class Sinusoid:
         check_types(self)
         if self.base <= 1:
             raise ConfigError(f"sinusoid base={self.base} must be above 1; 10000.0 is usual")
+        check_at_most(self, MAX_CONTEXT, "offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +127,4 @@ class Learned:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 0, "offset")
+        check_at_most(self, MAX_POSITION_WEIGHTS, "offset")

@@ -103,6 +103,19 @@ def check_at_least(config: Any, minimum: float, *names: str) -> None:
             raise _field_error(config, name, f"={value} is too small; write {minimum} or more")
 
 
+def check_at_most(config: Any, maximum: int, *names: str) -> None:
+    """Raise ConfigError if one of the named numbers is above `maximum`; None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > maximum:
+            raise _field_error(config, name, f"={shorten_int(value)} is too large; write {maximum} or less")
+
+
+def shorten_int(value: int) -> str:
+    """Return a number for an error message, where thousands of digits would help nobody."""
+    return str(value) if value < 2**63 else f"2**{value.bit_length() - 1} or more"
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Raise ConfigError unless the named numbers are above zero; None is allowed."""
     for name in names:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from monoblock.config.limits import MAX_LAYERS, MAX_WIDTH
 from monoblock.config.parts import AttentionConfig, FeedForwardConfig, NormConfig
-from monoblock.config.schema import check_at_least, check_fraction, check_types
+from monoblock.config.schema import check_at_least, check_at_most, check_fraction, check_types, shorten_int
 from monoblock.errors import ConfigError
-
-MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,7 @@ class BlockConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "width")
+        check_at_most(self, MAX_WIDTH, "width")
         check_fraction(self, "dropout")
         self.attention.check_width(self.width)
         if self.residual != "sequential" and (self.norm_place != "pre" or self.cross is not None):
@@ -71,8 +71,7 @@ class Repeat:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 1, "times")
-        if self.times > MAX_LAYERS:
-            raise ConfigError(f"times={self.times} is too large; write {MAX_LAYERS} or less")
+        check_at_most(self, MAX_LAYERS, "times")
         if not self.blocks:
             raise ConfigError("a Repeat needs at least one block; add one to blocks")
 
@@ -86,6 +85,8 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.depth > MAX_LAYERS:
+            raise ConfigError(f"a stack of {shorten_int(self.depth)} blocks is too deep; write {MAX_LAYERS} or less")
         if len({block.width for block in self.layers()}) != 1:
             raise ConfigError("a stack needs at least one block, and all its blocks need the same width")
         tables = {

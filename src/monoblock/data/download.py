@@ -1,4 +1,4 @@
-"""Download a file to a temporary name, check its SHA-256 and rename it, so that no incomplete file is ever used."""
+"""Download a file to a temporary name, check its size and SHA-256 and rename it: no incomplete file is ever used."""
 
 import hashlib
 import os
@@ -16,10 +16,11 @@ CHUNK_BYTES = 2**20
 TIMEOUT_SECONDS = 30.0  # the longest wait for the next bytes
 
 
-def download(url: str, sha256: str, path: str | Path) -> Path:
+def download(url: str, sha256: str, path: str | Path, *, max_bytes: int) -> Path:
     """Download `url` to `path`, unless the file exists already, and return `path`.
 
-    A file whose SHA-256 is not `sha256` is deleted, and FileError is raised.
+    A file whose SHA-256 is not `sha256` is deleted, and FileError is raised. So is it, before more is downloaded, if
+    the file is larger than `max_bytes`.
     """
     path = Path(path)
     if path.is_file():
@@ -33,16 +34,16 @@ def download(url: str, sha256: str, path: str | Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as part:
-            _download_and_verify(url, sha256, part, path)
+            _download_and_verify(url, sha256, max_bytes, part, path)
     except OSError as problem:
         raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
     return path
 
 
-def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> None:
+def _download_and_verify(url: str, sha256: str, max_bytes: int, part: IO[bytes], path: Path) -> None:
     temporary = Path(part.name)
     try:
-        actual = _write_response(url, part)
+        actual = _write_response(url, max_bytes, part)
         if actual != sha256:
             raise FileError(
                 f"the file at {url} has SHA-256 {actual[:12]}…, but {sha256[:12]}… was expected, so it was deleted; "
@@ -55,22 +56,27 @@ def _download_and_verify(url: str, sha256: str, part: IO[bytes], path: Path) -> 
         temporary.unlink(missing_ok=True)
 
 
-def _write_response(url: str, part: IO[bytes]) -> str:
+def _write_response(url: str, max_bytes: int, part: IO[bytes]) -> str:
     """Download `url` into the open file `part` and return the SHA-256 of the downloaded bytes."""
     digest = hashlib.sha256()
-    for chunk in _read_chunks(url):
+    for chunk in _read_chunks(url, max_bytes):
         digest.update(chunk)
         part.write(chunk)
     return digest.hexdigest()
 
 
-def _read_chunks(url: str) -> Iterator[bytes]:
+def _read_chunks(url: str, max_bytes: int) -> Iterator[bytes]:
     request = urllib.request.Request(url, headers={"User-Agent": "monoblock"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             length, read = response.headers.get("Content-Length"), 0
-            while chunk := response.read(CHUNK_BYTES):
+            while chunk := response.read(min(CHUNK_BYTES, max_bytes - read + 1)):
                 read += len(chunk)
+                if read > max_bytes:
+                    raise FileError(
+                        f"the file at {url} is larger than the {max_bytes:,} bytes expected, so it was not downloaded; "
+                        f"put the right file into a folder of corpora and give the folder with --data"
+                    )
                 yield chunk
     except (OSError, HTTPException) as problem:
         if isinstance(problem, urllib.error.HTTPError):

@@ -21,6 +21,7 @@ from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.training.events import EvaluationEvent, FinishedEvent
+from monoblock.training.run_lock import lock_run_folder
 
 CARD_FILE = "README.md"  # the last file that a run writes: if it exists, the run is finished
 
@@ -119,12 +120,13 @@ def train_arm(recipe: Recipe, folder: Path, data: Path | None) -> Iterator[str]:
         yield f"{folder.name}: already trained"
         return
     resume = (folder / RECIPE_FILE).is_file()
-    run = prepare_run(recipe, folder, data=data, resume=resume)
-    for event in run.events(resume=resume):
-        if isinstance(event, EvaluationEvent):
-            yield f"{folder.name}: step {event.step}, validation loss {event.metrics.get('val_loss', 0):.4f}"
-        elif isinstance(event, FinishedEvent):
-            yield f"{folder.name}: trained"
+    with lock_run_folder(folder):
+        run = prepare_run(recipe, folder, data=data, resume=resume)
+        for event in run.events(resume=resume):
+            if isinstance(event, EvaluationEvent):
+                yield f"{folder.name}: step {event.step}, validation loss {event.metrics.get('val_loss', 0):.4f}"
+            elif isinstance(event, FinishedEvent):
+                yield f"{folder.name}: trained"
 
 
 def load_arm(folder: Path, device: str = "auto") -> Pipeline:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 from monoblock.errors import FileError
 
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-REPO_ID = re.compile(r"(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95}")  # owner/name; runs/NAME is always a local folder
+# owner/name or owner/name@revision; runs/NAME is always a local folder
+REPO_ID = re.compile(r"(?P<name>(?!runs/)\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,199}))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_model_path(name_or_path: str | Path) -> Path:
     """Return the local path of a model; download it from the Hugging Face hub if `name_or_path` is like owner/name.
 
-    A path that exists, or whose parent folder exists, is never downloaded.
+    owner/name@revision is the model of a commit, a tag or a branch. Unless the revision is a commit, a warning says
+    which commit was loaded. A path that exists, or whose parent folder exists, is never downloaded.
     """
     path = Path(name_or_path)
-    if path.exists() or not REPO_ID.fullmatch(str(name_or_path)) or path.parent.exists():
+    match = REPO_ID.fullmatch(str(name_or_path))
+    if path.exists() or match is None or path.parent.exists():
         return path
     try:
         from huggingface_hub import snapshot_download
@@ -25,8 +30,15 @@ def resolve_model_path(name_or_path: str | Path) -> Path:
         raise FileError(
             f"there is no folder {name_or_path} here; to download a model of that name, pip install huggingface_hub"
         ) from None
+    name, revision = match["name"], match["revision"]
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=list(ALLOW_PATTERNS)))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(ALLOW_PATTERNS)))
     except Exception as error:  # whether the library, the network or the server failed, there is no model
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise FileError(f"there is no folder {name_or_path} here, and the download failed ({reason})") from None
+    if revision != folder.name and COMMIT.fullmatch(folder.name):  # the folder of a snapshot is named after its commit
+        warnings.warn(
+            f"{name_or_path} may change; this is {name}@{folder.name}, and that name always gives the same model",
+            stacklevel=2,
+        )
+    return folder

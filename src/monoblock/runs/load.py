@@ -43,6 +43,7 @@ def load(
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
+    owner/name@revision pins a commit, a tag or a branch of the hub.
     task: the task of the run, if it is not one of the package.
     model_class: the subclass of Transformer that was trained.
     force: use the tokenizer of a published folder even if it seems to belong to another model.

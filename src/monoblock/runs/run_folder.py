@@ -18,6 +18,7 @@ from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
+from monoblock.training.run_lock import LOCK_FILE
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -26,7 +27,7 @@ def check_run_folder(folder: Path, resume: bool) -> None:
     """Raise an error unless a run can start in this folder or, with `resume`, be resumed."""
     if resume and not (folder / RECIPE_FILE).is_file():
         raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
-    if not resume and folder.exists() and any(folder.iterdir()):
+    if not resume and folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise ConfigError(
             f"{folder} is not empty; continue its run with --resume (in Python, resume=True), "
             "or choose another folder with --out (out=…)"

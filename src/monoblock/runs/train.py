@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.events import TrainingEvent
 from monoblock.training.interrupt import stop_on_interrupt
+from monoblock.training.run_lock import lock_run_folder
 
 RecipeLike = str | Path | Mapping[str, object] | Recipe
 OWN_DATA = "batches"  # data.corpus of a run that trains on the user's batches
@@ -47,7 +49,8 @@ def train(
 
         run = mb.train("gpt-tiny", {"train.steps": 200}, out="runs/x")
 
-    Ctrl-C stops the run after the current step and saves a checkpoint; `run.interrupted` is then True.
+    Ctrl-C stops the run after the current step and saves a checkpoint; `run.interrupted` is then True. SIGTERM does the
+    same, and then ends the process, unless the program has its own handler. The run folder is locked meanwhile.
 
     recipe: a name from `monoblock ls recipes`, a TOML file, nested dicts, or a Recipe.
     overrides: {"section.key": value}, or a list of "section.key=value", as on the command line.
@@ -74,13 +77,15 @@ def train(
     parts = CustomParts(task, model_class, optimizer, batches, validation_batches, tokenizer)
     parsed = _parse(recipe, overrides, task, own_data=batches is not None)
     folder = Path("runs") / parsed.name if out is None else Path(out)
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt() as stop, lock_run_folder(folder, create=not resume):
         run = prepare_run(
             parsed, folder, parts=parts, data=None if data is None else Path(data), resume=resume, stop=stop
         )
         display = TrainingProgress(run.recipe.train.steps, run.task_data.unit, hidden=not progress)
         run.interrupted = train_to_end(run, display, resume=resume, callbacks=callbacks).interrupted
     run.model.eval()
+    if run.interrupted and stop.signal == signal.SIGTERM:
+        signal.raise_signal(signal.SIGTERM)
     return run
 
 

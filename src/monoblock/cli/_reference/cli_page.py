@@ -15,10 +15,11 @@ from monoblock.cli.main import VERBS, cli
 INTRODUCTION = """# The command line
 
 `monoblock COMMAND --help` prints what this page lists. The exit code is 0 on success, 1 on failure, 2 if the
-arguments or a recipe are wrong, 3 if a check failed (such as `evaluate --at-least`), and 130 if the command was
-interrupted. An error is one line on stderr; `--debug` adds the traceback. `MODEL` is a run folder, a Hugging Face
-folder, a GGUF file, or the owner/name of a model on the Hugging Face Hub. The listings of `monoblock ls` are also on
-the pages [recipes.md](recipes.md) and [config.md](config.md)."""
+arguments or a recipe are wrong, 3 if a check failed (such as `evaluate --at-least`), 130 if the command was interrupted
+by Ctrl-C, and 143 if it was ended by SIGTERM; training saves first in both cases. An error is one line on stderr;
+`--debug` adds the traceback. `MODEL` is a run folder, a Hugging Face folder, a GGUF file, or the owner/name[@revision]
+of a model on the Hugging Face Hub. The listings of `monoblock ls` are also on the pages [recipes.md](recipes.md) and
+[config.md](config.md)."""
 
 
 def build_cli_page() -> str:

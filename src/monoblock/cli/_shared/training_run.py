@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -14,13 +15,21 @@ from monoblock.cli._shared.output import print_json, suggest_next
 from monoblock.metrics.format import format_metric
 from monoblock.runs.progress import TrainingProgress, train_to_end
 from monoblock.training.interrupt import stop_on_interrupt
+from monoblock.training.run_lock import lock_run_folder
 
 if TYPE_CHECKING:
     from monoblock.recipes.schema import Recipe
     from monoblock.runs.run import Run
     from monoblock.training.distributed import World
+    from monoblock.training.events import FinishedEvent
 
 MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflow
+
+
+class TrainingResult(NamedTuple):
+    run: Run
+    last: FinishedEvent
+    interrupted_code: int  # the exit code of the command if the run was interrupted: 130 by Ctrl-C, 143 by SIGTERM
 
 
 def run_training(
@@ -30,15 +39,16 @@ def run_training(
     world: World,
     options: dict[str, bool],
     notes: Sequence[str] = (),
-) -> tuple[Run, Any]:
-    """Train the model of a recipe, and write it to `folder`; return the run and its last event.
+) -> TrainingResult:
+    """Train the model of a recipe, and write it to `folder`.
 
     options: the arguments `resume` and `tensorboard` of `prepare_run`.
     notes: lines to print before the training.
     """
     from monoblock.runs.prepare_run import prepare_run
 
-    with stop_on_interrupt(world.rank, world.size) as stop:
+    lock = lock_run_folder(folder, create=not options["resume"], is_main=world.is_main)
+    with stop_on_interrupt(world.rank, world.size) as stop, lock:
         run = prepare_run(
             recipe,
             folder,
@@ -51,7 +61,9 @@ def run_training(
         for note in notes if world.is_main else ():
             click.echo(f"note: {note}", err=True)
         progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
-        return run, train_to_end(run, progress, resume=options["resume"])
+        last = train_to_end(run, progress, resume=options["resume"])
+        is_terminated = any(world.all_reduce_sum(stop.signal == signal.SIGTERM)) if last.interrupted else False
+        return TrainingResult(run, last, 128 + (signal.SIGTERM if is_terminated else signal.SIGINT))
 
 
 def print_result(run: Run, as_json: bool) -> None:

@@ -7,12 +7,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from monoblock.data.batching.plans import BatchIndices, BatchPlan
 from monoblock.errors import InputError, MonoblockError
 
 T = TypeVar("T")
+WORKER_GRACE_SECONDS = 30  # from SIGTERM to the end of a worker that is not ended by its main process
 
 
 class BatchLoader(Generic[T]):
@@ -73,7 +75,7 @@ class BatchLoader(Generic[T]):
                     # On systems without fork, `make_batch` must be picklable.
                     multiprocessing_context="fork" if sys.platform == "linux" else None,
                     collate_fn=_identity,
-                    worker_init_fn=_ignore_interrupts,
+                    worker_init_fn=_outlive_signals,
                     # Otherwise DataLoader draws an unused base seed from the global generator.
                     generator=torch.Generator().manual_seed(0),
                 )
@@ -117,6 +119,16 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _ignore_interrupts(worker: int) -> None:
-    # Ctrl-C reaches every process of a terminal; only the main process handles it, after saving.
+def _outlive_signals(worker: int) -> None:
+    """Let only the main process handle Ctrl-C and SIGTERM, which may reach every process of a terminal or a job.
+
+    The main process ends its workers when it has saved. After SIGTERM, a worker also ends by itself after a while.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_later)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    signal.alarm(WORKER_GRACE_SECONDS)

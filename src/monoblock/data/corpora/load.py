@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -195,7 +196,8 @@ def _load_named(
         from monoblock.data.download import download
 
         assert spec.sha256 is not None
-        path = download(spec.url, spec.sha256, _cache_path(name, cache))
+        assert spec.max_bytes is not None
+        path = download(spec.url, spec.sha256, _cache_path(name, cache), max_bytes=spec.max_bytes)
     elif location == "system":
         path = _system_path(spec)
     else:
@@ -235,7 +237,11 @@ def _system_path(spec: CorpusSpec) -> Path:
 def _cache_path(name: str, cache: str | Path | None) -> Path:
     spec = CORPORA[name]
     assert spec.path_template is not None
-    return Path(CACHE_FOLDER if cache is None else cache).expanduser() / spec.path_template
+    try:
+        folder = Path(CACHE_FOLDER if cache is None else cache).expanduser()
+    except RuntimeError:  # there is neither HOME nor an entry for this user
+        folder = Path(tempfile.gettempdir()) / "monoblock"
+    return folder / spec.path_template
 
 
 def _require_rows(rows: Iterable[Any], what: str) -> list[Any]:

@@ -42,6 +42,7 @@ class CorpusSpec:
     system_package: tuple[str, str] | None = None  # a Debian package and its folder of files
     url: str | None = None
     sha256: str | None = None
+    max_bytes: int | None = None  # of the file at `url`
 
 
 def _kjv(split: str) -> Iterator[Any]:
@@ -290,6 +291,7 @@ CORPORA = {
         read_file=read_text,
         url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        max_bytes=2**21,
     ),
     "wikitext2": CorpusSpec(
         description="good articles of Wikipedia, word by word, rare words as <unk>",

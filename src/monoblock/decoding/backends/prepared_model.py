@@ -12,7 +12,7 @@ of this is freed when the model is freed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +35,7 @@ class PreparedModel:
     def __init__(self, model: Transformer) -> None:
         self.signature = signature(model)
         self.model = build_inference_copy(model)
-        self.drafts: dict[str, tuple[Sequence[int], Transformer]] = {}  # by kind: weight versions, quantized copy
+        self._drafts: dict[str, tuple[Sequence[int], Transformer]] = {}  # by kind: weight versions, quantized copy
         self._idle_graph: CudaGraphDecoderState | None = None
         self._search_operators: SearchOperators | None = None
         self._has_search_operators = False
@@ -47,6 +47,15 @@ class PreparedModel:
                 self._search_operators = build_search_operators(self.model)
                 self._has_search_operators = True
             return self._search_operators
+
+    def get_draft(self, kind: str, versions: Sequence[int], build: Callable[[], Transformer]) -> Transformer:
+        """Return the quantized copy of a kind, built on first use and again when the versions of weights change."""
+        with _lock:
+            stored = self._drafts.get(kind)
+            if stored is None or stored[0] != versions:
+                with torch.inference_mode(False), torch.no_grad():
+                    stored = self._drafts[kind] = versions, build()
+            return stored[1]
 
     def make_graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
         """Return a state that replays a CUDA graph: the one that an earlier call has kept, if it fits, or a new one."""

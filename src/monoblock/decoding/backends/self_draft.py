@@ -9,8 +9,6 @@ memory of the weights (an eighth with 4 bits) and is freed with the model.
 
 from __future__ import annotations
 
-import torch
-
 from monoblock.decoding.backends.cpu_step import MAX_TOKENS
 from monoblock.decoding.backends.prepared_model import prepare
 from monoblock.decoding.speculative import DraftModel
@@ -46,8 +44,5 @@ def make_self_draft(model: Transformer | Recurrent, kind: str) -> DraftModel | N
     if prepared is None:
         return None
     versions = tuple(0 if weight.is_inference() else weight._version for weight in model.parameters())
-    stored = prepared.drafts.get(kind)
-    if stored is None or stored[0] != versions:
-        with torch.inference_mode(False), torch.no_grad():
-            stored = prepared.drafts[kind] = versions, quantize(model, bits=BITS[kind]).eval()
-    return DraftModel(stored[1], DRAFT_LENGTH, max_checked=MAX_TOKENS)
+    draft = prepared.get_draft(kind, versions, lambda: quantize(model, bits=BITS[kind]).eval())
+    return DraftModel(draft, DRAFT_LENGTH, max_checked=MAX_TOKENS)

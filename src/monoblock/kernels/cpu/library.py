@@ -1,19 +1,19 @@
 """Compile and load the C++ kernels of this folder on first use.
 
 The compiled library is stored in the user's cache folder under a hash of sources, torch version, compiler and
-processor, so it is compiled only once.  Without a compiler `load_kernels` returns the reason, and torch computes
-everything.
+processor, so it is compiled only once; a stored library that is damaged, or that another user can have written, is
+compiled again.  Without a compiler `load_kernels` returns the reason, and torch computes everything.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +22,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from monoblock.kernels.cpu import library_cache
+
 SOURCE_FOLDER = Path(__file__).parent
 MAIN_SOURCE = SOURCE_FOLDER / "operators.cpp"  # registers all operators; the headers hold them
 SOURCES = [MAIN_SOURCE, *sorted(SOURCE_FOLDER.rglob("*.h"))]
 COMPILERS = ("g++", "clang++", "c++")
 COMPILER_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 COMPILER_TIMEOUT = 300  # seconds
+VERSION_TIMEOUT = 30
+_LOADING = threading.Lock()
 
 
 class KernelStatus(NamedTuple):
@@ -47,14 +51,20 @@ def load_kernels() -> KernelStatus:
             False, f"no C++ compiler was found ({', '.join(COMPILERS)}), so weights are dequantized first"
         )
     try:
-        torch.ops.load_library(str(_build_library(compiler)))
+        with _LOADING:  # functools.cache may run this in several threads at once
+            _load_library(_build_library(compiler))
     except (ImportError, OSError, subprocess.SubprocessError) as error:
         message = str(getattr(error, "stderr", None) or error)
         line = next((line for line in message.splitlines() if "error" in line), message.strip().split("\n")[0])
         return KernelStatus(False, f"{Path(compiler).name} could not build the kernels ({line.strip()[:120]})")
+    return KernelStatus(True)
+
+
+@functools.cache  # the operators of a library are registered once
+def _load_library(library: Path) -> None:
+    torch.ops.load_library(str(library))
     for storage in ("dense", "int8", "int4"):
         torch.library.register_fake(f"monoblock::linear_{storage}", _fake_product)
-    return KernelStatus(True)
 
 
 def find_compiler() -> str | None:
@@ -76,7 +86,12 @@ def kernels_id() -> str:
     """
     compiler = find_compiler()
     is_broken = load_kernels.cache_info().currsize > 0 and not load_kernels().is_ready
-    return "" if compiler is None or is_broken else f"kernels-{_build_hash(_compiler_command(compiler))}"
+    if compiler is None or is_broken:
+        return ""
+    try:
+        return f"kernels-{_build_hash(_compiler_command(compiler))}"
+    except (OSError, subprocess.SubprocessError):  # nothing can be built with this compiler
+        return ""
 
 
 def _compiler_command(compiler: str) -> list[str]:
@@ -87,21 +102,24 @@ def _compiler_command(compiler: str) -> list[str]:
 def _build_library(compiler: str) -> Path:
     """Return the path of the compiled kernels, compiling them if needed."""
     command = _compiler_command(compiler)
-    library = cache_folder() / f"kernels-{_build_hash(command)}.so"
-    if library.is_file():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = f"kernels-{_build_hash(command)}.so"
+    stored = library_cache.find_library(name)
+    if stored is not None:
+        return stored
+    library = library_cache.make_library_folder() / name
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     headers = [f"-I{SOURCE_FOLDER}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
     with _exclusive_lock(library.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        if library.is_file():  # another process has compiled it
+        if library_cache.is_intact(library):  # another process has compiled it
             return library
-        output = Path(folder) / library.name
+        output = Path(folder) / name
         arguments = [*command, *headers, str(MAIN_SOURCE), *libraries, "-o", str(output)]
-        subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT)
-        os.replace(output, library)
+        subprocess.run(
+            arguments, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILER_TIMEOUT
+        )
+        library_cache.store_library(output, library)
     return library
 
 
@@ -115,17 +133,14 @@ def _exclusive_lock(lock: Path) -> Iterator[None]:
         yield
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "monoblock"
-
-
 def _build_hash(command: list[str]) -> str:
     """Hash all that the compiled library depends on.
 
-    This includes the processor, because machines that share a home folder may have different ones.
+    This includes the processor, because machines that share a home folder may have different ones. Raise OSError or
+    SubprocessError if the compiler does not tell its version.
     """
     version = subprocess.run(
-        [command[0], "--version"], check=True, capture_output=True, text=True, timeout=COMPILER_TIMEOUT
+        [command[0], "--version"], check=True, capture_output=True, text=True, errors="replace", timeout=VERSION_TIMEOUT
     )
     sources = [file.read_text(encoding="utf-8") for file in SOURCES]
     parts = [*sources, torch.__version__, *command, version.stdout, _processor_features()]
