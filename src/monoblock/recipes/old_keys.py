@@ -97,7 +97,7 @@ def rename_old_keys(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKe
 
 
 def set_former_defaults(data: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    """Set the keys of the tables `data` that the stored recipe lacks, because an earlier version wrote it, in place."""
+    """Set keys of `data` that a stored recipe lacks to the defaults of the version that wrote it."""
     for key, value in FORMER_DEFAULTS.items():
         if _get(stored, key) is _MISSING:
             set_key(data, key, value)

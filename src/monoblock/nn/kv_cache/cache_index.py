@@ -124,10 +124,10 @@ class CacheIndex:
         return positions, None if self.document is None else self.document.gather(1, column)
 
     def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
-        """Return for each row, as booleans (B,), whether it can be cut to `lengths` tokens.
+        """Return a boolean for each row (B,): whether the row can be cut to its first `lengths` tokens.
 
-        A ring to which `max_written` tokens were written can if no token in the window of the next token has been
-        overwritten.
+        The cache of a windowed layer is a ring that overwrites old tokens; `max_written` tokens were written to it. A row
+        can be cut only if no token in the window of its next token has been overwritten.
         """
         if self.window is None:
             return torch.ones_like(lengths, dtype=torch.bool)
