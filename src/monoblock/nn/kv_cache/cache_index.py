@@ -126,8 +126,8 @@ class CacheIndex:
     def can_truncate(self, lengths: Tensor, max_written: Tensor) -> Tensor:
         """Return a boolean for each row (B,): whether the row can be cut to its first `lengths` tokens.
 
-        The cache of a windowed layer is a ring that overwrites old tokens; `max_written` tokens were written to it. A row
-        can be cut only if no token in the window of its next token has been overwritten.
+        The cache of a windowed layer is a ring that overwrites old tokens; `max_written` tokens were written to it.
+        A row can be cut only if no token in the window of its next token has been overwritten.
         """
         if self.window is None:
             return torch.ones_like(lengths, dtype=torch.bool)
