@@ -358,7 +358,7 @@ HOSTILE_TEMPLATES = """{{ ''.__class__.__mro__[1].__subclasses__() }}
 {{ range(10**9)|list }}
 {{ 'a' * 10**10 }}
 {{ ['a'] * 10**10 }}
-{{ 10**10**10 }}
+{{ 10**(10**10) }}
 {{ 'a'.center(10**9) }}
 {{ 'a'.ljust(10**9) }}
 {{ 'a'|center(10**9) }}
@@ -374,7 +374,7 @@ HOSTILE_TEMPLATES = """{{ ''.__class__.__mro__[1].__subclasses__() }}
 {% set x = 'aaaaaaaaaa' * 100000 %}{{ x|replace('a', x) }}
 {% set x = 'aaaaaaaaaa' * 100000 %}{{ x.replace('a', x) }}
 {% set x %}{% for i in range(99999) %}LONG{% endfor %}{% endset %}{{ x }}
-{{ strftime_now('%1000000000d') }}
+{{ '%1000000000d' % 3 }}
 {{ undefined_thing.method() }}
 {% if %}
 {{

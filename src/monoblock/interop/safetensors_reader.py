@@ -243,7 +243,7 @@ def open_weights(folder: str | Path) -> SafetensorsWeights:
         raise FileError(f"{folder} has no {WEIGHTS_FILE}; {hint}")
     if has_file(folder, RUN_RECIPE_FILE):
         command = f"monoblock train {Path(folder) / RUN_RECIPE_FILE} --out {folder} --resume"
-        raise FileError(f"the training run in {folder} has not finished; continue it with {command}")
+        raise FileError(f"this training run has not finished; continue it with {command}")
     raise FileError(f"{folder} has no {WEIGHTS_FILE}, the file with the weights of a model")
 
 
