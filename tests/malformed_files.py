@@ -334,6 +334,7 @@ def gguf_files():
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 
+GOOD_TEMPLATE = "{{ messages[0].content }}"
 HOSTILE_TEMPLATES = """{{ ''.__class__.__mro__[1].__subclasses__() }}
 {{ cycler.__init__.__globals__.os.system('touch CANARY') }}
 {{ self.__init__.__globals__.__builtins__.__import__('os').system('touch CANARY') }}
@@ -513,6 +514,7 @@ def try_templates(trial):
     for n, template in enumerate(HOSTILE_TEMPLATES.splitlines()):
         text = template.replace("CANARY", str(trial.root / "CANARY")).replace("LONG", "x" * 60_000)
         reader = lambda text=text: render_chat(text, MESSAGES)
+        render_chat(GOOD_TEMPLATE, MESSAGES)  # starts the process of the renderer again if the last template ended it
         trial.run("template", f"{n} {template[:40]}", reader, allowed_folder=trial.root / "none")
 
 
@@ -536,7 +538,7 @@ def write_good_folder(root):
     tokenizer.save_pretrained(root / "good")
     Transformer.from_pretrained(root / "good")
     Tokenizer.from_pretrained(root / "good")
-    render_chat("{{ messages[0].content }}", MESSAGES)
+    render_chat(GOOD_TEMPLATE, MESSAGES)
     return root / "good"
 
 
