@@ -1,10 +1,12 @@
 """Helpers for the tests of training: small corpora and recipes, and runs in this or a separate process."""
 
 import copy
+import functools
 import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -192,7 +194,18 @@ def launch_training(recipe, out, *words, **options):
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "monoblock", "train", str(recipe), "--out", str(out), *words]
     with open(out.with_suffix(".log"), "w") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, **options)
+        prepare = functools.partial(_prepare_child, options.pop("preexec_fn", None))
+        output = {"stdout": log, "stderr": log}
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=prepare, **output, **options
+        )
+
+
+def _prepare_child(prepare):
+    """Let a child receive Ctrl-C, even if the tests run in the background, where a shell ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if prepare is not None:
+        prepare()
 
 
 def read_log(out):

@@ -299,6 +299,7 @@ def test_no_token_id_is_that_of_a_published_model(name, tmp_path):
     export_hf(Transformer(mb.tiny(name)), tmp_path, special_token_ids={"eos_token_id": 3})
     config = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
     ids = {key: value for key, value in config.items() if key.endswith("_token_id") and value is not None}
+    assert ids.pop("decoder_start_token_id", 0) == ids.get("pad_token_id", 0)  # with which `generate` starts a target
     assert ids == {"eos_token_id": 3} | {key: ids[key] for key in ids if key == "pad_token_id"}
 
 

@@ -99,8 +99,10 @@ def test_a_library_of_another_user_in_a_shared_cache_folder_is_not_loaded(cache,
 
 
 def test_without_any_folder_the_library_lives_as_long_as_the_process(monkeypatch, cache, tmp_path):
-    for folder in (cache, tmp_path / "tmp"):
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    for folder in (cache, tmp_path / "tmp" / f"monoblock-{os.geteuid()}"):
         folder.write_text("a file where the folder should be")
+    library_cache._temporary_folder.cache_clear()
     folder = library_cache.make_library_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder == library_cache.make_library_folder()

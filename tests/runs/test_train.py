@@ -218,6 +218,15 @@ def test_a_run_prints_as_one_short_line_and_the_card_names_the_optimizer(recipe,
     assert "NAdam" in (run.folder / "README.md").read_text()
 
 
+@pytest.fixture
+def interruptible():
+    """Let this process receive Ctrl-C, even if the tests run in the background, where a shell ignores it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_saves_a_checkpoint_and_the_run_is_resumed_bit_for_bit(recipe, tmp_path):
     def interrupt(event):
         if isinstance(event, StepEvent) and event.step == 2:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from monoblock.accounting.lstm import recurrent_parameters
 from monoblock.accounting.parameters import count_parameters
+from monoblock.config.limits import MAX_WIDTH
 from monoblock.config.model import EmbeddingConfig, Family, ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 
@@ -50,5 +51,6 @@ def matching_config(config: ModelConfig, kind: LSTMKind | None = None, *, depth:
         return parameter_count(replace(base, width=width))
 
     target = sum(count_parameters(config).values())
-    width = 1 + bisect_left(range(1, target), target, key=count)  # the first width with as many parameters or more
+    widths = range(1, min(target, MAX_WIDTH))
+    width = 1 + bisect_left(widths, target, key=count)  # the first width with as many parameters or more
     return replace(base, width=min(max(1, width - 1), width, key=lambda width: abs(count(width) - target)))
