@@ -38,7 +38,9 @@ def test_a_vocabulary_with_too_few_characters_is_refused(german):
 
 def test_a_tokenizer_that_knows_every_byte_is_not_measured(german, tmp_path):
     mb.Tokenizer.train("bpe", [ENGLISH], 300).save_pretrained(tmp_path / "tokenizer")
-    build_task_data(make_recipe(german, folder=str(tmp_path / "tokenizer")), 16)
+    task_data = build_task_data(make_recipe(german, folder=str(tmp_path / "tokenizer")), 16)
+    assert task_data.tokenizer.kind == "bpe"
+    assert not any("unknown" in str(notice) for notice in task_data.notices)
 
 
 @pytest.mark.parametrize(("rare", "refused"), [(1, False), (5, False), (40, True)])

@@ -96,7 +96,7 @@ def test_a_stale_lock_is_recognized(system, tmp_path, change):
 def test_a_damaged_lock_file_is_stale(system, tmp_path, content):
     (tmp_path / LOCK_FILE).write_bytes(content)
     with lock_run_folder(tmp_path):
-        pass
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
 
 
 def test_a_lock_that_cannot_be_written_is_a_one_line_error(tmp_path):
