@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import hashlib
 import io
@@ -149,7 +150,7 @@ def _change_value(data: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         places = _places(data)
         if not places:
-            return rng.choice(HOSTILE)
+            return copy.deepcopy(rng.choice(HOSTILE))
         container, key = rng.choice(places)
         match rng.randrange(6):
             case 0 if isinstance(container, dict):
@@ -164,7 +165,7 @@ def _change_value(data: Any, rng: random.Random) -> Any:
             case 3 if isinstance(container[key], int | float) and not isinstance(container[key], bool):
                 container[key] *= rng.choice((-1, 0, 2, 1000, 10**12, 0.5))
             case _:
-                container[key] = rng.choice(HOSTILE)
+                container[key] = copy.deepcopy(rng.choice(HOSTILE))
     return data
 
 

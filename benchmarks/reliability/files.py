@@ -132,7 +132,7 @@ def work(seed: int, smoke: bool) -> None:
             row["outcome"] = "invalid"
         return row
 
-    for row in seeds:  # imports everything
+    for row in seeds[: len(seeds) // len(variants)]:  # imports everything
         read(row, None)
     results.write(json.dumps({"valid": len(seeds), "payloads": len(payloads)}) + "\n")
     for line in sys.stdin:

@@ -12,7 +12,7 @@ from importlib import import_module
 import click
 
 from monoblock import __version__
-from monoblock.errors import ConfigError, MonoblockError, did_you_mean
+from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_message
 
 # Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
 VERBS = {
@@ -135,7 +135,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
 
 
 def _print_error(line: str, code: int) -> int:
-    click.echo(f"error: {' '.join(line.split())}", err=True)
+    click.echo(f"error: {shorten_message(' '.join(line.split()))}", err=True)
     return code
 
 

@@ -17,7 +17,7 @@ from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.errors import ConfigError, FileError, did_you_mean
 from monoblock.interop.folder import CONFIG_FILE, FORMAT_NAME, read_config
 from monoblock.interop.hub import resolve_model_path
-from monoblock.untrusted_files import has_file, read_json, safe_join
+from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 CHANGEABLE_KNOBS = ("context", "dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout")
 HEAD_KNOBS = ("head", "classes", "pooling", "pooler")
@@ -37,6 +37,11 @@ def resolve_model_folder(folder: Any) -> Path:
 def read_stored_config(folder: Any) -> ModelConfig | RecurrentConfig:
     """Read the configuration in a run folder, a Hugging Face folder or a GGUF file, without the weights."""
     path = resolve_model_folder(folder)
+    with reading(path):
+        return _read_config(path)
+
+
+def _read_config(path: Path) -> ModelConfig | RecurrentConfig:
     if path.is_file() and path.suffix == ".gguf":
         from monoblock.interop.gguf.reader import read_gguf_config
 

@@ -99,6 +99,10 @@ class _TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the id of the process that started it, since a fork must not share the pipes
 
+    def renew_lock(self) -> None:
+        """Replace the lock, which another thread may have held when this process was forked."""
+        self._lock = threading.Lock()
+
     def render(self, request: bytes) -> dict[str, Any]:
         with self._lock:
             process = self._start()
@@ -193,3 +197,4 @@ class _TemplateProcess:
 
 _PROCESS = _TemplateProcess()
 atexit.register(_PROCESS.close)
+os.register_at_fork(after_in_child=_PROCESS.renew_lock)
