@@ -175,6 +175,17 @@ def test_an_edited_state_of_a_checkpoint_is_refused(change, tmp_path):
     assert_refused("of the checkpoint", resume_state.check_metadata, checkpoint.load_metadata(tmp_path / "step-5"))
 
 
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "model.safetensors"])
+def test_a_link_out_of_a_checkpoint_is_not_read(name, tmp_path):
+    folder = tmp_path / "checkpoints"
+    checkpoint.save(folder, checkpoint.Checkpoint(5, {"model": {"w": torch.zeros(2)}}, METADATA))
+    (folder / "step-5" / name).rename(tmp_path / name)
+    (folder / "step-5" / name).symlink_to(tmp_path / name)
+    newest, problems = checkpoint.find_newest(folder)
+    assert newest is None
+    assert "link" in problems[0] or "outside" in problems[0]
+
+
 # -- archives and pictures ---------------------------------------------------------------------------------------------
 
 

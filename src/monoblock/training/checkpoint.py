@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from monoblock.errors import FileError
-from monoblock.untrusted_files import read_text, reading
+from monoblock.untrusted_files import read_text, reading, safe_join
 
 MANIFEST_FILE, LATEST_FILE, METADATA_FILE = "manifest.json", "latest", "state.json"
 MAX_JSON_BYTES = 64 * 2**20
@@ -216,7 +216,7 @@ def _check_latest_file(latest: Path, names: list[str]) -> list[str]:
     try:
         if not os.path.lexists(latest):  # the first save was interrupted
             return []
-        name = read_text(latest, MAX_LATEST_BYTES).strip()
+        name = read_text(safe_join(latest.parent, latest.name), MAX_LATEST_BYTES).strip()
     except (OSError, ValueError):
         return [f"{latest} cannot be read"]
     return [] if name in names else [f"{latest} names {name[:80]!r}, which does not exist"]
@@ -238,7 +238,7 @@ def load_metadata(path: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object that `save` wrote; it may contain Infinity, the best loss before the first evaluation."""
     with reading(path):
-        data = json.loads(read_text(path, MAX_JSON_BYTES))
+        data = json.loads(read_text(safe_join(path.parent, path.name), MAX_JSON_BYTES))
     if not isinstance(data, dict):
         raise FileError(f"{path} does not contain a JSON object")
     return data
