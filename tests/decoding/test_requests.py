@@ -7,6 +7,7 @@ from generate_support import IDS, NEW, eager, gpt, translator
 import monoblock as mb
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.decoding.speculative import PromptLookup
 from monoblock.errors import InputError
 
 
@@ -122,6 +123,28 @@ def test_a_request_that_fails_ends_alone_and_its_neighbours_are_unchanged(option
             assert isinstance(last[request].error, MemoryError)
         else:
             assert tokens[request] == alone[tuple(row)][0, len(row) :].tolist()
+
+
+class FailingLookup(PromptLookup):
+    """A proposer that fails at the prompts that contain a token, after the model has run them."""
+
+    def prefill(self, prompts):
+        if any(30 in prompt.ids for prompt in prompts):
+            raise MemoryError("no room")
+
+
+def test_rows_of_a_request_that_fails_half_way_are_dropped():
+    model, settings = gpt(), Settings(max_new_tokens=NEW)
+    engine = Engine(model, proposer=FailingLookup())
+    first = engine.add([5, 7, 11], settings)
+    outputs = engine.step()
+    bad, after = engine.add([30, 2], settings), engine.add([1, 2, 3, 4], settings)
+    while engine.busy:
+        outputs += engine.step()
+    for request, row in ((first, [5, 7, 11]), (after, [1, 2, 3, 4])):
+        tokens = [token for output in outputs if output.request_id == request for token in output.tokens]
+        assert tokens == eager(model, torch.tensor([row]))[0, len(row) :].tolist()
+    assert [output.finish_reason for output in outputs if output.request_id == bad] == ["error"]
 
 
 def test_an_error_of_every_row_ends_the_batch_but_not_the_engine():
