@@ -35,7 +35,9 @@ class EnsembleBackend:
                         f"{getattr(first, name)}; give models that were trained with the same tokenizer"
                     )
             if member.device != first.device:
-                raise InputError(f"model {number} of the ensemble is on {member.device}, not on {first.device}; move it")
+                raise InputError(
+                    f"model {number} of the ensemble is on {member.device}, not on {first.device}; move it"
+                )
         self.members, self.device, self.family = tuple(members), first.device, first.family
         self.vocab_size, self.source_vocab_size = first.vocab_size, first.source_vocab_size
         self.has_encoder = first.has_encoder

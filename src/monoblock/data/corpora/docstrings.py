@@ -32,10 +32,12 @@ MAX_BODY_CHARACTERS = 500  # the rest of a body is cut off, at a space
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 PARAGRAPH_END = re.compile(r"\n[ \t]*\n")
-# A section in the style of numpy ("Notes" over a line of dashes) or of Google ("Args:"); two kinds of section are prose.
+# A section in the style of numpy ("Notes" over a line of dashes) or of Google ("Args:").
 SECTION = re.compile(r"\s*([A-Z][A-Za-z ]+?)\s*(?:\n\s*[-=~]{3,}\s*(?:\n|$)|:\s*\n)")
 PROSE_SECTIONS = {"notes", "explanation"}
-NOT_PROSE = re.compile(r"\s*(?:>>>|\.\.|::|:\w|[-*+|] |\d+[.)] |\[\d)")  # examples, directives, fields, lists, references
+NOT_PROSE = re.compile(
+    r"\s*(?:>>>|\.\.|::|:\w|[-*+|] |\d+[.)] |\[\d)"
+)  # examples, directives, fields, lists, references
 MARKUP = re.compile(r"(?::[\w:+-]+:)?`+~?([^`]*)`+_*|\*\*?(?=\w)|(?<=\w)\*\*?|\s*\[\w+\]_")
 
 
