@@ -32,7 +32,7 @@ from monoblock.training import metrics_file
 
 Metrics = dict[str, Any]
 CARD_FILE = "README.md"  # the last file that a run writes
-FRACTIONS = ("accuracy", "test accuracy", "validation", "top_k", "attested", "rescored top-1", "rescored top_k")
+FRACTIONS = ("accuracy", "test accuracy", "validation", "top_k", "attested")
 OLD_NAMES = {"accuracy %": "accuracy", "macro F1 %": "macro F1"}  # of columns, in lines without "scale"
 
 

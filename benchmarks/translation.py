@@ -31,12 +31,10 @@ class Job(NamedTuple):
     published: str = ""
 
 
-WORD_METRICS = ("accuracy", "top_k", "cer")
-RESCORED_METRICS = ("attested", "rescored top-1", "rescored top_k", "weight")
+WORD_METRICS = ("accuracy", "top_k", "cer", "attested")
 WORD_NOTE = (
     "Each source counts once; any target that the test split has for it is correct (`attested`: also those of the "
-    "training split). Rescored: with the frequencies of words among the training targets, weight tuned on the "
-    "validation split."
+    "training split). No hypothesis is rescored."
 )
 JOBS = {
     "de-en": Job("Multi30k de→en", "multi30k", (), published="36.52 lower-cased BLEU, 9.04 M parameters, greedy"),
@@ -78,11 +76,7 @@ def run(job: Job, seed: int, folder: Path, data: Path | None, args: argparse.Nam
     corpus, limit = read_recipe(job.recipe, overrides).data.corpus, 8 if args.smoke else None
     request = EvaluationRequest(data=corpus, folder=data, split=args.split, rescore=is_word_task, n_best=5, limit=limit)
     metrics = evaluate_request(pipe, request).metrics
-    if is_word_task:
-        rescored = metrics["rescored"]
-        metrics |= {"rescored top-1": rescored["accuracy"], "rescored top_k": rescored["top_k"]}
-        metrics["weight"] = rescored["weight"]
-    names = [*job.metrics, *(RESCORED_METRICS if is_word_task else ()), "signature", "split"]
+    names = [*job.metrics, "signature", "split"]
     return summary | {name: metrics[name] for name in names if name in metrics}
 
 
@@ -95,7 +89,7 @@ def format_job(job: Job, rows: list[Metrics]) -> list[str]:
         f"`{rows[0]['signature']}`" if "bleu" in job.metrics else "",
     ]
     notes.append(WORD_NOTE if is_word_task else "")
-    return format_tables(job.title, rows, [*job.metrics, *(RESCORED_METRICS if is_word_task else ())], *notes)
+    return format_tables(job.title, rows, job.metrics, *notes)
 
 
 def write_toy_corpora(folder: Path) -> Path:

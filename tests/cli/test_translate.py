@@ -197,6 +197,23 @@ def test_single_words_are_evaluated_by_accuracy_and_rescored(word_model, folder,
     assert run_verb(["translate", word_model, "aeh", "--words", folder / "words.json", *SHORT])[0] == 0
 
 
+def test_an_ensemble_translates_and_is_evaluated(encoder_decoder, trained_model, word_model, run_verb):
+    text = ["translate", trained_model, "the 3 sons", "--n-best", 2, *SHORT]
+    _, single, _ = run_verb(text)
+    code, same, _ = run_verb([*text, "--ensemble", trained_model, "--ensemble", trained_model])
+    assert code == 0
+    assert [line.split("\t")[1] for line in same.splitlines()] == [line.split("\t")[1] for line in single.splitlines()]
+    code, _, err = run_verb([*text, "--ensemble", word_model])
+    assert code == 2
+    assert "has another tokenizer than" in err
+    pipe = mb.load(trained_model, ensemble=[encoder_decoder])
+    greedy = pipe.translate("the 3 sons", n_best=1, num_beams=1, max_new_tokens=12)[0]
+    beams = pipe.translate("the 3 sons", n_best=1, num_beams=6, max_new_tokens=12)[0]
+    assert greedy.score <= beams.score + 1e-5, "both are scores of the ensemble"
+    evaluate = ["evaluate", word_model, "--ensemble", word_model, word_model.parent / "pairs.tsv", "--json", *SHORT]
+    assert run_verb(evaluate)[0] == 0
+
+
 def test_the_model_card_has_the_metrics_of_evaluate(encoder_decoder, folder, run_verb):
     pytest.importorskip("sacrebleu")
     first = (encoder_decoder / "README.md").read_text()

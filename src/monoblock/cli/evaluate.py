@@ -14,7 +14,13 @@ from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve
 from monoblock.cli._shared.decoding_options import SEARCH_OPTIONS, add_options, drop_unset, resolve_settings
 from monoblock.cli._shared.fewshot_options import add_fewshot_options, check_fewshot_options, evaluate_fewshot
 from monoblock.cli._shared.image_options import interpolate_option, set_image_size
-from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
+from monoblock.cli._shared.model_options import (
+    device_option,
+    dtype_option,
+    ensemble_option,
+    force_option,
+    load_pipeline,
+)
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
@@ -93,6 +99,7 @@ class Bound(NamedTuple):
     help="Classification and tagging: plot the confusion matrix and the worst mistakes to this file.",
 )
 @click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
+@ensemble_option
 @device_option
 @dtype_option
 @force_option
@@ -104,7 +111,8 @@ def command(
     bounds = [_parse_bound(text, is_lower=True) for text in options["at_least"]]
     bounds += [_parse_bound(text, is_lower=False) for text in options["at_most"]]
     check_fewshot_options(options)
-    pipe = set_image_size(load_pipeline(model, device, dtype, force=force), options["interpolate"])
+    pipe = load_pipeline(model, device, dtype, force=force, ensemble=options["ensemble"])
+    pipe = set_image_size(pipe, options["interpolate"])
     _check_options(pipe, options)
     start = time.perf_counter()
     evaluation = _run_evaluation(pipe, options)

@@ -12,7 +12,13 @@ import click
 
 from monoblock.cli._shared.decoding_options import SEARCH_OPTIONS, add_options, drop_unset, resolve_settings
 from monoblock.cli._shared.line_reader import chunk_lines, read_lines
-from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
+from monoblock.cli._shared.model_options import (
+    device_option,
+    dtype_option,
+    ensemble_option,
+    force_option,
+    load_pipeline,
+)
 from monoblock.cli._shared.output import suggest_next
 from monoblock.errors import ConfigError, InputError
 
@@ -48,6 +54,7 @@ RERANKED_HYPOTHESES = 5  # with --words, the best of this many hypotheses per li
 @click.option(
     "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
 )
+@ensemble_option
 @device_option
 @dtype_option
 @force_option
@@ -61,13 +68,14 @@ def command(
     long: str,
     words: Path | None,
     batch_size: int,
+    ensemble: tuple[str, ...],
     device: str | None,
     dtype: str | None,
     force: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    pipe = load_pipeline(model, device, dtype, force=force)
+    pipe = load_pipeline(model, device, dtype, force=force, ensemble=ensemble)
     search = drop_unset(options)
     resolve_settings(pipe, search)
     if pipe.model.encoder is None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from monoblock.decoding.backends.protocol import DecoderState
 from monoblock.decoding.backends.select import Backend, choose_backend
 from monoblock.decoding.backends.self_draft import make_self_draft
+from monoblock.decoding.ensemble import NO_DRAFT_WITH_ENSEMBLE, EnsembleBackend
 from monoblock.decoding.prompt import check_prompt, parse_prompt
 from monoblock.decoding.request import Request, RequestOutput
 from monoblock.decoding.running_batch import RunningBatch
@@ -47,6 +48,7 @@ class Engine:
     max_burst: the maximum number of steps that a GPU runs before Python reads the tokens.
     optimize: whether to decode with a faster inference copy of the model where possible.
     tap: a function that observes or replaces activations, see nn/tap.py.
+    ensemble: further models with the same vocabulary, whose log-probabilities are averaged with those of `model`.
     """
 
     def __init__(
@@ -61,11 +63,17 @@ class Engine:
         max_burst: int = 16,
         optimize: bool = True,
         tap: Tap | None = None,
+        ensemble: Sequence[Transformer | Recurrent] = (),
     ) -> None:
-        self.model, self.use_cache = model, use_cache
+        self.model, self.use_cache, self.has_ensemble = model, use_cache, bool(ensemble)
         backend = choose_backend(model, use_cache=use_cache, optimize=optimize, tap=tap)
+        if ensemble:
+            others = [choose_backend(other, use_cache=use_cache, optimize=optimize, tap=tap) for other in ensemble]
+            backend = EnsembleBackend([backend, *others])
         if proposer is not None and not use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
+        if proposer is not None and ensemble:
+            raise InputError(NO_DRAFT_WITH_ENSEMBLE)
         limit = capacity if capacity is not None else backend.context
         if limit is None:
             raise InputError("this model has no maximum sequence length, so set one in tokens, such as capacity=1024")
@@ -125,6 +133,8 @@ class Engine:
             )
         if settings.num_beams > 1 and self.proposer is not None:
             raise InputError(NO_DRAFT_WITH_BEAMS)
+        if settings.draft is not None and self.has_ensemble:
+            raise InputError(NO_DRAFT_WITH_ENSEMBLE)
         if settings.draft is not None and not self.use_cache:
             raise InputError(DRAFT_NEEDS_CACHE)
 

@@ -10,7 +10,7 @@ import torch
 
 from monoblock.config.model import ModelConfig
 from monoblock.decoding.backends.optimize import optimize
-from monoblock.errors import FileError
+from monoblock.errors import FileError, InputError
 from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.labels import read_labels
@@ -40,6 +40,7 @@ def load(
     dtype: torch.dtype | str = torch.float32,
     force: bool = False,
     ignore_fields: Sequence[str] = (),
+    ensemble: Sequence[str | Path] = (),
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
@@ -49,14 +50,27 @@ def load(
     force: use the tokenizer of a published folder even if it seems to belong to another model.
     device: None takes a CUDA GPU if there is one, else the CPU.
     ignore_fields: fields of a Hugging Face config.json or GGUF file that have no effect, but are not known here.
+    ensemble: further models with the same tokenizer; to generate, the log-probabilities of all models are averaged.
     """
-    folder = resolve_model_path(folder)
+    device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    loaded, *others = (
+        _load_checked(name, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields)
+        for name in (folder, *ensemble)
+    )
+    for name, other in zip(ensemble, others, strict=True):
+        if other.tokenizer is None or other.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
+            raise InputError(f"{name} has another tokenizer than {folder}; the models of an ensemble must share one")
+    loaded.ensemble = tuple(other.model for other in others)
+    return Pipeline(loaded, task)
+
+
+def _load_checked(name: str | Path, *arguments: Any, **options: Any) -> LoadedModel:
+    """Call load_folder with the local folder of a model; raise FileError if there is none."""
+    folder = resolve_model_path(name)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
-    device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     with reading(folder):
-        loaded = load_folder(folder, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields)
-    return Pipeline(loaded, task)
+        return load_folder(folder, *arguments, **options)
 
 
 def load_folder(

@@ -96,6 +96,7 @@ class LoadedModel:
     labels: list[str] = field(default_factory=list)  # the class names of a classifier or tagger
     pooling: str | None = None  # the pooling of embeddings that is stored with the model: "mean", "cls" or "last"
     image_normalization: ImageNormalization = field(default_factory=ImageNormalization)
+    ensemble: tuple[Transformer | Recurrent, ...] = ()  # further models; generation averages their log-probabilities
 
     def section(self, kind: type[S]) -> S:
         """Return the task section of the training recipe if it has the type `kind`, else a `kind` with its defaults."""
@@ -240,6 +241,8 @@ class LoadedModel:
     def _add_token_scores(self, prompts: Sequence[Prompt], hypotheses: Sequence[Sequence[Hypothesis]]) -> None:
         if not isinstance(self.model, Transformer):
             raise InputError("an LSTM gives no token scores; leave out return_scores")
+        if self.ensemble:
+            raise InputError("an ensemble gives no token scores; leave out return_scores")
         rows = [(prompt, hypothesis) for prompt, row in zip(prompts, hypotheses, strict=True) for hypothesis in row]
         scores = score_tokens(self.model, [prompt for prompt, _ in rows], [hypothesis.ids for _, hypothesis in rows])
         for (_, hypothesis), row_scores in zip(rows, scores, strict=True):
@@ -265,7 +268,7 @@ class LoadedModel:
         lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]
         capacity = max(lengths) if limit is None else min(max(lengths), limit)
         max_rows = max(MAX_SEQUENCES, *(own.rows_per_prompt for own in settings))
-        engine = Engine(self.model, max_rows=max_rows, capacity=capacity)
+        engine = Engine(self.model, max_rows=max_rows, capacity=capacity, ensemble=self.ensemble)
         prompt_of_request = {
             engine.add(prompt.ids, own, prompt.source): index
             for index, (prompt, own) in enumerate(zip(prompts, settings, strict=True))

@@ -161,6 +161,18 @@ def test_hypotheses_are_reranked_by_score_and_frequency(tmp_path):
         WordFrequencies.read(tmp_path / "words.json")
 
 
+def test_word_frequencies_never_have_a_negative_weight(tmp_path):
+    frequencies = WordFrequencies.from_pairs([Pair("x", "seen", 5)])
+    hypotheses = build_hypotheses(("seen", -0.1), ("new", -0.2))
+    assert tune_weight(frequencies, [hypotheses], [["new"]]).weight == 0, "as with splits that share no word"
+    with pytest.raises(InputError, match="must be 0 or more, not -1"):
+        frequencies.rerank(hypotheses, -1.0)
+    for weight in ("-0.5", "NaN", "Infinity"):
+        (tmp_path / "words.json").write_text(f'{{"weight": {weight}, "counts": {{"seen": 5}}}}')
+        with pytest.raises(FileError, match=r"words\.json: a weight of word frequencies must be 0 or more"):
+            WordFrequencies.read(tmp_path / "words.json")
+
+
 def test_a_back_translation_method_is_validated_and_adds_its_tag():
     assert BacktranslationMethod("noised").noise == ("drop", "blank", "permutation")
     assert BacktranslationMethod("beam", tag=True).prepare_source("ein Mann", seed=1, index=0) == "<bt> ein Mann"

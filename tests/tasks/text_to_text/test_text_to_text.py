@@ -23,7 +23,7 @@ from monoblock.runs.recipe import parse_recipe, read_recipe
 from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.text_to_text.data import convert_to_pairs, first_word, group_by_task, load_extra_tasks, prefix_for
-from monoblock.tasks.text_to_text.evaluate import METRICS_BY_TASK, evaluate_text_to_text
+from monoblock.tasks.text_to_text.evaluate import METRICS_BY_TASK, evaluate_text_to_text, score_lead
 from monoblock.tasks.text_to_text.section import ExtraTask, TextToTextSection
 
 SIZES = {"width": 16, "depth": 1, "heads": 2}
@@ -69,6 +69,14 @@ def test_the_first_word_of_the_prefix_selects_the_metrics():
     assert METRICS_BY_TASK["summarize"](texts, references) == rouge(texts, references)
     assert METRICS_BY_TASK["question"](texts, references)["exact_match"] == 100
     assert "translate" not in METRICS_BY_TASK, "translation is the default"
+
+
+def test_the_lead_baseline_is_the_first_sentence_of_the_source():
+    sources, references = ["The cat sat. It was a mat.", "", "One. Two."], [["the cat sat"], ["a"], ["two"]]
+    assert score_lead(sources, references) == {
+        f"lead_{name}": value for name, value in rouge(["The cat sat.", "", "One."], references).items()
+    }
+    assert score_lead(sources, references)["lead_rougeL"] == pytest.approx(100 / 3)
 
 
 # -- recipes ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,12 @@ dtype_option = click.option(
 
 force_option = click.option(
     "--force", is_flag=True, help="Load the tokenizer of a published model even if it seems to belong to another one."
+)
+ensemble_option = click.option(
+    "--ensemble",
+    multiple=True,
+    metavar="MODEL",
+    help="A further model with the same tokenizer; the log-probabilities of all are averaged. May be repeated.",
 )
 
 
@@ -67,12 +74,15 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
     return device, getattr(torch, DTYPES.get(name, name))
 
 
-def load_pipeline(model: str, device: str | None, dtype: str | None, *, force: bool = False) -> Pipeline:
+def load_pipeline(
+    model: str, device: str | None, dtype: str | None, *, force: bool = False, ensemble: Sequence[str] = ()
+) -> Pipeline:
     """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored."""
     from monoblock.runs.load import load
 
     device, torch_dtype = resolve_device(device, dtype)
-    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force)
+    others = [Path(other) for other in ensemble]
+    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force, ensemble=others)
     if pipe.defaults.ignored_fields:
         fields = ", ".join(pipe.defaults.ignored_fields)
         click.echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)

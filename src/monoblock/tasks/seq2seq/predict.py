@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 
+from monoblock.decoding.ensemble import mean_log_probs
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError, with_article
@@ -95,7 +96,7 @@ def _score_hypotheses(loaded: LoadedModel, prompts: list[Prompt], hypotheses: li
     source, mask = pad_right([prompt.source or () for prompt in prompts], device)
     targets = [(*prompt.ids, *hypothesis.ids) for prompt, hypothesis in zip(prompts, hypotheses, strict=True)]
     target, _ = pad_right([ids[:-1] for ids in targets], device)  # needs no mask: attention over the target is causal
-    log_probs = loaded.model(source, target, mask).float().log_softmax(-1)
+    log_probs = mean_log_probs([model(source, target, mask) for model in (loaded.model, *loaded.ensemble)])
     for row, (prompt, hypothesis) in enumerate(zip(prompts, hypotheses, strict=True)):
         positions = torch.arange(len(prompt.ids) - 1, len(targets[row]) - 1, device=device)
         total = log_probs[row, positions, torch.tensor(hypothesis.ids, device=device)].sum().item()

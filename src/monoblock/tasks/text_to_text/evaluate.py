@@ -16,6 +16,7 @@ from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.seq2seq.evaluate import score_translations
 from monoblock.tasks.seq2seq.pairs import collect_references, prepare_pairs
 from monoblock.tasks.seq2seq.predict import best_translations, fits_context
+from monoblock.tasks.text_splitting import split_sentences
 from monoblock.tasks.text_to_text.data import (
     convert_to_pairs,
     expand_answers,
@@ -27,6 +28,7 @@ from monoblock.tasks.text_to_text.data import (
 from monoblock.tasks.text_to_text.section import TEXT_CORPUS_KINDS, TextToTextSection
 
 MetricFunction = Callable[[list[str], list[list[str]]], dict[str, Any]]
+SUMMARIZATION = ("summarize", "summarise")
 
 
 def _exact_accuracy(texts: list[str], references: list[list[str]]) -> dict[str, Any]:
@@ -35,8 +37,7 @@ def _exact_accuracy(texts: list[str], references: list[list[str]]) -> dict[str, 
 
 # Maps the first word of a prefix to the metrics of the task; any other word means the metrics of translation.
 METRICS_BY_TASK: dict[str, MetricFunction] = {
-    "summarize": rouge,
-    "summarise": rouge,
+    **dict.fromkeys(SUMMARIZATION, rouge),
     "classify": _exact_accuracy,
     "question": lambda texts, references: dict(score_answers(texts, references)),
 }
@@ -54,14 +55,24 @@ def evaluate_text_to_text(loaded: LoadedModel, request: EvaluationRequest) -> Ev
     tasks = group_by_task(_first_targets(pairs) if is_question else pairs, section)
     metrics: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
+    notes: list[str] = []
     for prefix, rows in tasks.items():
         texts = best_translations(loaded, [row.source for row in rows], batch=request.batch, **request.options)
         references = [all_references[row.source] if is_question else [row.target] for row in rows]
         scores = METRICS_BY_TASK.get(first_word(prefix), translation_metrics)(texts, references)
+        if first_word(prefix) in SUMMARIZATION:
+            scores |= score_lead([row.source.removeprefix(prefix).strip() for row in rows], references)
+            notes.append("lead: the scores of the first sentence of each source, a summary that needs no model")
         metrics |= _prefix_metric_names(scores | {"sources": len(rows)}, prefix, tasks)
         sampled = zip(rows[: request.samples], texts, strict=False)
         samples += [{"source": row.source, "reference": row.target, "hypothesis": text} for row, text in sampled]
-    return Evaluation(metrics | {"split": corpus.split}, samples)
+    return Evaluation(metrics | {"split": corpus.split}, samples, notes)
+
+
+def score_lead(sources: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Return the ROUGE of the first sentence of each source, as lead_rouge1, lead_rouge2 and lead_rougeL."""
+    leads = [split_sentences(source)[0] if source else "" for source in sources]
+    return {f"lead_{name}": value for name, value in rouge(leads, references).items()}
 
 
 def _first_targets(rows: Sequence[Pair]) -> list[Pair]:
