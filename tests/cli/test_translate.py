@@ -204,8 +204,8 @@ def test_an_ensemble_translates_and_is_evaluated(encoder_decoder, trained_model,
     assert code == 0
     assert [line.split("\t")[1] for line in same.splitlines()] == [line.split("\t")[1] for line in single.splitlines()]
     code, _, err = run_verb([*text, "--ensemble", word_model])
-    assert code == 2
     assert "has another tokenizer than" in err
+    assert code == 1
     pipe = mb.load(trained_model, ensemble=[encoder_decoder])
     greedy = pipe.translate("the 3 sons", n_best=1, num_beams=1, max_new_tokens=12)[0]
     beams = pipe.translate("the 3 sons", n_best=1, num_beams=6, max_new_tokens=12)[0]

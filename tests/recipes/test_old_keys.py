@@ -20,13 +20,16 @@ MODELS = {
 }
 
 
+RETUNED = {"dakshina-hi": ["model.dropout=0.1", "model.word_dropout=0.1", "train.steps=7000"]}  # changed since
+
+
 def tables(recipe):
     return recipe.to_tables() | {"about": ""}  # the descriptions name keys
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(OLD_RECIPES.glob("*.toml"))])
 def test_a_recipe_of_the_old_version_means_what_it_means_now(name):
-    old = read_recipe(OLD_RECIPES / f"{name}.toml", warn=False)
+    old = read_recipe(OLD_RECIPES / f"{name}.toml", RETUNED.get(name, []), warn=False)
     assert name in list_recipes()
     assert tables(old) == tables(read_recipe(name))
 
@@ -42,7 +45,7 @@ def test_a_recipe_of_the_package_has_only_new_keys(name):
 @pytest.mark.parametrize("name", [path.stem for path in sorted(OLD_RECIPES.glob("*.toml"))])
 def test_old_tables_are_those_the_old_version_resolved(name):
     """A checkpoint of the old version stores digests of these tables."""
-    recipe = read_recipe(name)
+    recipe = read_recipe(OLD_RECIPES / f"{name}.toml", warn=False)
     old = to_old_tables(recipe, task_of_recipe(recipe), TASKS)
     written = tomllib.loads((OLD_RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
     for section in ("data", "train", "generate"):
