@@ -24,7 +24,7 @@ from zlib import crc32
 
 from monoblock.data.readers.records import Pair
 
-PACKAGES = ("networkx", "numpy", "scipy", "sklearn", "sympy")
+PACKAGES = ("networkx", "numpy", "scipy", "sklearn", "sympy", "torch")
 SPLITS = ("train", "valid", "test")
 SUMMARY_WORDS = range(3, 26)
 MIN_BODY_WORDS = 10
@@ -80,7 +80,10 @@ def read_module(code: str) -> Iterator[Pair]:
     """Yield a pair for each documented function and class of a module, in the order of its lines."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of invalid escapes in strings
-        tree = ast.parse(code)
+        try:
+            tree = ast.parse(code)
+        except SyntaxError:  # of a later version of Python
+            return
     for node in _walk_definitions(tree):
         pair = make_pair(node.name, ast.get_docstring(node) or "")
         if pair is not None:

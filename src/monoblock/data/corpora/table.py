@@ -242,8 +242,8 @@ CORPORA = {
         description="documentation of Python functions and classes, and its summary, the first line",
         kind="pairs",
         licence="BSD-3-Clause",
-        origin="docstrings of networkx, numpy, scipy, sklearn and sympy",
-        packages=("networkx", "numpy", "scipy", "sklearn", "sympy"),
+        origin="docstrings of networkx, numpy, scipy, sklearn, sympy and torch",
+        packages=("networkx", "numpy", "scipy", "sklearn", "sympy", "torch"),
         load_split=_docstrings,
     ),
     "languages": CorpusSpec(
