@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from monoblock.errors import MonoblockError
+from monoblock.parallel.world import SINGLE_PROCESS, init_distributed
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.training.distributed import SINGLE_PROCESS, init_distributed
 from monoblock.training.events import SkippedUpdateEvent, StepEvent, WarningEvent
 
 
@@ -26,22 +25,9 @@ def nan_losses_at(*steps):
     def change(run):
         loss, trainer = run.trainer.loss, run.trainer
         factor = lambda: float("nan") if trainer.world.rank and trainer.step in steps else 1.0
-        trainer.compute_loss = lambda inputs, labels: loss(run.model, inputs, labels) * factor()
+        trainer.compute_loss = lambda inputs, labels: loss(trainer.module, inputs, labels) * factor()
 
     return change
-
-
-def run_out_of_memory_once(run):
-    """Make the second process run out of memory once."""
-    compute_loss, failures = run.trainer.compute_loss, [1] * run.trainer.world.rank
-
-    def fail_once(inputs, labels):
-        if failures and run.trainer.step == 2:
-            failures.pop()
-            raise torch.OutOfMemoryError("out of memory")
-        return compute_loss(inputs, labels)
-
-    run.trainer.compute_loss = fail_once
 
 
 def stop_second_process(run):
@@ -55,7 +41,6 @@ CHANGES = {
     "dropout": leave_unchanged,
     "bad losses": nan_losses_at(3, 5),
     "only bad losses": nan_losses_at(*range(6, 99)),
-    "out of memory": run_out_of_memory_once,
     "stopped": stop_second_process,
 }
 
@@ -93,16 +78,12 @@ def train_run(recipe, folder, world, change, *, resume=False, until=None):
 
 def exchange_values(world):
     """Use every collective."""
-    both, second, none = (nn.Parameter(torch.zeros(3)) for _ in range(3))
-    both.grad = torch.full((3,), 2.0 + world.rank)
-    second.grad = torch.full((3,), 5.0) if world.rank else None
-    world.all_reduce_gradients([both, second, none])
     return {
         "rank": world.rank,
         "total": world.all_reduce_sum(world.rank + 1, 0.5),
         "broadcast": world.broadcast(7 + world.rank),
         "gathered": [part["x"].tolist() for part in world.all_gather({"x": torch.tensor([world.rank, 4])})],
-        "gradients": [None if w.grad is None else w.grad.tolist() for w in (both, second, none)],
+        "parts": [world.data_rank, world.data_size],
     }
 
 

@@ -19,7 +19,7 @@ FLOORS = [
     "kernels",
     "nn",
     "tokenizers data metrics plots",
-    "quantization",
+    "quantization parallel",
     "training decoding interop inspection",
     "recipes",
     "tasks",

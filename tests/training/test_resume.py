@@ -259,7 +259,7 @@ def name_file_outside(folder):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     (folder.parent / "x").write_text("outside")
-    manifest["files"]["../x"] = checkpoint._describe_file(folder.parent / "x")
+    manifest["files"]["../x"] = checkpoint.describe_file(folder.parent / "x")
     path.write_text(json.dumps(manifest))
     return path
 

@@ -90,8 +90,8 @@ def _check_families(folder: Path) -> dict[str, Any]:
 def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
     from monoblock.accounting.report import account
     from monoblock.cli._shared.training_run import print_resume_command, run_training
+    from monoblock.parallel.world import SINGLE_PROCESS
     from monoblock.runs.recipe import read_recipe
-    from monoblock.training.distributed import SINGLE_PROCESS
 
     recipe = read_recipe("demo", [f"train.seed={seed}"])
     options = {"resume": False, "tensorboard": False}

@@ -89,7 +89,7 @@ def command(
     if dry_run:
         click.echo(recipe.to_toml(), nl=False)
         return
-    from monoblock.training.distributed import SINGLE_PROCESS
+    from monoblock.parallel.world import SINGLE_PROCESS
 
     run_folder = out if out is not None else Path("runs") / recipe.name
     run, last, interrupted_code = run_training(

@@ -51,8 +51,9 @@ def command(
         _check_model(resolved)
         click.echo(resolved.to_toml(), nl=False)
         return
+    from monoblock.parallel.launch import launch
+    from monoblock.parallel.world import defer_worker_errors, init_distributed
     from monoblock.runs.run_folder import check_run_folder
-    from monoblock.training import distributed
 
     folder = out if out is not None else Path("runs") / resolved.name
     words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
@@ -60,9 +61,9 @@ def command(
         check_run_folder(folder, resume)
         flags = [f"--{name}" for name, is_set in {**options, "json": as_json}.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
-        ctx.exit(distributed.launch(["train", *words, *flags], nproc, resolved.train.device))
-    world = distributed.init_distributed(os.environ, resolved.train.device)
-    with distributed.defer_worker_errors(world):
+        ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
+    world = init_distributed(os.environ, resolved.train.device, timeout=resolved.parallel.timeout)
+    with defer_worker_errors(world):
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
         run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
         if world.is_main and last.interrupted:

@@ -7,6 +7,8 @@ each expert only on the tokens routed to it.  No token is dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,18 +33,23 @@ def route(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     return expert_ids, weights.to(logits.dtype)
 
 
-def load_balancing_loss(logits: Tensor, top_k: int, valid: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    logits: Tensor, top_k: int, valid: Tensor | None = None, sum_over_data: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Compute the load-balancing loss (Fedus et al. 2022, eq. 4), which is 1 if all experts are used equally.
 
     It is E * Σ_e (share of tokens routed to expert e) * (mean router probability of expert e).  `logits` (…, E) are the
-    router logits, which taps see as `feedforward.router`; `valid` (…) is False on padding, which is not counted.
+    router logits, which taps see as `feedforward.router`; `valid` (…) is False on padding, which is not counted.  If
+    other processes have other parts of the batch, `sum_over_data` returns the sum of a tensor over all of them.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     counts = torch.ones(flat.shape[0], device=flat.device) if valid is None else valid.reshape(-1).float()
     probabilities = flat.float().softmax(-1)
     routed = F.one_hot(probabilities.topk(top_k, dim=-1).indices, flat.shape[-1]).sum(1).float() / top_k
-    share = (routed * counts[:, None]).sum(0) / counts.sum()
-    mean = (probabilities * counts[:, None]).sum(0) / counts.sum()
+    sums = torch.cat(((routed * counts[:, None]).sum(0), counts.sum()[None]))
+    sums = sums if sum_over_data is None else sum_over_data(sums)
+    share = sums[:-1] / sums[-1].clamp(min=1)
+    mean = (probabilities * counts[:, None]).sum(0) / counts.sum().clamp(min=1)
     return flat.shape[-1] * (share * mean).sum()
 
 

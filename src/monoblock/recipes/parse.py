@@ -23,7 +23,7 @@ from monoblock.recipes.old_keys import rename_old_keys, select_task, set_key, tr
 from monoblock.recipes.schema import Recipe, TaskKeys
 
 RECIPE_FILE = "recipe.toml"  # in the folder of a run
-SECTIONS = ("data", "tokenizer", "model", "train", "lora", "generate")
+SECTIONS = ("data", "tokenizer", "model", "train", "lora", "parallel", "generate")
 # The keys of [model] that are kept if `model.folder=…` on the command line replaces the model of the file.
 REGULARIZATION_KEYS = ("dropout", "attention_dropout", "embedding_dropout", "word_dropout", "head_dropout", "pooling")
 

@@ -142,6 +142,7 @@ class TrainSection:
     device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
     deterministic: bool = False  # use deterministic algorithms, which can be slower
     activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # how several processes share the model (docs/distributed.md)
     seed: int = 1  # of the initial weights, the order of the data, dropout and augmentation
     workers: int = 0  # number of processes that prepare batches; 0: the training process prepares them
     save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps; 0: only at the end
@@ -194,6 +195,19 @@ class LoraSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """Training in several processes; train.parallel chooses the strategy."""
+
+    reshard_after_forward: bool = True  # fsdp: free the gathered weights of a block after its forward pass
+    offload: bool = False  # fsdp: keep weights, gradients and optimizer states in CPU memory
+    timeout: float = 1800.0  # seconds after which a process that waits for another one ends the run
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_positive(self, "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateSection:
     """How texts are generated during training; the trained model keeps these settings as its defaults."""
 
@@ -221,6 +235,7 @@ class Recipe:
     model: dict  # one of preset, family and folder, and the knobs to set in it
     train: TrainSection = TrainSection()  # how the model is trained
     lora: LoraSection = LoraSection()  # low-rank adapters
+    parallel: ParallelSection = ParallelSection()  # training in several processes
     generate: GenerateSection = GenerateSection()  # how texts are generated
     task: object = None  # the keys of the task; in TOML, the section that has the name of the objective
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.loader import BatchLoader
@@ -15,6 +15,8 @@ from monoblock.data.batching.plans import BatchIndices, batch_for_rank
 from monoblock.errors import ConfigError
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
+from monoblock.parallel.strategy import Strategy
+from monoblock.parallel.world import World
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER
 from monoblock.tasks.task import Task
@@ -22,7 +24,6 @@ from monoblock.tasks.task_data import TaskData, validate
 from monoblock.training.adversarial import AdversarialLoss
 from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import TensorBatch
-from monoblock.training.distributed import World
 from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
 from monoblock.training.optimizer import Optimizers, build_optimizers
 from monoblock.training.runtime import RuntimeConfig
@@ -42,16 +43,24 @@ def build_trainer(
     config: ModelConfig | RecurrentConfig,
     runtime: RuntimeConfig,
     stop: Callable[[], bool],
-    world: World,
+    strategy: Strategy,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Trainer:
-    section = recipe.train
-    loss = build_loss(section, config, task)
+    """Distribute the model among the processes of a run, and build the trainer; every process must call this."""
+    section, world = recipe.train, strategy.world
+    loss = build_loss(section, config, task, world.sum_tensor_over_data if world.size > 1 else None)
+    _check_strategy(strategy, section, runtime)
+    module = strategy.prepare(model, runtime.autocast_dtype)
 
     def evaluate(current: nn.Module) -> dict[str, float]:
         with runtime.autocast():
             return validate(
-                current, task_data, loss.evaluation_loss(), runtime.device, max_batches=section.eval_batches
+                current,
+                task_data,
+                loss.evaluation_loss(),
+                runtime.device,
+                max_batches=section.eval_batches,
+                world=world,
             )
 
     def rate(step: int) -> float:
@@ -84,12 +93,29 @@ def build_trainer(
         evaluate=evaluate if task_data.evaluation_batches is not None else None,
         guard=UpdateGuard(spike=section.spike_threshold, patience=section.max_skipped_updates),
         should_stop=stop,
-        world=world,
+        strategy=strategy,
+        module=module,
         save_trainable_only=bool(recipe.lora.rank),
     )
 
 
-def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, task: Task) -> Loss:
+def _check_strategy(strategy: Strategy, section: TrainSection, runtime: RuntimeConfig) -> None:
+    """Raise ConfigError if a choice of the recipe does not work with weights that are split among processes."""
+    if not strategy.is_sharded:
+        return
+    name = f"train.parallel={section.parallel}"
+    if section.adversarial:
+        raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
+    if runtime.autocast_dtype == torch.float16:
+        raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
+
+
+def build_loss(
+    section: TrainSection,
+    config: ModelConfig | RecurrentConfig,
+    task: Task,
+    sum_over_data: Callable[[Tensor], Tensor] | None = None,
+) -> Loss:
     """Return the loss of a task, with the label smoothing, load balancing and adversarial training of the recipe."""
     if task.loss is not None:
         if section.label_smoothing:
@@ -107,6 +133,7 @@ def build_loss(section: TrainSection, config: ModelConfig | RecurrentConfig, tas
         section.load_balancing if experts else 0.0,
         experts.top_k if experts else 1,
         TOKEN_ACCURACY if task.head in ("language_model", "masked_lm") else "accuracy",
+        sum_over_data=sum_over_data,
         over_positions=task.classes_are_positions,
     )
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
@@ -135,10 +162,14 @@ def _batch_iterator(section: TrainSection, task_data: TaskData, world: World) ->
     assert build_batch is not None
 
     def build(batch: BatchIndices) -> TensorBatch:
-        """Build this process's share of a batch, which may be empty; `samples` has the indices of the whole batch."""
-        share, samples = batch_for_rank(batch, world.rank, world.size), batch.indices.tolist()
+        """Build this process's share of a batch; `samples` has the indices of the whole batch.
+
+        If there are fewer samples than processes, some build the first sample, without targets: all have to compute.
+        """
+        share, samples = batch_for_rank(batch, world.data_rank, world.data_size), batch.indices.tolist()
         if not len(share.indices):
-            return TensorBatch({}, torch.empty(0, dtype=torch.int64), batch.epoch, samples)
+            first = BatchIndices(batch.epoch, batch.indices[:1])
+            return build_batch(first).without_targets()._replace(samples=samples)
         return build_batch(share)._replace(samples=samples)
 
     def batches(step: int) -> Iterator[TensorBatch]:

@@ -27,6 +27,7 @@ CHANGEABLE_ON_RESUME = (
     "workers",
     "device",
     "compile",
+    "parallel",
     "eval_batches",
     "load_best",
 )

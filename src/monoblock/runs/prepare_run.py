@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,8 @@ from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
+from monoblock.parallel.strategy import build_strategy
+from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
@@ -23,8 +25,9 @@ from monoblock.runs.run import Run
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
 from monoblock.runs.trainable import prepare_trainable, resolve_steps
 from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData
 from monoblock.training.checkpoint import list_steps
-from monoblock.training.distributed import SINGLE_PROCESS, World
 from monoblock.training.events import DecisionEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.runtime import choose_runtime
@@ -56,22 +59,25 @@ def prepare_run(
             check_run_folder(folder, resume)
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
         recipe = with_former_defaults(recipe, folder, parts.task) if resume else recipe
-        run = _build_run(recipe, folder, parts, data, resume, stop, tensorboard, world)
+        plan = _plan_run(recipe, folder, parts, data, resume, world)
         if world.is_main and not resume:
-            write_initial_files(folder, run.recipe, run.task, run.model.config, run.task_data, run.special_tokens)
-    return run
+            tokens = {} if plan.start is None else plan.start.special_tokens
+            write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, tokens)
+    return _build_run(plan, folder, parts, stop, tensorboard, world)
 
 
-def _build_run(
-    recipe: Recipe,
-    folder: Path,
-    parts: CustomParts,
-    data: Path | None,
-    resume: bool,
-    stop: Callable[[], bool],
-    tensorboard: bool,
-    world: World,
-) -> Run:
+class _Plan(NamedTuple):
+    """What a run is built from; processes make it one after the other, because the first writes files for the rest."""
+
+    task: Task
+    start: WarmStart | None
+    task_data: TaskData
+    original: Recipe  # as given
+    recipe: Recipe  # with the number of steps
+    config: ModelConfig | RecurrentConfig
+
+
+def _plan_run(recipe: Recipe, folder: Path, parts: CustomParts, data: Path | None, resume: bool, world: World) -> _Plan:
     task, start = task_of_recipe(recipe, parts.task), load_warm_start(recipe.model)
     run_folder = folder if resume or not world.is_main else None  # the folder whose tokenizer is used again
     if parts.batches is not None:
@@ -81,10 +87,25 @@ def _build_run(
         context = _model_context(recipe, draft, start)
         options: dict[str, Any] = {"data_folder": data, "run_folder": run_folder, "start": start}
         task_data = build_task_data(recipe, context, task=task, config=draft, **options)
-    original, recipe = recipe, resolve_steps(recipe, task_data)
-    section = recipe.train
+    resolved = resolve_steps(recipe, task_data)
     if resume:
-        _check_steps(section.steps, max(list_steps(folder / CHECKPOINTS_FOLDER)), folder)
+        _check_steps(resolved.train.steps, max(list_steps(folder / CHECKPOINTS_FOLDER)), folder)
+    vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
+    stored = None if start is None else start.config
+    config = build_model_config(resolved, vocab, stored, task=task, **task_data.model_sizes)
+    return _Plan(task, start, task_data, recipe, resolved, config)
+
+
+def _build_run(
+    plan: _Plan,
+    folder: Path,
+    parts: CustomParts,
+    stop: Callable[[], bool],
+    tensorboard: bool,
+    world: World,
+) -> Run:
+    task, start, task_data, original, recipe, config = plan
+    section = recipe.train
     runtime = choose_runtime(
         section.device,
         section.precision,
@@ -93,19 +114,23 @@ def _build_run(
         steps=section.steps,
         no_compile_reason="adversarial training computes a gradient inside the loss" if section.adversarial else None,
     )
-    vocab = None if task_data.tokenizer is None else task_data.tokenizer.vocab_size
-    stored = None if start is None else start.config
-    config = build_model_config(recipe, vocab, stored, task=task, **task_data.model_sizes)
     torch.manual_seed(section.seed)
     model = build_model(config, parts.model_class)
     warm_start_event, fresh = (None, []) if start is None else _copy_initial_weights(start, model, recipe, task.head)
     model, trainable_event = prepare_trainable(model, recipe, fresh)
-    model.to(runtime.device)
+    strategy = build_strategy(
+        section.parallel,
+        world,
+        reshard_after_forward=recipe.parallel.reshard_after_forward,
+        offload=recipe.parallel.offload,
+    )
+    if not strategy.is_sharded:  # else its parts are moved when it is split
+        model.to(runtime.device)
     world.seed_process(section.seed)
     if section.activation_checkpointing and isinstance(model, Transformer):
         model.recompute()
     optimizer = None if parts.optimizer is None else parts.build_optimizer
-    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, world, optimizer)
+    trainer = build_trainer(recipe, folder, task, task_data, model, config, runtime, stop, strategy, optimizer)
     trainer.identity = run_identity(original, task, config, task_data, start)
     trainer.old_identity = old_run_identity(original, task, config, task_data, start)
     run = Run(
@@ -118,7 +143,6 @@ def _build_run(
         MetricsWriter(folder, tensorboard=tensorboard, disabled=not world.is_main),
         warm_start_event,
         trainable_event,
-        {} if start is None else start.special_tokens,
         base_digest=compute_body_digest(start.model) if start is not None and recipe.lora.rank else None,
     )
     trainer.sample = run.sample_text

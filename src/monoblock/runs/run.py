@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from monoblock.runs.trainable import finalize_model
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData, validate
-from monoblock.training import checkpoint
+from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.events import DecisionEvent, FinishedEvent, TrainingEvent, WarningEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.trainer import Trainer
@@ -46,7 +46,6 @@ class Run:
     metrics_writer: MetricsWriter
     warm_start_event: DecisionEvent | None = None  # where the initial weights come from
     trainable_event: DecisionEvent | None = None  # which weights are trained
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # token ids of the stored initial model
     metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
     interrupted: bool = False  # stopped by Ctrl-C before the last step
     custom_optimizer: str | None = None  # the class of an optimizer given from Python
@@ -64,7 +63,9 @@ class Run:
         yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
         yield from map(WarningEvent, self._unusual_choices())
         if world.size > 1:
-            yield DecisionEvent(f"{world.size} processes", "each reads its part of every batch")
+            yield DecisionEvent(
+                f"{world.size} processes, {self.recipe.train.parallel}", self.trainer.strategy.description
+            )
         if resume and not checkpoint.list_steps(self.trainer.folder):
             yield WarningEvent("the run has no checkpoint yet, so it starts from the first step")
             self.metrics_writer.truncate_after(0)
@@ -76,8 +77,8 @@ class Run:
                     self.metrics_writer.truncate_after(self.trainer.step)
                     truncate = False
                 self.metrics_writer.write(event)
-                if isinstance(event, FinishedEvent) and not event.interrupted and world.is_main:
-                    self._save_final_model()
+                if isinstance(event, FinishedEvent) and not event.interrupted:
+                    self._finish()
                 yield event
         finally:
             self.metrics_writer.close()
@@ -98,9 +99,18 @@ class Run:
                     "scale the embeddings as in the paper, with model.embedding_scale=sqrt_width"
                 )
 
-    def _save_final_model(self) -> None:
+    def _finish(self) -> None:
+        """Collect the weights of all processes in the main process, which saves the final model."""
+        strategy, average = self.trainer.strategy, self.trainer.average
+        model = strategy.whole_model(self.model)
+        averages = None if average is None else strategy.whole_tensors(average.tensors)
+        if model is not None:
+            self.model = cast(Transformer | Recurrent, model)
+            self._save_final_model(averages)
+
+    def _save_final_model(self, averages: Mapping[str, Tensor] | None) -> None:
         """Save the final weights, the configuration and the model card."""
-        self._load_final_weights()
+        self._load_final_weights(averages)
         labels = self.task_data.labels or ()
         model = finalize_model(self.model, self.folder, self.recipe, self.base_digest, labels).eval()
         self.model = model
@@ -113,7 +123,7 @@ class Run:
         )
         write_atomically(self.folder / CARD_FILE, card)
 
-    def _load_final_weights(self) -> None:
+    def _load_final_weights(self, averages: Mapping[str, Tensor] | None) -> None:
         """Load the final weights that the recipe asks for.
 
         They are the mean of the last checkpoints, the best checkpoint, the moving average, or the current weights.
@@ -125,10 +135,10 @@ class Run:
             mean = average_checkpoints(last)
             self.model.load_state_dict(mean, strict=not trainer.save_trainable_only)
         elif section.load_best and best in steps:
-            tensors = checkpoint.load(trainer.folder / f"step-{best}").tensors
-            self._load_tensors(tensors["model"] if trainer.average is None else tensors["average"])
-        elif trainer.average is not None:
-            self._load_tensors(trainer.average.tensors)
+            tensors = sharded_checkpoint.load(trainer.folder / f"step-{best}").tensors
+            self._load_tensors(tensors["model"] if averages is None else tensors["average"])
+        elif averages is not None:
+            self._load_tensors(averages)
 
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         names = set(self.model.state_dict())

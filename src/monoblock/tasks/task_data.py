@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from monoblock.data.batching.encode import EncodedDataset
 from monoblock.data.batching.order import permutation
 from monoblock.data.batching.plans import BatchIndices, BatchPlan, BucketBatchPlan, FixedBatchPlan
 from monoblock.data.corpora.load import Corpus
+from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.batching import group_by_length
 from monoblock.tasks.special_tokens import special_token_ids
@@ -175,23 +177,41 @@ def iterate_evaluation_batches(samples: EncodedDataset, batch: int, collate: Col
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, data: TaskData, loss: Loss, device: torch.device, *, max_batches: int = 0
+    model: nn.Module,
+    data: TaskData,
+    loss: Loss,
+    device: torch.device,
+    *,
+    max_batches: int = 0,
+    world: World = SINGLE_PROCESS,
 ) -> dict[str, float]:
     """Return the mean metrics over the targets of the validation batches, such as "val_loss" and "val_accuracy".
 
     max_batches: use at most this many batches; 0 means all.
+    world: the processes among which the batches are divided; all must call this, and compute equally often.
     """
     totals: dict[str, float] = {"loss": 0.0}
     count = 0
     assert data.evaluation_batches is not None
-    for number, batch in enumerate(data.evaluation_batches()):
-        if max_batches and number >= max_batches:
-            break
+    for batch in _divide(data.evaluation_batches(), max_batches, world):
         count += batch.target_count
         batch = batch.to(device)
         for name, value in loss.evaluate_batch(model, batch.inputs, batch.labels).items():
             totals[name] = totals.get(name, 0) + value
+    if world.size > 1:
+        total, *sums = world.sum_over_data(count, *totals.values())
+        count, totals = int(total), dict(zip(totals, sums, strict=True))
     metrics = {f"val_{name}": total / max(count, 1) for name, total in totals.items()} | {"val_tokens": count}
     if data.bytes_per_token is not None:
         metrics["val_bits_per_byte"] = metrics["val_loss"] / math.log(2) / data.bytes_per_token
     return metrics
+
+
+def _divide(batches: Iterable[TensorBatch], max_batches: int, world: World) -> Iterator[TensorBatch]:
+    """Yield the batches of one process, as many as every other process has; an additional one has no targets."""
+    last, number = None, 0
+    for number, last in enumerate(itertools.islice(batches, max_batches or None), 1):
+        if (number - 1) % world.data_size == world.data_rank:
+            yield last
+    if last is not None and world.data_rank >= number % world.data_size > 0:
+        yield last.without_targets()

@@ -13,11 +13,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,6 +29,15 @@ from monoblock.untrusted_files import read_text, reading, safe_join
 MANIFEST_FILE, LATEST_FILE, METADATA_FILE = "manifest.json", "latest", "state.json"
 MAX_JSON_BYTES = 64 * 2**20
 MAX_LATEST_BYTES = 1024
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -46,49 +56,81 @@ def fault_injection_point(point: str) -> None:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def save(
+def save(folder: Path, checkpoint: Checkpoint, **retention: Any) -> Path:
+    """Write a checkpoint, make it `latest`, delete old checkpoints, and return the path of the new one.
+
+    retention: the arguments of `finish` that say which checkpoints are kept.
+    """
+    begin(folder, checkpoint.step)
+    return finish(folder, checkpoint, **retention)
+
+
+def temporary_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}.tmp"
+
+
+def begin(folder: Path, step: int) -> None:
+    """Make the temporary folder in which the files of a checkpoint are written."""
+    with _abandon_on_error(folder, step):
+        folder.mkdir(parents=True, exist_ok=True)
+        _restore_stale(folder)
+        shutil.rmtree(temporary_folder(folder, step), ignore_errors=True)
+        fault_injection_point("make")
+        temporary_folder(folder, step).mkdir()
+
+
+def finish(
     folder: Path,
     checkpoint: Checkpoint,
     *,
+    files: Mapping[str, Any] | None = None,
     keep: int = 3,
     best: int | None = None,
     last_good: int | None = None,
     save_every: int = 0,
 ) -> Path:
-    """Write a checkpoint, make it `latest`, delete old checkpoints, and return the path of the new one.
+    """Write the files of a checkpoint and the manifest, rename the temporary folder, and delete old checkpoints.
 
     The last `keep` checkpoints are kept (all if `keep` is 0), and also those of two steps: `best`, which has the best
     evaluation so far, and `last_good`, to which the run would roll back. Earlier checkpoints at steps that are not
     multiples of `save_every` were written at an interruption; they are deleted too, so that the folder looks like that
     of an uninterrupted run.
+
+    files: the manifest entries of files that are in the temporary folder already.
     """
     step = checkpoint.step
-    path, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _restore_stale(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
-        fault_injection_point("make")
-        temporary.mkdir()
-        files = dict(_write_files(temporary, checkpoint))
-        _write_and_sync(temporary / MANIFEST_FILE, json.dumps({"step": step, "files": files}, indent=2).encode())
-        _fsync(temporary)
+    path, temporary = folder / f"step-{step}", temporary_folder(folder, step)
+    with _abandon_on_error(folder, step):
+        entries = {**(files or {}), **dict(_write_files(temporary, checkpoint))}
+        write_and_sync(temporary / MANIFEST_FILE, json.dumps({"step": step, "files": entries}, indent=2).encode())
+        sync_file(temporary)
         _rename_into_place(temporary, path)
         fault_injection_point("latest")
-        _write_and_sync(folder / f"{LATEST_FILE}.tmp", path.name.encode())
+        write_and_sync(folder / f"{LATEST_FILE}.tmp", path.name.encode())
         fault_injection_point("name")
         os.replace(folder / f"{LATEST_FILE}.tmp", folder / LATEST_FILE)
-        _fsync(folder)
+        sync_file(folder)
         fault_injection_point("prune")
         _prune(folder, step, keep, (best, last_good), save_every)
+    return path
+
+
+def abandon(folder: Path, step: int) -> None:
+    """Delete a checkpoint that cannot be finished, which frees space if the disk is full."""
+    shutil.rmtree(temporary_folder(folder, step), ignore_errors=True)
+    _restore_stale(folder)
+
+
+@contextmanager
+def _abandon_on_error(folder: Path, step: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as problem:
-        shutil.rmtree(temporary, ignore_errors=True)  # this frees space if the disk is full
-        _restore_stale(folder)
+        abandon(folder, step)
         raise FileError(
             f"the checkpoint of step {step} cannot be written to {folder}: {problem.strerror or problem}; "
             f"earlier checkpoints are untouched"
         ) from None
-    return path
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,14 +142,14 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[str, di
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
         except SafetensorError as problem:  # safetensors wraps an OSError in it
             raise OSError(str(problem)) from None
-        _fsync(path)
-        yield path.name, _describe_file(path)
+        sync_file(path)
+        yield path.name, describe_file(path)
     fault_injection_point("facts")
-    _write_and_sync(folder / METADATA_FILE, json.dumps(dict(checkpoint.metadata)).encode())
-    yield METADATA_FILE, _describe_file(folder / METADATA_FILE)
+    write_and_sync(folder / METADATA_FILE, json.dumps(dict(checkpoint.metadata)).encode())
+    yield METADATA_FILE, describe_file(folder / METADATA_FILE)
 
 
-def _write_and_sync(path: Path, data: bytes) -> None:
+def write_and_sync(path: Path, data: bytes) -> None:
     fault_injection_point(f"write {path.name}")
     with open(path, "wb") as file:
         file.write(data)
@@ -115,7 +157,7 @@ def _write_and_sync(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _fsync(path: Path) -> None:
+def sync_file(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, to disk."""
     fault_injection_point(f"sync {path.name}")
     descriptor = os.open(path, os.O_RDONLY)
@@ -134,7 +176,7 @@ def _rename_into_place(temporary: Path, path: Path) -> None:
         os.rename(path, stale)
         fault_injection_point("between renames")
     os.rename(temporary, path)
-    _fsync(path.parent)
+    sync_file(path.parent)
     shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -146,7 +188,7 @@ def _restore_stale(folder: Path) -> None:
                 os.rename(stale, stale.with_suffix(""))
 
 
-def _describe_file(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -188,7 +230,7 @@ def find_problem(path: Path) -> str | None:
                 return f"{path / MANIFEST_FILE} lists a file outside its folder"
             if not (path / name).is_file():
                 return f"{path / name} is missing"
-            if _describe_file(path / name) != expected:
+            if describe_file(path / name) != expected:
                 return f"{path / name} is damaged: its size or hash differs from the manifest"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return f"{path / MANIFEST_FILE} cannot be read: {problem}"

@@ -49,6 +49,10 @@ class TensorBatch(NamedTuple):
         inputs = {name: tensor[start:stop] for name, tensor in self.inputs.items()}
         return TensorBatch(inputs, self.labels[start:stop], self.epoch, self.samples[start:stop])
 
+    def without_targets(self) -> TensorBatch:
+        """Return the same batch with no label that counts in the loss."""
+        return self._replace(labels=torch.full_like(self.labels, IGNORE_INDEX))
+
     def to(self, device: torch.device) -> TensorBatch:
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         return self._replace(inputs=inputs, labels=self.labels.to(device, non_blocking=True))

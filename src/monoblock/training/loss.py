@@ -75,6 +75,7 @@ class CrossEntropyLoss:
     balance: float = 0.0  # weight of the load-balancing loss
     top_k: int = 1  # experts per token
     accuracy_name: str = "accuracy"  # what the share of correct predictions is called
+    sum_over_data: Callable[[Tensor], Tensor] | None = None  # of a tensor, over the processes with parts of the batch
     over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
 
     def evaluation_loss(self) -> CrossEntropyLoss:
@@ -95,7 +96,10 @@ class CrossEntropyLoss:
         if router_tap is not None and router_tap.router_logits:
             is_target = labels != IGNORE_INDEX
             valid = is_target if labels.shape == router_tap.router_logits[0].shape[:-1] else None
-            balancing = [load_balancing_loss(logits, self.top_k, valid) for logits in router_tap.router_logits]
+            balancing = [
+                load_balancing_loss(logits, self.top_k, valid, self.sum_over_data)
+                for logits in router_tap.router_logits
+            ]
             loss = loss + self.balance * torch.stack(balancing).mean() * is_target.sum()
         return loss
 

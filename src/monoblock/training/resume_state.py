@@ -6,6 +6,7 @@ import math
 import platform
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError
 from monoblock.kernels.cpu import library
-from monoblock.training import checkpoint
+from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.optimizer import Optimizers
+from monoblock.training.sharded_checkpoint import StoredTensor
 from monoblock.training.update_guard import STATE_FIELDS
 
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
@@ -43,6 +45,19 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
     return tensors
 
 
+def empty_optimizer_tensors(model: nn.Module, index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Return tensors to load the stored optimizer states into, split among processes like their weights."""
+    weights, tensors = dict(model.named_parameters()), {}
+    for full_name, stored in index.items():
+        group, name = full_name.split("/", 1)
+        weight = weights.get(name.rsplit("/", 1)[0]) if group == "optimizer" else None
+        if weight is not None and tuple(weight.shape) == stored.shape:
+            tensors[name] = torch.empty_like(weight.detach(), dtype=stored.dtype)
+        elif group == "optimizer":
+            tensors[name] = torch.empty(stored.shape, dtype=stored.dtype)
+    return tensors
+
+
 def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
     """Restore the optimizer states that `optimizer_tensors` returned."""
     owners = {
@@ -63,6 +78,34 @@ def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping
         weight = weights[weight_name]
         device = weight.device if key != "step" or weight.is_cuda else torch.device("cpu")
         owners[weight].state[weight][key] = tensor.clone().to(device)
+
+
+@dataclass(frozen=True)
+class ResumeTarget:
+    """What a checkpoint is loaded into: a model, its optimizers, and a moving average if there is one."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    average: Mapping[str, Tensor]
+    trainable_only: bool = False  # the checkpoint has no frozen weights
+
+    def load_whole(self, path: Path) -> checkpoint.Checkpoint:
+        """Load a checkpoint into whole weights; return it."""
+        state = sharded_checkpoint.load(path)
+        self.model.load_state_dict(dict(state.tensors["model"]), strict=not self.trainable_only)
+        restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
+        for name, tensor in self.average.items():
+            tensor.copy_(state.tensors["average"][name])
+        return state
+
+    def load_parts(self, path: Path) -> checkpoint.Checkpoint:
+        """Load the part of each tensor that this process stores; return the rest of the checkpoint."""
+        index = sharded_checkpoint.read_index(path)
+        model = model_tensors(self.model, trainable_only=self.trainable_only)
+        optimizer = empty_optimizer_tensors(self.model, index)
+        sharded_checkpoint.load_into(path, index, {"model": model, "optimizer": optimizer, "average": self.average})
+        restore_optimizer(self.model, self.optimizers, optimizer)
+        return sharded_checkpoint.load_rest(path)
 
 
 def rng_tensors() -> dict[str, Tensor]:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import FileError, InputError, MonoblockError
-from monoblock.training import checkpoint, resume_state
+from monoblock.parallel.gather import clip_gradients
+from monoblock.parallel.strategy import Strategy
+from monoblock.parallel.world import World
+from monoblock.training import checkpoint, resume_state, sharded_checkpoint
 from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import TensorBatch
-from monoblock.training.distributed import SINGLE_PROCESS, World
 from monoblock.training.events import (
     CheckpointEvent,
     EvaluationEvent,
@@ -61,7 +63,8 @@ class Trainer:
     sample: Callable[[nn.Module], str] | None = None
     guard: UpdateGuard = field(default_factory=UpdateGuard)
     should_stop: Callable[[], bool] = lambda: False
-    world: World = SINGLE_PROCESS
+    strategy: Strategy = field(default_factory=Strategy)
+    module: nn.Module | None = None  # computes the losses; None is the model, which a strategy may have wrapped
     save_trainable_only: bool = False  # leave out frozen weights, which are those of the base model
 
     def __post_init__(self) -> None:
@@ -77,7 +80,11 @@ class Trainer:
             self.compute_loss = torch.compile(self._eager_loss, mode=self.runtime.compile_mode)
 
     def _eager_loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        return self.loss(self.model, inputs, labels)
+        return self.loss(self.model if self.module is None else self.module, inputs, labels)
+
+    @property
+    def world(self) -> World:
+        return self.strategy.world
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -107,8 +114,10 @@ class Trainer:
             self.evaluate and self.args.eval_every and self.step == self.args.steps
         ):
             yield from self._evaluate()
-        if self._is_due(self.args.sample_every) and self.sample is not None and self.world.is_main:
-            yield SampleEvent(self.step, self.sample(self.model))
+        if self._is_due(self.args.sample_every) and self.sample is not None:
+            model = self.strategy.whole_model(self.model)
+            if model is not None:
+                yield SampleEvent(self.step, self.sample(model))
         if self._is_due(self.args.save_every):
             yield self._save()
 
@@ -119,8 +128,8 @@ class Trainer:
 
     def _update(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
         start, lr = time.perf_counter(), self.learning_rate(self.step)
-        target_count, rows = map(int, self.world.all_reduce_sum(batch.target_count, batch.batch_size))
-        loss, warnings = self._compute_gradients(batch, target_count, -(-rows // self.world.size))
+        target_count, rows = map(int, self.world.sum_over_data(batch.target_count, batch.batch_size))
+        loss, warnings = self._compute_gradients(batch, target_count, -(-rows // self.world.data_size))
         yield from warnings
         grad_norm = self._clip_gradients()
         reason = self.guard.rejection_reason(loss, grad_norm) if target_count else "the batch has no targets"
@@ -149,20 +158,21 @@ class Trainer:
     def _compute_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> tuple[float, list[WarningEvent]]:
         """Return the loss of a batch and store its gradients in the weights; halve the micro-batch if out of memory.
 
-        `target_count` is the number of targets in all processes, and `rows` is the largest batch size of any process;
-        so all processes take the same decisions.
+        target_count: the number of targets in all processes.
+        rows: the largest batch size of any process.
         """
         self.model.train()
         warnings: list[WarningEvent] = []
         while True:
             try:
-                loss, failed = self._accumulate_gradients(batch, target_count), False
+                loss = self._accumulate_gradients(batch, target_count, rows)
+                return self.world.sum_over_data(loss)[0], warnings
             except torch.OutOfMemoryError:
-                loss, failed = 0.0, True
-            loss, failures = self.world.all_reduce_sum(loss, failed)
-            if not failures:
-                self.world.all_reduce_gradients(self.model.parameters())
-                return loss, warnings
+                if self.world.size > 1:  # the other processes wait for the gradients of this one
+                    raise MonoblockError(
+                        f"process {self.world.rank} ran out of memory in step {self.step + 1}; write a larger "
+                        f"train.accumulate and a smaller train.batch, and continue with --resume"
+                    ) from None
             warnings.append(self._halve_micro_batch(rows, batch))
 
     def _halve_micro_batch(self, rows: int, batch: TensorBatch) -> WarningEvent:
@@ -178,22 +188,28 @@ class Trainer:
         size = -(-rows // self.num_micro_batches)
         return WarningEvent(f"out of memory: continuing with micro-batches of {size}, the batch size stays the same")
 
-    def _accumulate_gradients(self, batch: TensorBatch, target_count: int) -> float:
+    def _accumulate_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> float:
         total = torch.zeros((), device=self.runtime.device)
-        for micro_batch in batch.split(self.num_micro_batches):
+        micro_batches = self._split(batch, rows)
+        for number, micro_batch in enumerate(micro_batches, 1):
             micro_batch = micro_batch.to(self.runtime.device)
-            with self.runtime.autocast():
-                loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / max(target_count, 1)
-            self.scaler.scale(loss).backward()
+            with self.strategy.accumulate(self.module or self.model, is_last=number == len(micro_batches)):
+                with self.runtime.autocast():
+                    loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / max(target_count, 1)
+                self.scaler.scale(loss).backward()
             total += loss.detach()
         return float(total)
+
+    def _split(self, batch: TensorBatch, rows: int) -> list[TensorBatch]:
+        """Split a batch into micro-batches, of which every process has the same number."""
+        micro_batches = batch.split(self.num_micro_batches)
+        missing = min(self.num_micro_batches, rows) - len(micro_batches)
+        return micro_batches + [micro_batches[-1].without_targets()] * missing
 
     def _clip_gradients(self) -> float:
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
-        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
-        max_norm = self.args.clip or float("inf")
-        return float(nn.utils.clip_grad_norm_(weights, max_norm))
+        return clip_gradients(self.model.parameters(), self.args.clip or float("inf"))
 
     def _apply_update(self) -> None:
         for optimizer in self.optimizers.optimizers:
@@ -205,30 +221,29 @@ class Trainer:
     # -- evaluation and state -------------------------------------------------------------------------------------
 
     def _evaluate(self) -> Iterator[TrainingEvent]:
-        if self.evaluate is None or not self.world.is_main:
+        if self.evaluate is None:
             return
-        with torch.no_grad(), self._averaged_weights():
+        weights = nullcontext() if self.average is None else self.average.average_parameters(self.model)
+        with torch.no_grad(), weights:
             self.model.eval()
             metrics = self.evaluate(self.model)
+            self.strategy.free_gathered_weights(self.model)
         self.model.train()
         is_best = self.best["loss"] is None or metrics["val_loss"] < self.best["loss"]
         if is_best:
             self.best = {"step": self.step, "loss": metrics["val_loss"]}
         yield EvaluationEvent(self.step, metrics, is_best)
 
-    def _averaged_weights(self) -> Any:
-        return nullcontext() if self.average is None else self.average.average_parameters(self.model)
-
     def checkpoint_state(self) -> checkpoint.Checkpoint:
-        """Return a checkpoint of everything that the next step depends on."""
+        """Return a checkpoint of everything that the next step depends on; each process has its part of the tensors."""
         tensors = {
             "model": resume_state.model_tensors(self.model, trainable_only=self.save_trainable_only),
             "optimizer": resume_state.optimizer_tensors(self.model, self.optimizers),
         }
-        for rank, rng_state in enumerate(self.world.all_gather(resume_state.rng_tensors())):
-            tensors[resume_state.rng_name(rank)] = rng_state
         if self.average is not None:
             tensors["average"] = self.average.tensors
+        for rank, rng_state in enumerate(self.world.all_gather(resume_state.rng_tensors())):
+            tensors[resume_state.rng_name(rank)] = rng_state
         metadata = {
             "tokens": self.tokens,
             "parts": self.num_micro_batches,
@@ -237,26 +252,20 @@ class Trainer:
             "best": self.best,
             "sound": self.last_good_step,
             "identity": self.identity,
-            "circumstances": self._environment(),
+            "circumstances": resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size),
         }
         return checkpoint.Checkpoint(self.step, tensors, metadata)
-
-    def _environment(self) -> dict[str, Any]:
-        return resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)
 
     def _save(self) -> CheckpointEvent:
         if not self.guard.bad_in_a_row:
             self.last_good_step = self.step
         state = self.checkpoint_state()  # in every process, because it gathers their random states
-        if self.world.is_main:
-            checkpoint.save(
-                self.folder,
-                state,
-                keep=self.args.keep,
-                best=self.best["step"],
-                last_good=self.last_good_step,
-                save_every=self.args.save_every,
-            )
+        options: dict[str, Any] = {"keep": self.args.keep, "save_every": self.args.save_every}
+        options |= {"best": self.best["step"], "last_good": self.last_good_step}
+        if self.strategy.is_sharded:
+            sharded_checkpoint.save(self.folder, state, self.world, **options)
+        elif self.world.is_main:
+            checkpoint.save(self.folder, state, **options)
         return CheckpointEvent(self.step, self.folder / f"step-{self.step}")
 
     def _resume(self) -> Iterator[TrainingEvent]:
@@ -268,24 +277,24 @@ class Trainer:
             raise FileError(f"no checkpoint in {self.folder} is intact; start a new run with --out")
         path = self.folder / f"step-{step}"
         with reading(path):
-            state = checkpoint.load(path)
-            resume_state.check_same_run(state.metadata["identity"], self.identity, self.old_identity)
-            yield from self._restore(state)
+            identity = checkpoint.load_metadata(path)["identity"]
+            resume_state.check_same_run(identity, self.identity, self.old_identity)
+            yield from self._restore(path)
         if problems:
             yield WarningEvent(f"resuming from {path.name}, the newest intact checkpoint")
 
-    def _restore(self, state: checkpoint.Checkpoint) -> Iterator[TrainingEvent]:
-        self.model.load_state_dict(dict(state.tensors["model"]), strict=not self.save_trainable_only)
-        resume_state.restore_optimizer(self.model, self.optimizers, state.tensors["optimizer"])
-        if self.average is not None:
-            self.average.load_tensors(state.tensors["average"])
+    def _restore(self, path: Path) -> Iterator[TrainingEvent]:
+        average = {} if self.average is None else self.average.tensors
+        target = resume_state.ResumeTarget(self.model, self.optimizers, average, self.save_trainable_only)
+        state = target.load_parts(path) if self.strategy.is_sharded else target.load_whole(path)
         metadata = resume_state.check_metadata(state.metadata)
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
         self.best, self.last_good_step = metadata["best"], metadata["sound"]
         self.guard.load_state_dict(metadata["guard"])
         if self.scaler.is_enabled() and metadata["scaler"]:
             self.scaler.load_state_dict(metadata["scaler"])
-        for difference in resume_state.describe_differences(metadata["circumstances"], self._environment()):
+        current = resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)
+        for difference in resume_state.describe_differences(metadata["circumstances"], current):
             yield WarningEvent(f"{difference}: the resumed run will not be bit for bit the same")
         resume_state.restore_process_rng(state.tensors, self.world.rank, state.step)
 
@@ -303,7 +312,7 @@ class Trainer:
                 f"the last good checkpoint is step-{target}; look at these samples, or lower train.lr"
             )
         progress, rng_state = (self.step, self.tokens, self.num_micro_batches), resume_state.rng_tensors()
-        yield from self._restore(checkpoint.load(self.folder / f"step-{target}"))
+        yield from self._restore(self.folder / f"step-{target}")
         self.step, self.tokens, self.num_micro_batches = progress
         self.guard.record_rollback(rollbacks)
         resume_state.restore_rng(rng_state)

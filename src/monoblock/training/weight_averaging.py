@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from monoblock.errors import FileError
+from monoblock.training import sharded_checkpoint
 from monoblock.training.checkpoint import find_problem
 
 
@@ -32,10 +32,6 @@ class ExponentialMovingAverage:
         decay = min(self.decay, (1 + count) / (10 + count))
         weights = dict(_trainable_parameters(model))
         torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), 1 - decay)
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self.tensors[name].copy_(tensor)
 
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
@@ -67,7 +63,7 @@ def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
         problem = find_problem(path)
         if problem is not None:
             raise FileError(f"{problem}; the checkpoints cannot be averaged")
-        for name, tensor in load_file(path / "model.safetensors").items():
+        for name, tensor in sharded_checkpoint.load(path).tensors["model"].items():
             dtypes[name] = tensor.dtype
             sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
     return {name: (total / len(checkpoints)).to(dtypes[name]) for name, total in sums.items()}

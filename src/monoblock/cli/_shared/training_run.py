@@ -18,9 +18,9 @@ from monoblock.training.interrupt import stop_on_interrupt
 from monoblock.training.run_lock import lock_run_folder
 
 if TYPE_CHECKING:
+    from monoblock.parallel.world import World
     from monoblock.recipes.schema import Recipe
     from monoblock.runs.run import Run
-    from monoblock.training.distributed import World
     from monoblock.training.events import FinishedEvent
 
 MAX_EXPONENT = 50.0  # exp of a larger loss, after a diverged run, would overflow

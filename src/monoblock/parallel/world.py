@@ -1,42 +1,55 @@
-"""Data-parallel training: each process computes a part of every batch, and gradients are summed before the update.
+"""The processes that train together, and what they exchange besides gradients and weights.
 
 The loss of a step is its sum over all targets divided by the number of targets in *all* processes, so that a run on two
-processes equals the run on one, up to rounding. Every process has the same weights and takes the same decisions,
-because every quantity that a decision depends on is summed over all processes first. Only the main process, rank 0,
-evaluates, samples and writes files.
+processes equals the run on one, up to rounding. All processes take the same decisions, because every quantity that a
+decision depends on is summed over all processes first. Only the main process, rank 0, samples and reports.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from monoblock.errors import ConfigError, MonoblockError
 
-# The other processes wait while the main process evaluates; if one dies, torchrun ends the others.
-COLLECTIVE_TIMEOUT = timedelta(days=1)
+DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
+DEFAULT_TIMEOUT = 1800.0  # seconds
 FAILURE_GRACE_SECONDS = 5.0  # for torchrun to end a process after another one failed
 
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process and the number of processes; with one process, collective operations change nothing."""
+    """The rank of this process and the number of processes; with one process, collective operations change nothing.
+
+    The ranks form a mesh. Those along its dimension "data" read different parts of every batch; those along "tensor"
+    hold different parts of every matrix and read the same batch.
+    """
 
     rank: int = 0
     size: int = 1
+    mesh: DeviceMesh | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The part of every batch that this process reads."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(DATA)
+
+    @property
+    def data_size(self) -> int:
+        """The number of parts into which a batch is split."""
+        return 1 if self.mesh is None else self.mesh[DATA].size()
 
     def all_reduce_sum(self, *numbers: float) -> list[float]:
         """Sum each number over all processes."""
@@ -45,6 +58,18 @@ class World:
         sums = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(sums)
         return sums.tolist()
+
+    def sum_over_data(self, *numbers: float) -> list[float]:
+        """Sum each number over the processes that read different parts of a batch."""
+        return self.sum_tensor_over_data(torch.tensor(numbers, dtype=torch.float64)).tolist()
+
+    def sum_tensor_over_data(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes that read different parts of a batch, without a gradient."""
+        if self.mesh is None or self.data_size == 1:
+            return tensor
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.mesh.get_group(DATA))
+        return total
 
     def broadcast(self, number: int) -> int:
         """Return, in every process, the value of `number` in the main process."""
@@ -66,25 +91,10 @@ class World:
                 tensors_of_rank[name] = buffer
         return gathered
 
-    def all_reduce_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over all processes; a gradient that is None in every process stays None."""
-        if self.size == 1:
-            return
-        trainable = [weight for weight in weights if weight.requires_grad]
-        use_counts = self.all_reduce_sum(*(weight.grad is not None for weight in trainable))
-        pending = []
-        for weight, count in zip(trainable, use_counts, strict=True):
-            if count and weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            if weight.grad is not None:
-                pending.append(dist.all_reduce(weight.grad, async_op=True))
-        for work in pending:
-            work.wait()
-
     def seed_process(self, seed: int) -> None:
-        """Seed torch differently in each process; rank 0 keeps the random numbers of a single-process run."""
-        if self.rank:
-            torch.manual_seed((seed + 0x9E3779B97F4A7C15 * self.rank) % 2**63)
+        """Seed torch differently for each part of a batch; rank 0 keeps the random numbers of a single-process run."""
+        if self.data_rank:
+            torch.manual_seed((seed + 0x9E3779B97F4A7C15 * self.data_rank) % 2**63)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -109,16 +119,23 @@ class World:
 SINGLE_PROCESS = World()
 
 
-def init_distributed(environment: Mapping[str, str], device: str = "auto") -> World:
-    """Join the process group that torchrun has set up; without torchrun return SINGLE_PROCESS."""
+def init_distributed(
+    environment: Mapping[str, str], device: str = "auto", *, tensor: int = 1, timeout: float = DEFAULT_TIMEOUT
+) -> World:
+    """Join the process group that torchrun has set up; without torchrun return SINGLE_PROCESS.
+
+    tensor: number of processes that share every matrix; it divides the number of processes.
+    timeout: seconds after which a process that waits for another one fails.
+    """
     size = int(environment.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in environment else 1
     if size == 1:
         return SINGLE_PROCESS
     cuda = uses_cuda(device)
     if cuda:
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    return World(int(environment["RANK"]), size)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
+    return World(int(environment["RANK"]), size, mesh)
 
 
 def uses_cuda(device: str) -> bool:
@@ -143,31 +160,3 @@ def defer_worker_errors(world: World) -> Iterator[None]:
         if world.size > 1 and not (world.is_main and isinstance(problem, MonoblockError)):
             time.sleep(FAILURE_GRACE_SECONDS)
         raise
-
-
-def launch(argv: Sequence[str], processes: int, device: str = "auto") -> int:
-    """Run a monoblock command in several processes on this machine with torchrun; return the exit code."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    if uses_cuda(device) and processes > torch.cuda.device_count():
-        raise ConfigError(
-            f"--nproc {processes} is more than the {torch.cuda.device_count()} GPUs of this machine; lower --nproc"
-        )
-    # Without these variables, torchrun gives each process one thread, with a long warning, and kills it during a save.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # each process reports its own error
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "-m", "monoblock"]
-    try:
-        torchrun.run(torchrun.parse_args([*options, *argv]))
-    except ChildFailedError as problem:
-        code = problem.get_first_failure()[1].exitcode
-        if code < 0:
-            raise MonoblockError(f"a process of the run was ended by signal {-code}; continue with --resume") from None
-        return code
-    except SignalException as problem:
-        return 128 + int(problem.sigval)
-    return 0

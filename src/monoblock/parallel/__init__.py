@@ -1,0 +1,1 @@
+"""Training in several processes, on one machine or many."""

@@ -1,0 +1,176 @@
+"""Strategies: how the processes of a run share the weights of the model and every batch.
+
+ddp    each process has all weights; gradients are summed while the backward pass runs (DistributedDataParallel)
+fsdp   each process stores a part of every weight, and gathers a block before it runs (fully_shard)
+
+The gradients of all processes are summed, not averaged, because the loss is divided by the number of targets in all of
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from monoblock.nn.transformer import Transformer
+from monoblock.parallel.gather import copy_without_weights, gather_tensors
+from monoblock.parallel.world import DATA, SINGLE_PROCESS, World
+
+
+class Strategy:
+    """One process with all weights; the base class of strategies for several processes."""
+
+    is_sharded = False  # whether a process stores only a part of the weights
+    description = "a single process"
+
+    def __init__(self, world: World = SINGLE_PROCESS) -> None:
+        self.world = world
+
+    def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        """Distribute the weights of a model in place, and return the module to compute losses with.
+
+        dtype: the dtype in which the model computes, if it is not that of the weights.
+        """
+        return model
+
+    def accumulate(self, module: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
+        """Return a context for the forward and backward pass of one micro-batch of a step."""
+        return nullcontext()
+
+    def free_gathered_weights(self, model: nn.Module) -> None:
+        """Free what a forward pass without a backward pass has gathered."""
+
+    def whole_model(self, model: nn.Module) -> nn.Module | None:
+        """Return the model with all weights in the main process, and None in the others; all must call this."""
+        return model if self.world.is_main else None
+
+    def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors that are split like weights, whole in the main process; every process must call this."""
+        return tensors
+
+
+class _Replica(DistributedDataParallel):
+    """DistributedDataParallel that also has the attributes of the model, which losses may use."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class DataParallel(Strategy):
+    """Every process has all weights; buckets of gradients are summed while the backward pass still runs."""
+
+    description = "each has all weights and reads its part of every batch"
+
+    def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        assert self.world.mesh is not None
+        group = self.world.mesh.get_group(DATA)
+        replica = _Replica(
+            model,
+            process_group=group,
+            find_unused_parameters=not _uses_all_weights(model),
+            gradient_as_bucket_view=True,
+        )
+        replica.register_comm_hook(group, lambda group, bucket: _sum_bucket(group, bucket))  # it checks annotations
+        return replica
+
+    def accumulate(self, module: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
+        assert isinstance(module, DistributedDataParallel)
+        return nullcontext() if is_last else module.no_sync()
+
+
+def _uses_all_weights(model: nn.Module) -> bool:
+    """Return whether every weight surely takes part in every forward pass."""
+    optional = ("segment", "mask_token")  # inputs may lack segments and masked patches
+    return type(model) is Transformer and not any(
+        name in key for key, _ in model.named_parameters() for name in optional
+    )
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over all processes; DistributedDataParallel would average it."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    future: Any = work.get_future()
+    result: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])
+    return result
+
+
+class FullySharded(Strategy):
+    """Each process stores a part of every weight, of its gradient and of its optimizer state (ZeRO stage 3)."""
+
+    is_sharded = True
+    description = "each stores a part of the weights and reads its part of every batch"
+
+    def __init__(self, world: World, *, reshard_after_forward: bool = True, offload: bool = False) -> None:
+        super().__init__(world)
+        self.reshard_after_forward, self.offload = reshard_after_forward, offload
+
+    def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        assert self.world.mesh is not None
+        self._without_weights = copy_without_weights(model)
+        options: dict[str, Any] = {
+            "mesh": self.world.mesh[DATA],
+            "shard_placement_fn": lambda weight: _choose_dimension(weight, self.world.data_size),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+        }
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # it is not written to
+        for block in _blocks_run_once(model):
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        fully_shard(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    def free_gathered_weights(self, model: nn.Module) -> None:
+        assert isinstance(model, FSDPModule)
+        model.reshard()
+
+    def whole_model(self, model: nn.Module) -> nn.Module | None:
+        weights = self.whole_tensors(model.state_dict())
+        if not self.world.is_main:
+            return None
+        whole = copy.deepcopy(self._without_weights)
+        whole.load_state_dict(weights, assign=True)
+        return whole.to(next(model.parameters()).device).train(model.training)
+
+    def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return gather_tensors(tensors, keep=self.world.is_main)
+
+
+def _choose_dimension(weight: nn.Parameter, parts: int) -> Shard:
+    """Choose the first dimension of a weight that can be divided evenly, or else the first dimension."""
+    return Shard(next((dim for dim, size in enumerate(weight.shape) if size % parts == 0), 0))
+
+
+def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a Transformer, without blocks whose weights several layers share."""
+    if not isinstance(model, Transformer):
+        return []
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    order = [block for stack in stacks for block in stack.blocks]
+    return [block for block in order if order.count(block) == 1]
+
+
+def build_strategy(name: str, world: World, *, reshard_after_forward: bool = True, offload: bool = False) -> Strategy:
+    """Return the strategy of this name; a single process needs none."""
+    if world.size == 1:
+        return Strategy(world)
+    if name == "fsdp":
+        return FullySharded(world, reshard_after_forward=reshard_after_forward, offload=offload)
+    return DataParallel(world)

@@ -1,0 +1,282 @@
+"""Checkpoints that several processes write together, each its own part of the weights and optimizer states.
+
+    step-400/shard-00000.safetensors   the parts that process 0 stores, and so on
+    step-400/shards.json               the shape of every tensor, and the file and position of each of its parts
+
+torch.distributed.checkpoint plans who writes and reads what, so a run can be resumed with another strategy and on
+another number of processes, also from a checkpoint of a single process. The files are safetensors and JSON; the
+protocol is that of training/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from monoblock.errors import FileError
+from monoblock.parallel.world import World
+from monoblock.training import checkpoint
+from monoblock.untrusted_files import read_json, reading
+
+INDEX_FILE = "shards.json"
+SHARED_GROUPS = ("model", "optimizer", "average")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.int64, torch.int32, torch.uint8)}
+Groups = Mapping[str, Mapping[str, Tensor]]
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """A part of a tensor: its offsets and sizes in each dimension, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+
+
+class StoredTensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[Part]
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, state: checkpoint.Checkpoint, world: World, **retention: Any) -> Path:
+    """Write a checkpoint; every process must call this, and writes its part of the weights and optimizer states.
+
+    retention: the arguments of `checkpoint.finish` that say which checkpoints are kept.
+    """
+    shared = {name: state.tensors[name] for name in SHARED_GROUPS if name in state.tensors}
+    rest = {name: tensors for name, tensors in state.tensors.items() if name not in shared}
+    state = checkpoint.Checkpoint(state.step, rest, state.metadata)
+    temporary = checkpoint.temporary_folder(folder, state.step)
+    _run_together(world, lambda: checkpoint.begin(folder, state.step) if world.is_main else None)
+    try:
+        own = _run_together(world, lambda: dict(_write_parts(temporary, shared, world)))
+        entries: list[dict[str, Any]] = [{} for _ in range(world.size)]
+        dist.all_gather_object(entries, own)
+        files = {name: entry for part in entries for name, entry in part.items()}
+        _run_together(
+            world, lambda: checkpoint.finish(folder, state, files=files, **retention) if world.is_main else None
+        )
+    except FileError:
+        if world.is_main:
+            checkpoint.abandon(folder, state.step)
+        raise
+    return folder / f"step-{state.step}"
+
+
+def _run_together(world: World, action: Callable[[], T]) -> T:
+    """Run an action in every process; if it fails in one, raise FileError in all."""
+    result, problem = None, None
+    try:
+        result = action()
+    except (OSError, FileError, CheckpointException, SafetensorError) as error:
+        problem = error
+    if not any(world.all_reduce_sum(problem is not None)):
+        return cast(T, result)
+    if isinstance(problem, FileError):
+        raise problem
+    reason = "another process failed" if problem is None else str(problem).strip().splitlines()[-1]
+    raise FileError(f"the checkpoint cannot be written: {reason}; earlier checkpoints are untouched")
+
+
+def _write_parts(folder: Path, shared: Groups, world: World) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Write the parts of this process; return the manifest entries of the files that it has written."""
+    writer = _Writer(folder, world.rank)
+    tensors = {f"{group}/{name}": tensor for group, named in shared.items() for name, tensor in named.items()}
+    dcp.save(cast(dict[str, Any], tensors), storage_writer=writer)
+    for path in (folder / writer.file, folder / INDEX_FILE):
+        if path.exists() and (path.name != INDEX_FILE or world.is_main):
+            checkpoint.sync_file(path)
+            yield path.name, checkpoint.describe_file(path)
+
+
+class _Writer(dcp.StorageWriter):
+    """A storage of torch.distributed.checkpoint that writes one safetensors file for each process, and an index."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.file = folder, f"shard-{rank:05d}.safetensors"
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors, results = {}, []
+        for item in plan.items:
+            tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+            key = f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
+            tensors[key] = tensor
+            results.append(WriteResult(item.index, tensor.nbytes, (self.file, key)))
+        checkpoint.fault_injection_point(f"tensors {self.file}")
+        if tensors:
+            save_file(tensors, self.folder / self.file)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data for rank in results for r in rank}
+        index = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            parts = [[list(c.offsets), list(c.sizes), *places[name, tuple(c.offsets)]] for c in entry.chunks]
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            index[name] = {"shape": list(entry.size), "dtype": dtype, "parts": parts}
+        checkpoint.write_and_sync(self.folder / INDEX_FILE, json.dumps(index).encode())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_index(path: Path) -> dict[str, StoredTensor]:
+    """Return what a checkpoint stores, by "<group>/<name>"; a tensor of a single-process checkpoint is one part."""
+    if not (path / INDEX_FILE).is_file():
+        return dict(_index_whole_files(path))
+    index = {}
+    for name, entry in read_json(path / INDEX_FILE).items():
+        parts = [
+            Part(tuple(offsets), tuple(sizes), _base_name(file), key) for offsets, sizes, file, key in entry["parts"]
+        ]
+        index[name] = StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], parts)
+    return index
+
+
+def _base_name(name: str) -> str:
+    if Path(name).name != name:
+        raise FileError(f"{INDEX_FILE} lists a file outside its folder")
+    return name
+
+
+def _index_whole_files(path: Path) -> Iterable[tuple[str, StoredTensor]]:
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  # not a dict
+                header = tensors.get_slice(key)
+                shape, dtype = tuple(header.get_shape()), checkpoint.SAFETENSORS_DTYPES[header.get_dtype()]
+                yield f"{file.stem}/{key}", StoredTensor(shape, dtype, [Part((0,) * len(shape), shape, file.name, key)])
+
+
+def load_into(path: Path, index: Mapping[str, StoredTensor], targets: Groups) -> None:
+    """Copy stored tensors into `targets`, each process its part; every process must call this."""
+    tensors = {f"{group}/{name}": tensor for group, named in targets.items() for name, tensor in named.items()}
+    missing = next((name for name in tensors if name not in index), None)
+    if missing is not None:
+        raise FileError(f"{path} has no tensor {missing!r}, which this run needs")
+    dcp.load(cast(dict[str, Any], tensors), storage_reader=_Reader(path, index))
+
+
+def load(path: Path) -> checkpoint.Checkpoint:
+    """Load a checkpoint with whole tensors, whoever wrote it."""
+    if not (path / INDEX_FILE).is_file():
+        return checkpoint.load(path)
+    with reading(path):
+        rest = load_rest(path)
+        return checkpoint.Checkpoint(rest.step, {**rest.tensors, **assemble(path)}, rest.metadata)
+
+
+def load_rest(path: Path) -> checkpoint.Checkpoint:
+    """Load a checkpoint without the tensors that the processes share."""
+    names = [file.stem for file in path.glob("*.safetensors")]
+    own = [name for name in names if name not in SHARED_GROUPS and not name.startswith("shard-")]
+    tensors = {name: load_file(path / f"{name}.safetensors") for name in own}
+    return checkpoint.Checkpoint(checkpoint.parse_step(path), tensors, checkpoint.load_metadata(path))
+
+
+def assemble(path: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the whole tensors of a checkpoint that several processes wrote, by group and name."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    for full_name, stored in read_index(path).items():
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        for part in stored.parts:
+            with safe_open(path / part.file, framework="pt") as tensors:
+                slices = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))
+                tensor[slices].copy_(tensors.get_tensor(part.key))
+        group, name = full_name.split("/", 1)
+        groups.setdefault(group, {})[name] = tensor
+    return groups
+
+
+class _Reader(dcp.StorageReader):
+    """A storage of torch.distributed.checkpoint that reads safetensors files."""
+
+    def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
+        self.folder, self.index = folder, index
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        entries: dict[str, Any] = {}
+        for name, stored in self.index.items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.parts]
+            properties = TensorProperties(dtype=stored.dtype)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        places: dict[Any, Any] = {
+            MetadataIndex(name, torch.Size(part.offsets)): part
+            for name, stored in self.index.items()
+            for part in stored.parts
+        }
+        return Metadata(entries, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            part: Part = self.places[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            with safe_open(self.folder / part.file, framework="pt") as tensors:
+                ranges = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                stored = tensors.get_slice(part.key)[ranges] if ranges else tensors.get_tensor(part.key)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True

@@ -1,0 +1,170 @@
+"""Every strategy gives the losses of a single process, and a run can be resumed with another one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training_support import (
+    MASKED_LM_RECIPE,
+    SEQ2SEQ_RECIPE,
+    merge_recipes,
+    read_metrics,
+    train_to_end,
+    train_until,
+    write_recipe,
+)
+
+import monoblock as mb
+from monoblock.training import checkpoint, sharded_checkpoint
+from monoblock.training.events import EvaluationEvent, StepEvent
+
+STRATEGIES = ("ddp", "fsdp")
+EXACT = {
+    "model": {"dropout": 0.0},
+    "train": {"steps": 12, "batch": 5, "accumulate": 2, "save_every": 4, "eval_every": 6},
+}
+EXACT["train"]["eval_batches"] = 3
+# Neither the vocabulary nor the heads and hidden sizes can be divided among two processes.
+FAMILIES = {
+    "gpt": {},
+    "llama": {
+        "model": {"family": "llama", "width": 24, "depth": 2, "heads": 3, "kv_heads": 1, "hidden": 35, "context": 13}
+    },
+    "t5": merge_recipes(
+        SEQ2SEQ_RECIPE,
+        {"model": {"family": "t5", "width": 21, "depth": 2, "heads": 3, "hidden": 35, "context": 47}},
+        {"tokenizer": {"dropout": 0.0}, "train": {"schedule": "cosine"}},
+    ),
+    "bert": merge_recipes(MASKED_LM_RECIPE, {"train": {"optimizer": "muon"}}),
+    "experts": {
+        "model": {
+            "family": "llama",
+            "width": 24,
+            "depth": 2,
+            "heads": 3,
+            "hidden": 19,
+            "context": 13,
+            "experts": 3,
+            "top_k": 2,
+        },
+        "train": {"ema": 0.9},
+    },
+}
+
+
+def run_jobs(folder, jobs, processes=2):
+    """Run jobs in several processes; return what each process saw."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    source, here = str(Path(mb.__file__).parent.parent), Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    script = [f"--nproc-per-node={processes}", str(here / "strategy_worker.py"), str(folder)]
+    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("strategies")
+    for family, changes in FAMILIES.items():
+        write_recipe(root / family, changes, EXACT)
+    return root
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    """The events of each family in this process."""
+    events = {}
+    for family in FAMILIES:
+        run, seen = train_to_end(root / family / "recipe.toml", root / family / "alone")
+        events[family] = run, seen
+    return events
+
+
+@pytest.fixture(scope="module")
+def together(root):
+    """What the first process saw, for each family and strategy."""
+    cases = [(family, strategy) for family in FAMILIES for strategy in STRATEGIES]
+    jobs = [
+        {
+            "recipe": str(root / family / "recipe.toml"),
+            "folder": str(root / family / strategy),
+            "overrides": [f"train.parallel={strategy}"],
+        }
+        for family, strategy in cases
+    ]
+    return dict(zip(cases, zip(*run_jobs(root, jobs), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_losses_are_those_of_one_process(family, strategy, alone, together):
+    steps = [event for event in alone[family][1] if isinstance(event, StepEvent)]
+    evaluations = [event.metrics["val_loss"] for event in alone[family][1] if isinstance(event, EvaluationEvent)]
+    for seen in together[family, strategy]:
+        assert seen["losses"] == pytest.approx([event.loss for event in steps], rel=1e-5)
+        assert seen["norms"] == pytest.approx([event.grad_norm for event in steps], rel=1e-3)
+        assert seen["evaluations"] == pytest.approx(evaluations, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_finished_run_is_an_ordinary_model_folder(family, strategy, root, alone, together):
+    model = mb.Transformer.from_pretrained(root / family / strategy)
+    assert sum(weight.numel() for weight in model.parameters()) == sum(
+        weight.numel() for weight in alone[family][0].model.parameters()
+    )
+    main, other = together[family, strategy]
+    assert main["metrics"] == pytest.approx(alone[family][0].metrics, rel=1e-3)
+    assert other["metrics"] == {}
+
+
+def test_each_process_stores_its_part_of_the_weights(alone, together):
+    for family, (run, _) in alone.items():
+        whole = sum(weight.numel() for weight in run.model.parameters())
+        assert [seen["stored"] for seen in together[family, "ddp"]] == [whole, whole]
+        parts = [seen["stored"] for seen in together[family, "fsdp"]]
+        assert sum(parts) == whole
+        assert max(parts) < 0.56 * whole
+
+
+def test_a_checkpoint_of_several_processes_is_safetensors_and_json_and_can_be_read_whole(root, together):
+    path = root / "llama/fsdp/checkpoints/step-12"
+    assert checkpoint.find_problem(path) is None
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
+    parts = sharded_checkpoint.load(path).tensors
+    whole = checkpoint.load(root / "llama/ddp/checkpoints/step-12").tensors
+    assert parts.keys() == whole.keys()
+    for group in ("model", "optimizer"):
+        assert parts[group].keys() == whole[group].keys()
+        for name, tensor in whole[group].items():
+            torch.testing.assert_close(parts[group][name], tensor, atol=1e-5, rtol=1e-3)
+
+
+def test_a_run_is_resumed_with_other_strategies_and_numbers_of_processes(root, alone, tmp_path):
+    """2 fsdp → 1 → 4 ddp → 2 fsdp: no sample is repeated or left out, and the losses are those of one process."""
+    recipe, folder = root / "experts/recipe.toml", tmp_path / "run"
+    job = {"recipe": str(recipe), "folder": str(folder), "overrides": ["train.parallel=fsdp", "train.save_every=3"]}
+    seen = [run_jobs(tmp_path, [job | {"until": 4}])[0][0]]
+    text = recipe.read_text()
+    recipe.write_text(text.replace("save_every = 4", "save_every = 3"))
+    train_until(recipe, folder, 7, resume=True)
+    recipe.write_text(text)
+    job["resume"] = True
+    seen += run_jobs(tmp_path, [job | {"until": 10, "overrides": ["train.save_every=3"]}], processes=4)[0]
+    seen += run_jobs(tmp_path, [job])[0]
+    steps = [event for event in alone["experts"][1] if isinstance(event, StepEvent)]
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["loss"] for line in lines] == pytest.approx([event.loss for event in steps], rel=1e-5)
+    plan = alone["experts"][0].task_data.batch_plan
+    for part in seen:
+        for step, samples in part["samples"].items():
+            assert samples == plan.batch_at(int(step) - 1).indices.tolist()
+    for part, first in zip(seen, (1, 7, 10), strict=True):
+        assert min(map(int, part["samples"])) == first

@@ -1,0 +1,61 @@
+"""The worker of parallel/test_strategies: torchrun starts it in several processes, which train one job after another.
+
+A job is a dict in jobs.json: the recipe, the folder of the run, overrides, and optionally `resume` and `until`, the
+step at which the run is abandoned. Each process writes what it saw to seen-RANK.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from monoblock.parallel.world import init_distributed
+from monoblock.runs.prepare_run import prepare_run
+from monoblock.runs.recipe import read_recipe
+from monoblock.training.events import EvaluationEvent, StepEvent, WarningEvent
+
+
+def run_job(job, world):
+    recipe = read_recipe(job["recipe"], job["overrides"])
+    resume = job.get("resume", False)
+    run = prepare_run(recipe, Path(job["folder"]), world=world, resume=resume)
+    seen = {"losses": [], "norms": [], "evaluations": [], "warnings": [], "samples": {}}
+    seen["stored"] = sum(
+        weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
+        for weight in run.model.parameters()
+    )
+    read = run.trainer.batches
+
+    def batches(step):
+        for number, batch in enumerate(read(step), step + 1):
+            seen["samples"][number] = batch.samples
+            yield batch
+
+    run.trainer.batches = batches
+    events = run.events(resume=resume)
+    for event in events:
+        match event:
+            case StepEvent():
+                seen["losses"].append(event.loss)
+                seen["norms"].append(event.grad_norm)
+            case EvaluationEvent():
+                seen["evaluations"].append(event.metrics["val_loss"])
+            case WarningEvent():
+                seen["warnings"].append(event.text)
+        if run.trainer.step >= job.get("until", 10**9):
+            events.close()
+            break
+    seen["metrics"] = run.metrics
+    world.barrier()
+    return seen
+
+
+def main(folder):
+    world = init_distributed(os.environ, "cpu")
+    seen = [run_job(job, world) for job in json.loads((folder / "jobs.json").read_text())]
+    (folder / f"seen-{world.rank}.json").write_text(json.dumps(seen))
+    world.shut_down()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
