@@ -5,11 +5,10 @@ step at which the run is abandoned. Each process writes what it saw to seen-RANK
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
-from monoblock.parallel.world import init_distributed
+from monoblock.cli.train import join_processes
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
 from monoblock.training.events import EvaluationEvent, StepEvent, WarningEvent
@@ -51,8 +50,10 @@ def run_job(job, world):
 
 
 def main(folder):
-    world = init_distributed(os.environ, "cpu")
-    seen = [run_job(job, world) for job in json.loads((folder / "jobs.json").read_text())]
+    jobs = json.loads((folder / "jobs.json").read_text())
+    recipe = read_recipe(jobs[0]["recipe"], jobs[0]["overrides"])
+    world = join_processes(recipe)
+    seen = [run_job(job, world) for job in jobs]
     (folder / f"seen-{world.rank}.json").write_text(json.dumps(seen))
     world.shut_down()
 

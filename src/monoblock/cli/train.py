@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from monoblock.cli._shared.training_run import print_result, print_resume_comman
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from monoblock.parallel.world import World
     from monoblock.recipes.schema import Recipe
 
 
@@ -52,7 +54,7 @@ def command(
         click.echo(resolved.to_toml(), nl=False)
         return
     from monoblock.parallel.launch import launch
-    from monoblock.parallel.world import defer_worker_errors, init_distributed
+    from monoblock.parallel.world import defer_worker_errors
     from monoblock.runs.run_folder import check_run_folder
 
     folder = out if out is not None else Path("runs") / resolved.name
@@ -62,7 +64,7 @@ def command(
         flags = [f"--{name}" for name, is_set in {**options, "json": as_json}.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
         ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
-    world = init_distributed(os.environ, resolved.train.device, timeout=resolved.parallel.timeout)
+    world = join_processes(resolved)
     with defer_worker_errors(world):
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
         run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
@@ -73,6 +75,16 @@ def command(
         world.shut_down()
     if last.interrupted:
         ctx.exit(interrupted_code)
+
+
+def join_processes(recipe: Recipe) -> World:
+    """Join the processes that torchrun has started, arranged as the recipe says."""
+    from monoblock.parallel.strategy import tensor_size
+    from monoblock.parallel.world import init_distributed
+
+    section, parallel = recipe.train, recipe.parallel
+    sizes = functools.partial(tensor_size, section.parallel, parallel.tensor)
+    return init_distributed(os.environ, section.device, sizes, parallel.timeout)
 
 
 def _check_model(recipe: Recipe) -> None:

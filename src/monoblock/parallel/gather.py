@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
@@ -17,7 +17,7 @@ def gather_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Te
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = whole_tensor(tensor)
         if keep:
             whole[name] = full.detach().cpu()
     return whole
@@ -38,21 +38,36 @@ def clip_gradients(weights: Iterable[nn.Parameter], max_norm: float) -> float:
     trained = [weight for weight in weights if weight.grad is not None]
     if not any(isinstance(weight, DTensor) for weight in trained):
         return float(nn.utils.clip_grad_norm_(trained, max_norm))
-    norm = torch.stack([_total_norm(group) for group in _group_by_mesh(trained)]).norm()
-    nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    groups = _group_by_mesh(trained)
+    norm = torch.stack([_total_norm(group) for group in groups]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return float(norm)
 
 
-def _group_by_mesh(weights: list[nn.Parameter]) -> list[list[Tensor]]:
-    """Group gradients that can be used in one operation: those on the same mesh, and plain tensors."""
-    groups: dict[object, list[Tensor]] = {}
+def whole_tensor(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def split_like(whole: Tensor, other: Tensor) -> Tensor:
+    """Split a tensor among processes like another one; all of them have the whole tensor."""
+    if not isinstance(other, DTensor):
+        return whole
+    return distribute_tensor(whole, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def mesh_of(tensor: Tensor) -> object:
+    """Return the mesh among whose processes a tensor is split, or None if each process has all of it."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def _group_by_mesh(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group weights that can be used in one operation: those on the same mesh, and plain tensors."""
+    groups: dict[object, list[nn.Parameter]] = {}
     for weight in weights:
-        assert weight.grad is not None
-        mesh = weight.grad.device_mesh if isinstance(weight.grad, DTensor) else None
-        groups.setdefault(mesh, []).append(weight.grad)
+        groups.setdefault(mesh_of(weight), []).append(weight)
     return list(groups.values())
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    norm = nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _total_norm(weights: list[nn.Parameter]) -> Tensor:
+    return whole_tensor(nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None]))

@@ -1,7 +1,9 @@
 """Strategies: how the processes of a run share the weights of the model and every batch.
 
-ddp    each process has all weights; gradients are summed while the backward pass runs (DistributedDataParallel)
-fsdp   each process stores a part of every weight, and gathers a block before it runs (fully_shard)
+ddp       each process has all weights; gradients are summed while the backward pass runs (DistributedDataParallel)
+fsdp      each process stores a part of every weight, and gathers a block before it runs (fully_shard)
+tp        each process stores and computes a part of every matrix (parallel/tensor_parallel.py)
+fsdp+tp   groups of processes compute as with tp, and the groups share the weights as with fsdp
 
 The gradients of all processes are summed, not averaged, because the loss is divided by the number of targets in all of
 them.
@@ -10,8 +12,9 @@ them.
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,9 +25,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from monoblock.errors import ConfigError
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.gather import copy_without_weights, gather_tensors
-from monoblock.parallel.world import DATA, SINGLE_PROCESS, World
+from monoblock.parallel.tensor_parallel import split_model
+from monoblock.parallel.vocabulary import to_local
+from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
 
 
 class Strategy:
@@ -32,6 +38,7 @@ class Strategy:
 
     is_sharded = False  # whether a process stores only a part of the weights
     description = "a single process"
+    notes: Sequence[str] = ()  # what could not be split, known after `prepare`
 
     def __init__(self, world: World = SINGLE_PROCESS) -> None:
         self.world = world
@@ -108,10 +115,34 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
     return result
 
 
-class FullySharded(Strategy):
-    """Each process stores a part of every weight, of its gradient and of its optimizer state (ZeRO stage 3)."""
+class TensorParallel(Strategy):
+    """Each process stores and computes a part of every matrix; all read the same batch."""
 
     is_sharded = True
+    description = "each stores and computes a part of every matrix"
+
+    def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        assert self.world.mesh is not None
+        self._without_weights = copy_without_weights(model)
+        if self.world.mesh[TENSOR].size() > 1:
+            self.notes = split_model(model, self.world.mesh[TENSOR])
+        return model.to(torch.device(self.world.mesh.device_type))
+
+    def whole_model(self, model: nn.Module) -> nn.Module | None:
+        weights = self.whole_tensors(model.state_dict())
+        if not self.world.is_main:
+            return None
+        whole = copy.deepcopy(self._without_weights)
+        whole.load_state_dict(weights, assign=True)
+        return whole.to(next(model.parameters()).device).train(model.training)
+
+    def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return gather_tensors(tensors, keep=self.world.is_main)
+
+
+class FullySharded(TensorParallel):
+    """Each process stores a part of every weight, of its gradient and of its optimizer state (ZeRO stage 3)."""
+
     description = "each stores a part of the weights and reads its part of every batch"
 
     def __init__(self, world: World, *, reshard_after_forward: bool = True, offload: bool = False) -> None:
@@ -121,12 +152,15 @@ class FullySharded(Strategy):
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         assert self.world.mesh is not None
         self._without_weights = copy_without_weights(model)
+        if self.world.mesh[TENSOR].size() > 1:
+            self.notes = split_model(model, self.world.mesh[TENSOR])
         options: dict[str, Any] = {
             "mesh": self.world.mesh[DATA],
             "shard_placement_fn": lambda weight: _choose_dimension(weight, self.world.data_size),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
         }
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # of two small sums
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # it is not written to
         for block in _blocks_run_once(model):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
@@ -141,21 +175,15 @@ class FullySharded(Strategy):
         assert isinstance(model, FSDPModule)
         model.reshard()
 
-    def whole_model(self, model: nn.Module) -> nn.Module | None:
-        weights = self.whole_tensors(model.state_dict())
-        if not self.world.is_main:
-            return None
-        whole = copy.deepcopy(self._without_weights)
-        whole.load_state_dict(weights, assign=True)
-        return whole.to(next(model.parameters()).device).train(model.training)
-
-    def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return gather_tensors(tensors, keep=self.world.is_main)
-
 
 def _choose_dimension(weight: nn.Parameter, parts: int) -> Shard:
-    """Choose the first dimension of a weight that can be divided evenly, or else the first dimension."""
-    return Shard(next((dim for dim, size in enumerate(weight.shape) if size % parts == 0), 0))
+    """Choose a dimension of a weight that can be divided evenly, one that is not yet divided if there is one.
+
+    Without such a dimension it is the first, which may be divided unevenly.
+    """
+    divided = [shard.dim for shard in getattr(weight, "placements", ()) if isinstance(shard, Shard)]
+    dims = [dim for dim, size in enumerate(to_local(weight).shape) if size % parts == 0]
+    return Shard(min(dims, key=lambda dim: (dim in divided, dim), default=0))
 
 
 def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
@@ -171,6 +199,19 @@ def build_strategy(name: str, world: World, *, reshard_after_forward: bool = Tru
     """Return the strategy of this name; a single process needs none."""
     if world.size == 1:
         return Strategy(world)
-    if name == "fsdp":
-        return FullySharded(world, reshard_after_forward=reshard_after_forward, offload=offload)
-    return DataParallel(world)
+    if name == "ddp":
+        return DataParallel(world)
+    if name == "tp":
+        return TensorParallel(world)
+    return FullySharded(world, reshard_after_forward=reshard_after_forward, offload=offload)
+
+
+def tensor_size(name: str, tensor: int, processes: int, local_processes: int) -> int:
+    """Return how many processes share every matrix; by default all of them, or those of one machine with fsdp+tp."""
+    if "tp" not in name.split("+"):
+        return 1
+    size = tensor or (processes if name == "tp" else local_processes)
+    if processes % size or (name == "tp" and size != processes):
+        fix = "write train.parallel=fsdp+tp, or leave parallel.tensor out" if name == "tp" else "write a divisor"
+        raise ConfigError(f"parallel.tensor={size} does not fit {processes} processes and train.parallel={name}; {fix}")
+    return size

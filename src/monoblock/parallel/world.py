@@ -8,7 +8,7 @@ decision depends on is summed over all processes first. Only the main process, r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -120,21 +120,26 @@ SINGLE_PROCESS = World()
 
 
 def init_distributed(
-    environment: Mapping[str, str], device: str = "auto", *, tensor: int = 1, timeout: float = DEFAULT_TIMEOUT
+    environment: Mapping[str, str],
+    device: str = "auto",
+    tensor: Callable[[int, int], int] = lambda size, local_size: 1,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> World:
     """Join the process group that torchrun has set up; without torchrun return SINGLE_PROCESS.
 
-    tensor: number of processes that share every matrix; it divides the number of processes.
+    tensor: a function that returns how many processes share every matrix, given the number of all processes and of
+        those on this machine.
     timeout: seconds after which a process that waits for another one fails.
     """
     size = int(environment.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in environment else 1
     if size == 1:
         return SINGLE_PROCESS
+    shared = tensor(size, int(environment.get("LOCAL_WORLD_SIZE", size)))
     cuda = uses_cuda(device)
     if cuda:
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (size // shared, shared), mesh_dim_names=(DATA, TENSOR))
     return World(int(environment["RANK"]), size, mesh)
 
 

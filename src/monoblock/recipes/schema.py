@@ -142,7 +142,7 @@ class TrainSection:
     device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
     deterministic: bool = False  # use deterministic algorithms, which can be slower
     activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    parallel: Literal["ddp", "fsdp"] = "ddp"  # how several processes share the model (docs/distributed.md)
+    parallel: Literal["ddp", "fsdp", "tp", "fsdp+tp"] = "ddp"  # how several processes share the model
     seed: int = 1  # of the initial weights, the order of the data, dropout and augmentation
     workers: int = 0  # number of processes that prepare batches; 0: the training process prepares them
     save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps; 0: only at the end
@@ -198,6 +198,7 @@ class LoraSection:
 class ParallelSection:
     """Training in several processes; train.parallel chooses the strategy."""
 
+    tensor: int = 0  # tp, fsdp+tp: processes that share every matrix; 0: all, or those of one machine with fsdp+tp
     reshard_after_forward: bool = True  # fsdp: free the gathered weights of a block after its forward pass
     offload: bool = False  # fsdp: keep weights, gradients and optimizer states in CPU memory
     timeout: float = 1800.0  # seconds after which a process that waits for another one ends the run
@@ -205,6 +206,7 @@ class ParallelSection:
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "timeout")
+        check_at_least(self, 0, "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,9 +63,9 @@ class Run:
         yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
         yield from map(WarningEvent, self._unusual_choices())
         if world.size > 1:
-            yield DecisionEvent(
-                f"{world.size} processes, {self.recipe.train.parallel}", self.trainer.strategy.description
-            )
+            strategy = self.trainer.strategy
+            yield DecisionEvent(f"{world.size} processes, {self.recipe.train.parallel}", strategy.description)
+            yield from map(WarningEvent, strategy.notes)
         if resume and not checkpoint.list_steps(self.trainer.folder):
             yield WarningEvent("the run has no checkpoint yet, so it starts from the first step")
             self.metrics_writer.truncate_after(0)

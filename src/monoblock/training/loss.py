@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
+from monoblock.parallel import vocabulary
 
 
 class RouterTap:
@@ -129,6 +131,10 @@ class CrossEntropyLoss:
         The logits have shape (…, classes), and the labels have shape (…).
         """
         flat = logits.reshape(-1, logits.shape[-1])
+        if isinstance(flat, DTensor):  # the vocabulary is split among processes
+            return vocabulary.cross_entropy(
+                flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=self.label_smoothing
+            )
         return F.cross_entropy(
             flat.float() if flat.dtype in HALF_DTYPES else flat,
             labels.reshape(-1),

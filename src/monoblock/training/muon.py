@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monoblock.parallel.gather import mesh_of, split_like, whole_tensor
+
 # Chosen for the steepest slope at zero that keeps all singular values near one.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -54,11 +56,15 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
-            for shape in {tuple(weight.shape) for weight in weights}:
-                self._step_same_shape([weight for weight in weights if tuple(weight.shape) == shape], group)
+            for key in dict.fromkeys((tuple(weight.shape), mesh_of(weight)) for weight in weights):
+                same = [weight for weight in weights if (tuple(weight.shape), mesh_of(weight)) == key]
+                self._step_same_shape(same, group)
 
     def _step_same_shape(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Update weights of equal shape together: one batched orthogonalization is faster than many small ones."""
+        """Update weights of equal shape together: one batched orthogonalization is faster than many small ones.
+
+        Matrices that are split among processes are gathered first, because a part of one cannot be orthogonalized.
+        """
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         for weight in weights:
             if "momentum" not in self.state[weight]:
@@ -66,7 +72,8 @@ class Muon(torch.optim.Optimizer):
         momenta = [self.state[weight]["momentum"] for weight in weights]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
-        stacked = orthogonalize(torch.stack(updates), group["ns_steps"])
+        stacked = orthogonalize(torch.stack([whole_tensor(update) for update in updates]), group["ns_steps"])
         scale = 0.2 * max(stacked.shape[-2:]) ** 0.5  # the root mean square of an AdamW update is about 0.2
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, stacked.unbind(), alpha=-group["lr"] * scale)
+        parts = [split_like(update, weight) for update, weight in zip(stacked.unbind(), weights, strict=True)]
+        torch._foreach_add_(weights, parts, alpha=-group["lr"] * scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.parallel.gather import mesh_of
 from monoblock.training.muon import Muon
 
 OPTIMIZERS = ("adam", "adamw", "muon")
@@ -141,8 +142,11 @@ def _parameter_groups(
 def _group_by_lr(
     named: NamedParameters, decay: float, lr_scales: dict[str, float], factor: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Build parameter groups, one for each distinct factor on the learning rate, which is factor × lr_scales[name]."""
-    by_factor: dict[float, list[nn.Parameter]] = {}
+    """Build parameter groups, one for each distinct factor on the learning rate, which is factor × lr_scales[name].
+
+    Weights that are split among different processes cannot be in the same group.
+    """
+    groups: dict[tuple[float, object], list[nn.Parameter]] = {}
     for name, weight in named:
-        by_factor.setdefault(factor * lr_scales.get(name, 1.0), []).append(weight)
-    return [{"params": weights, "weight_decay": decay, "factor": scale} for scale, weights in by_factor.items()]
+        groups.setdefault((factor * lr_scales.get(name, 1.0), mesh_of(weight)), []).append(weight)
+    return [{"params": weights, "weight_decay": decay, "factor": scale} for (scale, _), weights in groups.items()]

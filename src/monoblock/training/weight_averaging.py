@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import FileError
+from monoblock.parallel.gather import mesh_of
 from monoblock.training import sharded_checkpoint
 from monoblock.training.checkpoint import find_problem
 
@@ -31,7 +32,9 @@ class ExponentialMovingAverage:
         count = int(self.tensors["updates"])
         decay = min(self.decay, (1 + count) / (10 + count))
         weights = dict(_trainable_parameters(model))
-        torch._foreach_lerp_([self.tensors[name] for name in weights], list(weights.values()), 1 - decay)
+        for mesh in dict.fromkeys(map(mesh_of, weights.values())):
+            names = [name for name, weight in weights.items() if mesh_of(weight) == mesh]
+            torch._foreach_lerp_([self.tensors[name] for name in names], [weights[name] for name in names], 1 - decay)
 
     @contextmanager
     def average_parameters(self, model: nn.Module) -> Iterator[None]:
