@@ -26,13 +26,13 @@ CHARACTERS = [
 SIMPLE = [*"abT.,!1'é中", " ", " ", "\n", " the", "\n\n", " \n"]
 
 
-def random_texts(characters, count=1500, seed=0):
+def random_texts(characters, count=600, seed=0):
     rng = random.Random(seed)
     return ["".join(rng.choice(characters) for _ in range(rng.randrange(40))) for _ in range(count)]
 
 
 # Runs of white space and of punctuation become tokens, so that a wrong cut changes the ids.
-TRAINING = random_texts([*CHARACTERS, *SIMPLE], 3000, seed=1)
+TRAINING = random_texts([*CHARACTERS, *SIMPLE], 1000, seed=1)
 
 
 def with_pattern(pattern, normalizer=None):
