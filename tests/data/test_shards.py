@@ -6,7 +6,9 @@ import pickle
 import numpy as np
 import pytest
 
-from monoblock.data.batching.shards import DOCUMENTS_FILE, MANIFEST_FILE, TokenDataset, read_manifest, write_shards
+from monoblock.data.batching.manifest import MANIFEST_FILE, read_manifest
+from monoblock.data.batching.shard_writer import write_shards
+from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import FileError, InputError
 
 VOCAB = 101
@@ -98,15 +100,15 @@ def write_folder(tmp_path):
 
 def test_a_truncated_file_is_detected_on_opening(tmp_path):
     folder = write_folder(tmp_path)
-    shard = folder / "tokens-00001.bin"
+    shard = folder / "train-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(FileError, match=r"tokens-00001\.bin has 60 bytes where the manifest states 62"):
+    with pytest.raises(FileError, match=r"train-00001\.bin has 60 bytes where the manifest states 62"):
         TokenDataset(folder)
 
 
 def test_a_flipped_bit_is_detected_with_verify(tmp_path):
     folder = write_folder(tmp_path)
-    shard = folder / "tokens-00000.bin"
+    shard = folder / "train-00000.bin"
     raw = bytearray(shard.read_bytes())
     raw[4] ^= 1
     shard.write_bytes(raw)
@@ -117,7 +119,7 @@ def test_a_flipped_bit_is_detected_with_verify(tmp_path):
 
 def test_an_id_beyond_the_vocabulary_never_reaches_a_model(tmp_path):
     folder = write_folder(tmp_path)
-    shard = folder / "tokens-00000.bin"
+    shard = folder / "train-00000.bin"
     shard.write_bytes(b"\xff\xff" + shard.read_bytes()[2:])
     with pytest.raises(FileError, match="beyond its vocabulary"):
         TokenDataset(folder).read(0, 5)
@@ -125,9 +127,9 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(tmp_path):
 
 def test_invalid_document_offsets_are_detected(tmp_path):
     folder = write_folder(tmp_path)
-    offsets = np.fromfile(folder / DOCUMENTS_FILE, "<u8")
+    offsets = np.fromfile(folder / "train-documents.bin", "<u8")
     offsets[3], offsets[4] = offsets[-1], 0
-    offsets.tofile(folder / DOCUMENTS_FILE)
+    offsets.tofile(folder / "train-documents.bin")
     with pytest.raises(FileError, match="does not fit the tokens"):
         TokenDataset(folder)
 
@@ -136,9 +138,9 @@ def test_invalid_document_offsets_are_detected(tmp_path):
     ("change", "message"),
     [
         ({"dtype": "object"}, "dtype='object' is not one of"),
-        ({"shards": [{"file": "../x", "count": 1, "sha256": ""}]}, "outside the folder"),
-        ({"shards": [{"file": "gone.bin", "count": 1, "sha256": ""}]}, "gone.bin is missing"),
-        ({"shards": 3}, "cannot be"),
+        ({"train.shards": [{"file": "../x", "count": 1, "sha256": ""}]}, "outside the folder"),
+        ({"train.shards": [{"file": "gone.bin", "count": 1, "sha256": ""}]}, "gone.bin is missing"),
+        ({"train.shards": 3}, "cannot be"),
         ({"vocab": 0}, "too small"),
         ({"extra": 1}, "no field 'extra'"),
         ({"format": "other"}, "format='other'"),
@@ -146,7 +148,10 @@ def test_invalid_document_offsets_are_detected(tmp_path):
 )
 def test_a_manifest_is_not_trusted(tmp_path, change, message):
     folder = write_folder(tmp_path)
-    manifest = json.loads((folder / MANIFEST_FILE).read_text()) | change
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    for key, value in change.items():
+        section, _, name = key.rpartition(".")
+        (manifest[section] if section else manifest)[name] = value
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
     with pytest.raises(FileError, match=message):
         TokenDataset(folder)
@@ -162,7 +167,7 @@ def test_an_invalid_manifest_raises_one_line(tmp_path, content):
 
 def test_a_link_out_of_the_folder_is_rejected(tmp_path):
     folder = write_folder(tmp_path)
-    shard = folder / "tokens-00000.bin"
+    shard = folder / "train-00000.bin"
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileError, match="link"):

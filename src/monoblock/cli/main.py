@@ -19,6 +19,7 @@ VERBS = {
     "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and count its parameters."),
     "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora and runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
+    "data": ("monoblock.cli.data", "Prepare token shards from any amount of text, or show them."),
     "train": ("monoblock.cli.train", "Train the model that a recipe describes."),
     "finetune": ("monoblock.cli.finetune", "Fine-tune a model on other data: all weights, some layers, or LoRA."),
     "generate": ("monoblock.cli.generate", "Generate text that continues a prompt."),

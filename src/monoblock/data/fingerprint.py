@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from monoblock.data.batching.manifest import SplitFiles
+from monoblock.data.batching.shards import TokenDataset
 from monoblock.data.readers.records import LabelledImage, TaggedSentence
 
 
@@ -35,5 +37,7 @@ def _row_bytes(row: Any) -> Iterable[bytes | memoryview]:
             yield np.ascontiguousarray(pixels).reshape(-1).view(np.uint8).data
         case TaggedSentence(words, labels):  # the document is not part of the content
             yield json.dumps((words, labels)).encode()
+        case TokenDataset(files=SplitFiles() as files):  # their SHA-256 are known
+            yield json.dumps([file.sha256 for file in (*files.shards, files.documents)]).encode()
         case _:
             yield json.dumps(row).encode()

@@ -60,7 +60,7 @@ def build_task_data(
         tokenizer = find_tokenizer(recipe, task, splits.train, run_folder, start)
         _check_subword_sampling(recipe, task)
         if run_folder is None:  # a resumed run continues with what it was begun with
-            is_loaded = recipe.tokenizer.folder is not None or start is not None
+            is_loaded = recipe.tokenizer.folder is not None or start is not None or splits.train.kind == "tokens"
             notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
     inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
@@ -96,6 +96,8 @@ def _load_splits(recipe: Recipe, task: Task, data_folder: Path | None, start: Wa
     labels = replace(train, rows=[*train.rows, *held_out]).labels()
     if start is not None and start.keeps_head(task.head, recipe.model):
         labels = start.match_labels(labels)
+    if train.kind == "tokens" and recipe.data.limit is not None:
+        raise ConfigError(f"data.limit counts texts, but {train.name} holds tokens; leave it out")
     digests = {corpus.split: fingerprint_rows(corpus) for corpus in (train, valid) if corpus is not None}
     train = replace(train, rows=train.rows[: recipe.data.limit])
     return CorpusSplits(train, valid, labels, digests)
@@ -124,7 +126,8 @@ def find_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of the run folder or, if there is none, of the stored model that training starts from.
 
-    Without such a model, load the tokenizer in tokenizer.folder or, if that key is not set, train a new one.
+    Without such a model, load the tokenizer in tokenizer.folder or, if that key is not set, that of prepared tokens;
+    for a corpus of text, train a new one.
     """
     section, roles = recipe.tokenizer, task.required_tokens
     if run_folder is not None and (run_folder / TOKENIZER_FILE).is_file():
@@ -138,6 +141,9 @@ def find_tokenizer(
                 f"tokenizer.folder={folder} has no {TOKENIZER_FILE}; "
                 "give another folder, or leave tokenizer.folder unset to train a new tokenizer"
             )
+        return check_required_tokens(Tokenizer.from_pretrained(folder), roles, task.name, folder)
+    if train.kind == "tokens":
+        folder = train.rows[0].folder
         return check_required_tokens(Tokenizer.from_pretrained(folder), roles, task.name, folder)
     return Tokenizer.train(
         section.kind,

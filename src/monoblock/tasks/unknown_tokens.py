@@ -54,7 +54,7 @@ def check_unknown_tokens(
 
     is_loaded: whether the tokenizer was loaded from a folder, and not trained on these texts.
     """
-    share = unknown_share(tokenizer, list(train.texts()))
+    share = _share_in_tokens(train) if train.kind == "tokens" else unknown_share(tokenizer, list(train.texts()))
     if share <= MAX_UNKNOWN:
         return
     of_words = tokenizer.kind == "word"
@@ -62,6 +62,12 @@ def check_unknown_tokens(
     if share > (MAX_UNKNOWN_WORDS if of_words else MAX_UNKNOWN):
         raise ConfigError(f"{problem} (at most {MAX_UNKNOWN:.0%} can be learned from); {_remedy(recipe, is_loaded)}")
     yield DecisionEvent(problem, f"its vocabulary has whole words only; {_remedy(recipe, is_loaded)}")
+
+
+def _share_in_tokens(train: Corpus) -> float:
+    """Return the share of unknown tokens in prepared tokens, which were counted when they were made."""
+    tokens = train.rows[0]
+    return float(tokens.files.unknown / len(tokens))
 
 
 def _remedy(recipe: Recipe, is_loaded: bool) -> str:

@@ -8,15 +8,21 @@ from typing import Any, Self
 
 import click
 
+from monoblock.runs.numbers import format_bytes
+
 DELAY_SECONDS = 2.0  # before anything is shown
 LINE_SECONDS = 5.0  # between two plain lines
 
 
 class ProgressBar:
-    """Show how many items are finished: call the object with the number of items just done. `total` may be unknown."""
+    """Show how many items are finished: call the object with the number of items just done. `total` may be unknown.
 
-    def __init__(self, unit: str, total: int | None = None) -> None:
-        self.unit, self.total, self.done = unit, total, 0
+    done: the number of items that were finished before.
+    The unit "bytes" is shown as MB and GB, with the rate.
+    """
+
+    def __init__(self, unit: str, total: int | None = None, done: int = 0) -> None:
+        self.unit, self.total, self.done, self.first = unit, total, done, done
         self.bar: Any = None
         self.start_time = self.last_line_time = 0.0
 
@@ -36,17 +42,25 @@ class ProgressBar:
             self._update_bar(now)
         elif now - self.last_line_time >= LINE_SECONDS:
             self.last_line_time = now
-            total = "" if self.total is None else f" of {self.total:,}"
-            rate = self.done / max(1e-9, now - self.start_time)
-            click.echo(f"{self.done:,}{total} {self.unit}, {rate:,.0f} per second", err=True)
+            rate = (self.done - self.first) / max(1e-9, now - self.start_time)
+            if self.unit == "bytes":
+                total = "" if self.total is None else f" of {format_bytes(self.total)}"
+                line = f"{format_bytes(self.done)}{total}, {format_bytes(int(rate))} per second"
+            else:
+                total = "" if self.total is None else f" of {self.total:,}"
+                line = f"{self.done:,}{total} {self.unit}, {rate:,.0f} per second"
+            click.echo(line, err=True)
 
     def _update_bar(self, now: float) -> None:
         if self.bar is None and now - self.start_time >= DELAY_SECONDS:
+            from rich import progress
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn(self.unit), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            counts: tuple[Any, ...] = (progress.MofNCompleteColumn(),)
+            if self.unit == "bytes":
+                counts = (progress.DownloadColumn(), progress.TransferSpeedColumn())
+            columns = (progress.TextColumn(self.unit), progress.BarColumn(), *counts, progress.TimeRemainingColumn())
+            self.bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.start()
             self.bar.add_task("", total=self.total)
         if self.bar is not None:

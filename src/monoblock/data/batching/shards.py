@@ -1,139 +1,28 @@
-"""Store token ids on disk as plain arrays, in files that are memory-mapped and never unpickled. A folder holds:
-
-    tokens-00000.bin …   the ids of all documents, concatenated and cut into files of equal size
-    documents.bin        the offset where each document begins, and where the last one ends (uint64)
-    manifest.json        vocabulary, dtype, sizes and SHA-256 of the files; written last
-
-A folder is written under a temporary name and renamed when it is complete, so that no incomplete folder is ever read.
-"""
+"""Read token ids that are stored on disk as plain arrays (`manifest.py`), memory-mapped and never unpickled."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.config.schema import check_at_least, check_types, from_dict, to_dict
-from monoblock.errors import ConfigError, FileError, InputError
-from monoblock.untrusted_files import read_json
+from monoblock.data.batching.manifest import ShardFile, SplitFiles, read_manifest, verify_files
+from monoblock.errors import FileError, InputError, SplitError
 
-MANIFEST_FILE, DOCUMENTS_FILE = "manifest.json", "documents.bin"
-MAX_MANIFEST_BYTES = 16 * 2**20
 OFFSET_DTYPE = np.dtype("<u8")
+CHECK_BLOCK = 2**20  # offsets that are compared at a time
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardFile:
-    """An entry of the manifest for one file: its name, the number of integers in it and its SHA-256."""
-
-    file: str
-    count: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, 0, "count")
-        if Path(self.file).name != self.file or self.file in ("", ".", ".."):
-            raise ConfigError(f"ShardFile.file={self.file!r} lies outside the folder; write a plain file name")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardManifest:
-    """The content of manifest.json; `fingerprint` identifies the tokenizer that made the ids."""
-
-    format: Literal["monoblock-tokens"]
-    dtype: Literal["uint16", "uint32"]
-    vocab: int
-    fingerprint: str | None = None
-    shards: tuple[ShardFile, ...]
-    documents: ShardFile
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_at_least(self, 1, "vocab")
-
-
-def write_shards(
-    folder: str | Path,
-    documents: Iterable[Sequence[int]],
-    vocab: int,
-    shard_tokens: int = 2**27,
-    *,
-    fingerprint: str | None = None,
-) -> ShardManifest:
-    """Write documents, which are sequences of token ids from 0 to vocab − 1, to a new folder of shards.
-
-    Each shard is a file of `shard_tokens` tokens (the last may have fewer). Only one shard is in memory at a time.
-    """
-    folder = Path(folder)
-    if folder.exists():
-        raise FileError(f"{folder} already exists; give another folder, or delete it")
-    if shard_tokens < 1 or vocab < 1:
-        raise InputError(f"shard_tokens={shard_tokens} or vocab={vocab} is too small; write 1 or more")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            manifest = _write_files(temporary, documents, vocab, shard_tokens, fingerprint)
-            _sync_folder(temporary)
-            temporary.rename(folder)
-            _sync_folder(folder.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as problem:
-        raise FileError(f"tokens cannot be written to {folder}: {problem.strerror or problem}") from None
-    return manifest
-
-
-def _write_files(
-    folder: Path, documents: Iterable[Sequence[int]], vocab: int, shard_tokens: int, fingerprint: str | None
-) -> ShardManifest:
-    dtype = _token_dtype(vocab)
-    offsets = array("Q", [0])
-    shards: list[ShardFile] = []
-    shard, filled = np.empty(shard_tokens, dtype), 0  # memory pages that are never written to cost nothing
-    for number, document in enumerate(documents):
-        ids = _check_ids(document, vocab, number)
-        offsets.append(offsets[-1] + len(ids))
-        while len(ids):
-            part = ids[: shard_tokens - filled]
-            shard[filled : filled + len(part)] = part
-            ids, filled = ids[len(part) :], filled + len(part)
-            if filled == shard_tokens:
-                shards.append(_write_array(folder, f"tokens-{len(shards):05d}.bin", shard))
-                filled = 0
-    if filled:
-        shards.append(_write_array(folder, f"tokens-{len(shards):05d}.bin", shard[:filled]))
-    if not shards:
-        raise InputError("there are no tokens to write; give at least one document that is not empty")
-    documents_file = _write_array(folder, DOCUMENTS_FILE, np.frombuffer(offsets, dtype=np.uint64).astype(OFFSET_DTYPE))
-    manifest = ShardManifest(
-        format="monoblock-tokens",
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        vocab=vocab,
-        fingerprint=fingerprint,
-        shards=tuple(shards),
-        documents=documents_file,
-    )
-    _write_synced(folder / MANIFEST_FILE, (json.dumps(to_dict(manifest), indent=2) + "\n").encode())
-    return manifest
-
-
-def _token_dtype(vocab: int) -> np.dtype[Any]:
+def token_dtype(vocab: int) -> np.dtype[Any]:
+    """Return the smallest of the two dtypes that holds all ids of a vocabulary."""
     return np.dtype("<u2") if vocab <= 2**16 else np.dtype("<u4")
 
 
-def _check_ids(document: Sequence[int], vocab: int, number: int) -> NDArray[np.int64]:
+def check_ids(document: Sequence[int], vocab: int, number: int) -> NDArray[np.int64]:
+    """Return the ids of document `number` as an array; raise InputError if one is not in the vocabulary."""
     ids = np.asarray(document, dtype=np.int64)
     if ids.ndim != 1 or (len(ids) and not 0 <= ids.min() <= ids.max() < vocab):
         raise InputError(
@@ -142,42 +31,27 @@ def _check_ids(document: Sequence[int], vocab: int, number: int) -> NDArray[np.i
     return ids
 
 
-def _write_array(folder: Path, name: str, values: NDArray[Any]) -> ShardFile:
-    raw = values.view(np.uint8).data
-    _write_synced(folder / name, raw)
-    return ShardFile(file=name, count=len(values), sha256=hashlib.sha256(raw).hexdigest())
-
-
-def _write_synced(path: Path, raw: bytes | memoryview) -> None:
-    with open(path, "wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class TokenDataset:
     """The token ids of all documents, concatenated, and the offset where each document begins.
 
     The ids come from a folder of shards, or with `from_documents` from memory.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
-        """Open a folder of shards read-only.
+    def __init__(self, folder: str | Path, split: str = "train", *, verify: bool = False) -> None:
+        """Open one split of a folder of tokens read-only.
 
         The sizes of its files are always checked; `verify` also reads every file and checks its SHA-256.
         """
         self.folder: Path | None = Path(folder)
+        self.split = split
         manifest = read_manifest(self.folder)
-        shards = [_map_file(self.folder, shard, np.dtype(manifest.dtype), verify) for shard in manifest.shards]
-        offsets = _map_file(self.folder, manifest.documents, OFFSET_DTYPE, verify)
+        if split not in manifest.splits:
+            raise SplitError(f"{folder} has no split {split!r}; it has {', '.join(manifest.splits)}")
+        self.files: SplitFiles | None = manifest.splits[split]
+        if verify:
+            verify_files(self.folder, self.files)
+        shards = [_map_file(self.folder, shard, np.dtype(manifest.dtype)) for shard in self.files.shards]
+        offsets = _map_file(self.folder, self.files.documents, OFFSET_DTYPE)
         self._set_arrays(shards, offsets, manifest.vocab, manifest.fingerprint)
 
     @classmethod
@@ -185,10 +59,10 @@ class TokenDataset:
         cls, documents: Iterable[Sequence[int]], vocab: int, *, fingerprint: str | None = None
     ) -> TokenDataset:
         """Build a dataset from documents in memory, which are sequences of token ids from 0 to vocab − 1."""
-        rows = [_check_ids(document, vocab, number) for number, document in enumerate(documents)]
-        ids = np.concatenate([np.empty(0, np.int64), *rows]).astype(_token_dtype(vocab))
+        rows = [check_ids(document, vocab, number) for number, document in enumerate(documents)]
+        ids = np.concatenate([np.empty(0, np.int64), *rows]).astype(token_dtype(vocab))
         tokens = cls.__new__(cls)
-        tokens.folder = None
+        tokens.folder, tokens.split, tokens.files = None, "train", None
         tokens._set_arrays([ids], np.cumsum([0, *map(len, rows)]).astype(OFFSET_DTYPE), vocab, fingerprint)
         return tokens
 
@@ -200,10 +74,10 @@ class TokenDataset:
         self._shard_starts = np.cumsum([0, *map(len, shards)])  # the offset of each shard, and the end of the last
         self.document_offsets = offsets  # the offset of each document, and the end of the last
         complete = len(offsets) and offsets[0] == 0 and offsets[-1] == self._shard_starts[-1]
-        if not complete or bool(np.any(offsets[1:] < offsets[:-1])):
+        if not complete or not _is_ascending(offsets):
             raise FileError(
-                f"{self.folder}: {DOCUMENTS_FILE} does not fit the tokens, because its offsets do not ascend from 0 to "
-                f"{len(self)}; write the folder again"
+                f"{self.folder}: {self.split}-documents.bin does not fit the tokens, because its offsets do not ascend "
+                f"from 0 to {len(self)}; write the folder again"
             )
         if not len(self):
             raise InputError("there are no tokens; give at least one document that is not empty")
@@ -238,43 +112,31 @@ class TokenDataset:
 
     # Pickling a memory map would copy its whole content, so only the folder is pickled, and opened again.
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder} if self.folder is not None else self.__dict__
+        return {"folder": self.folder, "split": self.split} if self.folder is not None else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["folder"] is None:
             self.__dict__.update(state)
         else:
-            self.__init__(state["folder"])  # type: ignore[misc]
+            self.__init__(state["folder"], state["split"])  # type: ignore[misc]
 
 
-def read_manifest(folder: str | Path) -> ShardManifest:
-    """Read the manifest of a folder of shards."""
-    path = Path(folder) / MANIFEST_FILE
-    if not path.is_file():
-        raise FileError(f"{folder} is not a folder of tokens, because it has no {MANIFEST_FILE}")
-    data = read_json(path, max_bytes=MAX_MANIFEST_BYTES)
-    try:
-        return from_dict(ShardManifest, data, MANIFEST_FILE)
-    except ConfigError as problem:
-        raise FileError(f"{path} cannot be used: {problem}") from None
+def _is_ascending(offsets: NDArray[Any]) -> bool:
+    """Return whether no offset is below the one before it; a block at a time, because the file may be large."""
+    blocks = (offsets[start : start + CHECK_BLOCK + 1] for start in range(0, len(offsets), CHECK_BLOCK))
+    return not any(bool(np.any(block[1:] < block[:-1])) for block in blocks)
 
 
-def _map_file(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> NDArray[Any]:
-    path = folder / shard.file
+def _map_file(folder: Path, file: ShardFile, dtype: np.dtype[Any]) -> NDArray[Any]:
+    path = folder / file.file
     dtype = dtype.newbyteorder("<")
     if not path.is_file() or path.is_symlink():
         raise FileError(f"{path} is missing or a symbolic link; write the folder again")
-    if path.stat().st_size != shard.count * dtype.itemsize:
-        expected = f"{shard.count * dtype.itemsize:,}"
+    if path.stat().st_size != file.count * dtype.itemsize:
+        expected = f"{file.count * dtype.itemsize:,}"
         raise FileError(
             f"{path} has {path.stat().st_size:,} bytes where the manifest states {expected}; write the folder again"
         )
-    if verify:
-        with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                raise FileError(
-                    f"{path} is damaged: its SHA-256 differs from the one in the manifest; write the folder again"
-                )
-    if not shard.count:
+    if not file.count:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from monoblock.data.batching.manifest import is_token_folder
 from monoblock.data.corpora.table import CORPORA, SAME_SPLIT_NAMES, CorpusSpec
 from monoblock.data.readers import by_path
 from monoblock.data.readers.holdout import DEFAULT_HOLDOUT, Holdout, SplitRows, split_rows
 from monoblock.data.readers.pairs import read_aligned_pairs
 from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
-from monoblock.errors import FileError, SplitError, did_you_mean
+from monoblock.errors import ConfigError, FileError, SplitError, did_you_mean
 
 Split = Literal["train", "valid", "test", "all"]
 
@@ -25,7 +26,8 @@ CACHE_FOLDER = Path("~/.cache/monoblock")
 class Corpus:
     """One split of a corpus: its rows in a fixed order, all of the same kind.
 
-    Rows of the kind "text" are strings; rows of other kinds are records (`readers.records`).
+    Rows of the kind "text" are strings; rows of other kinds are records (`readers.records`). A corpus of the kind
+    "tokens" has one row, a `TokenDataset`, which is memory-mapped.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Corpus:
                     yield from (row.question, row.context)
                 case "chat":
                     yield from (message.content for message in row.messages)
+                case "tokens":
+                    raise FileError(f"{self.name} holds tokens and no text; give the text from which it was prepared")
 
     def labels(self) -> list[str]:
         """Return the distinct labels in sorted order, or [] if rows of this kind have no labels."""
@@ -90,6 +94,8 @@ def load_corpus(
     if split not in ("train", "valid", "test", "all"):
         hint = did_you_mean(split, [*SAME_SPLIT_NAMES, "all"])
         raise FileError(f"split={split!r} is unknown{hint}; write train, valid, test or all")
+    if str(name) not in CORPORA and (tokens := _find_tokens(name, folder)) is not None:
+        return _load_tokens(str(name), tokens, split, holdout)
     if holdout.count and split in ("train", "valid"):
         return _hold_out_training_rows(name, split, folder, cache, kind, document_boundaries, holdout)
     spec = CORPORA.get(str(name))
@@ -101,6 +107,22 @@ def load_corpus(
     content = by_path.read_split(path, split, kind, document_boundaries, holdout)
     rows = _require_rows(content.rows, f"{path}, split {split},")
     return Corpus(str(name), content.kind, split, rows, content.selection)
+
+
+def _find_tokens(name: str | Path, folder: str | Path | None) -> str | None:
+    """Return the path of a folder of tokens; None if there is no such folder."""
+    path = by_path.find_path(str(name), folder)
+    return path if path is not None and is_token_folder(path) else None
+
+
+def _load_tokens(name: str, path: str, split: str, holdout: Holdout) -> Corpus:
+    if holdout.count:
+        raise ConfigError(
+            f"{name} was divided when it was prepared; leave out data.validation_rows, or prepare it with --validation"
+        )
+    from monoblock.data.batching.shards import TokenDataset
+
+    return Corpus(name, "tokens", split, [TokenDataset(path, split)])
 
 
 def _hold_out_training_rows(
@@ -147,6 +169,8 @@ def infer_corpus_kind(
     if str(name) in CORPORA:
         return None
     path = by_path.find_path(str(name), folder)
+    if path is not None and is_token_folder(path):
+        return "tokens"
     return allowed[0] if path is None else by_path.infer_kind(path, allowed)
 
 

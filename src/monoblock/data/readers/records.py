@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-CorpusKind = Literal["text", "pairs", "labelled", "tagged", "images", "questions", "chat"]
+CorpusKind = Literal["text", "pairs", "labelled", "tagged", "images", "questions", "chat", "tokens"]
 DocumentBoundaries = Literal["file", "blank-lines"]  # a text file is one document, or one for each paragraph
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
@@ -26,13 +27,37 @@ from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import TensorBatch, collate_causal_lm
 
 Blocks = BlockDataset | ResampledBlocks
+COUNT_BLOCK, MAX_COUNTED = 2**18, 2**25  # tokens that are counted at a time, and in all
 
 
 def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer) -> TokenDataset:
-    """Encode the texts of a corpus as one stream of tokens; the end token, if there is one, follows each text."""
+    """Encode the texts of a corpus as one stream of tokens; the end token, if there is one, follows each text.
+
+    A corpus of tokens is returned as it is, memory-mapped.
+    """
+    if corpus.kind == "tokens":
+        tokens: TokenDataset = corpus.rows[0]
+        check_tokenizer(tokens, tokenizer)
+        return tokens
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     documents = (ids + eos for ids in tokenizer.encode_batch(list(corpus.texts())))
     return TokenDataset.from_documents(documents, tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+
+
+def count_bytes(corpus: Corpus) -> int:
+    """Return the number of bytes of the texts of a corpus."""
+    if corpus.kind == "tokens":
+        return int(corpus.rows[0].files.bytes)
+    return sum(len(text.encode()) for text in corpus.texts())
+
+
+def check_tokenizer(tokens: TokenDataset, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless prepared tokens were made by this tokenizer."""
+    if tokens.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"{tokens.folder} was prepared with another tokenizer ({(tokens.fingerprint or '')[:12]}) than that of the "
+            f"model ({tokenizer.fingerprint[:12]}); prepare the text again with --tokenizer"
+        )
 
 
 def build_blocks(inputs: TaskInputs, tokens: TokenDataset, context: int, packing: Packing) -> Blocks:
@@ -43,6 +68,11 @@ def build_blocks(inputs: TaskInputs, tokens: TokenDataset, context: int, packing
     blocks, sampler = BlockDataset(tokens, context, packing=packing), inputs.sampler
     if sampler is None:
         return blocks
+    if inputs.train.kind == "tokens":
+        raise ConfigError(
+            f"{inputs.train.name} holds tokens, which cannot be segmented anew; leave out tokenizer.dropout and "
+            "tokenizer.alpha, or train on the text"
+        )
     texts, tokenizer = list(inputs.train.texts()), inputs.text_tokenizer
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
@@ -71,7 +101,7 @@ def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
         validation = tokenize_corpus(valid, tokenizer)
         num_validation = len(validation)
         evaluation = partial(iterate_windows, validation, context, recipe.train.batch)
-        options["bytes_per_token"] = sum(len(text.encode()) for text in valid.texts()) / num_validation
+        options["bytes_per_token"] = count_bytes(valid) / num_validation
         options["baseline_losses"] = _baseline_losses(tokens, validation)
     summary = f"{len(tokens):,} tokens to train on, {num_validation:,} to validate"
     plan = build_fixed_plan(recipe, len(blocks))
@@ -81,11 +111,23 @@ def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
 def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
     """Return the validation losses of a uniform distribution and of a unigram distribution, in nats per token.
 
-    The unigram probabilities are the token frequencies of the training data with add-one smoothing.
+    The unigram probabilities are the token frequencies of the training data with add-one smoothing. Of large data, they
+    are counted in blocks at equal distances.
     """
-    counts = 1 + np.bincount(train.read(0, len(train)), minlength=train.vocab)
+    counts = 1 + _count_tokens(train)
     losses = math.log(counts.sum()) - np.log(counts)  # the unigram loss of each token of the vocabulary
-    return {"uniform": math.log(train.vocab), "unigram": float(losses[validation.read(0, len(validation))].mean())}
+    seen = _count_tokens(validation)
+    return {"uniform": math.log(train.vocab), "unigram": float((seen * losses).sum() / seen.sum())}
+
+
+def _count_tokens(tokens: TokenDataset) -> NDArray[np.int64]:
+    """Count each token of the vocabulary, in at most about MAX_COUNTED tokens."""
+    counts = np.zeros(tokens.vocab, np.int64)
+    stride = COUNT_BLOCK * max(1, -(-len(tokens) // MAX_COUNTED))
+    for start in range(0, len(tokens), stride):
+        block = tokens.read(start, min(start + COUNT_BLOCK, len(tokens)))
+        counts += np.bincount(block, minlength=tokens.vocab)
+    return counts
 
 
 def _require_context(context: int | None) -> int:

@@ -8,7 +8,7 @@ from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.metrics.text import bits_per_byte, perplexity
 from monoblock.tasks.batching import run_model
 from monoblock.tasks.evaluation_report import Evaluation, EvaluationRequest, read_corpus
-from monoblock.tasks.language_modeling.data import iterate_windows, tokenize_corpus
+from monoblock.tasks.language_modeling.data import count_bytes, iterate_windows, tokenize_corpus
 from monoblock.tasks.loaded_model import LoadedModel
 from monoblock.training.loss import CrossEntropyLoss
 
@@ -21,7 +21,7 @@ def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> 
 
     Windows begin `request.stride` tokens apart; by default they do not overlap.
     """
-    corpus = read_corpus(request, "text")
+    corpus = read_corpus(request, ("text", "tokens"))
     context = request.context or loaded.model.config.context or DEFAULT_CONTEXT
     tokens, device = tokenize_corpus(corpus, loaded.tokenizer), loaded.model.device
     loss, total, count = CrossEntropyLoss(), 0.0, 0
@@ -29,7 +29,7 @@ def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> 
         batch = batch.to(device)
         total += float(loss.from_logits(run_model(loaded, batch.inputs), batch.labels))
         count += int((batch.labels != IGNORE_INDEX).sum())
-    mean, num_bytes = total / max(1, count), sum(len(text.encode()) for text in corpus.texts())
+    mean, num_bytes = total / max(1, count), count_bytes(corpus)
     metrics = {
         "loss": mean,
         "perplexity": perplexity(mean),

@@ -15,6 +15,7 @@ CAUSAL_LM = Task(
     name="causal_lm",
     about="predict the next token of running text",
     build_data=ImportedFunction("language_modeling.data", "build_causal_lm_data"),
+    corpus_kinds=("text", "tokens"),
     special_tokens=_special_tokens,
     evaluate=ImportedFunction("language_modeling.evaluate", "evaluate_language_model"),
     metrics=("loss", "perplexity", "bits_per_byte"),

@@ -1,0 +1,274 @@
+"""Prepare tokens: encode any amount of text in parallel and write it to a folder of tokens (`batching/shards.py`).
+
+The sources are cut into parts (`parts.py`), worker processes encode the parts, and the main process appends the ids to
+the shards in the order of the parts. So the shards depend neither on the number of processes nor on their speed, and a
+few parts are in memory at a time. Every few seconds the files are synced and progress.json records how far they go; an
+interrupted preparation goes on there, after the files have been cut to that length, and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from monoblock.data.batching.manifest import (
+    MANIFEST_FILE,
+    PROGRESS_FILE,
+    PreparationSettings,
+    ShardManifest,
+    read_manifest,
+)
+from monoblock.data.batching.shard_writer import (
+    DEFAULT_SHARD_TOKENS,
+    SplitWriter,
+    remove_unlisted_files,
+    write_json,
+    write_manifest,
+)
+from monoblock.data.batching.shards import token_dtype
+from monoblock.data.preparation.encode_part import (
+    EncodedPart,
+    PartEncoder,
+    encode_in_worker,
+    part_texts,
+    start_worker,
+)
+from monoblock.data.preparation.parts import PART_BYTES, DocumentUnit, Part, iterate_parts, sample_parts
+from monoblock.data.preparation.progress import (
+    Progress,
+    check_same_settings,
+    lock_folder,
+    read_progress,
+    read_settings,
+)
+from monoblock.data.preparation.sources import STANDARD_INPUT, Source, check_unchanged, find_sources
+from monoblock.errors import ConfigError, FileError, InputError, MonoblockError
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+SETTINGS_FILE = "settings.json"  # of a folder that is not complete
+SYNC_SECONDS = 5.0
+PARTS_AHEAD = 2  # parts for each process that are encoded ahead of the one that is written
+SAMPLE_BYTES = 2**23  # of text on which a tokenizer is trained
+
+
+@dataclass(frozen=True)
+class TokenizerPlan:
+    """The tokenizer to use: a loaded one, or the kind and the size of a new one, trained on a sample of the text."""
+
+    tokenizer: Tokenizer | None = None
+    kind: str = "bpe"
+    vocab: int = 8192
+
+    def describe(self) -> str:
+        if self.tokenizer is not None:
+            return f"the tokenizer {self.tokenizer.fingerprint}"
+        return f"a new {self.kind} tokenizer of {self.vocab} tokens"
+
+    def build(self, sources: Sequence[Source], unit: DocumentUnit) -> Tokenizer:
+        """Return the tokenizer; a new one is trained on parts of the text at equal distances."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        if any(source.name == STANDARD_INPUT for source in sources):
+            raise ConfigError(
+                "standard input is read only once, so no tokenizer can be trained on it; give --tokenizer"
+            )
+        texts = [text for part in sample_parts(sources, unit, SAMPLE_BYTES) for text in part_texts(part)]
+        if not any(texts):
+            raise InputError("the files are empty; give at least one document")
+        return Tokenizer.train(self.kind, texts, self.vocab)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The result: the manifest, and how many bytes of text earlier runs had written already."""
+
+    manifest: ShardManifest
+    resumed_bytes: int = 0
+    was_complete: bool = False
+
+
+def prepare_tokens(
+    names: Sequence[str],
+    out: str | Path,
+    *,
+    tokenizer: TokenizerPlan | None = None,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    validation: float = 0.0,
+    documents: DocumentUnit = "file",
+    jobs: int = 1,
+    part_bytes: int = PART_BYTES,
+    on_start: Callable[[int | None, int], object] = lambda total, done: None,
+    on_progress: Callable[[int], object] = lambda count: None,
+) -> Preparation:
+    """Write the tokens of texts to the folder `out`, or go on with a folder that an interrupted call left.
+
+    names: paths of .txt and .jsonl files, also compressed ones, and of folders of them; `-` is standard input.
+    tokenizer: the tokenizer, or how to train one.
+    shard_tokens: the number of tokens in a file.
+    validation: the share of the documents, or of pieces of running text, that is held out for validation.
+    documents: whether a text file is one document, or each of its lines is.
+    jobs: the number of processes; the result does not depend on it.
+    part_bytes: the size of the parts in which the text is encoded.
+    on_start: called with the number of bytes of all texts (None if it is unknown) and of those that are written.
+    on_progress: called with the number of bytes that were just written.
+    """
+    plan, folder = tokenizer or TokenizerPlan(), Path(out)
+    if not 0 <= validation < 1:
+        raise ConfigError(f"validation={validation} is not a share; write 0 or more and less than 1")
+    if shard_tokens < 1 or jobs < 1:
+        raise ConfigError(f"shard_tokens={shard_tokens} or jobs={jobs} is too small; write 1 or more")
+    sources = find_sources(names)
+    settings = PreparationSettings(
+        tokenizer=plan.describe(),
+        documents=documents,
+        validation=float(validation),
+        shard_tokens=shard_tokens,
+        part_bytes=part_bytes,
+        sources=tuple(source.describe() for source in sources),
+    )
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock_folder(folder):
+            if (folder / MANIFEST_FILE).is_file():
+                manifest = read_manifest(folder)
+                check_same_settings(folder, manifest.settings, settings)
+                _finish(folder, manifest)
+                return Preparation(manifest, was_complete=True)
+            progress = _begin(folder, settings, plan, sources)
+            on_start(_total_bytes(sources), progress.bytes)
+            manifest = _encode_and_write(folder, settings, sources, progress, jobs, on_progress)
+            return Preparation(manifest, progress.bytes)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        path = problem.filename or folder
+        raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
+
+
+def _begin(folder: Path, settings: PreparationSettings, plan: TokenizerPlan, sources: Sequence[Source]) -> Progress:
+    """Return the progress of an interrupted run, or begin a new one: build the tokenizer, and store it."""
+    if (folder / PROGRESS_FILE).is_file():
+        check_same_settings(folder, read_settings(folder / SETTINGS_FILE), settings)
+        return read_progress(folder)
+    own = {SETTINGS_FILE, "tokenizer.json", "tokenizer_config.json"}
+    others = sorted(name for name in os.listdir(folder) if name.removesuffix(".tmp") not in own)
+    if others:
+        raise FileError(f"{folder} is not empty (it has {others[0]}); give another folder with --out")
+    plan.build(sources, settings.documents).save_pretrained(folder)  # type: ignore[arg-type]
+    write_json(folder / SETTINGS_FILE, settings)
+    write_json(folder / PROGRESS_FILE, Progress())
+    return Progress()
+
+
+def _finish(folder: Path, manifest: ShardManifest) -> None:
+    """Remove what a complete folder does not need."""
+    remove_unlisted_files(folder, manifest)
+    for name in (PROGRESS_FILE, SETTINGS_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _total_bytes(sources: Sequence[Source]) -> int | None:
+    sizes = [source.size for source in sources if source.is_seekable and source.size is not None]
+    return sum(sizes) if len(sizes) == len(sources) else None
+
+
+def _encode_and_write(
+    folder: Path,
+    settings: PreparationSettings,
+    sources: Sequence[Source],
+    progress: Progress,
+    jobs: int,
+    on_progress: Callable[[int], object],
+) -> ShardManifest:
+    tokenizer = Tokenizer.from_pretrained(folder)
+    parts = _PartReader(sources, settings, progress)
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(
+                SplitWriter(folder, name, token_dtype(tokenizer.vocab_size), settings.shard_tokens, state)
+            )
+            for name, state in (("train", progress.train), ("valid", progress.valid))
+        }
+        num_bytes, last_sync = progress.bytes, time.monotonic()
+        for encoded, checksum in _encode_parts(parts, folder, tokenizer, settings.validation, jobs):
+            for name, (ids, ends, text_bytes, unknown) in encoded.splits.items():
+                writers[name].append(ids, ends, text_bytes, unknown)
+            num_bytes += encoded.size
+            on_progress(encoded.size)
+            if time.monotonic() - last_sync >= SYNC_SECONDS:
+                states = {name: writer.sync() for name, writer in writers.items()}
+                write_json(
+                    folder / PROGRESS_FILE,
+                    Progress(
+                        next_part=encoded.number + 1,
+                        bytes=num_bytes,
+                        stream_checksum=checksum,
+                        train=states["train"],
+                        valid=states["valid"],
+                    ),
+                )
+                last_sync = time.monotonic()
+        check_unchanged(sources)
+        files = {name: writer.finish() for name, writer in writers.items()}
+        manifest = write_manifest(folder, tokenizer.vocab_size, tokenizer.fingerprint, files, settings)
+    _finish(folder, manifest)
+    return manifest
+
+
+class _PartReader:
+    """Iterate over the parts that are not written yet, each with the checksum of all streamed text up to its end."""
+
+    def __init__(self, sources: Sequence[Source], settings: PreparationSettings, progress: Progress) -> None:
+        self.sources, self.settings, self.progress = sources, settings, progress
+
+    def __iter__(self) -> Iterator[tuple[Part, int]]:
+        checksum, progress = 0, self.progress
+        unit: DocumentUnit = "line" if self.settings.documents == "line" else "file"
+        for part in iterate_parts(self.sources, unit, self.settings.part_bytes):
+            if part.number == progress.next_part and checksum != progress.stream_checksum:
+                raise FileError("the text of standard input is not the one that was begun with; give the same text")
+            checksum = checksum if part.data is None else zlib.crc32(part.data, checksum)
+            if part.number >= progress.next_part:
+                yield part, checksum
+
+
+def _encode_parts(
+    parts: _PartReader, folder: Path, tokenizer: Tokenizer, validation: float, jobs: int
+) -> Iterator[tuple[EncodedPart, int]]:
+    """Yield the encoded parts in their order, each with the checksum that belongs to it."""
+    if jobs == 1:
+        encoder = PartEncoder(tokenizer, validation)
+        yield from ((encoder(part), checksum) for part, checksum in parts)
+        return
+    # New processes, not copies of this one, which may have threads.
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), start_worker, (folder, validation))
+    waiting: deque[tuple[Future[EncodedPart], int]] = deque()
+    try:
+        for part, checksum in parts:
+            waiting.append((pool.submit(encode_in_worker, part), checksum))
+            if len(waiting) > PARTS_AHEAD * jobs:
+                future, first_checksum = waiting.popleft()
+                yield future.result(), first_checksum
+        while waiting:
+            future, first_checksum = waiting.popleft()
+            yield future.result(), first_checksum
+    except BrokenProcessPool:
+        raise MonoblockError(
+            "a worker process ended unexpectedly, perhaps for lack of memory; run the same command again with fewer "
+            "--jobs, and it goes on"
+        ) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
