@@ -1,0 +1,160 @@
+"""The peak memory of a training step on one rank, as PyTorch's allocator counts it.
+
+The trainer keeps fp32 weights and computes under autocast in 16 bits. FSDP keeps fp32 shards and gathers the weights of
+one layer at a time in 16 bits. A rank therefore holds
+
+    weights, gradients     4 bytes a parameter each, divided by the number of shards
+    optimizer              4 bytes for each state (two with AdamW), likewise
+    weight copies          without FSDP: 2 bytes for each weight of a matrix, from the forward pass to its backward pass
+    gathered layers        with FSDP: two blocks, the embedding and the head in 16 bits, and the buffers of the
+                           gradients of one block: 2 bytes a weight, and 4 while they are summed over the ranks
+    activations            what activations.py counts, with 16-bit inputs of matrices; without FSDP the residual stream
+                           and so the input of every norm is fp32; with FSDP it has 16 bits, but an RMS norm saves its
+                           input in fp32 and its normalized input
+    logits and loss        the fp32 log-softmax, and two gradients of that size at the start of the backward pass
+
+The peak is smaller than the sum, because the backward pass releases the activations of a layer when it computes its
+gradients. `find_peak` goes through the backward pass layer by layer and takes the largest total. A pipeline stage holds
+the activations of as many micro-batches as there are stages from it on (the schedule 1F1B).
+
+Not counted: the CUDA context, buffers of NCCL and memory lost to fragmentation, which PyTorch does not count as
+allocated either. A compiled model saves less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from monoblock.accounting.flops import BatchShape
+from monoblock.accounting.memory import OPTIMIZER_STATES
+from monoblock.accounting.parallel import ParallelPlan, RankParameters
+from monoblock.accounting.rank_segments import Segment, count_outside_blocks, model_segments, split_stages, tied_table
+from monoblock.config.model import ModelConfig
+from monoblock.errors import ConfigError, did_you_mean
+
+WORKSPACE_BYTES = 32 * 2**20  # cuBLAS on a Hopper GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of a training step on one rank, in bytes; `peak` is its largest total, in the phase `peak_at`."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    weight_copies: int
+    gathered_layers: int
+    activations: int
+    logits: int
+    workspace: int
+    peak: int
+    peak_at: str
+    stage: int = 0  # the pipeline stage, counted from 0
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer states."""
+        return self.weights + self.gradients + self.optimizer
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+# -- the peak ----------------------------------------------------------------------------------------------------------
+
+
+def find_peak(segments: list[Segment], base: int, *, in_flight: int, shards: int, accumulated: bool) -> tuple[int, str]:
+    """Return the largest total of a step, in bytes, and the phase in which it is reached.
+
+    base: the memory that is in use all the time.
+    in_flight: the number of micro-batches whose activations a pipeline stage holds.
+    accumulated: whether all gradients exist from the start, because earlier micro-batches have left them.
+    """
+    gradients = {
+        segment.name: -(-4 * (segment.parameters.total + segment.tied_gradients) // shards) for segment in segments
+    }
+    kept = sum(segment.saved + segment.copies for segment in segments)
+    live = kept + (in_flight - 1) * sum(segment.saved for segment in segments)
+    ready = sum(gradients.values()) if accumulated else 0
+    forward = sum(segment.cached_copies + segment.forward_working for segment in segments)
+    totals = [(base + ready + live + forward, "the end of the forward pass")]
+    for segment in reversed(segments):
+        ready += 0 if accumulated else gradients[segment.name]
+        # The gradients of a block appear one by one while its activations are released, but those of the loss after it.
+        unborn = gradients[segment.name] if segment.name == "loss" and not accumulated else 0
+        totals.append((base + ready - unborn + live + segment.recomputed + segment.working, segment.name))
+        live -= segment.saved + segment.copies
+    return max(totals)
+
+
+def _gathered_bytes(segments: list[Segment], shards: int) -> int:
+    """Return the buffers of FSDP: two gathered blocks, the root, and the gradients of one block or of the root."""
+    if shards == 1:
+        return 0
+    blocks = [segment.parameters.total for segment in segments if "block" in segment.name]
+    root = sum(segment.parameters.total for segment in segments) - sum(blocks)
+    largest = max(blocks, default=0)
+    return 2 * 2 * largest + 6 * largest + 2 * root
+
+
+def rank_memory(
+    config: ModelConfig,
+    shape: BatchShape,
+    plan: ParallelPlan,
+    *,
+    optimizer: str = "adamw",
+    checkpointing: bool = False,
+    micro_batches: int = 1,
+) -> RankMemory:
+    """Compute the memory of a training step on the rank that needs most.
+
+    `shape.batch` is the number of sequences in a micro-batch of a rank, or of a tensor-parallel group.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise ConfigError(
+            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZER_STATES)}"
+            f"{did_you_mean(optimizer, OPTIMIZER_STATES)}"
+        )
+    segments = model_segments(config, shape, tensor=plan.tensor, sharded=plan.shard > 1, checkpointing=checkpointing)
+    stages = split_stages(segments, plan.pipeline)
+    table = tied_table(config, count_outside_blocks(config, plan.tensor))
+    if plan.pipeline > 1 and table:  # the first and the last stage have a copy each of the tied embedding
+        first, last = stages[0][0], stages[-1][-1]
+        stages[0][0] = first._replace(tied_gradients=0, working=0)
+        stages[-1][-1] = last._replace(parameters=RankParameters(last.parameters.total + table, 0), tied_gradients=0)
+    memories = [_stage_memory(stage, plan, optimizer, number, micro_batches) for number, stage in enumerate(stages)]
+    return max(memories, key=lambda memory: memory.peak)
+
+
+def _stage_memory(
+    segments: list[Segment], plan: ParallelPlan, optimizer: str, stage: int, micro_batches: int
+) -> RankMemory:
+    total = sum(segment.parameters.total for segment in segments)
+    matrices = sum(segment.parameters.matrices for segment in segments)
+    matrix_states, other_states = OPTIMIZER_STATES[optimizer]
+    states = matrix_states * matrices + other_states * (total - matrices)
+    weights, states_bytes = -(-4 * total // plan.shard), -(-4 * states // plan.shard)
+    gathered = _gathered_bytes(segments, plan.shard)
+    in_flight = min(micro_batches, plan.pipeline - stage)
+    logits = sum(segment.working + segment.saved for segment in segments if segment.name == "loss")
+    peak, peak_at = find_peak(
+        segments,
+        weights + states_bytes + gathered + WORKSPACE_BYTES,
+        in_flight=in_flight,
+        shards=plan.shard,
+        accumulated=micro_batches > 1,
+    )
+    saved = sum(segment.saved for segment in segments if segment.name != "loss")
+    return RankMemory(
+        weights=weights,
+        gradients=weights,
+        optimizer=states_bytes,
+        weight_copies=sum(segment.copies + segment.cached_copies for segment in segments),
+        gathered_layers=gathered,
+        activations=in_flight * saved + max(segment.recomputed for segment in segments),
+        logits=logits,
+        workspace=WORKSPACE_BYTES,
+        peak=peak,
+        peak_at=peak_at,
+        stage=stage,
+    )
