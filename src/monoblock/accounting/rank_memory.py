@@ -6,6 +6,7 @@ one layer at a time in 16 bits. A rank therefore holds
     weights, gradients     4 bytes a parameter each, divided by the number of shards
     optimizer              4 bytes for each state (two with AdamW), likewise
     weight copies          without FSDP: 2 bytes for each weight of a matrix, from the forward pass to its backward pass
+    weight copies          with FSDP: 2 bytes for each weight of matrices that nn/linear.py joins to one product
     gathered layers        with FSDP: two blocks, the embedding and the head in 16 bits, and the buffers of the
                            gradients of one block: 2 bytes a weight, and 4 while they are summed over the ranks
     activations            what activations.py counts, with 16-bit inputs of matrices; without FSDP the residual stream
@@ -24,6 +25,7 @@ allocated either. A compiled model saves less.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.memory import OPTIMIZER_STATES
@@ -63,10 +65,13 @@ class RankMemory:
 # -- the peak ----------------------------------------------------------------------------------------------------------
 
 
-def find_peak(segments: list[Segment], base: int, *, in_flight: int, shards: int, accumulated: bool) -> tuple[int, str]:
+def find_peak(
+    segments: list[Segment], base: int, *, buffers: LayerBuffers, in_flight: int, shards: int, accumulated: bool
+) -> tuple[int, str]:
     """Return the largest total of a step, in bytes, and the phase in which it is reached.
 
     base: the memory that is in use all the time.
+    buffers: those of FSDP.
     in_flight: the number of micro-batches whose activations a pipeline stage holds.
     accumulated: whether all gradients exist from the start, because earlier micro-batches have left them.
     """
@@ -77,24 +82,52 @@ def find_peak(segments: list[Segment], base: int, *, in_flight: int, shards: int
     live = kept + (in_flight - 1) * sum(segment.saved for segment in segments)
     ready = sum(gradients.values()) if accumulated else 0
     forward = sum(segment.cached_copies + segment.forward_working for segment in segments)
-    totals = [(base + ready + live + forward, "the end of the forward pass")]
+    totals = [(base + ready + live + forward + buffers.forward, "the end of the forward pass")]
     for segment in reversed(segments):
         ready += 0 if accumulated else gradients[segment.name]
         # The gradients of a block appear one by one while its activations are released, but those of the loss after it.
         unborn = gradients[segment.name] if segment.name == "loss" and not accumulated else 0
-        totals.append((base + ready - unborn + live + segment.recomputed + segment.working, segment.name))
+        is_summing = any(later.is_block for later in segments[segments.index(segment) + 1 :])
+        needed = segment.recomputed + segment.working + buffers.in_backward(segment, is_summing)
+        totals.append((base + ready - unborn + live + needed, segment.name))
         live -= segment.saved + segment.copies
     return max(totals)
 
 
-def _gathered_bytes(segments: list[Segment], shards: int) -> int:
-    """Return the buffers of FSDP: two gathered blocks, the root, and the gradients of one block or of the root."""
+class LayerBuffers(NamedTuple):
+    """The buffers of FSDP in bytes: all the time, and in addition in the phases of a step."""
+
+    root: int = 0  # embedding and head, gathered
+    layer: int = 0  # a gathered block
+
+    @property
+    def forward(self) -> int:
+        return 2 * self.layer
+
+    @property
+    def block(self) -> int:
+        """Two gathered blocks, the gradients of one in 16 bits and of another in fp32."""
+        return 5 * self.layer
+
+    def in_backward(self, segment: Segment, is_summing: bool) -> int:
+        """Return the buffers in the backward pass of a segment; `is_summing` is False until a block is complete."""
+        if not segment.is_block:
+            return self.layer
+        return self.block if is_summing else 3 * self.layer
+
+
+def layer_buffers(segments: list[Segment], shards: int) -> LayerBuffers:
+    """Return the buffers of FSDP.
+
+    A block and the next one are gathered in 16 bits; in the backward pass also the 16-bit gradients of the block exist,
+    and the fp32 gradients of the block before, which are being summed. The gradients of the head wait in 16 bits.
+    """
     if shards == 1:
-        return 0
-    blocks = [segment.parameters.total for segment in segments if "block" in segment.name]
-    root = sum(segment.parameters.total for segment in segments) - sum(blocks)
-    largest = max(blocks, default=0)
-    return 2 * 2 * largest + 6 * largest + 2 * root
+        return LayerBuffers()
+    largest = max((segment.parameters.total for segment in segments if segment.is_block), default=0)
+    root = sum(segment.parameters.total for segment in segments if not segment.is_block)
+    head = sum(segment.parameters.total for segment in segments if segment.name == "loss")
+    return LayerBuffers(2 * (root + head), 2 * largest)
 
 
 def rank_memory(
@@ -134,12 +167,13 @@ def _stage_memory(
     matrix_states, other_states = OPTIMIZER_STATES[optimizer]
     states = matrix_states * matrices + other_states * (total - matrices)
     weights, states_bytes = -(-4 * total // plan.shard), -(-4 * states // plan.shard)
-    gathered = _gathered_bytes(segments, plan.shard)
+    buffers = layer_buffers(segments, plan.shard)
     in_flight = min(micro_batches, plan.pipeline - stage)
     logits = sum(segment.working + segment.saved for segment in segments if segment.name == "loss")
     peak, peak_at = find_peak(
         segments,
-        weights + states_bytes + gathered + WORKSPACE_BYTES,
+        weights + states_bytes + buffers.root + WORKSPACE_BYTES,
+        buffers=buffers,
         in_flight=in_flight,
         shards=plan.shard,
         accumulated=micro_batches > 1,
@@ -150,7 +184,7 @@ def _stage_memory(
         gradients=weights,
         optimizer=states_bytes,
         weight_copies=sum(segment.copies + segment.cached_copies for segment in segments),
-        gathered_layers=gathered,
+        gathered_layers=buffers.root + buffers.block,
         activations=in_flight * saved + max(segment.recomputed for segment in segments),
         logits=logits,
         workspace=WORKSPACE_BYTES,

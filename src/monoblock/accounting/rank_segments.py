@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from monoblock.accounting.activations import block_activations, head_activations, input_activations
+from monoblock.accounting.activations import (
+    block_activations,
+    feedforward_activations,
+    head_activations,
+    input_activations,
+)
 from monoblock.accounting.flops import BatchShape, iterate_inputs
 from monoblock.accounting.memory import activation_bytes
 from monoblock.accounting.parallel import (
@@ -44,6 +49,7 @@ class Segment(NamedTuple):
     working: int = 0  # gradients of activations during its backward pass
     forward_working: int = 0  # tensors that only the forward pass needs
     cached_copies: int = 0  # copies of weights that autocast keeps to the end of the forward pass, if recomputed
+    is_block: bool = False
 
 
 # -- activations of a part ---------------------------------------------------------------------------------------------
@@ -62,7 +68,12 @@ class Precision(NamedTuple):
             return 0
         return elements * ((self.layer_norm if norm.kind == "layer" else self.rms_norm) - 2)
 
+    def norm_working(self, norm: NormConfig | None, elements: int) -> int:
+        """Return the bytes that the backward pass of a norm needs: an RMS norm of 16-bit input is computed in fp32."""
+        return RMS_WORKING_BYTES * elements if norm is not None and norm.kind == "rms" and self.rms_norm == 6 else 0
 
+
+RMS_WORKING_BYTES = 26  # for each element: six fp32 tensors and one of 16 bits
 AUTOCAST = Precision(stream=4, layer_norm=4, rms_norm=4)
 SHARDED = Precision(stream=2, layer_norm=4, rms_norm=6)
 
@@ -128,21 +139,29 @@ def _block_segments(
     copied = precision is AUTOCAST
     for number, (block, owns) in enumerate(stack.layers_with_ownership()):
         parameters = rank_block_parameters(block, tensor)
-        saved, copies = block_bytes(block, shape, length, tensor, precision), 2 * parameters.matrices * copied
+        joined = _joined_weights(block, rows, tensor)
+        saved = block_bytes(block, shape, length, tensor, precision)
+        copies = 2 * (parameters.matrices if copied else joined)
+        norm_working = precision.norm_working(block.norm, rows * block.width)
+        released = _bytes(feedforward_activations(narrow_block(block, tensor).feedforward, block.width, rows))
         segment = Segment(
             f"{name} block {number}",
             parameters if owns else RankParameters(0, 0),
             saved,
             copies,
-            working=_working_bytes(block, rows, tensor, precision),
+            is_block=True,
+            working=max(_working_bytes(block, rows, tensor, precision), norm_working - released),
         )
         if checkpointing:
             block_input = precision.stream * rows * block.width
+            # When the first norm is reached, all other recomputed activations are released.
+            norm_total = norm_working + precision.rms_norm * rows * block.width if norm_working else 0
             segment = segment._replace(
                 saved=block_input,
                 copies=0,
                 recomputed=saved + copies - block_input,
-                cached_copies=copies - 2 * _joined_weights(block, rows, tensor) * copied,
+                working=max(_working_bytes(block, rows, tensor, precision), norm_total - (saved + copies)),
+                cached_copies=copies - 2 * joined,
             )
         yield segment
 
@@ -239,7 +258,8 @@ def _stack_segment(
     if config.family == "encoder-decoder" and name == "encoder":
         saved += precision.stream * rows * stack.width
     parameters = norm_parameters(stack.norm, stack.width) + _shared_bias_parameters(stack, tensor)
-    return Segment(f"{name} norm", RankParameters(parameters, 0), saved)
+    working = precision.norm_working(stack.norm, rows * stack.width)
+    return Segment(f"{name} norm", RankParameters(parameters, 0), saved, working=working)
 
 
 def _shared_bias_parameters(stack: StackConfig, tensor: int) -> int:
@@ -286,7 +306,7 @@ def split_stages(segments: list[Segment], pipeline: int) -> list[list[Segment]]:
     """Divide segments into pipeline stages: blocks evenly, the input to the first, norm and head to the last stage."""
     if pipeline == 1:
         return [segments]
-    blocks = [segment for segment in segments if "block" in segment.name]
+    blocks = [segment for segment in segments if segment.is_block]
     first = segments[: segments.index(blocks[0])]
     last = segments[segments.index(blocks[-1]) + 1 :]
     size, rest = divmod(len(blocks), pipeline)

@@ -80,7 +80,7 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--micro-batches",
             type=POSITIVE,
-            help=f"With --strategy: passes per step.  [default: 1; {PIPELINE_MICRO_BATCHES} × the stages of a pipeline]",
+            help=f"With --strategy: passes per step.  [default: 1; of a pipeline {PIPELINE_MICRO_BATCHES} a stage]",
         ),
         click.option("--gpus-per-node", type=POSITIVE, help="With --strategy: GPUs of a machine.  [default: 8]"),
         click.option(
