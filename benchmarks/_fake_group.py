@@ -173,6 +173,10 @@ def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = N
         return GpuAttention.apply(q, k, v, attn_mask)
 
 
+def _never(*_: Any) -> bool:  # a Mock would keep its arguments, and so the tensors
+    return False
+
+
 @contextmanager
 def gpu_kernels(tracker: AllocationTracker) -> Iterator[None]:
     """Replace what differs between a CPU and a GPU, and tell the tracker when a storage is resized."""
@@ -191,8 +195,8 @@ def gpu_kernels(tracker: AllocationTracker) -> Iterator[None]:
             (Embedding, "check_inputs", lambda *_, **__: None),  # it reads values, which fake tensors have not
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch("monoblock.nn.attention.supports_causal_attention", return_value=False))
-        stack.enter_context(mock.patch("monoblock.kernels.cpu.autograd.is_eager_training", return_value=False))
+        stack.enter_context(mock.patch("monoblock.nn.attention.supports_causal_attention", _never))
+        stack.enter_context(mock.patch("monoblock.kernels.cpu.autograd.is_eager_training", _never))
         yield
 
 

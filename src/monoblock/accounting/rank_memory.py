@@ -82,38 +82,40 @@ def find_peak(
     live = kept + (in_flight - 1) * sum(segment.saved for segment in segments)
     ready = sum(gradients.values()) if accumulated else 0
     forward = sum(segment.cached_copies + segment.forward_working for segment in segments)
-    totals = [(base + ready + live + forward + buffers.forward, "the end of the forward pass")]
+    totals = [(base + ready + live + forward + 2 * buffers.layer, "the end of the forward pass")]
+    is_summing = False
     for segment in reversed(segments):
-        ready += 0 if accumulated else gradients[segment.name]
-        # The gradients of a block appear one by one while its activations are released, but those of the loss after it.
-        unborn = gradients[segment.name] if segment.name == "loss" and not accumulated else 0
-        is_summing = any(later.is_block for later in segments[segments.index(segment) + 1 :])
-        needed = segment.recomputed + segment.working + buffers.in_backward(segment, is_summing)
-        totals.append((base + ready - unborn + live + needed, segment.name))
+        own = 0 if accumulated else gradients[segment.name]
+        at_start = segment.recomputed + segment.working + buffers.at_start(segment, is_summing)
+        totals.append((base + ready + live + at_start, segment.name))
+        ready += own
         live -= segment.saved + segment.copies
+        at_end = segment.end_working + buffers.at_end(segment, is_summing)
+        totals.append((base + ready + live + at_end, segment.name))
+        is_summing = is_summing or segment.is_block
     return max(totals)
 
 
 class LayerBuffers(NamedTuple):
     """The buffers of FSDP in bytes: all the time, and in addition in the phases of a step."""
 
-    root: int = 0  # embedding and head, gathered
+    root: int = 0  # embedding and head, gathered, and the gradient of the head
     layer: int = 0  # a gathered block
-
-    @property
-    def forward(self) -> int:
-        return 2 * self.layer
 
     @property
     def block(self) -> int:
         """Two gathered blocks, the gradients of one in 16 bits and of another in fp32."""
         return 5 * self.layer
 
-    def in_backward(self, segment: Segment, is_summing: bool) -> int:
-        """Return the buffers in the backward pass of a segment; `is_summing` is False until a block is complete."""
-        if not segment.is_block:
-            return self.layer
-        return self.block if is_summing else 3 * self.layer
+    def at_start(self, segment: Segment, is_summing: bool) -> int:
+        """Return the buffers at the start of the backward pass of a segment, while a later block is being summed."""
+        return (2 if segment.is_block else 1) * self.layer + (2 * self.layer if is_summing else 0)
+
+    def at_end(self, segment: Segment, is_summing: bool) -> int:
+        """Return the buffers at its end, with the gradients of a block, or at the very end of all others."""
+        if segment.name == "input":
+            return 2 * self.layer + 3 * self.root
+        return self.at_start(segment, is_summing) + (self.layer if segment.is_block else 0)
 
 
 def layer_buffers(segments: list[Segment], shards: int) -> LayerBuffers:
@@ -126,7 +128,7 @@ def layer_buffers(segments: list[Segment], shards: int) -> LayerBuffers:
         return LayerBuffers()
     largest = max((segment.parameters.total for segment in segments if segment.is_block), default=0)
     root = sum(segment.parameters.total for segment in segments if not segment.is_block)
-    head = sum(segment.parameters.total for segment in segments if segment.name == "loss")
+    head = sum(segment.parameters.total + segment.tied_gradients for segment in segments if segment.name == "loss")
     return LayerBuffers(2 * (root + head), 2 * largest)
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from monoblock.accounting.activations import (
-    block_activations,
-    feedforward_activations,
-    head_activations,
-    input_activations,
-)
+from monoblock.accounting.activations import block_activations, head_activations, input_activations
 from monoblock.accounting.flops import BatchShape, iterate_inputs
 from monoblock.accounting.memory import activation_bytes
 from monoblock.accounting.parallel import (
@@ -46,7 +41,8 @@ class Segment(NamedTuple):
     copies: int = 0  # 16-bit copies of weights over the same time
     recomputed: int = 0  # activations and copies that checkpointing computes again
     tied_gradients: int = 0  # a count: gradients that appear here (or, if negative, elsewhere) because of tied weights
-    working: int = 0  # gradients of activations during its backward pass
+    working: int = 0  # gradients at the start of its backward pass, while all its activations are saved
+    end_working: int = 0  # gradients and inputs at the end of its backward pass, when its activations are released
     forward_working: int = 0  # tensors that only the forward pass needs
     cached_copies: int = 0  # copies of weights that autocast keeps to the end of the forward pass, if recomputed
     is_block: bool = False
@@ -73,7 +69,7 @@ class Precision(NamedTuple):
         return RMS_WORKING_BYTES * elements if norm is not None and norm.kind == "rms" and self.rms_norm == 6 else 0
 
 
-RMS_WORKING_BYTES = 26  # for each element: six fp32 tensors and one of 16 bits
+RMS_WORKING_BYTES = 28  # for each element: seven fp32 tensors
 AUTOCAST = Precision(stream=4, layer_norm=4, rms_norm=4)
 SHARDED = Precision(stream=2, layer_norm=4, rms_norm=6)
 
@@ -114,9 +110,9 @@ def block_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int,
 
 
 def _working_bytes(block: BlockConfig, rows: int, tensor: int, precision: Precision) -> int:
-    """Estimate the gradients of activations that exist at a time in the backward pass of a block.
+    """Estimate the gradients of activations at the start of the backward pass of a block.
 
-    These are those of the feed-forward network with its hidden features, and of the residual stream.
+    These are those of the hidden features of the feed-forward network, and of the residual stream.
     """
     experts = block.feedforward.experts
     hidden = rows * (experts.top_k if experts else 1) * block.feedforward.hidden // tensor
@@ -142,26 +138,23 @@ def _block_segments(
         joined = _joined_weights(block, rows, tensor)
         saved = block_bytes(block, shape, length, tensor, precision)
         copies = 2 * (parameters.matrices if copied else joined)
-        norm_working = precision.norm_working(block.norm, rows * block.width)
-        released = _bytes(feedforward_activations(narrow_block(block, tensor).feedforward, block.width, rows))
+        block_input = precision.stream * rows * block.width
+        down = block.feedforward.hidden // tensor * block.width
         segment = Segment(
             f"{name} block {number}",
             parameters if owns else RankParameters(0, 0),
             saved,
             copies,
+            working=_working_bytes(block, rows, tensor, precision) + (4 if copied else 2) * down,
+            end_working=2 * block_input + precision.norm_working(block.norm, rows * block.width),
             is_block=True,
-            working=max(_working_bytes(block, rows, tensor, precision), norm_working - released),
         )
         if checkpointing:
-            block_input = precision.stream * rows * block.width
-            # When the first norm is reached, all other recomputed activations are released.
-            norm_total = norm_working + precision.rms_norm * rows * block.width if norm_working else 0
             segment = segment._replace(
                 saved=block_input,
                 copies=0,
                 recomputed=saved + copies - block_input,
-                working=max(_working_bytes(block, rows, tensor, precision), norm_total - (saved + copies)),
-                cached_copies=copies - 2 * joined,
+                cached_copies=copies - 2 * joined if copied else 0,
             )
         yield segment
 
