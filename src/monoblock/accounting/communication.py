@@ -73,7 +73,7 @@ def step_transfers(
     stages = split_stages(segments, plan.pipeline)
     parameters = max(sum(segment.parameters.total for segment in stage) for stage in stages)
     sent = {
-        "data": ("all-reduce of gradients", all_reduce_bytes(4 * parameters, plan.data), False),
+        "data": ("all-reduce of gradients", all_reduce_bytes(4 * parameters, plan.data), True),
         "shard": (
             "all-gather of weights, reduce-scatter of gradients",
             micro_batches * (2 * all_gather_bytes(2 * parameters, plan.shard))

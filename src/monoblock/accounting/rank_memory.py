@@ -3,7 +3,8 @@
 The trainer keeps fp32 weights and computes under autocast in 16 bits. FSDP keeps fp32 shards and gathers the weights of
 one layer at a time in 16 bits. A rank therefore holds
 
-    weights, gradients     4 bytes a parameter each, divided by the number of shards
+    weights, gradients     4 bytes a parameter each, divided by the number of shards; with ddp the gradients are views
+                           of buckets, which exist all the time
     optimizer              4 bytes for each state (two with AdamW), likewise
     weight copies          without FSDP: 2 bytes for each weight of a matrix, from the forward pass to its backward pass
     weight copies          with FSDP: 2 bytes for each weight of matrices that nn/linear.py joins to one product
@@ -73,7 +74,7 @@ def find_peak(
     base: the memory that is in use all the time.
     buffers: those of FSDP.
     in_flight: the number of micro-batches whose activations a pipeline stage holds.
-    accumulated: whether all gradients exist from the start, because earlier micro-batches have left them.
+    accumulated: whether all gradients exist from the start: those of earlier micro-batches, or the buckets of ddp.
     """
     gradients = {
         segment.name: -(-4 * (segment.parameters.total + segment.tied_gradients) // shards) for segment in segments
@@ -178,7 +179,7 @@ def _stage_memory(
         buffers=buffers,
         in_flight=in_flight,
         shards=plan.shard,
-        accumulated=micro_batches > 1,
+        accumulated=micro_batches > 1 or plan.data > 1,
     )
     saved = sum(segment.saved for segment in segments if segment.name != "loss")
     return RankMemory(

@@ -4,8 +4,9 @@ The model of a step, with m micro-batches and p pipeline stages:
 
     compute      the FLOPs of the forward and backward pass on a rank, with checkpointing also those of the recomputed
                  blocks, at the peak speed times `utilization`
-    exposed      the time of transfers that the rank waits for: those of tensor parallelism, pipelines and ddp fully,
-                 those of fsdp as far as they take longer than the computation
+    exposed      the time of transfers that the rank waits for: those of tensor parallelism and pipelines fully, those
+                 of fsdp as far as they take longer than the computation, and those of ddp as far as they take longer
+                 than the backward pass of the last micro-batch
     bubble       (p-1)/(m+p-1) of the time, in which a pipeline stage waits for the first and after the last micro-batch
     step         (compute + exposed) / (1 - bubble), but the exposed time of ddp and fsdp is added after the division
     mfu          the FLOPs of the model, without recomputation, over step × peak × GPUs
@@ -121,7 +122,8 @@ def plan_training(
     seconds = {t.dimension: t.seconds(hardware.intra_bandwidth, hardware.inter_bandwidth) for t in transfers}
     compute = micro_batches * _rank_flops(costs, parallel, checkpointing) / (hardware.peak * hardware.utilization)
     in_pass = seconds.get("tensor", 0.0) + seconds.get("pipeline", 0.0)
-    after = seconds.get("data", 0.0) + max(0.0, seconds.get("shard", 0.0) - compute)
+    last_backward = compute / micro_batches * costs.backward / costs.training
+    after = max(0.0, seconds.get("data", 0.0) - last_backward) + max(0.0, seconds.get("shard", 0.0) - compute)
     bubble = pipeline_bubble(parallel.pipeline, micro_batches)
     step = (compute + in_pass) / (1 - bubble) + after
     passes = micro_batches * parallel.batch_parts
@@ -161,7 +163,9 @@ def list_assumptions(parallel: ParallelPlan, hardware: Hardware) -> list[str]:
     else:
         lines.append("fp32 weights under autocast, with 16-bit copies of the matrices during a pass")
     if parallel.data > 1:
-        lines.append("ddp: fp32 gradients are summed in place after the backward pass, without overlap")
+        lines.append(
+            "ddp: fp32 gradients are views of buckets, summed during the backward pass of the last micro-batch"
+        )
     if parallel.tensor > 1:
         lines.append("tp: heads, hidden features and vocabulary are divided, the loss too; all-reduces do not overlap")
     if parallel.pipeline > 1:
