@@ -155,7 +155,8 @@ def _largest(activations: Iterable[SavedActivations]) -> SavedActivations:
 # -- a whole model -----------------------------------------------------------------------------------------------------
 
 
-def _input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
+def input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
+    """Count the activations that the inputs save: projections, convolutions, norms and dropout."""
     saved = []
     for _, input_config, length in iterate_inputs(config, shape):
         rows, size = shape.batch * length, config.width
@@ -174,7 +175,8 @@ def _input_activations(config: ModelConfig, shape: BatchShape) -> SavedActivatio
     return add_activations(*saved)
 
 
-def _head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
+def head_activations(config: ModelConfig, shape: BatchShape) -> SavedActivations:
+    """Count the activations that the head and the loss save, the logits and their log-softmax among them."""
     head = config.head
     if head is None:
         return SavedActivations()
@@ -221,7 +223,7 @@ def model_activations(
     With checkpointing, count those at the peak of the backward pass.  `fused` attention kernels save no attention
     weights.
     """
-    saved, recomputed = [_input_activations(config, shape), _head_activations(config, shape)], [SavedActivations()]
+    saved, recomputed = [input_activations(config, shape), head_activations(config, shape)], [SavedActivations()]
     for name, stack in config.stacks.items():
         length = shape.source if name == "encoder" else shape.target
         saved.append(norm_activations(stack.norm, shape.batch * length, stack.width))

@@ -10,10 +10,13 @@ from monoblock.accounting.decoding import DecodingCost, decoding_cost
 from monoblock.accounting.flops import Flops, flops, gpu_hours, resolve_batch_shape, rule_of_six
 from monoblock.accounting.lstm import recurrent_parameters
 from monoblock.accounting.memory import TRAINING_DTYPES, TrainingBytes, kv_cache_elements, stored_bytes, training_bytes
+from monoblock.accounting.parallel import plan_ranks
 from monoblock.accounting.parameters import count_parameters
 from monoblock.accounting.quantization import weight_bytes
+from monoblock.accounting.training_plan import DEFAULT_HARDWARE, Hardware, TrainingPlan, plan_training
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.presets import preset
+from monoblock.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class TrainingBudget:
     rule_of_six: int
     gpu_hours: float
     days: float  # on all GPUs together
+    cost: float | None = None  # of all GPU hours, if their price is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,16 +119,59 @@ class Account:
         gpus: int = 1,
         length: int | None = None,
         target_length: int | None = None,
+        price: float | None = None,
     ) -> TrainingBudget:
         """Compute the cost of training on `tokens` tokens in sequences of `length` tokens.
 
-        It runs on `gpus` GPUs of `peak` FLOP/s at a model FLOPs utilization of `mfu`.
+        It runs on `gpus` GPUs of `peak` FLOP/s at a model FLOPs utilization of `mfu`; `price` is that of a GPU hour.
         """
         sequence = self.flops(1, length, target_length)
         total = sequence.training * tokens // sequence.tokens
         hours = gpu_hours(total, peak=peak, mfu=mfu)
         estimate = rule_of_six(self.active_parameters, tokens)
-        return TrainingBudget(tokens=tokens, flops=total, rule_of_six=estimate, gpu_hours=hours, days=hours / 24 / gpus)
+        return TrainingBudget(
+            tokens=tokens,
+            flops=total,
+            rule_of_six=estimate,
+            gpu_hours=hours,
+            days=hours / 24 / gpus,
+            cost=None if price is None else hours * price,
+        )
+
+    def plan(
+        self,
+        strategy: str = "ddp",
+        gpus: int = 1,
+        *,
+        tensor: int | None = None,
+        pipeline: int | None = None,
+        batch: int = 1,
+        length: int | None = None,
+        target_length: int | None = None,
+        micro_batches: int | None = None,
+        checkpointing: bool = False,
+        optimizer: str = "adamw",
+        hardware: Hardware = DEFAULT_HARDWARE,
+    ) -> TrainingPlan:
+        """Compute the memory, communication and time of a training step on each of `gpus` GPUs.
+
+        `batch` is the number of sequences in a micro-batch on each rank of the data dimension; see training_plan.py.
+        """
+        if isinstance(self.config, RecurrentConfig):
+            raise ConfigError("plans are for Transformers, but this model is an LSTM")
+        return plan_training(
+            self.config,
+            plan_ranks(
+                self.config, strategy, gpus, tensor=tensor, pipeline=pipeline, gpus_per_node=hardware.gpus_per_node
+            ),
+            batch=batch,
+            length=length,
+            target_length=target_length,
+            micro_batches=micro_batches,
+            checkpointing=checkpointing,
+            optimizer=optimizer,
+            hardware=hardware,
+        )
 
     def to_dict(
         self,

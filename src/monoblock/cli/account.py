@@ -10,18 +10,21 @@ from monoblock.accounting.memory import DTYPE_BITS, OPTIMIZER_STATES
 from monoblock.accounting.report import Account
 from monoblock.cli._shared.account_report import print_account
 from monoblock.cli._shared.output import json_option, print_json, suggest_next
+from monoblock.cli._shared.plan_options import COUNT, PLAN_OPTIONS, build_plan, plan_options
 from monoblock.config.knobs import vary
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.interop.account import account
 from monoblock.interop.config_file import read_any_config
 
-# Option -> (the option without which it has no effect, its default value).
-DEPENDENT_OPTIONS = {
-    "peak_tflops": ("tokens", 989.0),
-    "mfu": ("tokens", 0.4),
-    "prompt": ("new", 1),
-    "beams": ("new", 1),
+# Option -> (the options without any of which it has no effect, its default value).
+DEPENDENT_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "peak_tflops": (("tokens", "strategy"), 989.0),
+    "mfu": (("tokens", "strategy"), 0.4),
+    "price": (("tokens",), None),
+    "prompt": (("new",), 1),
+    "beams": (("new",), 1),
+    **PLAN_OPTIONS,
 }
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 
@@ -51,15 +54,17 @@ def apply_overrides(config: ModelConfig | RecurrentConfig, overrides: tuple[str,
 
 
 def build_report(model_account: Account, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the report that --json prints: `Account.to_dict`, and what --tokens, --new and --measure add to it."""
+    """Return the report that --json prints: `Account.to_dict`, and what further options add to it."""
     sizes = {key: options[key] for key in ("batch", "length", "target_length")}
     report = model_account.to_dict(
         **sizes, dtype=options["dtype"], optimizer=options["optimizer"], gpus=options["gpus"]
     )
     if options["tokens"]:
-        lengths = {key: options[key] for key in ("length", "target_length", "gpus", "mfu")}
+        lengths = {key: options[key] for key in ("length", "target_length", "gpus", "mfu", "price")}
         budget = model_account.budget(options["tokens"], peak=1e12 * options["peak_tflops"], **lengths)
         report["budget"] = asdict(budget)
+    if options["strategy"]:
+        report["plan"] = build_plan(model_account, options)
     if options["new"]:
         report["decoding"] = _decoding_costs(model_account, options)
     if options["measure"]:
@@ -116,9 +121,9 @@ POSITIVE_INT = click.IntRange(min=1)
 def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
     """Fill in the defaults of DEPENDENT_OPTIONS; raise UsageError for an option without the one it depends on."""
     for name, (needed, default) in DEPENDENT_OPTIONS.items():
-        if options[name] is not None and options[needed] is None:
-            flag = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} {options[name]} has no effect without --{needed}; give both or neither")
+        if options[name] is not None and all(options[other] is None for other in needed):
+            flag, others = f"--{name.replace('_', '-')}", " or ".join(f"--{other}" for other in needed)
+            raise click.UsageError(f"{flag} {options[name]} has no effect without {others}; give both or neither")
         options = options | {name: default if options[name] is None else options[name]}
     return options
 
@@ -152,15 +157,28 @@ def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
     help="Optimizer whose state is counted in the training memory.",
 )
 @click.option(
-    "--gpus", type=POSITIVE_INT, default=1, show_default=True, help="Shard the training state over this many GPUs."
+    "--gpus",
+    type=POSITIVE_INT,
+    default=1,
+    show_default=True,
+    help="Shard the training state over this many GPUs, or train on them as --strategy says.",
 )
-@click.option("--tokens", type=POSITIVE_INT, help="Also report the time to train on this many tokens.")
+@plan_options
+@click.option("--tokens", type=COUNT, help="Also report the time to train on this many tokens, as in 2e12.")
 @click.option(
     "--peak-tflops",
     type=float,
-    help="With --tokens: peak speed of one GPU in TFLOP/s.  [default: 989, an H100 with dense bf16]",
+    help="With --tokens or --strategy: peak speed of one GPU in TFLOP/s.  [default: 989, an H100 with dense bf16]",
 )
-@click.option("--mfu", type=float, help="With --tokens: model FLOPs utilization, from 0 to 1.  [default: 0.4]")
+@click.option(
+    "--mfu",
+    type=float,
+    help="With --tokens: model FLOPs utilization, from 0 to 1; with --strategy: that of the computation alone.  "
+    "[default: 0.4]",
+)
+@click.option(
+    "--price", type=click.FloatRange(min=0), help="With --tokens: price of a GPU hour, to report the cost too."
+)
 @click.option("--new", type=POSITIVE_INT, help="Also report the cost of generating this many tokens.")
 @click.option("--prompt", type=POSITIVE_INT, help="With --new: tokens in the prompt.  [default: 1]")
 @click.option("--beams", type=POSITIVE_INT, help="With --new: number of beams.  [default: 1]")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.output import format_bytes, format_count, print_table
+from monoblock.cli._shared.plan_options import print_plan
 
 if TYPE_CHECKING:
     from monoblock.accounting.report import Account
@@ -59,13 +60,14 @@ def print_account(model_account: Account, report: dict[str, Any]) -> None:
 
 def _print_memory(report: dict[str, Any]) -> None:
     memory, batch = report["memory"], report["flops"]["batch"]
-    gpus = f", on each of {memory['gpus']} GPUs" if memory["gpus"] > 1 else ""
-    click.echo(f"\nTraining memory, {memory['trained_in']}, {memory['optimizer']}, batch {batch}{gpus}")
-    rows = [
-        (part.replace("_", " "), *(format_bytes(memory["training"][mode][part]) for mode in MEMORY_MODES))
-        for part in MEMORY_PARTS
-    ]
-    print_table(("part", *MEMORY_MODES.values()), rows)
+    if "plan" not in report:
+        gpus = f", on each of {memory['gpus']} GPUs" if memory["gpus"] > 1 else ""
+        click.echo(f"\nTraining memory, {memory['trained_in']}, {memory['optimizer']}, batch {batch}{gpus}")
+        rows = [
+            (part.replace("_", " "), *(format_bytes(memory["training"][mode][part]) for mode in MEMORY_MODES))
+            for part in MEMORY_PARTS
+        ]
+        print_table(("part", *MEMORY_MODES.values()), rows)
     click.echo(f"\nInference: weights in {memory['dtype']} {format_bytes(memory['weights'])}, ", nl=False)
     click.echo(f"key/value cache in {memory['trained_in']} {format_bytes(report['kv_cache_bytes'])}")
 
@@ -98,4 +100,8 @@ def _print_extras(report: dict[str, Any]) -> None:
         click.echo(
             f"(6 × parameters × tokens: {budget['rule_of_six']:.3g}), "
             f"{budget['gpu_hours']:,.4g} GPU hours, {budget['days']:.3g} days"
+            + ("" if budget["cost"] is None else f", cost {budget['cost']:,.0f}")
+            + (" without communication and recomputation" if "plan" in report else "")
         )
+    if "plan" in report:
+        print_plan(report)

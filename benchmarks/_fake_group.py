@@ -1,0 +1,243 @@
+"""Count the memory of one rank of many without these ranks: a fake process group, and tensors without data.
+
+`sharded_state_bytes` places every weight with DTensor and `fully_shard` and adds up the shards of rank 0.
+`step_peak_bytes` runs two training steps on fake tensors, which have shapes but no data, and follows every allocation.
+Kernels of a GPU that save less than those of a CPU are replaced by functions that save as much.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from monoblock.accounting.parallel import ParallelPlan, divides_kv_heads, narrow_block
+from monoblock.config.model import EmbeddingConfig, ModelConfig
+from monoblock.nn.attention import Attention
+from monoblock.nn.embedding import Embedding
+from monoblock.nn.feedforward import FeedForward
+from monoblock.nn.transformer import Transformer
+from monoblock.training.loss import CrossEntropyLoss
+from monoblock.training.optimizer import build_optimizers
+
+ALIGNMENT = 512  # bytes: the caching allocator of CUDA rounds up to this
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@contextmanager
+def fake_group(plan: ParallelPlan) -> Iterator[DeviceMesh]:
+    """Open a fake process group of `plan.size` ranks, of which this process is rank 0; yield its mesh."""
+    dist.init_process_group("fake", rank=0, world_size=plan.size, store=FakeStore())
+    try:
+        sizes = (plan.data * plan.shard, plan.tensor)
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+    finally:
+        dist.destroy_process_group()
+
+
+# -- weights, gradients and optimizer states -------------------------------------------------------------------------
+
+
+def placements(model: Transformer, tensor: int) -> dict[str, Placement]:
+    """Return how a tensor-parallel group divides each weight, by name; weights that are not named are replicated."""
+    chosen: dict[str, Placement] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            divided = divides_kv_heads(module.config, tensor)
+            for part in ("query", "key", "value"):
+                for kind in ("weight", "bias"):
+                    chosen[f"{name}.{part}.{kind}"] = Shard(0) if part == "query" or divided else Replicate()
+            chosen[f"{name}.output.weight"] = Shard(1)
+        elif isinstance(module, FeedForward):
+            for part in ("up", "gate"):
+                chosen[f"{name}.{part}.weight"] = chosen[f"{name}.{part}.bias"] = Shard(0)
+            chosen[f"{name}.down.weight"] = Shard(1)
+        elif isinstance(module, Embedding):
+            chosen[f"{name}.token.weight"] = Shard(0)
+    chosen["head.output.weight"] = chosen["head.bias"] = Shard(0)
+    return chosen
+
+
+def sharded_state_bytes(config: ModelConfig, plan: ParallelPlan) -> int:
+    """Return the bytes of weights, gradients and AdamW's two states on rank 0 of a fake group."""
+    with fake_group(plan) as mesh:
+        with torch.device("meta"):
+            model = Transformer(config)
+        chosen = placements(model, plan.tensor)
+        for name, weight in list(model.named_parameters()):
+            parent, _, leaf = name.rpartition(".")
+            placement = chosen.get(name, Replicate())
+            local = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [placement]))
+            model.get_submodule(parent).register_parameter(leaf, local)
+        if plan.shard > 1:
+            shard_blocks(model, mesh["shard"])
+        locals_ = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
+        return 4 * sum(4 * weight.numel() for weight in locals_)
+
+
+def shard_blocks(model: Transformer, mesh: DeviceMesh) -> None:
+    for stack in (model.encoder, model.decoder):
+        for block in stack.blocks if stack is not None else []:
+            fully_shard(block, mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+
+
+# -- a whole step ----------------------------------------------------------------------------------------------------
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Add up the storage of all tensors that exist; `peak` is the largest total since it was last set to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.current = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._add((tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = 0
+            weakref.finalize(storage, self._forget, storage._cdata)
+        self.measure(storage)
+
+    def measure(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage at its size, which FSDP sets to zero when it releases gathered weights."""
+        if storage._cdata in self.sizes:
+            size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+            self.current += size - self.sizes[storage._cdata]
+            self.sizes[storage._cdata] = size
+            self.peak = max(self.peak, self.current)
+
+    def _forget(self, key: int) -> None:
+        self.current -= self.sizes.pop(key, 0)
+
+
+class GpuRmsNorm(torch.autograd.Function):
+    """Save the input and one statistic for each row, as the fused kernel of a GPU does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class GpuAttention(torch.autograd.Function):
+    """Save inputs, output and log-sum-exp, as the flash kernel does; the output is laid out as the queries are."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        shape = (*q.shape[:3], v.shape[-1])
+        transposed = (shape[0], shape[2], shape[1], shape[3])
+        out = q.new_empty(shape) if q.is_contiguous() else q.new_empty(transposed).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, mask, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, mask, *_ = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        return *grads, torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+
+
+def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        attn_mask = None if attn_mask is None else attn_mask.bfloat16()
+    with torch.autocast("cpu", enabled=False):
+        return GpuAttention.apply(q, k, v, attn_mask)
+
+
+def _never(*_: Any) -> bool:  # a Mock would keep its arguments, and so the tensors
+    return False
+
+
+@contextmanager
+def gpu_kernels(tracker: AllocationTracker) -> Iterator[None]:
+    """Replace what differs between a CPU and a GPU, and tell the tracker when a storage is resized."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_measure(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        tracker.measure(storage)
+        return result
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (F, "rms_norm", lambda x, shape, weight=None, eps=None: GpuRmsNorm.apply(x, weight)),
+            (F, "scaled_dot_product_attention", _gpu_attention),
+            (torch.UntypedStorage, "resize_", resize_and_measure),
+            (Embedding, "check_inputs", lambda *_, **__: None),  # it reads values, which fake tensors have not
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch("monoblock.nn.attention.supports_causal_attention", _never))
+        stack.enter_context(mock.patch("monoblock.kernels.cpu.autograd.is_eager_training", _never))
+        yield
+
+
+def narrow_model(config: ModelConfig, tensor: int) -> ModelConfig:
+    """Return the model that one rank of a tensor-parallel group computes, with its part of heads and vocabulary."""
+    if tensor == 1:
+        return config
+    assert isinstance(config.input, EmbeddingConfig)
+    stacks = {
+        name: replace(
+            stack,
+            pattern=tuple(
+                replace(run, blocks=tuple(narrow_block(block, tensor) for block in run.blocks)) for run in stack.pattern
+            ),
+        )
+        for name, stack in config.stacks.items()
+    }
+    return replace(config, **stacks, input=replace(config.input, vocab=-(-config.input.vocab // tensor)))
+
+
+def step_peak_bytes(
+    config: ModelConfig, plan: ParallelPlan, batch: int, length: int, *, checkpointing: bool = False
+) -> int:
+    """Return the peak of the second of two training steps on rank 0, as the trainer runs them."""
+    with ExitStack() as stack:
+        mesh = stack.enter_context(fake_group(plan)) if plan.size > 1 else None
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        tracker = stack.enter_context(AllocationTracker())
+        stack.enter_context(gpu_kernels(tracker))
+        model = Transformer(narrow_model(config, plan.tensor)).train().recompute(checkpointing)
+        if plan.shard > 1 and mesh is not None:
+            shard_blocks(model, mesh["shard"])
+        optimizers, loss = build_optimizers(model), CrossEntropyLoss()
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        inputs = {"source": ids, "target": ids} if config.family == "encoder-decoder" else {"source": ids}
+        for _ in range(2):  # the optimizer states exist from the second step on
+            tracker.peak = 0
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(model, inputs, ids) / ids.numel()
+            value.backward()
+            optimizers.step()
+            optimizers.zero_grad()
+            del value
+        return tracker.peak
