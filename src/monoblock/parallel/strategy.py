@@ -196,8 +196,8 @@ def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
 
 
 def build_strategy(name: str, world: World, *, reshard_after_forward: bool = True, offload: bool = False) -> Strategy:
-    """Return the strategy of this name; a single process needs none."""
-    if world.size == 1:
+    """Return the strategy of this name; a process without torchrun needs none."""
+    if world.mesh is None:
         return Strategy(world)
     if name == "ddp":
         return DataParallel(world)

@@ -111,7 +111,7 @@ class World:
 
     def shut_down(self) -> None:
         """Wait for all processes, then destroy the process group."""
-        if self.size > 1:
+        if self.mesh is not None:
             self.barrier()
             dist.destroy_process_group()
 
@@ -131,9 +131,9 @@ def init_distributed(
         those on this machine.
     timeout: seconds after which a process that waits for another one fails.
     """
-    size = int(environment.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in environment else 1
-    if size == 1:
+    if "LOCAL_RANK" not in environment:
         return SINGLE_PROCESS
+    size = int(environment["WORLD_SIZE"])
     shared = tensor(size, int(environment.get("LOCAL_WORLD_SIZE", size)))
     cuda = uses_cuda(device)
     if cuda:
