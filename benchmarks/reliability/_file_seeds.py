@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -61,6 +62,11 @@ class Seed(NamedTuple):
     files: tuple[str, ...]
     read: str  # a key of READERS
     has_child: bool = False  # it is read in a process of its own
+    is_valid: bool = True
+
+    def refuses_link(self, file: str) -> bool:
+        """Return whether `file` may not be a link out of the folder; the user names a file, or only its folder."""
+        return self.read not in NAMED_BY_USER or "labels-idx1" in file
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -104,6 +110,10 @@ def read_data(folder: Path) -> None:
             read_split(str(path), "all", None, "file")
 
 
+def read_data_folder(folder: Path) -> None:
+    read_split(str(folder), "all", None, "file")
+
+
 def read_picture(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         read_pixels(path, PatchConfig(image=IMAGE, patch=4, channels=3))
@@ -133,6 +143,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "chat": read_chat,
     "adapter": read_adapter,
     "data": read_data,
+    "data folder": read_data_folder,
     "picture": read_picture,
     "recipe": lambda folder: read_recipe(folder / "recipe.toml", warn=False) and None,
     "checkpoint": read_checkpoint,
@@ -142,6 +153,46 @@ READERS: dict[str, Callable[[Path], None]] = {
 }
 
 NAMED_BY_USER = ("data", "picture", "recipe", "gguf", "gguf tokenizer", "pickle")  # the path of a file is given
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+# The groups of files, the share of the cases that damage a file of each, and how many there must be in 20,000.
+GROUPS = {
+    "safetensors": (0.17, 3000),
+    "configuration or index": (0.17, 3000),
+    "tokenizer": (0.14, 2000),
+    "pickle": (0.055, 1000),
+    "checkpoint": (0.06, 1000),
+    "other": (0.405, 0),
+}
+
+
+def file_group(seed: Seed, file: str) -> str:
+    """Return the group of a file in a folder of valid files."""
+    if seed.kind in ("pickle", "checkpoint"):
+        return seed.kind
+    if file.endswith(".safetensors"):
+        return "safetensors"
+    if seed.read in ("tokenizer", "chat", "gguf tokenizer") or file.startswith("tokenizer"):
+        return "tokenizer"
+    return "configuration or index" if seed.read in ("model", "weights", "config", "adapter") else "other"
+
+
+def group_targets(seeds: list[Seed]) -> dict[str, list[tuple[Seed, str]]]:
+    """Return the files that may be damaged, with the folders they are in, by their group."""
+    groups: dict[str, list[tuple[Seed, str]]] = {}
+    for seed in seeds:
+        for file in seed.files:
+            groups.setdefault(file_group(seed, file), []).append((seed, file))
+    return groups
+
+
+def choose_target(targets: dict[str, list[tuple[Seed, str]]], rng: random.Random) -> tuple[Seed, str]:
+    """Choose a file at random, from each group as often as its share says."""
+    names = sorted(targets)
+    group = rng.choices(names, [GROUPS[name][0] for name in names])[0]
+    return rng.choice(targets[group])
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -259,6 +310,9 @@ def _write_data(add: Callable[..., Path], rng: np.random.Generator) -> None:
     (add("squad", "data.json", "data") / "data.json").write_text(json.dumps(squad))
     (add("conll", "data.conll", "data") / "data.conll").write_text("In O\nEden B-LOC\n\nAdam B-PER\n")
     (add("pairs", "data.tsv", "data") / "data.tsv").write_text("one\teins\ntwo\tzwei\n")
+    folder = add("data folder", "train.jsonl valid.jsonl", "data folder")
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     from PIL import Image
 
     for suffix in ("png", "jpg", "gif", "bmp", "webp"):

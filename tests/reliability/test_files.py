@@ -25,17 +25,71 @@ def test_the_watch_sees_what_a_reader_does_outside_of_its_folder(tmp_path):
     code = f"""
 import sys, subprocess, socket
 sys.path.insert(0, {str(PROGRAM.parent)!r})
-import files
-watch = files.Watch()
+from _file_worker import OWN_PROGRAMS, Watch
+watch = Watch(sys.executable)
 watch.folder = {str(tmp_path)!r}
 open({str(tmp_path / "inside")!r}, "w").close()
 assert not watch.found
 open({__file__!r}).close()
 subprocess.run(["true"])
+subprocess.run([sys.executable, "-I", OWN_PROGRAMS[0]], input=b"")
+assert watch.programs == ["template_program.py"]
+subprocess.run([sys.executable, OWN_PROGRAMS[0]], input=b"")  # another command
 socket.socket().close()
 watch.folder = None
-print([word.split()[0] for word in watch.found])
+print(*[word.split()[0] for word in watch.found])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for word in ("open", "program", "socket.__new__"):
-        assert f"'{word}'" in result.stdout
+    assert [word for word in result.stdout.split() if word in ("open", "program")] == ["open", "program", "program"]
+    assert "socket.__new__" in result.stdout
+
+
+CHILD = """
+import os, sys
+for path in sys.stdin.read().split():
+    try:
+        open(path).close()
+        if path.endswith("inside"):
+            sys.addaudithook(lambda event, args: None)
+    except OSError:
+        pass
+os.system("true")
+"""
+
+
+def test_the_watch_in_a_program_sees_what_it_does_before_and_in_its_sandbox(tmp_path):
+    program, record, folder = tmp_path / "program.py", tmp_path / "record", tmp_path / "folder"
+    program.write_text(CHILD)
+    record.touch()
+    folder.mkdir()
+    (folder / "inside").touch()
+    command = [sys.executable, "-I", PROGRAM.with_name("_file_child.py"), record, folder, "-I", program]
+    paths = f"{__file__} {folder / 'inside'} {folder / 'inside'} {__file__}"
+    subprocess.run(command, input=paths, text=True, check=True)
+    assert record.read_text().splitlines() == [
+        f"program.py: open {str(folder / 'inside')!r} before its sandbox",
+        f"program.py: open {__file__!r} in its sandbox",
+        "program.py: os.system",
+    ]
+
+
+def test_the_memory_and_the_time_of_a_process_are_measured():
+    code = f"""
+import sys, contextlib, subprocess
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+from _file_processes import ProcessGroup
+group = ProcessGroup(contextlib.nullcontext)
+start = group.start()
+subprocess.run([sys.executable, "-c", "a = bytearray(b'x' * 50_000_000); sum(range(20_000_000))"])
+end, own, child = group.stop()
+assert 50_000_000 < child < 200_000_000, child
+assert own < 20_000_000, own
+assert (end - start).cpu > 0.05
+start = group.start()
+a = bytearray(b"x" * 50_000_000)
+end, own, child = group.stop()
+assert own > 40_000_000, own
+assert child == 0
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
