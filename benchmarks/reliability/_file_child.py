@@ -25,8 +25,8 @@ def is_inside(path: str | bytes, folder: str) -> bool:
     return os.path.realpath(os.fsdecode(path)).startswith(folder + os.sep)
 
 
-def main() -> None:
-    record, folder, option, program = sys.argv[1:]
+def run(record: str, folder: str, option: str, program: str) -> None:
+    """Run a program under the hook, which appends what it sees to the file `record`."""
     descriptor = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     has_sandbox = False
 
@@ -50,5 +50,24 @@ def main() -> None:
     runpy.run_path(program, run_name="__main__")
 
 
+def run_forked(arguments: list[str], env: dict[str, str], may_start: int) -> None:
+    """Run a program in a process that was forked and has no program of its own yet; never return.
+
+    may_start: a pipe; the program starts as soon as a byte can be read from it.
+    """
+    try:
+        os.closerange(3, may_start)
+        os.closerange(may_start + 1, os.sysconf("SC_OPEN_MAX"))
+        os.read(may_start, 1)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        run(*arguments)
+        sys.stdout.flush()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    main()
+    run(*sys.argv[1:])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 POLL_SECONDS = 0.005
@@ -81,8 +82,12 @@ class Process:
 class ProcessGroup:
     """This process and those that it starts, measured every few milliseconds while a case is read.
 
-    Of a process that a former case started, only its growth counts; of a new one, its whole size.
+    Of a process that a former case started, only its growth counts; of a new one, its whole size. If `fork_program` is
+    set, a process is forked from this one, which has imported torch, and calls `fork_program(command, env, may_start)`
+    instead of its program; of it, only the growth counts.
     """
+
+    fork_program: Callable[[list[str], dict[str, str], int], None] | None = None
 
     def __init__(self, pause_watch: Callable[[], AbstractContextManager[None]]) -> None:
         self.own = Process(os.getpid())
@@ -93,9 +98,19 @@ class ProcessGroup:
 
         class Popen(subprocess.Popen):  # type: ignore[type-arg]
             def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options)
+                if group.fork_program is None:
+                    super().__init__(*args, **options)
+                    with pause_watch():
+                        group._add(self.pid)
+                    return
+                may_start, start = os.pipe()
+                fork = partial(group.fork_program, list(args[0]), options["env"], may_start)
+                super().__init__(*args, **options, preexec_fn=fork)
                 with pause_watch():
-                    group._add(self.pid)
+                    group._add(self.pid).reset()
+                os.write(start, b"1")
+                os.close(may_start)
+                os.close(start)
 
         subprocess.Popen = Popen  # type: ignore[misc]
         threading.Thread(target=self._poll, daemon=True).start()
@@ -126,10 +141,12 @@ class ProcessGroup:
                 process.measure()
             return Times(clock, sum(row.cpu for row in processes), sum(row.waiting for row in processes))
 
-    def _add(self, pid: int) -> None:
+    def _add(self, pid: int) -> Process:
+        process = Process(pid)
         with self._lock:
-            self.children.append(Process(pid))
+            self.children.append(process)
         self._is_polling.set()
+        return process
 
     def _poll(self) -> None:
         while self._is_polling.wait():

@@ -18,7 +18,7 @@ from typing import Any
 import _file_mutations
 import _file_payloads
 import _file_seeds
-from _file_child import FORBIDDEN, is_inside
+from _file_child import FORBIDDEN, is_inside, run_forked
 from _file_processes import ProcessGroup
 from _file_seeds import Seed
 
@@ -31,6 +31,7 @@ MAX_SECONDS, MAX_CHILD_SECONDS = 2.0, 5.0
 MAX_MEMORY = 256 * 2**20
 MAX_TRIES = 3  # of a case over its time, which another program on the machine may have caused
 MAX_MESSAGE_LENGTH = 300
+START_EVERY = 10  # damaged pickle: the program that reads it is started; for the others it is forked from the worker
 OWN_PROGRAMS = (str(chat_template.PROGRAM), str(convert.PROGRAM))
 
 
@@ -87,9 +88,14 @@ class CaseReader:
         sys.executable = str(path)
         return str(path)
 
+    def _fork_program(self, command: list[str], env: dict[str, str], may_start: int) -> None:
+        run_forked([str(self.child_record), str(self.folder), *command[1:]], env, may_start)
+
     def read(self, seed: Seed, file: str | None = None, rng_seed: int = 0) -> dict[str, Any]:
         """Read a folder with one damaged file, up to MAX_TRIES times if it takes too long; return the fastest row."""
         rows = []
+        is_forked = seed.kind == "pickle" and file is not None and rng_seed % START_EVERY != 0
+        self.processes.fork_program = self._fork_program if is_forked else None
         for tries in range(1, MAX_TRIES + 1):
             rows.append(self._read_once(seed, file, rng_seed) | {"tries": tries})
             if rows[-1]["outcome"] != "too slow":
@@ -109,6 +115,7 @@ class CaseReader:
         times = end - start
         row |= {"wall": round(times.clock, 3), "alone": round(times.alone, 3), "seconds": round(times.cpu, 3)}
         row |= {"mb": grown >> 20, "child_mb": child >> 20, "programs": self.watch.programs}
+        row["forked"] = self.processes.fork_program is not None
         limit = MAX_CHILD_SECONDS if seed.has_child else MAX_SECONDS
         problems = {
             "outside": "; ".join(self._found_outside())[:MAX_MESSAGE_LENGTH],
@@ -178,6 +185,8 @@ def work(seed: int, smoke: bool) -> None:
     reader = CaseReader(root)
     for row in first:  # imports everything
         reader.read(row)
+    import safetensors.torch  # noqa: F401  for forked programs
+
     targets = _file_seeds.group_targets(seeds)
     results.write(json.dumps({"valid": len(seeds), "payloads": len(payloads)}) + "\n")
     for line in sys.stdin:
