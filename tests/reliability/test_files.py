@@ -1,11 +1,15 @@
 """The small form of benchmarks/reliability/files.py: damaged files of every kind, read in a worker process."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from monoblock.interop import convert
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "reliability" / "files.py"
 
@@ -71,6 +75,19 @@ def test_the_watch_in_a_program_sees_what_it_does_before_and_in_its_sandbox(tmp_
         f"program.py: open {__file__!r} in its sandbox",
         "program.py: os.system",
     ]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_opened_in_the_sandbox_and_nothing_else_there(zipped, tmp_path):
+    record, folder = tmp_path / "record", tmp_path / "folder"
+    record.touch()
+    folder.mkdir()
+    torch.save({"w": torch.zeros(2)}, folder / "model.pt", _use_new_zipfile_serialization=zipped)
+    command = [sys.executable, "-I", PROGRAM.with_name("_file_child.py"), record, folder, "-I", convert.PROGRAM]
+    job = {"source": str(folder / "model.pt"), "target": str(folder / "out.safetensors")}
+    result = subprocess.run(command, input=json.dumps(job), text=True, check=True, capture_output=True)
+    assert json.loads(result.stdout) == {"tensors": 1}
+    assert not record.read_text()
 
 
 def test_the_memory_and_the_time_of_a_process_are_measured():
