@@ -18,6 +18,7 @@ HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 1, 0.5, -0.0, 1e308, 2**31, 2**63, 10**30, 10**80, "", "\0", "../../x", "/etc/passwd",
     "a" * 70_000, "é\ud7ff\u202e", [], [[]], {}, {"": {}}, [0] * 1000, ["x", 1], {"kind": []}, float("nan"),
     float("inf"), "{{ x.__class__ }}", "%s" * 100, "<0x-1>", "1e9999",
+    "A", "B",
 )  # fmt: skip
 MAX_WRITTEN_DEPTH = 20_000  # of JSON; changes may nest values deeper than Python's encoder allows
 LINKS = ("link out", "broken link", "circular link")

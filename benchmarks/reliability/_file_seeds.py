@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -52,6 +51,33 @@ steps = 10
 lr = 3e-4
 """
 IMAGE = 8
+# A tokenizer.json with components that the trained tokenizers do not have.
+TEXT_A, TEXT_B = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+COMPONENTS: dict[str, Any] = {
+    "version": "1.0", "truncation": None, "padding": None,
+    "added_tokens": [{
+        "id": 3, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        "special": True,
+    }],
+    "normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "NFKC"}, {"type": "Replace", "pattern": {"String": "a"}, "content": "b"},
+        {"type": "Strip", "strip_left": True, "strip_right": True}, {"type": "Prepend", "prepend": "▁"},
+    ]},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+        {"type": "Digits", "individual_digits": True}, {"type": "Punctuation", "behavior": "Isolated"},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    ]},
+    "post_processor": {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, TEXT_A],
+        "pair": [TEXT_A, TEXT_B], "special_tokens": {"<x>": {"id": "<x>", "ids": [3], "tokens": ["<x>"]}},
+    },
+    "decoder": {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]},
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "the": 1, "▁": 2}, "unk_token": "[UNK]"},
+}  # fmt: skip
 
 
 class Seed(NamedTuple):
@@ -155,46 +181,6 @@ READERS: dict[str, Callable[[Path], None]] = {
 NAMED_BY_USER = ("data", "picture", "recipe", "gguf", "gguf tokenizer", "pickle")  # the path of a file is given
 
 
-# -- choosing ----------------------------------------------------------------------------------------------------------
-
-# The groups of files, the share of the cases that damage a file of each, and how many there must be in 20,000.
-GROUPS = {
-    "safetensors": (0.17, 3000),
-    "configuration or index": (0.17, 3000),
-    "tokenizer": (0.14, 2000),
-    "pickle": (0.055, 1000),
-    "checkpoint": (0.06, 1000),
-    "other": (0.405, 0),
-}
-
-
-def file_group(seed: Seed, file: str) -> str:
-    """Return the group of a file in a folder of valid files."""
-    if seed.kind in ("pickle", "checkpoint"):
-        return seed.kind
-    if file.endswith(".safetensors"):
-        return "safetensors"
-    if seed.read in ("tokenizer", "chat", "gguf tokenizer") or file.startswith("tokenizer"):
-        return "tokenizer"
-    return "configuration or index" if seed.read in ("model", "weights", "config", "adapter") else "other"
-
-
-def group_targets(seeds: list[Seed]) -> dict[str, list[tuple[Seed, str]]]:
-    """Return the files that may be damaged, with the folders they are in, by their group."""
-    groups: dict[str, list[tuple[Seed, str]]] = {}
-    for seed in seeds:
-        for file in seed.files:
-            groups.setdefault(file_group(seed, file), []).append((seed, file))
-    return groups
-
-
-def choose_target(targets: dict[str, list[tuple[Seed, str]]], rng: random.Random) -> tuple[Seed, str]:
-    """Choose a file at random, from each group as often as its share says."""
-    names = sorted(targets)
-    group = rng.choices(names, [GROUPS[name][0] for name in names])[0]
-    return rng.choice(targets[group])
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +201,7 @@ def write_seeds(root: Path, variant: int) -> list[Seed]:
     }
     for kind, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(add(f"tokenizer {kind}", "tokenizer.json tokenizer_config.json", "tokenizer"))
+    (add("tokenizer components", "tokenizer.json", "tokenizer") / "tokenizer.json").write_text(json.dumps(COMPONENTS))
     _write_vocabularies(add, tokenizers["bpe"])
     _write_models(add, tokenizers["bpe"])
     _write_data(add, np.random.default_rng(variant))

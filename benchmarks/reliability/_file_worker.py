@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import _file_groups
 import _file_mutations
 import _file_payloads
 import _file_seeds
@@ -105,7 +106,7 @@ class CaseReader:
     def _read_once(self, seed: Seed, file: str | None, rng_seed: int) -> dict[str, Any]:
         change = self._prepare(seed, file, rng_seed)
         size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        group = "" if file is None else _file_seeds.file_group(seed, file)
+        group = "" if file is None else _file_groups.file_group(seed, file)
         row: dict[str, Any] = {"kind": seed.kind, "group": group, "file": file, "change": change}
         os.truncate(self.child_record, 0)
         os.ftruncate(2, 0)
@@ -115,7 +116,7 @@ class CaseReader:
         times = end - start
         row |= {"wall": round(times.clock, 3), "alone": round(times.alone, 3), "seconds": round(times.cpu, 3)}
         row |= {"mb": grown >> 20, "child_mb": child >> 20, "programs": self.watch.programs}
-        row["forked"] = self.processes.fork_program is not None
+        row |= {"has_child": seed.has_child, "forked": self.processes.fork_program is not None}
         limit = MAX_CHILD_SECONDS if seed.has_child else MAX_SECONDS
         problems = {
             "outside": "; ".join(self._found_outside())[:MAX_MESSAGE_LENGTH],
@@ -187,7 +188,7 @@ def work(seed: int, smoke: bool) -> None:
         reader.read(row)
     import safetensors.torch  # noqa: F401  for forked programs
 
-    targets = _file_seeds.group_targets(seeds)
+    targets = _file_groups.group_targets(seeds)
     results.write(json.dumps({"valid": len(seeds), "payloads": len(payloads)}) + "\n")
     for line in sys.stdin:
         number = int(line)
@@ -195,6 +196,6 @@ def work(seed: int, smoke: bool) -> None:
             result = reader.read((seeds + payloads)[-number - 1])
         else:
             rng_seed = seed * 1_000_003 + number
-            result = reader.read(*_file_seeds.choose_target(targets, random.Random(rng_seed)), rng_seed)
+            result = reader.read(*_file_groups.choose_target(targets, random.Random(rng_seed)), rng_seed)
         results.write(json.dumps(result | {"number": number}) + "\n")
     shutil.rmtree(root, ignore_errors=True)
