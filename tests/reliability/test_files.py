@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import monoblock
 from monoblock.interop import convert
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "reliability" / "files.py"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monoblock.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux")
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the memory of a case is measured on Linux")
+@on_linux
 def test_damaged_files_are_refused_in_one_line():
     pytest.importorskip("PIL")
     pytest.importorskip("gguf")
-    import monoblock
-
-    env = os.environ | {"PYTHONPATH": str(Path(monoblock.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, PROGRAM, "--smoke"], capture_output=True, text=True, env=env)
+    result = subprocess.run([sys.executable, PROGRAM, "--smoke"], capture_output=True, text=True, env=ENVIRONMENT)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
@@ -90,6 +91,30 @@ def test_a_pickle_is_opened_in_the_sandbox_and_nothing_else_there(zipped, tmp_pa
     assert not record.read_text()
 
 
+@on_linux
+def test_a_pickle_takes_little_more_memory_than_its_size(tmp_path):
+    weights = {f"w{n}": torch.full((2**20, 4), float(n)) for n in range(8)} | {"turned": torch.arange(6.0).view(2, 3).T}
+    weights["tied"] = weights["turned"]
+    torch.save(weights, tmp_path / "model.pt")
+    code = f"""
+import sys, contextlib
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+from _file_processes import ProcessGroup
+from monoblock.interop.convert import pickle_to_safetensors
+group = ProcessGroup(contextlib.nullcontext)
+group.start()
+pickle_to_safetensors("model.pt", "model.safetensors")
+print(group.stop()[2])
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert int(result.stdout) < (tmp_path / "model.pt").stat().st_size + 256 * 2**20
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+
+
+@on_linux
 def test_the_memory_and_the_time_of_a_process_are_measured():
     code = f"""
 import sys, contextlib, subprocess

@@ -71,8 +71,19 @@ def convert_file(source: str, target: str) -> int:
     tensors = {name: tensor.detach() for name, tensor in extract_tensors(loaded, torch).items()}
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > 4 * size + 2**20:
         raise UnsafeFileError("its tensors claim more bytes than the file holds")
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)
+    save_file(separate_tensors(tensors), target)
     return len(tensors)
+
+
+def separate_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors that share the memory of another or are not contiguous, which safetensors refuses; keep the rest."""
+    separate, used = {}, set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        can_stay = tensor.is_contiguous() and address not in used
+        separate[name] = tensor if can_stay else tensor.contiguous().clone()
+        used.add(address)
+    return separate
 
 
 def import_lazy_modules(torch: Any) -> None:
