@@ -107,7 +107,7 @@ class ProcessGroup:
                 fork = partial(group.fork_program, list(args[0]), options["env"], may_start)
                 super().__init__(*args, **options, preexec_fn=fork)
                 with pause_watch():
-                    group._add(self.pid).reset()
+                    group._add(self.pid, is_forked=True)
                 os.write(start, b"1")
                 os.close(may_start)
                 os.close(start)
@@ -141,12 +141,13 @@ class ProcessGroup:
                 process.measure()
             return Times(clock, sum(row.cpu for row in processes), sum(row.waiting for row in processes))
 
-    def _add(self, pid: int) -> Process:
+    def _add(self, pid: int, is_forked: bool = False) -> None:
         process = Process(pid)
+        if is_forked:
+            process.reset()
         with self._lock:
             self.children.append(process)
         self._is_polling.set()
-        return process
 
     def _poll(self) -> None:
         while self._is_polling.wait():
