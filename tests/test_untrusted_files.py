@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import monoblock as mb
+from monoblock.cli.quantize import save_folder
 from monoblock.config.inputs import PatchConfig
-from monoblock.data.readers.by_path import read_split
+from monoblock.data.readers.by_path import infer_kind, read_split
 from monoblock.interop.adapters import load_adapter, save_adapter
 from monoblock.interop.config_file import read_any_config
 from monoblock.interop.folder import save_model
@@ -263,6 +264,46 @@ def test_a_link_out_of_a_model_folder_is_refused(name, tmp_path):
     (outside / "config.json").write_text("{}")
     (folder / name).symlink_to(outside / name if name == "recipe.toml" else outside)
     assert_refused("link", load, folder)
+
+
+def test_a_link_to_the_configuration_of_another_folder_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    save_model(mb.Transformer(mb.gpt(vocab=20, width=8, depth=1, heads=1, context=8)), folder)
+    read_any_config(str(folder))
+    (folder / "config.json").rename(tmp_path / "config.json")
+    (folder / "config.json").symlink_to(tmp_path / "config.json")
+    assert_refused("a link that leads out of the folder", read_any_config, str(folder))
+    read_any_config(str(folder / "config.json"))  # the user names it
+
+
+def test_a_link_out_of_a_data_folder_is_refused(tmp_path):
+    (tmp_path / "secret.tsv").write_text("one\teins\n")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.tsv").symlink_to(tmp_path / "secret.tsv")
+    assert_refused("a link that leads out of the folder", read_split, str(folder), "train", None, "file")
+    assert_refused("a link that leads out of the folder", infer_kind, str(folder), ("pairs", "labelled"))
+    for path in (folder / "train.tsv", folder / "{split}.tsv"):  # the user names the file
+        assert len(read_split(str(path), "train", None, "file").rows) == 1
+
+
+def test_labels_that_are_a_link_out_of_the_folder_of_their_images_are_refused(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train-images-idx3-ubyte").write_bytes(bytes((0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 9)))
+    (tmp_path / "secret").write_bytes(bytes((0, 0, 8, 1, 0, 0, 0, 1, 7)))
+    (folder / "train-labels-idx1-ubyte").symlink_to(tmp_path / "secret")
+    for path in (folder, folder / "train-images-idx3-ubyte"):
+        assert_refused("a link that leads out of the folder", read_split, str(path), "train", None, "file")
+
+
+def test_quantize_does_not_copy_a_file_that_a_link_leads_to(tmp_path):
+    model = mb.Transformer(mb.gpt(vocab=20, width=8, depth=1, heads=1, context=8))
+    folder = tmp_path / "model"
+    save_model(model, folder)
+    (tmp_path / "secret").write_text("{}")
+    (folder / "labels.json").symlink_to(tmp_path / "secret")
+    assert_refused("a link that leads out of the folder", save_folder, model, None, folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["../../../X", "/tmp/x", "a/b", "..", "", "a\\nb", "x" * 200])

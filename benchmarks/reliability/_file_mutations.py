@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 1, 0.5, -0.0, 1e308, 2**31, 2**63, 10**30, 10**80, "", "\0", "../../x", "/etc/passwd",
     "a" * 70_000, "é\ud7ff\u202e", [], [[]], {}, {"": {}}, [0] * 1000, ["x", 1], {"kind": []}, float("nan"),
     float("inf"), "{{ x.__class__ }}", "%s" * 100, "<0x-1>", "1e9999",
+    "A", "B",
 )  # fmt: skip
+MAX_WRITTEN_DEPTH = 20_000  # of JSON; changes may nest values deeper than Python's encoder allows
 LINKS = ("link out", "broken link", "circular link")
 TOML_VALUES = (
     "[" * 3000 + "]" * 3000, "9" * 5000, "0x" + "f" * 9000, "inf", "nan", '"../../../X"', "1979-05-27", "{a.b.c = 1}",
@@ -45,13 +48,14 @@ TEMPLATES = (
 )
 
 
-def damage(path: Path, rng: random.Random, *, links: bool) -> str:
+def damage(path: Path, rng: random.Random, outside: Path | None) -> str:
     """Change one file of a case at random; return what was done.
 
-    links: also replace the file by a link. A file that the user names may be one; a file of a model folder may not.
+    outside: where a link may lead that replaces the file; None for no links, since a file that the user names may be
+    one.
     """
     if rng.random() < 0.03:
-        return _replace_entry(path, rng, ("pipe", "folder", "missing", "empty") + LINKS * links)
+        return _replace_entry(path, rng, outside)
     raw = path.read_bytes()
     changes = [_change_bytes]
     if path.suffix == ".json":
@@ -85,13 +89,12 @@ def repair_manifest(path: Path) -> None:
         return
 
 
-def _replace_entry(path: Path, rng: random.Random, kinds: tuple[str, ...]) -> str:
+def _replace_entry(path: Path, rng: random.Random, outside: Path | None) -> str:
     """Replace a file by a link, a pipe, a folder or nothing."""
-    kind = rng.choice(kinds)
+    kind = rng.choice(("pipe", "folder", "missing", "empty") + (() if outside is None else LINKS))
     raw = path.read_bytes()
     path.unlink()
-    if kind == "link out":
-        outside = path.parents[1] / f"outside-{path.name}"
+    if kind == "link out" and outside is not None:
         outside.write_bytes(raw)
         path.symlink_to(outside)
     elif kind == "broken link":
@@ -171,7 +174,12 @@ def _change_value(data: Any, rng: random.Random) -> Any:
 
 def _change_json(raw: bytes, rng: random.Random) -> bytes:
     data = _change_value(json.loads(raw), rng)
-    text = json.dumps(data)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(MAX_WRITTEN_DEPTH)
+    try:
+        text = json.dumps(data)
+    finally:
+        sys.setrecursionlimit(limit)
     if rng.random() < 0.05:
         text = text.replace("{", '{"a": 1, "a": 2, ', 1)
     return text.encode("utf-8", "surrogatepass")

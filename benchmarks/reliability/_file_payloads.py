@@ -38,7 +38,7 @@ def write_payloads(root: Path, seeds: list[Seed], canary: Path) -> Iterator[Seed
         seed = by_kind[kind]
         folder = root / name
         shutil.copytree(seed.folder, folder)
-        return seed._replace(kind=f"payload: {name.rpartition('-')[0]}", folder=folder), folder
+        return seed._replace(kind=f"payload: {name.rpartition('-')[0]}", folder=folder, is_valid=False), folder
 
     for number, (module, function) in enumerate(CALLS if "pickle" in by_kind else ()):
         for kind in ("zip", "plain"):
@@ -73,7 +73,7 @@ def write_payloads(root: Path, seeds: list[Seed], canary: Path) -> Iterator[Seed
         yield seed
 
 
-LINKED = ("model", "shards", "labels", "adapter", "chat template")
+LINKED = ("model", "config", "shards", "labels", "adapter", "chat template", "data folder")
 
 
 def _write_pickle(path: Path, module: str, function: str, argument: str, zipped: bool) -> None:

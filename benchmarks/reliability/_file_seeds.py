@@ -51,6 +51,33 @@ steps = 10
 lr = 3e-4
 """
 IMAGE = 8
+# A tokenizer.json with components that the trained tokenizers do not have.
+TEXT_A, TEXT_B = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+COMPONENTS: dict[str, Any] = {
+    "version": "1.0", "truncation": None, "padding": None,
+    "added_tokens": [{
+        "id": 3, "content": "<x>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        "special": True,
+    }],
+    "normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "NFKC"}, {"type": "Replace", "pattern": {"String": "a"}, "content": "b"},
+        {"type": "Strip", "strip_left": True, "strip_right": True}, {"type": "Prepend", "prepend": "▁"},
+    ]},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+        {"type": "Digits", "individual_digits": True}, {"type": "Punctuation", "behavior": "Isolated"},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+    ]},
+    "post_processor": {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, TEXT_A],
+        "pair": [TEXT_A, TEXT_B], "special_tokens": {"<x>": {"id": "<x>", "ids": [3], "tokens": ["<x>"]}},
+    },
+    "decoder": {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]},
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "the": 1, "▁": 2}, "unk_token": "[UNK]"},
+}  # fmt: skip
 
 
 class Seed(NamedTuple):
@@ -61,6 +88,11 @@ class Seed(NamedTuple):
     files: tuple[str, ...]
     read: str  # a key of READERS
     has_child: bool = False  # it is read in a process of its own
+    is_valid: bool = True
+
+    def refuses_link(self, file: str) -> bool:
+        """Return whether `file` may not be a link out of the folder; the user names a file, or only its folder."""
+        return self.read not in NAMED_BY_USER or "labels-idx1" in file
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -104,6 +136,10 @@ def read_data(folder: Path) -> None:
             read_split(str(path), "all", None, "file")
 
 
+def read_data_folder(folder: Path) -> None:
+    read_split(str(folder), "all", None, "file")
+
+
 def read_picture(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         read_pixels(path, PatchConfig(image=IMAGE, patch=4, channels=3))
@@ -133,6 +169,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "chat": read_chat,
     "adapter": read_adapter,
     "data": read_data,
+    "data folder": read_data_folder,
     "picture": read_picture,
     "recipe": lambda folder: read_recipe(folder / "recipe.toml", warn=False) and None,
     "checkpoint": read_checkpoint,
@@ -164,6 +201,7 @@ def write_seeds(root: Path, variant: int) -> list[Seed]:
     }
     for kind, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(add(f"tokenizer {kind}", "tokenizer.json tokenizer_config.json", "tokenizer"))
+    (add("tokenizer components", "tokenizer.json", "tokenizer") / "tokenizer.json").write_text(json.dumps(COMPONENTS))
     _write_vocabularies(add, tokenizers["bpe"])
     _write_models(add, tokenizers["bpe"])
     _write_data(add, np.random.default_rng(variant))
@@ -259,6 +297,9 @@ def _write_data(add: Callable[..., Path], rng: np.random.Generator) -> None:
     (add("squad", "data.json", "data") / "data.json").write_text(json.dumps(squad))
     (add("conll", "data.conll", "data") / "data.conll").write_text("In O\nEden B-LOC\n\nAdam B-PER\n")
     (add("pairs", "data.tsv", "data") / "data.tsv").write_text("one\teins\ntwo\tzwei\n")
+    folder = add("data folder", "train.jsonl valid.jsonl", "data folder")
+    for name in ("train", "valid"):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     from PIL import Image
 
     for suffix in ("png", "jpg", "gif", "bmp", "webp"):

@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+import monoblock as mb
+from monoblock.interop.huggingface.export import export_hf
 
 pytest.importorskip("gguf")
 
@@ -31,3 +35,13 @@ def test_a_malformed_file_is_a_one_line_error_soon_and_nothing_is_run_or_read_el
     assert len(report["control"]) == 2, "the audit hook must see a file opened and a program started"
     assert report["events"] == []
     assert not report["canary"]
+
+
+def test_thousands_of_layers_in_a_configuration_are_refused_soon(tmp_path):
+    export_hf(mb.Transformer(mb.t5(vocab=20, width=8, depth=1, heads=1)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_layers": 2000, "num_decoder_layers": 2000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = time.process_time()
+    with pytest.raises(mb.FileError, match="has 4,000 layers, but only"):
+        mb.Transformer.from_pretrained(tmp_path)
+    assert time.process_time() - start < MAX_SECONDS

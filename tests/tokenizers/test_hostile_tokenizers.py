@@ -20,8 +20,8 @@ def added(count, length):
     return [{"id": 3 + n, "content": f"{n}".ljust(length, "x"), **flags} for n in range(count)]
 
 
-def template(ids):
-    sequence, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "a", "type_id": 0}}
+def template(ids, text="A"):
+    sequence, special = {"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": "a", "type_id": 0}}
     tokens = {"a": {"id": "a", "ids": ids, "tokens": ["a"] * len(ids)}}
     return {"type": "TemplateProcessing", "single": [special, sequence], "pair": [sequence], "special_tokens": tokens}
 
@@ -37,6 +37,7 @@ def charsmap(raw):
         ("added_tokens", added(4000, 500), "more than 262,144 characters"),
         ("post_processor", template([1] * 500_000), "has no list of ids, or a long one"),
         ("post_processor", template([10**9]), "an id is a whole number"),
+        ("post_processor", template([1], "B"), "adds a second text to a single one"),
         ("normalizer", {"type": "Prepend", "prepend": ""}, "prepends not 1 to 8 characters"),
         ("normalizer", charsmap(b""), "states a size"),
         ("normalizer", charsmap(b"\xff\xff\xff\xff" + bytes(64)), "states a size"),
@@ -45,12 +46,13 @@ def charsmap(raw):
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "%%"}, "not base 64"),
     ],
 )
-def test_a_dangerous_tokenizer_json_is_refused(section, value, message, tmp_path):
+def test_a_dangerous_tokenizer_json_is_refused(section, value, message, tmp_path, capfd):
     (tmp_path / "tokenizer.json").write_text(json.dumps(BASE | {section: value}))
     start = time.process_time()
     with pytest.raises(mb.FileError, match=message) as caught:
         mb.Tokenizer.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
+    assert not capfd.readouterr().err  # a Rust panic prints there
     assert time.process_time() - start < 2
 
 

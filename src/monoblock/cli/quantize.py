@@ -13,6 +13,7 @@ import click
 from monoblock.cli._shared.data_options import resolve_data_folder
 from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError
+from monoblock.untrusted_files import has_file, safe_join
 
 if TYPE_CHECKING:
     from monoblock.nn.transformer import Transformer
@@ -135,9 +136,9 @@ def save_folder(quantized_model: Transformer, tokenizer: Tokenizer | None, model
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
     for name in COPIED_FILES:
-        if (model / name).is_file():
+        if has_file(model, name):
             try:
-                shutil.copyfile(model / name, out / name)
+                shutil.copyfile(safe_join(model, name), out / name)
             except OSError as problem:
                 raise FileError(f"{name} cannot be copied to {out}: {problem.strerror}") from None
 

@@ -12,7 +12,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.config.presets import PRESETS, preset
 from monoblock.config.schema import from_dict
 from monoblock.errors import ConfigError, FileError
-from monoblock.untrusted_files import parse_json, read_bytes, reading
+from monoblock.untrusted_files import has_file, parse_json, read_bytes, reading, safe_join
 
 CONFIG_FILE, FORMAT_NAME = "config.json", "monoblock"
 ADVICE = "give a preset, a config.json file or a model folder"
@@ -25,10 +25,12 @@ def read_any_config(what: str) -> ModelConfig | RecurrentConfig:
     if not what:
         raise ConfigError("WHAT is empty; give the name of a preset, a config.json file or a model folder")
     path = Path(what)
-    file = path / CONFIG_FILE if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
-        raise FileError(f"the folder {what} has no {CONFIG_FILE}; {ADVICE}")
-    if not file.is_file():
+    file = path
+    if path.is_dir():
+        if not has_file(path, CONFIG_FILE):
+            raise FileError(f"the folder {what} has no {CONFIG_FILE}; {ADVICE}")
+        file = safe_join(path, CONFIG_FILE)
+    elif not file.is_file():
         if path.name != what or path.suffix == ".json":  # it looks like a path
             raise FileError(f"there is no file or folder {what}; {ADVICE}")
         return preset(what)  # raises an error that names similar presets

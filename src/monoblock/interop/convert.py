@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from monoblock.tokenizers.tokenizer import Tokenizer
 
 FORMATS = ("monoblock", "hf", "gguf")
+PROGRAM = Path(__file__).with_name("unpickle.py")  # reads pickled files, in a process of its own
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_FILE, PICKLE_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Small files in a model folder that are copied unchanged.
@@ -76,12 +77,11 @@ def pickle_to_safetensors(source: str | Path, target: str | Path, *, timeout: fl
     source, target = Path(source), Path(target)
     if not source.is_file():
         raise FileError(f"there is no file {source} to convert")
-    program = Path(__file__).with_name("unpickle.py")
     job = json.dumps({"source": str(source.resolve()), "target": str(target.resolve())})
     variables = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
     try:
         process = subprocess.run(
-            [sys.executable, "-I", str(program)],
+            [sys.executable, "-I", str(PROGRAM)],
             input=job.encode(),
             capture_output=True,
             timeout=timeout,

@@ -7,6 +7,7 @@ other action, such as starting a program or opening a socket or another file.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -56,22 +57,43 @@ def main() -> None:
 def convert_file(source: str, target: str) -> int:
     """Load the pickle `source`, check it and write its tensors to `target`; return the number of tensors."""
     size = os.path.getsize(source)
-    zipped = check_zip(source, size)
     import torch
     from safetensors.torch import save_file
-    from torch._weights_only_unpickler import Unpickler  # noqa: F401  imported before the sandbox forbids it
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < MIN_TORCH:
         raise UnsafeFileError(f"torch {torch.__version__} cannot load such files safely; install torch 2.10 or later")
+    import_lazy_modules(torch)
     save_file({"warm": torch.zeros(1)}, target)  # imports what writing needs, before the sandbox forbids it
     sandbox_process(size, {os.path.realpath(source), os.path.realpath(target)})
+    zipped = check_zip(source, size)
     loaded = torch.load(source, map_location="cpu", weights_only=True, mmap=zipped)
     tensors = {name: tensor.detach() for name, tensor in extract_tensors(loaded, torch).items()}
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > 4 * size + 2**20:
         raise UnsafeFileError("its tensors claim more bytes than the file holds")
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)
+    save_file(separate_tensors(tensors), target)
     return len(tensors)
+
+
+def separate_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors that share the memory of another or are not contiguous, which safetensors refuses; keep the rest."""
+    separate, used = {}, set()
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        can_stay = tensor.is_contiguous() and address not in used
+        separate[name] = tensor if can_stay else tensor.contiguous().clone()
+        used.add(address)
+    return separate
+
+
+def import_lazy_modules(torch: Any) -> None:
+    """Read small files of both formats, so that reading imports nothing in the sandbox."""
+    "".encode("cp437")  # of the names in zip archives
+    for zipped in (True, False):
+        stream = io.BytesIO()
+        torch.save({"w": torch.zeros(1)}, stream, _use_new_zipfile_serialization=zipped)
+        stream.seek(0)
+        torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def check_zip(source: str, size: int) -> bool:

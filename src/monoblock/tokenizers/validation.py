@@ -125,7 +125,10 @@ def _strips_only_front(component: Mapping[str, Any]) -> bool:
 
 
 def _check_template(component: Mapping[str, Any]) -> None:
-    """Raise unless a template gives the ids of every special token it adds; otherwise the library would panic."""
+    """Raise unless a template gives the ids of its special tokens, and its form for one text has no second text.
+
+    Otherwise the library would panic, which prints a message of its own.
+    """
     known = component.get("special_tokens")
     rows = [row for key in ("single", "pair") for row in component.get(key) or []]
     if (
@@ -134,6 +137,9 @@ def _check_template(component: Mapping[str, Any]) -> None:
         or not all(isinstance(row, Mapping) for row in rows)
     ):
         raise _InvalidTokenizer("its post_processor is not a valid template")
+    texts = [row["Sequence"] for row in component.get("single") or [] if "Sequence" in row]
+    if any(text.get("id") != "A" if isinstance(text, Mapping) else True for text in texts):
+        raise _InvalidTokenizer("its post_processor adds a second text to a single one")
     tokens = [row["SpecialToken"] for row in rows if "SpecialToken" in row]
     names = [token.get("id") if isinstance(token, Mapping) else None for token in tokens]
     if not all(isinstance(name, str) and isinstance(known.get(name), Mapping) for name in names):

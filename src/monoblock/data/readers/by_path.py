@@ -30,7 +30,7 @@ from monoblock.data.readers.records import CorpusKind, DocumentBoundaries
 from monoblock.data.readers.squad import read_questions
 from monoblock.data.readers.text import read_documents, read_text
 from monoblock.errors import FileError, SplitError, did_you_mean
-from monoblock.untrusted_files import reading
+from monoblock.untrusted_files import reading, safe_join
 
 SPLIT_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test", "t10k")}
 KIND_BY_SUFFIX: dict[str, CorpusKind] = {
@@ -110,7 +110,7 @@ def infer_kind(path: str, allowed: Sequence[CorpusKind]) -> CorpusKind:
 
     If that does not determine the kind, return one of `allowed`.
     """
-    files = (_first_existing(_candidate_paths(Path(path), split)) for split in SPLIT_FILE_NAMES)
+    files = (_find_split_file(Path(path), split) for split in SPLIT_FILE_NAMES)
     file = Path(path) if is_single_file(path) else next((file for file in files if file is not None), None)
     suffix = None if file is None else _known_suffix(file)
     if file is None or suffix is None or len(allowed) == 1:
@@ -175,12 +175,23 @@ def _jsonl_kind(path: Path) -> CorpusKind:
 
 def _split_files(path: Path, split: str) -> list[Path]:
     splits = list(SPLIT_FILE_NAMES) if split == "all" else [split]
-    files = [_first_existing(_candidate_paths(path, name)) for name in splits]
+    files = [_find_split_file(path, name) for name in splits]
     present = [file for file in files if file is not None]
     if not present:
         detail = "" if "{split}" in str(path) else f"; add a file named {splits[0]}{{{','.join(KIND_BY_SUFFIX)}}}"
         raise SplitError(f"{path} has no split {split!r}{detail}")
     return present
+
+
+def _find_split_file(path: Path, split: str) -> Path | None:
+    """Return the first file of a split that exists, or None.
+
+    A pattern with {split} names its files, which may be links. A folder does not, so a link out of it is refused.
+    """
+    file = _first_existing(_candidate_paths(path, split))
+    if file is not None and "{split}" not in str(path):
+        safe_join(path, file.name)
+    return file
 
 
 def _candidate_paths(path: Path, split: str) -> Iterator[Path]:

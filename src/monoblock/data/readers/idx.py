@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from monoblock.data.readers.records import LabelledImage
 from monoblock.errors import FileError
-from monoblock.untrusted_files import check_expansion, open_regular
+from monoblock.untrusted_files import check_expansion, open_regular, safe_join
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,8 @@ def read_idx(path: str | Path) -> Iterator[LabelledImage]:
     import numpy as np
 
     path = Path(path)
-    images, labels = read_idx_array(path, ndim=3), read_idx_array(labels_path(path), ndim=1)
+    images = read_idx_array(path, ndim=3)
+    labels = read_idx_array(safe_join(path.parent, labels_path(path).name), ndim=1)
     if len(images) != len(labels):
         raise FileError(
             f"{path} holds {len(images)} images, but {labels_path(path).name} holds {len(labels)} labels; "

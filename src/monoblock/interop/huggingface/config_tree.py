@@ -42,7 +42,7 @@ def config_to_tree(config: ModelConfig) -> ConfigTree:
 
 def tree_to_config(tree: ConfigTree) -> ModelConfig:
     """Convert a tree back to a configuration, in which the layers of a stack are the shortest repeated pattern."""
-    tree = {name: copy.deepcopy(value) for name, value in tree.items() if name != "share"}
+    tree = {name: value for name, value in tree.items() if name != "share"}  # its values are not changed
     for name in STACKS:
         stack = tree.get(name)
         if stack is not None:
