@@ -135,7 +135,7 @@ class FailingLookup(PromptLookup):
 
 def test_rows_of_a_request_that_fails_half_way_are_dropped():
     model, settings = gpt(), Settings(max_new_tokens=NEW)
-    engine = Engine(model, proposer=FailingLookup())
+    engine = Engine(model, proposer=FailingLookup(num_proposals=1))  # so that the first request takes several steps
     first = engine.add([5, 7, 11], settings)
     outputs = engine.step()
     bad, after = engine.add([30, 2], settings), engine.add([1, 2, 3, 4], settings)
