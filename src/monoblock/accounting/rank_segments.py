@@ -135,7 +135,7 @@ def _block_segments(
     copied = precision is AUTOCAST
     for number, (block, owns) in enumerate(stack.layers_with_ownership()):
         parameters = rank_block_parameters(block, tensor)
-        joined = _joined_weights(block, rows, tensor)
+        joined = _joined_weights(block, rows, tensor) if precision is AUTOCAST else 0
         saved = block_bytes(block, shape, length, tensor, precision)
         copies = 2 * (parameters.matrices if copied else joined)
         block_input = precision.stream * rows * block.width

@@ -17,10 +17,12 @@ FUSE_MIN_TOKENS = 512  # with fewer, concatenating the weights costs more than o
 def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Return whether applying the layers to x (B, T, D) as one product is possible and faster.
 
-    It is if x has many tokens and the layers are plain (see `is_plain`) linear layers that can be joined.
+    It is if x has many tokens and the layers are plain (see `is_plain`) linear layers that can be joined.  A layer with
+    `keeps_no_copy` is not: the concatenated weights would be kept until the backward pass.
     """
     return (
         x.shape[0] * x.shape[1] >= FUSE_MIN_TOKENS
+        and not any(getattr(layer, "keeps_no_copy", False) for layer in layers)
         and all(is_plain(layer, nn.Linear) for layer in layers)
         and can_join(layers)
     )
