@@ -35,6 +35,26 @@ def test_logits_processors_of_transformers_give_the_texts_of_the_same_options(op
     assert torch.equal(gpt().generate(IDS, max_new_tokens=NEW, logits_processor=processors, **options), wanted)
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_processor_that_leaves_no_token_is_an_error(value):
+    with pytest.raises(InputError, match="a logit is NaN or no token is allowed"):
+        gpt().generate(IDS, logits_processor=[lambda ids, logits: torch.full_like(logits, value)])
+
+
+def test_a_model_whose_logits_are_nan_is_an_error():
+    model = gpt()
+    with torch.no_grad():
+        model.decoder.blocks[0].feedforward.up.weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match="the logits of this model are NaN"):
+        model.generate(IDS)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("do_sample", "temperature=1.0"), ("max_length", "max_new_tokens")])
+def test_a_name_of_another_library_is_answered_with_ours(name, hint):
+    with pytest.raises(InputError, match=f"generate has no option '{name}'; write {hint}"):
+        gpt().generate(IDS, **{name: 5})
+
+
 def test_a_processor_sees_the_tokens_of_its_own_row():
     seen = []
 

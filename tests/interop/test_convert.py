@@ -24,6 +24,8 @@ SPECIAL_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 3, "head_dim": 14}),
     "bert": (transformers.BertConfig, transformers.BertForMaskedLM, {}),
+    "mpnet": (transformers.MPNetConfig, transformers.MPNetForMaskedLM, {}),
+    "roberta": (transformers.RobertaConfig, transformers.RobertaForMaskedLM, {}),
     "mixtral": (
         transformers.MixtralConfig,
         transformers.MixtralForCausalLM,
@@ -52,7 +54,7 @@ MODELS = {
         {"projection_dim": 13, "max_position_embeddings": 37} | SPECIAL_IDS | {"eos_token_id": 60},
     ),
 }
-WITHOUT_CACHE = ("bert", "electra", "clip_text_model")  # models that do not decode token by token
+WITHOUT_CACHE = ("bert", "mpnet", "roberta", "electra", "clip_text_model")  # models that do not decode token by token
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,7 @@ FAMILIES = {
         {"tokenizer": {"dropout": 0.0}, "train": {"schedule": "cosine"}},
     ),
     "bert": MASKED_LM_RECIPE,
+    "rotary": {"model": {"family": "llama", "width": 24, "depth": 2, "heads": 4, "kv_heads": 2, "context": 13}},
     "divisible": merge_recipes(  # heads and hidden units, but not the vocabulary; fewer key/value heads than processes
         SEQ2SEQ_RECIPE,
         {"model": {"family": "t5", "width": 24, "depth": 2, "heads": 4, "kv_heads": 1, "hidden": 34, "context": 47}},

@@ -106,6 +106,15 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has_done(recipe, tmp_path
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == files
 
 
+def test_a_run_resumed_with_more_steps_stores_their_number_and_says_so(recipe, tmp_path):
+    run = mb.train(recipe, {"train.steps": 3}, out=tmp_path / "run", progress=False)
+    seen = []
+    options = {"out": tmp_path / "run", "resume": True, "progress": False, "callbacks": [seen.append]}
+    mb.train(recipe, {"train.steps": 4}, **options)
+    assert "steps = 4" in (run.folder / "recipe.toml").read_text()
+    assert any("train.steps was 3 and is 4" in getattr(event, "text", "") for event in seen)
+
+
 def test_a_task_from_outside_is_trained_evaluated_and_loaded_in_another_process(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"good {n} x\tbad {n % 7} y\n" for n in range(200)), encoding="utf-8")

@@ -174,6 +174,12 @@ def test_a_forked_process_starts_its_own_program():
 def test_a_message_needs_a_role():
     with pytest.raises(mb.InputError, match="message 1 has no role"):
         render_chat("", [MESSAGES[0], {"content": "x"}])
+    for message in ({"role": "user"}, {"role": "user", "content": None}):
+        with pytest.raises(mb.InputError, match="message 1 has no content"):
+            render_chat("", [MESSAGES[0], message])
+    for messages in ([], "hello", MESSAGES[0]):
+        with pytest.raises(mb.InputError, match="a conversation is a list of at least one message"):
+            render_chat("", messages)
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "a list of them", "chat_template.jinja"])

@@ -15,7 +15,7 @@ from training_support import (
     write_recipe,
 )
 
-from monoblock.errors import FileError, MonoblockError
+from monoblock.errors import MonoblockError
 from monoblock.training import checkpoint
 from monoblock.training.events import FinishedEvent, SkippedUpdateEvent, StepEvent, WarningEvent
 from monoblock.training.update_guard import UpdateGuard
@@ -184,7 +184,9 @@ def test_a_run_resumed_after_a_rollback_equals_an_uninterrupted_one(tmp_path):
 
 
 def test_without_a_checkpoint_to_roll_back_to_the_run_ends_with_a_one_line_error(tmp_path):
-    with pytest.raises(FileError, match="no checkpoint to roll back to") as caught:
+    with pytest.raises(
+        MonoblockError, match=r"bad updates in a row \(the .*\), but no checkpoint to roll back to"
+    ) as caught:
         run_with_rollback(tmp_path, {}, dict.fromkeys((0, 1, 2), float("nan")))
     assert "\n" not in str(caught.value)
 

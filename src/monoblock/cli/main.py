@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 failure, 2 usage error, 3 failed check (such as `evalua
 Ctrl-C, 143 ended by SIGTERM.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -88,10 +89,12 @@ def cli(ctx: click.Context) -> None:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` does not include the name of the program."""
+    if "OMP_WAIT_POLICY" not in os.environ:  # before torch is imported: threads that wait leave busy cores to others
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     words, debug = _extract_debug(list(sys.argv[1:] if argv is None else argv))
     warnings.showwarning = _print_warning
     try:
-        result = cli.main(words, prog_name="monoblock", standalone_mode=False)
+        result = cli.main(words, prog_name="monoblock", standalone_mode=False, obj={"debug": debug})
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not while Python shuts down
     except BrokenPipeError:
         return _handle_closed_pipe()

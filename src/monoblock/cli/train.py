@@ -61,7 +61,8 @@ def command(
     words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
     if nproc > 1:
         check_run_folder(folder, resume)
-        flags = [f"--{name}" for name, is_set in {**options, "json": as_json}.items() if is_set]
+        switches = {**options, "json": as_json, "debug": bool(ctx.obj and ctx.obj["debug"])}
+        flags = [f"--{name}" for name, is_set in switches.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
         ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
     world = join_processes(resolved)

@@ -215,6 +215,10 @@ def _run_processors(settings: Settings, ids: Tensor, logits: Tensor) -> Tensor:
                 f"here {list(logits.shape)}, but it returned {shape}"
             )
         logits = result.to(logits)
+    if logits.isnan().any() or bool((logits == -torch.inf).all()):
+        raise InputError(
+            "after the logits processors, a logit is NaN or no token is allowed; leave one token a finite logit"
+        )
     return logits
 
 

@@ -11,6 +11,7 @@ from monoblock.decoding.backends.select import Backend
 from monoblock.decoding.batch_filters import Filters, choose_tokens, constrain_logits
 from monoblock.decoding.request import Request, RequestOutput, active_mask, error_outputs, request_rows
 from monoblock.decoding.speculative import Proposer, speculate
+from monoblock.errors import InputError
 
 
 class RunningBatch:
@@ -47,6 +48,8 @@ class RunningBatch:
         assert self.state is not None
         prompts = [request.prompt for request in new]
         logits = self.state.prefill(prompts)
+        if logits.isnan().any():
+            raise InputError("the logits of this model are NaN; its weights are damaged, or too large for the dtype")
         if self.proposer is not None:
             self.proposer.prefill(prompts)
         self.requests = self.requests + new

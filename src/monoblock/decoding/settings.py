@@ -191,12 +191,22 @@ def _token_tuple(name: str, value: int | Sequence[int] | None) -> tuple[int, ...
     return tokens
 
 
+# Names that other libraries use for the same.
+OTHER_NAMES = {
+    "do_sample": "; write temperature=1.0 to sample, or leave it out for the most probable token",
+    "max_length": "; write max_new_tokens, the number of tokens without those of the prompt",
+    "max_tokens": "; write max_new_tokens",
+    "num_beam": "; write num_beams",
+}
+
+
 def parse_settings(options: Mapping[str, Any]) -> Settings:
     """Build `Settings` from keyword arguments; raise InputError for an unknown name, with the nearest known name."""
     known = [field.name for field in fields(Settings)]
     for name in options:
         if name not in known:
-            raise InputError(f"generate has no option {name!r}{did_you_mean(name, known)}")
+            hint = OTHER_NAMES.get(name) or did_you_mean(name, known)
+            raise InputError(f"generate has no option {name!r}{hint}")
     return Settings(**options)
 
 

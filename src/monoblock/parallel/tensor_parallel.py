@@ -66,7 +66,9 @@ class _Splitter:
             if block.cross is not None:
                 self.split_attention(block.cross)
             self.split_feedforward(block.feedforward)
-        local = [self.local_config(config) for config in stack.attention_configs]
+        width = stack.config.width
+        sized = [replace(c, head_dim=c.key_size(width), value_dim=c.value_size(width)) for c in stack.attention_configs]
+        local = [self.local_config(config) for config in sized]
         stack.attention_configs = [new or old for new, old in zip(local, stack.attention_configs, strict=True)]
         if stack.position_bias is not None and local[0] is not None:  # all layers have as many heads
             use_views(stack.position_bias, {"weight": self.enter})

@@ -10,17 +10,19 @@ import torch
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
+from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.digest import compute_body_digest
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import build_strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World
+from monoblock.recipes.parse import recipe_path
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
 from monoblock.runs.identity import old_run_identity, run_identity
-from monoblock.runs.recipe import build_model_config, task_of_recipe, with_former_defaults
+from monoblock.runs.recipe import build_model_config, read_stored_recipe, task_of_recipe, with_former_defaults
 from monoblock.runs.run import Run
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
 from monoblock.runs.trainable import prepare_trainable, resolve_steps
@@ -28,7 +30,7 @@ from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 from monoblock.training.checkpoint import list_steps
-from monoblock.training.events import DecisionEvent
+from monoblock.training.events import DecisionEvent, WarningEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.runtime import choose_runtime
 
@@ -63,7 +65,21 @@ def prepare_run(
         if world.is_main and not resume:
             tokens = {} if plan.start is None else plan.start.special_tokens
             write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, tokens)
-    return _build_run(plan, folder, parts, stop, tensorboard, world)
+    run = _build_run(plan, folder, parts, stop, tensorboard, world)
+    if world.is_main and resume:
+        run.change_event = _update_recipe(folder, plan)
+    return run
+
+
+def _update_recipe(folder: Path, plan: _Plan) -> WarningEvent | None:
+    """Store the recipe of a resumed run, of which some keys may have changed; return a warning if the steps have."""
+    stored, recipe = read_stored_recipe(folder, task=plan.task), plan.recipe
+    if stored.to_tables() != recipe.to_tables():
+        write_atomically(recipe_path(folder), recipe.to_toml())
+    before, steps = stored.train.steps, recipe.train.steps
+    if before == steps:
+        return None
+    return WarningEvent(f"train.steps was {before} and is {steps}, and the learning rate follows the new number")
 
 
 class _Plan(NamedTuple):

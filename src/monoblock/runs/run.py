@@ -46,6 +46,7 @@ class Run:
     metrics_writer: MetricsWriter
     warm_start_event: DecisionEvent | None = None  # where the initial weights come from
     trainable_event: DecisionEvent | None = None  # which weights are trained
+    change_event: WarningEvent | None = None  # what a resumed run does otherwise than before
     metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
     interrupted: bool = False  # stopped by Ctrl-C before the last step
     custom_optimizer: str | None = None  # the class of an optimizer given from Python
@@ -60,7 +61,7 @@ class Run:
         world = self.trainer.world
         yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
         yield from self.task_data.notices
-        yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
+        yield from (event for event in (self.warm_start_event, self.trainable_event, self.change_event) if event)
         yield from map(WarningEvent, self._unusual_choices())
         if world.size > 1:
             strategy = self.trainer.strategy

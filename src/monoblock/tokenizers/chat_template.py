@@ -47,9 +47,14 @@ def render_chat(
     """
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_LENGTH:
         raise FileError(f"the chat template is not a string of at most {MAX_TEMPLATE_LENGTH:,} characters")
+    example = '{"role": "user", "content": "…"}'
+    if isinstance(messages, str | Mapping) or not messages:
+        raise InputError(f"a conversation is a list of at least one message; write [{example}]")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(f'message {index} has no role; write {{"role": "user", "content": "…"}}')
+            raise InputError(f"message {index} has no role; write {example}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InputError(f"message {index} has no content; write {example}")
     context = {"tools": None, "documents": None, **(special_tokens or {}), **variables}
     context |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
     result = _PROCESS.render(_to_json({"template": template, "variables": context}))

@@ -304,7 +304,8 @@ class Trainer:
         step = resume_state.last_good_step(self.folder) if self.world.is_main else None
         target = self.world.broadcast(NO_CHECKPOINT if step is None else step)
         if target == NO_CHECKPOINT:
-            raise FileError(f"{patience} bad updates in a row, but no checkpoint to roll back to; lower train.lr")
+            problem = f"{patience} bad updates in a row ({last.reason})"
+            raise MonoblockError(f"{problem}, but no checkpoint to roll back to; look at the data, or lower train.lr")
         if self.guard.is_exhausted:
             raise MonoblockError(
                 f"no improvement after {rollbacks} rollbacks: at step {last.step} {last.reason} "
