@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 @click.option("--data", type=folder_type, help=FOLDER_HELP)
 @click.option("--resume", is_flag=True, help="Resume the run in --out from its newest checkpoint.")
 @click.option("--dry-run", is_flag=True, help="Print the recipe, with the changes applied, and exit.")
-@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Number of data-parallel processes.  [default: 1]")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Number of processes on this machine; train.parallel says how they share the model.  [default: 1]",
+)
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard.")
 @json_option
 @click.pass_context
