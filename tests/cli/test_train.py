@@ -245,7 +245,7 @@ MASKED = ["model.family=bert", "model.head=masked_lm", "train.objective=masked_l
             "the corpus digits is images, but this model reads text",
         ),
         (["digits", "data.corpus=book.txt"], 1, "book.txt"),
-        (["toy.toml", "data.corpus=digits"], 2, "needs text, but the corpus digits is images"),
+        (["toy.toml", "data.corpus=digits"], 2, "needs text or tokens, but the corpus digits is images"),
         (["toy.toml", "data.corpus=kjvv"], 1, "no corpus, file or folder 'kjvv'; did you mean 'kjv'?"),
         (["toy.toml", "data.corpus=empty.txt"], 1, "empty.txt"),
         (["toy.toml", "data.corpus=short.txt"], 1, "too few for context=19"),

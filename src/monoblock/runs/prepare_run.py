@@ -10,13 +10,11 @@ import torch
 
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
-from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.digest import compute_body_digest
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import build_strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World
-from monoblock.recipes.parse import recipe_path
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
@@ -30,7 +28,7 @@ from monoblock.runs.warm_start import WarmStart, copy_weights, load_warm_start
 from monoblock.tasks.task import Task
 from monoblock.tasks.task_data import TaskData
 from monoblock.training.checkpoint import list_steps
-from monoblock.training.events import DecisionEvent, WarningEvent
+from monoblock.training.events import DecisionEvent
 from monoblock.training.metrics_file import MetricsWriter
 from monoblock.training.runtime import choose_runtime
 
@@ -62,24 +60,14 @@ def prepare_run(
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
         recipe = with_former_defaults(recipe, folder, parts.task) if resume else recipe
         plan = _plan_run(recipe, folder, parts, data, resume, world)
+        initial = _build_model(plan, parts)
         if world.is_main and not resume:
             tokens = {} if plan.start is None else plan.start.special_tokens
             write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, tokens)
-    run = _build_run(plan, folder, parts, stop, tensorboard, world)
-    if world.is_main and resume:
-        run.change_event = _update_recipe(folder, plan)
+    run = _build_run(plan, initial, folder, parts, stop, tensorboard, world)
+    if resume:
+        run.stored_recipe = read_stored_recipe(folder, task=plan.task)
     return run
-
-
-def _update_recipe(folder: Path, plan: _Plan) -> WarningEvent | None:
-    """Store the recipe of a resumed run, of which some keys may have changed; return a warning if the steps have."""
-    stored, recipe = read_stored_recipe(folder, task=plan.task), plan.recipe
-    if stored.to_tables() != recipe.to_tables():
-        write_atomically(recipe_path(folder), recipe.to_toml())
-    before, steps = stored.train.steps, recipe.train.steps
-    if before == steps:
-        return None
-    return WarningEvent(f"train.steps was {before} and is {steps}, and the learning rate follows the new number")
 
 
 class _Plan(NamedTuple):
@@ -112,8 +100,25 @@ def _plan_run(recipe: Recipe, folder: Path, parts: CustomParts, data: Path | Non
     return _Plan(task, start, task_data, recipe, resolved, config)
 
 
+class _InitialModel(NamedTuple):
+    model: Transformer | Recurrent
+    warm_start_event: DecisionEvent | None
+    trainable_event: DecisionEvent | None
+
+
+def _build_model(plan: _Plan, parts: CustomParts) -> _InitialModel:
+    """Build the model with its initial weights on the CPU."""
+    torch.manual_seed(plan.recipe.train.seed)
+    model, event, fresh = build_model(plan.config, parts.model_class), None, list[str]()
+    if plan.start is not None:
+        event, fresh = _copy_initial_weights(plan.start, model, plan.recipe, plan.task.head)
+    model, trainable_event = prepare_trainable(model, plan.recipe, fresh)
+    return _InitialModel(model, event, trainable_event)
+
+
 def _build_run(
     plan: _Plan,
+    initial: _InitialModel,
     folder: Path,
     parts: CustomParts,
     stop: Callable[[], bool],
@@ -130,10 +135,7 @@ def _build_run(
         steps=section.steps,
         no_compile_reason="adversarial training computes a gradient inside the loss" if section.adversarial else None,
     )
-    torch.manual_seed(section.seed)
-    model = build_model(config, parts.model_class)
-    warm_start_event, fresh = (None, []) if start is None else _copy_initial_weights(start, model, recipe, task.head)
-    model, trainable_event = prepare_trainable(model, recipe, fresh)
+    model = initial.model
     strategy = build_strategy(
         section.parallel,
         world,
@@ -157,8 +159,8 @@ def _build_run(
         model,
         trainer,
         MetricsWriter(folder, tensorboard=tensorboard, disabled=not world.is_main),
-        warm_start_event,
-        trainable_event,
+        initial.warm_start_event,
+        initial.trainable_event,
         base_digest=compute_body_digest(start.model) if start is not None and recipe.lora.rank else None,
     )
     trainer.sample = run.sample_text

@@ -19,6 +19,7 @@ from monoblock.interop.tokenizer_folder import format_config
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import merge_adapters
+from monoblock.recipes.parse import recipe_path
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import read_generation_defaults
 from monoblock.runs.model_card import CARD_FILE, render_model_card
@@ -46,7 +47,7 @@ class Run:
     metrics_writer: MetricsWriter
     warm_start_event: DecisionEvent | None = None  # where the initial weights come from
     trainable_event: DecisionEvent | None = None  # which weights are trained
-    change_event: WarningEvent | None = None  # what a resumed run does otherwise than before
+    stored_recipe: Recipe | None = None  # the recipe in the folder of a run that is resumed
     metrics: dict[str, float] = field(default_factory=dict)  # of the finished model on the validation split
     interrupted: bool = False  # stopped by Ctrl-C before the last step
     custom_optimizer: str | None = None  # the class of an optimizer given from Python
@@ -61,7 +62,7 @@ class Run:
         world = self.trainer.world
         yield DecisionEvent(self.task_data.summary, self.recipe.data.corpus)
         yield from self.task_data.notices
-        yield from (event for event in (self.warm_start_event, self.trainable_event, self.change_event) if event)
+        yield from (event for event in (self.warm_start_event, self.trainable_event) if event is not None)
         yield from map(WarningEvent, self._unusual_choices())
         if world.size > 1:
             strategy = self.trainer.strategy
@@ -77,12 +78,24 @@ class Run:
                 if isinstance(event, DecisionEvent) and truncate:  # the first event after the checkpoint was loaded
                     self.metrics_writer.truncate_after(self.trainer.step)
                     truncate = False
+                    yield from self._update_recipe()
                 self.metrics_writer.write(event)
                 if isinstance(event, FinishedEvent) and not event.interrupted:
                     self._finish()
                 yield event
         finally:
             self.metrics_writer.close()
+
+    def _update_recipe(self) -> Iterator[WarningEvent]:
+        """Store the recipe of a resumed run, of which some keys may have changed; warn if the number of steps has."""
+        stored, recipe = self.stored_recipe, self.recipe
+        if stored is None or stored.to_tables() == recipe.to_tables():
+            return
+        if self.trainer.world.is_main:
+            write_atomically(recipe_path(self.folder), recipe.to_toml())
+        before, steps = stored.train.steps, recipe.train.steps
+        if before != steps:
+            yield WarningEvent(f"train.steps was {before} and is {steps}; the learning rate follows the new number")
 
     def _unusual_choices(self) -> Iterator[str]:
         """Yield a sentence for each choice of the recipe with which training is likely to disappoint."""
