@@ -59,6 +59,7 @@ def command(
         click.echo(resolved.to_toml(), nl=False)
         return
     from monoblock.parallel.launch import launch
+    from monoblock.parallel.strategy import tensor_size
     from monoblock.parallel.world import defer_worker_errors
     from monoblock.runs.run_folder import check_run_folder
 
@@ -69,9 +70,10 @@ def command(
         switches = {**options, "json": as_json, "debug": bool(ctx.obj and ctx.obj["debug"])}
         flags = [f"--{name}" for name, is_set in switches.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
+        tensor_size(resolved.train.parallel, resolved.parallel.tensor, nproc, nproc)  # an error before they start
         ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
-    world = join_processes(resolved)
-    with defer_worker_errors(world):
+    with defer_worker_errors(os.environ):
+        world = join_processes(resolved)
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
         run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
         if world.is_main and last.interrupted:

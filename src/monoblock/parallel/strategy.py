@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -115,18 +116,21 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
     return result
 
 
-class TensorParallel(Strategy):
-    """Each process stores and computes a part of every matrix; all read the same batch."""
+class ShardedStrategy(Strategy):
+    """Each process stores a part of the weights; the base class of `TensorParallel` and `FullySharded`."""
 
     is_sharded = True
-    description = "each stores and computes a part of every matrix"
 
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         assert self.world.mesh is not None
         self._without_weights = copy_without_weights(model)
         if self.world.mesh[TENSOR].size() > 1:
             self.notes = split_model(model, self.world.mesh[TENSOR])
-        return model.to(torch.device(self.world.mesh.device_type))
+        return self._place(model, self.world.mesh, dtype)
+
+    def _place(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
+        """Move the part of the weights that this process stores to its device."""
+        raise NotImplementedError
 
     def whole_model(self, model: nn.Module) -> nn.Module | None:
         weights = self.whole_tensors(model.state_dict())
@@ -140,8 +144,20 @@ class TensorParallel(Strategy):
         return gather_tensors(tensors, keep=self.world.is_main)
 
 
-class FullySharded(TensorParallel):
-    """Each process stores a part of every weight, of its gradient and of its optimizer state (ZeRO stage 3)."""
+class TensorParallel(ShardedStrategy):
+    """Each process stores and computes a part of every matrix; all read the same batch."""
+
+    description = "each stores and computes a part of every matrix"
+
+    def _place(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
+        return model.to(torch.device(mesh.device_type))
+
+
+class FullySharded(ShardedStrategy):
+    """Each process stores a part of every weight, of its gradient and of its optimizer state (ZeRO stage 3).
+
+    In a mesh with a tensor dimension, the parts are those of matrices that are split already.
+    """
 
     description = "each stores a part of the weights and reads its part of every batch"
 
@@ -149,13 +165,9 @@ class FullySharded(TensorParallel):
         super().__init__(world)
         self.reshard_after_forward, self.offload = reshard_after_forward, offload
 
-    def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        assert self.world.mesh is not None
-        self._without_weights = copy_without_weights(model)
-        if self.world.mesh[TENSOR].size() > 1:
-            self.notes = split_model(model, self.world.mesh[TENSOR])
+    def _place(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
         options: dict[str, Any] = {
-            "mesh": self.world.mesh[DATA],
+            "mesh": mesh[DATA],
             "shard_placement_fn": lambda weight: _choose_dimension(weight, self.world.data_size),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),

@@ -152,16 +152,19 @@ def uses_cuda(device: str) -> bool:
 
 
 @contextmanager
-def defer_worker_errors(world: World) -> Iterator[None]:
+def defer_worker_errors(environment: Mapping[str, str]) -> Iterator[None]:
     """Delay the errors of all processes but the main one, so that a failure is reported once.
 
     When a process fails, the others fail too, with the same error or because of the broken connection. A MonoblockError
-    of the main process is raised at once. All other errors are raised a few seconds later; if another process failed
-    first, torchrun has ended this one by then.
+    of the main process is raised at once. All other errors are raised a few seconds later, those of other processes
+    after those of the main one; if another process failed first, torchrun has ended this one by then.
+
+    environment: the environment variables, which torchrun has set.
     """
     try:
         yield
     except Exception as problem:
-        if world.size > 1 and not (world.is_main and isinstance(problem, MonoblockError)):
-            time.sleep(FAILURE_GRACE_SECONDS)
+        is_main, is_own = environment.get("RANK", "0") == "0", isinstance(problem, MonoblockError)
+        if int(environment.get("WORLD_SIZE", 1)) > 1 and not (is_main and is_own):
+            time.sleep(FAILURE_GRACE_SECONDS * (1 if is_main or is_own else 2))
         raise

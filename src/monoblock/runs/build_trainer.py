@@ -49,7 +49,7 @@ def build_trainer(
     """Distribute the model among the processes of a run, and build the trainer; every process must call this."""
     section, world = recipe.train, strategy.world
     loss = build_loss(section, config, task, world.sum_tensor_over_data if world.size > 1 else None)
-    _check_strategy(strategy, section, runtime)
+    _check_strategy(strategy, recipe, runtime)
     module = strategy.prepare(model, runtime.autocast_dtype)
 
     def evaluate(current: nn.Module) -> dict[str, float]:
@@ -99,8 +99,9 @@ def build_trainer(
     )
 
 
-def _check_strategy(strategy: Strategy, section: TrainSection, runtime: RuntimeConfig) -> None:
+def _check_strategy(strategy: Strategy, recipe: Recipe, runtime: RuntimeConfig) -> None:
     """Raise ConfigError if a choice of the recipe does not work with weights that are split among processes."""
+    section = recipe.train
     if not strategy.is_sharded:
         return
     name = f"train.parallel={section.parallel}"
@@ -108,6 +109,8 @@ def _check_strategy(strategy: Strategy, section: TrainSection, runtime: RuntimeC
         raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
     if runtime.autocast_dtype == torch.float16:
         raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
+    if recipe.lora.rank:
+        raise ConfigError(f"lora.rank cannot be used with {name}; write train.parallel=ddp")
 
 
 def build_loss(
