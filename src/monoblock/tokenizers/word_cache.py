@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +37,8 @@ ASCII_SPACES = "\t\r\v\f"  # without the space and \n
 OTHER_SPACES = "\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 LONG_SPACES = ("  \n", " \n ", " \n\n", "\n  ", "\n \n", "\n\n ", "\n\n\n", "   ")
 MAX_CACHED_LENGTH = 64  # characters of a word
-MAX_CACHED_WORDS = 2**18
+MAX_CACHED_WORDS = 2**19
+MAX_GROUP = 2**18  # characters of texts whose new words are encoded together
 MAX_BATCH = 2**16  # characters encoded at a time, because the library needs a hundred bytes and more for each token
 
 
@@ -56,37 +57,48 @@ class BulkEncoder:
     def __call__(self, texts: Sequence[str]) -> list[bytes]:
         if self.rule is None:
             return self._encode_batches(texts)
-        return [self._encode_words(text) for text in texts]
+        return [row for group in _group_texts(texts, MAX_GROUP) for row in self._encode_words(group)]
 
-    def _encode_words(self, text: str) -> bytes:
-        words = split_words(text, self.rule)
-        rows: list[bytes | None] = list(map(self._cache.get, words))
-        missing = _positions_of_none(rows)
-        if missing:
-            new_words = list(dict.fromkeys(words[index] for index in missing))
-            found = dict(zip(new_words, self._encode_batches(new_words), strict=True))
-            for index in missing:
-                rows[index] = found[words[index]]
-            if len(self._cache) > MAX_CACHED_WORDS:
-                self._cache.clear()
-            self._cache.update((word, ids) for word, ids in found.items() if len(word) <= MAX_CACHED_LENGTH)
-        return b"".join(rows)  # type: ignore[arg-type]
+    def _encode_words(self, texts: Sequence[str]) -> list[bytes]:
+        words = [split_words(text, self.rule) for text in texts]
+        rows: list[list[bytes | None]] = [list(map(self._cache.get, row)) for row in words]
+        missing = [_positions_of_none(row) for row in rows]
+        new_words = {words[text][index] for text, indices in enumerate(missing) for index in indices}
+        if new_words:
+            found = self._encode_new(sorted(new_words))
+            for text, indices in enumerate(missing):
+                for index in indices:
+                    rows[text][index] = found[words[text][index]]
+        return [b"".join(row) for row in rows]  # type: ignore[arg-type]
+
+    def _encode_new(self, words: Sequence[str]) -> dict[str, bytes]:
+        """Encode words that are not in the cache, and add them to it."""
+        found = dict(zip(words, self._encode_batches(words), strict=True))
+        if len(self._cache) > MAX_CACHED_WORDS:
+            self._cache.clear()
+        self._cache.update((word, ids) for word, ids in found.items() if len(word) <= MAX_CACHED_LENGTH)
+        return found
 
     def _encode_batches(self, texts: Sequence[str]) -> list[bytes]:
-        rows: list[bytes] = []
-        batch: list[str] = []
-        size = 0
-        for text in texts:
-            batch.append(text)
-            size += len(text)
-            if size >= MAX_BATCH:
-                rows += self._encode_batch(batch)
-                batch, size = [], 0
-        return rows + self._encode_batch(batch)
+        return [row for batch in _group_texts(texts, MAX_BATCH) for row in self._encode_batch(batch)]
 
     def _encode_batch(self, texts: Sequence[str]) -> list[bytes]:
         # For a few ids, an `array` is several times faster than a numpy array.
         return [array(self._typecode, ids).tobytes() for ids in self.tokenizer.encode_batch(texts)]
+
+
+def _group_texts(texts: Sequence[str], size: int) -> Iterator[list[str]]:
+    """Yield the texts in groups, each ended by the text with which it has at least `size` characters."""
+    group: list[str] = []
+    characters = 0
+    for text in texts:
+        group.append(text)
+        characters += len(text)
+        if characters >= size:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def _positions_of_none(rows: list[bytes | None]) -> list[int]:
