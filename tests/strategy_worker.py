@@ -1,12 +1,14 @@
 """The worker of parallel/test_strategies: torchrun starts it in several processes, which train one job after another.
 
-A job is a dict in jobs.json: the recipe, the folder of the run, overrides, and optionally `resume` and `until`, the
-step at which the run is abandoned. Each process writes what it saw to seen-RANK.json.
+A job is a dict in jobs.json: the recipe, the folder of the run, overrides, and optionally `resume`, `until`, the step
+at which the run is abandoned, and `dtype`, the dtype of all jobs. Each process writes what it saw to seen-RANK.json.
 """
 
 import json
 import sys
 from pathlib import Path
+
+import torch
 
 from monoblock.cli.train import join_processes
 from monoblock.runs.prepare_run import prepare_run
@@ -53,6 +55,7 @@ def main(folder):
     jobs = json.loads((folder / "jobs.json").read_text())
     recipe = read_recipe(jobs[0]["recipe"], jobs[0]["overrides"])
     world = join_processes(recipe)
+    torch.set_default_dtype(getattr(torch, jobs[0].get("dtype", "float32")))
     seen = [run_job(job, world) for job in jobs]
     (folder / f"seen-{world.rank}.json").write_text(json.dumps(seen))
     world.shut_down()

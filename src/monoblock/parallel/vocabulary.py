@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from monoblock.nn.norm import HALF_DTYPES
 from monoblock.parallel.collectives import enter, leave
 
 
@@ -82,8 +83,8 @@ def cross_entropy(logits: DTensor, labels: Tensor, *, ignore_index: int, label_s
 
     No process needs all logits: the maximum, the sum of the exponentials and the logit of the label are exchanged.
     """
-    mesh = logits.device_mesh
-    group, part, vocab = mesh.get_group(), logits.to_local().float(), logits.shape[-1]
+    mesh, part = logits.device_mesh, logits.to_local()
+    group, part, vocab = mesh.get_group(), part.float() if part.dtype in HALF_DTYPES else part, logits.shape[-1]
     highest = part.detach().amax(-1)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     normalizer = highest + leave((part - highest[:, None]).exp().sum(-1), group).log()
