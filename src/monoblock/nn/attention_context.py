@@ -42,7 +42,7 @@ class AttentionContext:
         This is done before the blocks run, so that activation checkpointing does not compute it again in each block.
         """
         if self.bias is not None:
-            self._prepared_bias = self._masked_bias(self.bias, x.dtype)
+            self._prepared_bias = self._masked_bias(self.bias, _autocast_dtype(x))
         elif self.uses_flex(x):
             self._block_mask = self._build_block_mask()
         elif self.resolved_mask.kind == "dense":
@@ -104,8 +104,15 @@ class AttentionContext:
         return self._masked_bias(bias, dtype)
 
     def _masked_bias(self, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        bias = bias.to(dtype).contiguous()  # the fused kernels refuse other strides
         safe_mask = self.safe_mask()
         if safe_mask is None:
-            return bias.to(dtype), None
+            return bias, None
         allowed, blind = safe_mask
-        return bias.to(dtype).masked_fill(~allowed, -math.inf), blind
+        return bias.masked_fill(~allowed, -math.inf), blind
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which attention to x is computed."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
