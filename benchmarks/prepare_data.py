@@ -136,7 +136,7 @@ def main() -> None:
     again = prepare(sources[: options.first], folder / "tokens-first", folder / "tokens", options.shard_tokens, [])
     full, equal = compare(folder / "tokens", folder / "tokens-first")
     print(f"{equal} of {full} token files equal", flush=True)
-    section = f"""## {size / 1e9:.1f} GB of text, {os.cpu_count()} cores
+    section = f"""{size / 1e9:.1f} GB of text, {os.cpu_count()} cores
 
 {device_name()}; {date.today()}; `python benchmarks/prepare_data.py --gigabytes {options.gigabytes:g} --write`
 
