@@ -1,7 +1,8 @@
 """The worker of parallel/test_strategies: torchrun starts it in several processes, which train one job after another.
 
-A job is a dict in jobs.json: the recipe, the folder of the run, overrides, and optionally `resume`, `until`, the step
-at which the run is abandoned, and `dtype`, the dtype of all jobs. Each process writes what it saw to seen-RANK.json.
+A job is a dict in jobs.json: the recipe, the folder of the run, overrides, and optionally `resume`, `until` (the step
+at which the run is abandoned), `nan` (the steps at which losses are not numbers) and `dtype` (the dtype of all jobs).
+Each process writes what it saw to seen-RANK.json.
 """
 
 import json
@@ -11,20 +12,40 @@ from pathlib import Path
 import torch
 
 from monoblock.cli.train import join_processes
+from monoblock.parallel.strategy import pipeline_size, tensor_size
+from monoblock.parallel.world import arrange_processes
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe
-from monoblock.training.events import EvaluationEvent, StepEvent, WarningEvent
+from monoblock.training.events import EvaluationEvent, SkippedUpdateEvent, StepEvent, WarningEvent
 
 
-def run_job(job, world):
+class BadLoss:
+    """A loss that is not a number at some steps."""
+
+    def __init__(self, trainer, steps):
+        self.loss, self.trainer, self.steps = trainer.loss, trainer, steps
+
+    def __getattr__(self, name):
+        return getattr(self.loss, name)
+
+    def __call__(self, *args):
+        return self.loss(*args) * (float("nan") if self.trainer.step in self.steps else 1.0)
+
+
+def run_job(job, everyone):
     recipe = read_recipe(job["recipe"], job["overrides"])
+    name, options, size = recipe.train.parallel, recipe.parallel, everyone.size
+    tensor, stages = tensor_size(name, options.tensor, size, size), pipeline_size(name, options.pipeline, size)
+    world = arrange_processes("cpu", everyone.rank, size, tensor, stages)
     resume = job.get("resume", False)
     run = prepare_run(recipe, Path(job["folder"]), world=world, resume=resume)
-    seen = {"losses": [], "norms": [], "evaluations": [], "warnings": [], "samples": {}}
+    seen = {"losses": [], "norms": [], "evaluations": [], "warnings": [], "skipped": [], "samples": {}}
     seen["stored"] = sum(
         weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
         for weight in run.model.parameters()
     )
+    if job.get("nan"):
+        run.trainer.loss = BadLoss(run.trainer, job["nan"])
     read = run.trainer.batches
 
     def batches(step):
@@ -41,6 +62,8 @@ def run_job(job, world):
                 seen["norms"].append(event.grad_norm)
             case EvaluationEvent():
                 seen["evaluations"].append(event.metrics["val_loss"])
+            case SkippedUpdateEvent():
+                seen["skipped"].append(event.step)
             case WarningEvent():
                 seen["warnings"].append(event.text)
         if run.trainer.step >= job.get("until", 10**9):

@@ -222,3 +222,18 @@ def last_logged_step(out):
         except ValueError:
             continue
     return 0
+
+
+# -- runs in several processes with a strategy ---------------------------------------------------------------------
+
+
+def run_jobs(folder, jobs, processes=2, dtype="float32"):
+    """Run jobs of strategy_worker.py in several processes; return what each process saw."""
+    (folder / "jobs.json").write_text(json.dumps([job | {"dtype": dtype} for job in jobs]))
+    source, here = str(Path(monoblock.__file__).parent.parent), Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    script = [f"--nproc-per-node={processes}", str(here / "strategy_worker.py"), str(folder)]
+    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]

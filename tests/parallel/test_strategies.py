@@ -3,15 +3,12 @@
 The models compute in float64, so that a wrong formula cannot hide among rounding errors, which training amplifies.
 """
 
-import json
-import os
-import subprocess
-import sys
+import functools
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
+import training_support
 from training_support import (
     MASKED_LM_RECIPE,
     SEQ2SEQ_RECIPE,
@@ -26,7 +23,8 @@ import monoblock as mb
 from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.events import EvaluationEvent, StepEvent
 
-STRATEGIES = ("ddp", "fsdp", "tp", "fsdp+tp")
+run_jobs = functools.partial(training_support.run_jobs, dtype="float64")
+STRATEGIES = ("ddp", "fsdp", "tp", "fsdp+tp", "pp")
 EXACT = {
     "model": {"dropout": 0.0},
     "train": {"accumulate": 2, "save_every": 4, "eval_every": 3, "eval_batches": 3},
@@ -42,7 +40,7 @@ FAMILIES = {
         {"model": {"family": "t5", "width": 21, "depth": 2, "heads": 3, "hidden": 35, "context": 47}},
         {"tokenizer": {"dropout": 0.0}, "train": {"schedule": "cosine"}},
     ),
-    "bert": MASKED_LM_RECIPE,
+    "bert": merge_recipes(MASKED_LM_RECIPE, {"model": {"depth": 2}}),
     "rotary": {
         "model": {
             "family": "llama",
@@ -79,18 +77,6 @@ FAMILIES = {
 }
 
 
-def run_jobs(folder, jobs, processes=2):
-    """Run jobs in several processes; return what each process saw."""
-    (folder / "jobs.json").write_text(json.dumps([job | {"dtype": "float64"} for job in jobs]))
-    source, here = str(Path(mb.__file__).parent.parent), Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    script = [f"--nproc-per-node={processes}", str(here / "strategy_worker.py"), str(folder)]
-    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]
-
-
 @contextmanager
 def default_dtype(dtype):
     before = torch.get_default_dtype()
@@ -124,7 +110,7 @@ def alone(root):
 def together(root):
     """What each process saw, for each family and strategy."""
     seen = {}
-    for strategies in (("ddp", "fsdp"), ("tp",), ("fsdp+tp",)):  # a group of processes has one mesh
+    for processes, strategies in ((2, ("ddp", "fsdp", "tp", "pp")), (4, ("fsdp+tp",))):
         cases = [(family, strategy) for strategy in strategies for family in FAMILIES]
         jobs = [
             {
@@ -134,7 +120,6 @@ def together(root):
             }
             for family, strategy in cases
         ]
-        processes = 4 if "fsdp+tp" in strategies else 2
         seen |= dict(zip(cases, zip(*run_jobs(root, jobs, processes), strict=True), strict=True))
     return seen
 
@@ -188,9 +173,9 @@ def test_a_checkpoint_of_several_processes_is_safetensors_and_json_and_can_be_re
 
 
 def test_a_run_is_resumed_with_other_strategies_and_numbers_of_processes(root, alone, tmp_path):
-    """2 fsdp → 1 → 4 fsdp+tp → 2 tp: no sample is repeated or left out, and the losses are those of one process."""
+    """2 pp → 1 → 4 fsdp+tp → 2 tp: no sample is repeated or left out, and the losses are those of one process."""
     recipe, folder = root / "experts/recipe.toml", tmp_path / "run"
-    job = {"recipe": str(recipe), "folder": str(folder), "overrides": ["train.parallel=fsdp", "train.save_every=3"]}
+    job = {"recipe": str(recipe), "folder": str(folder), "overrides": ["train.parallel=pp", "train.save_every=3"]}
     seen = [run_jobs(tmp_path, [job | {"until": 4}])[0][0]]
     text = recipe.read_text()
     recipe.write_text(text.replace("save_every = 4", "save_every = 3"))

@@ -59,7 +59,7 @@ def command(
         click.echo(resolved.to_toml(), nl=False)
         return
     from monoblock.parallel.launch import launch
-    from monoblock.parallel.strategy import tensor_size
+    from monoblock.parallel.strategy import pipeline_size, tensor_size
     from monoblock.parallel.world import defer_worker_errors
     from monoblock.runs.run_folder import check_run_folder
 
@@ -71,6 +71,7 @@ def command(
         flags = [f"--{name}" for name, is_set in switches.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
         tensor_size(resolved.train.parallel, resolved.parallel.tensor, nproc, nproc)  # an error before they start
+        pipeline_size(resolved.train.parallel, resolved.parallel.pipeline, nproc)
         ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
     with defer_worker_errors(os.environ):
         world = join_processes(resolved)
@@ -87,12 +88,13 @@ def command(
 
 def join_processes(recipe: Recipe) -> World:
     """Join the processes that torchrun has started, arranged as the recipe says."""
-    from monoblock.parallel.strategy import tensor_size
+    from monoblock.parallel.strategy import pipeline_size, tensor_size
     from monoblock.parallel.world import init_distributed
 
     section, parallel = recipe.train, recipe.parallel
     sizes = functools.partial(tensor_size, section.parallel, parallel.tensor)
-    return init_distributed(os.environ, section.device, sizes, parallel.timeout)
+    stages = functools.partial(pipeline_size, section.parallel, parallel.pipeline)
+    return init_distributed(os.environ, section.device, sizes, parallel.timeout, stages)
 
 
 def _check_model(recipe: Recipe) -> None:

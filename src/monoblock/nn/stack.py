@@ -33,6 +33,7 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.block_order = _block_order(config)
+        self.layers = range(len(self.block_order))  # the layers that this stack runs (see `keep_layers`)
         self.recompute = False  # activation checkpointing in training
         for number in sorted(set(self.block_order)):
             self.add_module(str(number), block_class(list(config.layers())[number]))
@@ -51,7 +52,21 @@ class Stack(nn.Module):
     @property
     def blocks(self) -> list[Block]:
         """The blocks in the order they run."""
-        return [cast(Block, self._modules[str(number)]) for number in self.block_order]
+        return [cast(Block, self._modules[str(self.block_order[layer])]) for layer in self.layers]
+
+    def keep_layers(self, layers: range) -> None:
+        """Delete all blocks but those of some layers in succession; the norm stays with the last layer.
+
+        The names of the remaining weights do not change. `forward` then runs these layers only.
+        """
+        self.layers = layers
+        kept = {str(self.block_order[layer]) for layer in layers}
+        for name in [name for name in self._modules if name.isdigit() and name not in kept]:
+            del self._modules[name]
+        if layers.stop != len(self.block_order) or not layers:
+            self.norm = None
+        if not layers:
+            self.position_bias = None
 
     @property
     def uses_flags(self) -> bool:
@@ -96,7 +111,7 @@ class Stack(nn.Module):
         )
         contexts: list[AttentionContext | None] = [None] * len(self.attention_configs)
         memory_context = self._memory_context(token_positions, memory_positions, cache, x)
-        for layer, block in enumerate(self.blocks):
+        for layer, block in zip(self.layers, self.blocks, strict=True):
             kind, write = self.attention_config_index[layer], writes[layer]
             context = contexts[kind] or self._attention_context(kind, token_positions, write, x)
             contexts[kind] = context

@@ -199,23 +199,36 @@ class Transformer(nn.Module):
         if cache is not None and name == "encoder":
             raise InputError("an encoder reads all tokens at once and has nothing to cache; leave cache=None")
         check_cache(cache, stack.config)
-        if not isinstance(self.input, Embedding):
-            unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
-            reject_arguments(self.config.family, **unused)
-            if isinstance(self.input, PatchEmbedding):
-                self.input.check_inputs(source, flags)
-                x = self.input(source, flags, tap=prefix_tap(tap, "input"))
-            else:
-                reject_arguments(self.config.family, flags=flags)
-                self.input.check_inputs(source)
-                x = self.input(source, tap=prefix_tap(tap, "input"))
-            input_positions = arange_positions(x.shape[1], device=x.device)
-        else:
+        x, input_positions = self._embed_source(source, mask, segments, positions, documents, flags, cache, tap)
+        return stack(x, input_positions, cache=cache, tap=prefix_tap(tap, name)), input_positions
+
+    def _embed_source(
+        self,
+        source: Tensor,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        flags: Tensor | None = None,
+        cache: Cache | None = None,
+        tap: Tap | None = None,
+    ) -> tuple[Tensor, TokenPositions]:
+        """Run the input embedding; return the first hidden states (B, T, D) and the token positions."""
+        if isinstance(self.input, Embedding):
             input_positions = token_positions(
                 source, mask, positions, documents, flags, cache, uses_flags=any(s.uses_flags for s in self._stacks)
             )
-            x = self._embed(source, input_positions, segments, tap, side="input")
-        return stack(x, input_positions, cache=cache, tap=prefix_tap(tap, name)), input_positions
+            return self._embed(source, input_positions, segments, tap, side="input"), input_positions
+        unused = {"attention_mask": mask, "segments": segments, "positions": positions, "documents": documents}
+        reject_arguments(self.config.family, **unused)
+        if isinstance(self.input, PatchEmbedding):
+            self.input.check_inputs(source, flags)
+            x = self.input(source, flags, tap=prefix_tap(tap, "input"))
+        else:
+            reject_arguments(self.config.family, flags=flags)
+            self.input.check_inputs(source)
+            x = self.input(source, tap=prefix_tap(tap, "input"))
+        return x, arange_positions(x.shape[1], device=x.device)
 
     def _embed(
         self, ids: Tensor, positions: TokenPositions, segments: Tensor | None, tap: Tap | None, *, side: str

@@ -4,6 +4,7 @@ ddp       each process has all weights; gradients are summed while the backward 
 fsdp      each process stores a part of every weight, and gathers a block before it runs (fully_shard)
 tp        each process stores and computes a part of every matrix (parallel/tensor_parallel.py)
 fsdp+tp   groups of processes compute as with tp, and the groups share the weights as with fsdp
+pp        each process has some of the blocks (parallel/pipeline_parallel.py)
 
 The gradients of all processes are summed, not averaged, because the loss is divided by the number of targets in all of
 them.
@@ -14,9 +15,9 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from monoblock.errors import ConfigError
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.gather import copy_without_weights, gather_tensors
+from monoblock.parallel.gather import clip_gradients, copy_without_weights, gather_tensors
 from monoblock.parallel.tensor_parallel import split_model
 from monoblock.parallel.vocabulary import to_local
 from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
+
+
+class MicroBatch(Protocol):
+    """The inputs of a model by name, and the labels; the first dimension of each tensor is that of the rows."""
+
+    @property
+    def inputs(self) -> dict[str, Tensor]: ...
+    @property
+    def labels(self) -> Tensor: ...
+    def split(self, num_micro_batches: int, /) -> Sequence[Self]: ...
+    def to(self, device: torch.device, /) -> Self: ...
+
+
+LossFunction = Callable[[Any, dict[str, Tensor], Tensor], Tensor]  # of a model, its inputs and the labels
+Metrics = Callable[[Any, dict[str, Tensor], Tensor], dict[str, float]]  # the same; each metric is a sum over targets
 
 
 class Strategy:
@@ -40,6 +56,7 @@ class Strategy:
     is_sharded = False  # whether a process stores only a part of the weights
     description = "a single process"
     notes: Sequence[str] = ()  # what could not be split, known after `prepare`
+    weights_elsewhere: frozenset[str] = frozenset()  # names of weights of which this process has no part
 
     def __init__(self, world: World = SINGLE_PROCESS) -> None:
         self.world = world
@@ -54,6 +71,36 @@ class Strategy:
     def accumulate(self, module: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
         """Return a context for the forward and backward pass of one micro-batch of a step."""
         return nullcontext()
+
+    def count_micro_batches(self, accumulate: int, rows: int) -> int:
+        """Return into how many micro-batches a batch of so many rows is split; `accumulate` is what the recipe says."""
+        return accumulate
+
+    def compute_gradients(
+        self,
+        module: nn.Module,
+        micro_batches: Sequence[MicroBatch],
+        backward: Callable[[MicroBatch], Tensor],
+        loss: LossFunction,
+    ) -> float:
+        """Return the sum of the losses of all micro-batches, and add their gradients to those of the weights.
+
+        backward: a function that does this for one micro-batch, with the whole model.
+        loss: the loss that it computes, for strategies in which no process computes the whole model.
+        """
+        total: float | Tensor = 0.0
+        for number, micro_batch in enumerate(micro_batches, 1):
+            with self.accumulate(module, is_last=number == len(micro_batches)):
+                total = total + backward(micro_batch)
+        return float(total)
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before."""
+        return clip_gradients(model.parameters(), max_norm)
+
+    def evaluate_batch(self, metrics: Metrics, model: nn.Module, batch: MicroBatch) -> dict[str, float]:
+        """Return the metrics of a batch, each summed over its targets."""
+        return metrics(model, batch.inputs, batch.labels)
 
     def free_gathered_weights(self, model: nn.Module) -> None:
         """Free what a forward pass without a backward pass has gathered."""
@@ -120,7 +167,7 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 
 
 class ShardedStrategy(Strategy):
-    """Each process stores a part of the weights; the base class of `TensorParallel` and `FullySharded`."""
+    """Each process stores a part of the weights; a base class."""
 
     is_sharded = True
 
@@ -218,17 +265,6 @@ def _blocks_run_once(model: nn.Module) -> list[nn.Module]:
     return [block for block in order if order.count(block) == 1]
 
 
-def build_strategy(name: str, world: World, *, reshard_after_forward: bool = True, offload: bool = False) -> Strategy:
-    """Return the strategy of this name; a process without torchrun needs none."""
-    if world.mesh is None:
-        return Strategy(world)
-    if name == "ddp":
-        return DataParallel(world)
-    if name == "tp":
-        return TensorParallel(world)
-    return FullySharded(world, reshard_after_forward=reshard_after_forward, offload=offload)
-
-
 def tensor_size(name: str, tensor: int, processes: int, local_processes: int) -> int:
     """Return how many processes share every matrix; by default all of them, or those of one machine with fsdp+tp."""
     if "tp" not in name.split("+"):
@@ -237,4 +273,14 @@ def tensor_size(name: str, tensor: int, processes: int, local_processes: int) ->
     if processes % size or (name == "tp" and size != processes):
         fix = "write train.parallel=fsdp+tp, or leave parallel.tensor out" if name == "tp" else "write a divisor"
         raise ConfigError(f"parallel.tensor={size} does not fit {processes} processes and train.parallel={name}; {fix}")
+    return size
+
+
+def pipeline_size(name: str, stages: int, processes: int) -> int:
+    """Return the number of pipeline stages, by default that of the processes."""
+    if name != "pp":
+        return 1
+    size = stages or processes
+    if processes % size:
+        raise ConfigError(f"parallel.pipeline={size} does not divide {processes} processes; write a divisor")
     return size

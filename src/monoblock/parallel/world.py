@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from monoblock.errors import ConfigError, MonoblockError
 
-DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
+PIPELINE, DATA, TENSOR = "pipeline", "data", "tensor"  # the dimensions of the mesh
 DEFAULT_TIMEOUT = 1800.0  # seconds
 FAILURE_GRACE_SECONDS = 5.0  # for torchrun to end a process after another one failed
 
@@ -30,7 +30,8 @@ class World:
     """The rank of this process and the number of processes; with one process, collective operations change nothing.
 
     The ranks form a mesh. Those along its dimension "data" read different parts of every batch; those along "tensor"
-    hold different parts of every matrix and read the same batch.
+    hold different parts of every matrix and read the same batch. With pipeline parallelism, those along "pipeline" hold
+    different blocks and read the same batch.
     """
 
     rank: int = 0
@@ -50,6 +51,17 @@ class World:
     def data_size(self) -> int:
         """The number of parts into which a batch is split."""
         return 1 if self.mesh is None else self.mesh[DATA].size()
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The pipeline stage of this process."""
+        return self.mesh.get_local_rank(PIPELINE) if self.mesh is not None and self.pipeline_size > 1 else 0
+
+    @property
+    def pipeline_size(self) -> int:
+        """The number of pipeline stages."""
+        has_stages = self.mesh is not None and PIPELINE in (self.mesh.mesh_dim_names or ())
+        return self.mesh[PIPELINE].size() if self.mesh is not None and has_stages else 1
 
     def all_reduce_sum(self, *numbers: float) -> list[float]:
         """Sum each number over all processes."""
@@ -92,9 +104,13 @@ class World:
         return gathered
 
     def seed_process(self, seed: int) -> None:
-        """Seed torch differently for each part of a batch; rank 0 keeps the random numbers of a single-process run."""
-        if self.data_rank:
-            torch.manual_seed((seed + 0x9E3779B97F4A7C15 * self.data_rank) % 2**63)
+        """Seed torch differently for each part of a batch and each pipeline stage.
+
+        Rank 0 keeps the random numbers of a single-process run.
+        """
+        part = self.data_rank + self.data_size * self.pipeline_rank
+        if part:
+            torch.manual_seed((seed + 0x9E3779B97F4A7C15 * part) % 2**63)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -124,23 +140,32 @@ def init_distributed(
     device: str = "auto",
     tensor: Callable[[int, int], int] = lambda size, local_size: 1,
     timeout: float = DEFAULT_TIMEOUT,
+    pipeline: Callable[[int], int] = lambda size: 1,
 ) -> World:
     """Join the process group that torchrun has set up; without torchrun return SINGLE_PROCESS.
 
     tensor: a function that returns how many processes share every matrix, given the number of all processes and of
         those on this machine.
     timeout: seconds after which a process that waits for another one fails.
+    pipeline: a function that returns the number of pipeline stages, given the number of all processes.
     """
     if "LOCAL_RANK" not in environment:
         return SINGLE_PROCESS
     size = int(environment["WORLD_SIZE"])
-    shared = tensor(size, int(environment.get("LOCAL_WORLD_SIZE", size)))
+    shared, stages = tensor(size, int(environment.get("LOCAL_WORLD_SIZE", size))), pipeline(size)
     cuda = uses_cuda(device)
     if cuda:
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (size // shared, shared), mesh_dim_names=(DATA, TENSOR))
-    return World(int(environment["RANK"]), size, mesh)
+    return arrange_processes("cuda" if cuda else "cpu", int(environment["RANK"]), size, shared, stages)
+
+
+def arrange_processes(device_type: str, rank: int, size: int, tensor: int = 1, pipeline: int = 1) -> World:
+    """Arrange the processes of the default group in a mesh; those that share no matrix and no blocks share the data."""
+    sizes = {PIPELINE: pipeline} if pipeline > 1 else {}
+    sizes |= {DATA: size // (tensor * pipeline), TENSOR: tensor}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return World(rank, size, mesh)
 
 
 def uses_cuda(device: str) -> bool:

@@ -142,7 +142,7 @@ class TrainSection:
     device: str = "auto"  # such as "cpu" or "cuda"; "auto": a GPU if there is one
     deterministic: bool = False  # use deterministic algorithms, which can be slower
     activation_checkpointing: bool = False  # recompute activations in the backward pass to save memory
-    parallel: Literal["ddp", "fsdp", "tp", "fsdp+tp"] = "ddp"  # how several processes share the model
+    parallel: Literal["ddp", "fsdp", "tp", "fsdp+tp", "pp"] = "ddp"  # how several processes share the model
     seed: int = 1  # of the initial weights, the order of the data, dropout and augmentation
     workers: int = 0  # number of processes that prepare batches; 0: the training process prepares them
     save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps; 0: only at the end
@@ -200,13 +200,16 @@ class ParallelSection:
 
     tensor: int = 0  # tp, fsdp+tp: processes that share every matrix; 0: all, or those of one machine with fsdp+tp
     reshard_after_forward: bool = True  # fsdp: free the gathered weights of a block after its forward pass
+    pipeline: int = 0  # pp: number of stages, each some of the blocks; 0: that of the processes
+    microbatches: int = 0  # pp: micro-batches of a step, at least train.accumulate; 0: about two for each stage
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"  # pp: alternate forward and backward passes, or forward passes first
     offload: bool = False  # fsdp: keep weights, gradients and optimizer states in CPU memory
     timeout: float = 1800.0  # seconds after which a process that waits for another one ends the run
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "timeout")
-        check_at_least(self, 0, "tensor")
+        check_at_least(self, 0, "tensor", "pipeline", "microbatches")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def build_trainer(
     """Distribute the model among the processes of a run, and build the trainer; every process must call this."""
     section, world = recipe.train, strategy.world
     loss = build_loss(section, config, task, world.sum_tensor_over_data if world.size > 1 else None)
-    _check_strategy(strategy, recipe, runtime)
+    _check_strategy(strategy, recipe, runtime, loss)
     module = strategy.prepare(model, runtime.autocast_dtype)
 
     def evaluate(current: nn.Module) -> dict[str, float]:
@@ -61,6 +61,7 @@ def build_trainer(
                 runtime.device,
                 max_batches=section.eval_batches,
                 world=world,
+                evaluate_batch=strategy.evaluate_batch,
             )
 
     def rate(step: int) -> float:
@@ -74,7 +75,7 @@ def build_trainer(
 
     return Trainer(
         model=model,
-        optimizers=_build_optimizers(section, model) if optimizer is None else Optimizers([optimizer(model)]),
+        optimizers=_build_optimizers(section, model, strategy) if optimizer is None else Optimizers([optimizer(model)]),
         learning_rate=rate,
         loss=loss,
         batches=_batch_iterator(section, task_data, world),
@@ -99,7 +100,7 @@ def build_trainer(
     )
 
 
-def _check_strategy(strategy: Strategy, recipe: Recipe, runtime: RuntimeConfig) -> None:
+def _check_strategy(strategy: Strategy, recipe: Recipe, runtime: RuntimeConfig, loss: Loss) -> None:
     """Raise ConfigError if a choice of the recipe does not work with weights that are split among processes."""
     section = recipe.train
     if not strategy.is_sharded:
@@ -109,6 +110,8 @@ def _check_strategy(strategy: Strategy, recipe: Recipe, runtime: RuntimeConfig) 
         raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
     if runtime.autocast_dtype == torch.float16:
         raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
+    if section.parallel == "pp" and not isinstance(loss, CrossEntropyLoss):
+        raise ConfigError(f"an objective with a loss of its own cannot be used with {name}; write train.parallel=fsdp")
     if recipe.lora.rank:
         raise ConfigError(f"lora.rank cannot be used with {name}; write train.parallel=ddp")
 
@@ -142,7 +145,7 @@ def build_loss(
     return AdversarialLoss(loss, section.adversarial) if section.adversarial else loss
 
 
-def _build_optimizers(section: TrainSection, model: nn.Module) -> Optimizers:
+def _build_optimizers(section: TrainSection, model: nn.Module, strategy: Strategy) -> Optimizers:
     return build_optimizers(
         model,
         section.optimizer,
@@ -152,6 +155,7 @@ def _build_optimizers(section: TrainSection, model: nn.Module) -> Optimizers:
         table_decay=section.embedding_weight_decay,
         adam_factor=section.adam_lr_factor,
         layer_decay=section.layer_decay,
+        other_names=strategy.weights_elsewhere,
     )
 
 

@@ -13,9 +13,9 @@ from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.strategy import build_strategy
+from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World
-from monoblock.recipes.schema import Recipe
+from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
@@ -133,7 +133,7 @@ def _build_run(
         section.compile,
         deterministic=section.deterministic,
         steps=section.steps,
-        no_compile_reason="adversarial training computes a gradient inside the loss" if section.adversarial else None,
+        no_compile_reason=_no_compile_reason(section, world),
     )
     model = initial.model
     strategy = build_strategy(
@@ -141,6 +141,8 @@ def _build_run(
         world,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         offload=recipe.parallel.offload,
+        schedule=recipe.parallel.schedule,
+        micro_batches=recipe.parallel.microbatches,
     )
     if not strategy.is_sharded:  # else its parts are moved when it is split
         model.to(runtime.device)
@@ -167,6 +169,12 @@ def _build_run(
     if parts.optimizer is not None:
         run.custom_optimizer = type(trainer.optimizers.optimizers[0]).__name__
     return run
+
+
+def _no_compile_reason(section: TrainSection, world: World) -> str | None:
+    if world.pipeline_size > 1:
+        return "pipeline stages are not compiled"
+    return "adversarial training computes a gradient inside the loss" if section.adversarial else None
 
 
 def _check_steps(steps: int, done: int, folder: Path) -> None:

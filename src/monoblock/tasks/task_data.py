@@ -184,11 +184,13 @@ def validate(
     *,
     max_batches: int = 0,
     world: World = SINGLE_PROCESS,
+    evaluate_batch: Callable[..., dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """Return the mean metrics over the targets of the validation batches, such as "val_loss" and "val_accuracy".
 
     max_batches: use at most this many batches; 0 means all.
     world: the processes among which the batches are divided; all must call this, and compute equally often.
+    evaluate_batch: the method `Strategy.evaluate_batch`, if the model is divided among the processes.
     """
     totals: dict[str, float] = {"loss": 0.0}
     count = 0
@@ -196,7 +198,11 @@ def validate(
     for batch in _divide(data.evaluation_batches(), max_batches, world):
         count += batch.target_count
         batch = batch.to(device)
-        for name, value in loss.evaluate_batch(model, batch.inputs, batch.labels).items():
+        if evaluate_batch is None:
+            values = loss.evaluate_batch(model, batch.inputs, batch.labels)
+        else:
+            values = evaluate_batch(loss.evaluate_batch, model, batch)
+        for name, value in values.items():
             totals[name] = totals.get(name, 0) + value
     if world.size > 1:
         total, *sums = world.sum_over_data(count, *totals.values())

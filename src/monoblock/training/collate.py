@@ -45,6 +45,15 @@ class TensorBatch(NamedTuple):
         bounds = [round(self.batch_size * n / num_micro_batches) for n in range(num_micro_batches + 1)]
         return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start]
 
+    def split_alike(self, num_micro_batches: int, rows: int) -> list[TensorBatch]:
+        """Split the batch into as many micro-batches as every other process, the largest of whose batches has `rows`.
+
+        Those that this batch is too small for have no targets.
+        """
+        micro_batches = self.split(num_micro_batches)
+        missing = min(num_micro_batches, rows) - len(micro_batches)
+        return micro_batches + [micro_batches[-1].without_targets()] * missing
+
     def _slice(self, start: int, stop: int) -> TensorBatch:
         inputs = {name: tensor[start:stop] for name, tensor in self.inputs.items()}
         return TensorBatch(inputs, self.labels[start:stop], self.epoch, self.samples[start:stop])

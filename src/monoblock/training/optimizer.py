@@ -99,12 +99,14 @@ def build_optimizers(
     momentum: float = 0.95,
     adam_factor: float = 1.0,
     layer_decay: float = 1.0,
+    other_names: Iterable[str] = (),
 ) -> Optimizers:
     """Build the optimizers of a model; call `set_lr` before each step to set the learning rate.
 
     `table_decay` is the weight decay of embedding tables. With Muon, `adam_factor` scales the learning rate of the
     weights that AdamW updates. The learning rate of a weight is multiplied by layer_decay^n, where n is the
-    number of layers that `count_layers_above` returns for it (Howard and Ruder 2018).
+    number of layers that `count_layers_above` returns for it (Howard and Ruder 2018); `other_names` are the names of
+    weights in layers that other processes have.
     """
     if kind not in OPTIMIZERS:
         raise ConfigError(f"optimizer={kind!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(kind, OPTIMIZERS)}")
@@ -112,7 +114,7 @@ def build_optimizers(
     matrices = [(name, weight) for name, weight in trainable if kind == "muon" and is_block_matrix(name, weight)]
     matrix_names = {name for name, _ in matrices}
     rest = [(name, weight) for name, weight in trainable if name not in matrix_names]
-    layers_above = count_layers_above(name for name, _ in model.named_parameters())
+    layers_above = count_layers_above([*(name for name, _ in model.named_parameters()), *other_names])
     lr_scales = {name: layer_decay**count for name, count in layers_above.items()} if layer_decay != 1.0 else {}
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,21 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
     return tensors
 
 
-def empty_optimizer_tensors(model: nn.Module, index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Return tensors to load the stored optimizer states into, split among processes like their weights."""
+def empty_optimizer_tensors(
+    model: nn.Module, index: Mapping[str, StoredTensor], elsewhere: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return tensors to load the stored optimizer states into, split among processes like their weights.
+
+    elsewhere: the names of weights of which this process has no part.
+    """
     weights, tensors = dict(model.named_parameters()), {}
     for full_name, stored in index.items():
         group, name = full_name.split("/", 1)
-        weight = weights.get(name.rsplit("/", 1)[0]) if group == "optimizer" else None
+        weight_name = name.rsplit("/", 1)[0]
+        weight = weights.get(weight_name) if group == "optimizer" else None
         if weight is not None and tuple(weight.shape) == stored.shape:
             tensors[name] = torch.empty_like(weight.detach(), dtype=stored.dtype)
-        elif group == "optimizer":
+        elif group == "optimizer" and weight_name not in elsewhere:
             tensors[name] = torch.empty(stored.shape, dtype=stored.dtype)
     return tensors
 
@@ -88,6 +94,7 @@ class ResumeTarget:
     optimizers: Optimizers
     average: Mapping[str, Tensor]
     trainable_only: bool = False  # the checkpoint has no frozen weights
+    elsewhere: Collection[str] = ()  # names of weights of which this process has no part
 
     def load_whole(self, path: Path) -> checkpoint.Checkpoint:
         """Load a checkpoint into whole weights; return it."""
@@ -102,7 +109,7 @@ class ResumeTarget:
         """Load the part of each tensor that this process stores; return the rest of the checkpoint."""
         index = sharded_checkpoint.read_index(path)
         model = model_tensors(self.model, trainable_only=self.trainable_only)
-        optimizer = empty_optimizer_tensors(self.model, index)
+        optimizer = empty_optimizer_tensors(self.model, index, self.elsewhere)
         sharded_checkpoint.load_into(path, index, {"model": model, "optimizer": optimizer, "average": self.average})
         restore_optimizer(self.model, self.optimizers, optimizer)
         return sharded_checkpoint.load_rest(path)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.errors import FileError, InputError, MonoblockError
-from monoblock.parallel.gather import clip_gradients
-from monoblock.parallel.strategy import Strategy
+from monoblock.parallel.strategy import MicroBatch, Strategy
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint, resume_state, sharded_checkpoint
 from monoblock.training.arguments import TrainingArguments
@@ -189,27 +188,25 @@ class Trainer:
         return WarningEvent(f"out of memory: continuing with micro-batches of {size}, the batch size stays the same")
 
     def _accumulate_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> float:
-        total = torch.zeros((), device=self.runtime.device)
-        micro_batches = self._split(batch, rows)
-        for number, micro_batch in enumerate(micro_batches, 1):
-            micro_batch = micro_batch.to(self.runtime.device)
-            with self.strategy.accumulate(self.module or self.model, is_last=number == len(micro_batches)):
-                with self.runtime.autocast():
-                    loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / max(target_count, 1)
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
-        return float(total)
+        count = max(target_count, 1)
 
-    def _split(self, batch: TensorBatch, rows: int) -> list[TensorBatch]:
-        """Split a batch into micro-batches, of which every process has the same number."""
-        micro_batches = batch.split(self.num_micro_batches)
-        missing = min(self.num_micro_batches, rows) - len(micro_batches)
-        return micro_batches + [micro_batches[-1].without_targets()] * missing
+        def backward(micro_batch: MicroBatch) -> Tensor:
+            micro_batch = micro_batch.to(self.runtime.device)
+            with self.runtime.autocast():
+                loss = self.compute_loss(micro_batch.inputs, micro_batch.labels) / count
+            self.scaler.scale(loss).backward()
+            return loss.detach()
+
+        def loss(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+            return self.loss(model, inputs, labels) / count
+
+        micro_batches = batch.split_alike(self.strategy.count_micro_batches(self.num_micro_batches, rows), rows)
+        return self.strategy.compute_gradients(self.module or self.model, micro_batches, backward, loss)
 
     def _clip_gradients(self) -> float:
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
-        return clip_gradients(self.model.parameters(), self.args.clip or float("inf"))
+        return self.strategy.clip_gradients(self.model, self.args.clip or float("inf"))
 
     def _apply_update(self) -> None:
         for optimizer in self.optimizers.optimizers:
@@ -285,7 +282,8 @@ class Trainer:
 
     def _restore(self, path: Path) -> Iterator[TrainingEvent]:
         average = {} if self.average is None else self.average.tensors
-        target = resume_state.ResumeTarget(self.model, self.optimizers, average, self.save_trainable_only)
+        elsewhere = self.strategy.weights_elsewhere
+        target = resume_state.ResumeTarget(self.model, self.optimizers, average, self.save_trainable_only, elsewhere)
         state = target.load_parts(path) if self.strategy.is_sharded else target.load_whole(path)
         metadata = resume_state.check_metadata(state.metadata)
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
