@@ -40,7 +40,9 @@ View = Callable[[Tensor], Tensor]  # what a process computes with, made from the
 def split_model(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     """Split the weights of a Transformer in place; return a sentence for each part that is not split."""
     if not isinstance(model, Transformer) or model.block_class is not Block:
-        raise ConfigError("tensor parallelism splits the blocks of monoblock only; write train.parallel=fsdp")
+        raise ConfigError(
+            "tensor parallelism splits the blocks of monoblock only; train with train.parallel=fsdp, or use one process"
+        )
     splitter = _Splitter(mesh)
     for stack in (model.encoder, model.decoder):
         if stack is not None:

@@ -51,6 +51,12 @@ class World:
         """The number of parts into which a batch is split."""
         return 1 if self.mesh is None else self.mesh[DATA].size()
 
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The processes that share every matrix, or None if there is only one."""
+        mesh = None if self.mesh is None else self.mesh[TENSOR]
+        return None if mesh is None or mesh.size() == 1 else mesh
+
     def all_reduce_sum(self, *numbers: float) -> list[float]:
         """Sum each number over all processes."""
         if self.size == 1:
@@ -145,9 +151,7 @@ def init_distributed(
 
 def uses_cuda(device: str) -> bool:
     if ":" in device:
-        raise ConfigError(
-            f"train.device={device} is the same device for all processes; leave out the index, as in 'cuda'"
-        )
+        raise ConfigError(f"the device {device} is the same for all processes; leave out the index, as in 'cuda'")
     return torch.cuda.is_available() and device in ("auto", "cuda")
 
 
