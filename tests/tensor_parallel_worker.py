@@ -17,6 +17,7 @@ from monoblock.decoding.backends.select import choose_backend
 from monoblock.interop.folder import load_model
 from monoblock.parallel import inference
 from monoblock.parallel.gather import whole_tensor
+from monoblock.parallel.tensor_parallel import split_model
 from monoblock.parallel.vocabulary import to_local
 from monoblock.parallel.world import World
 
@@ -52,7 +53,7 @@ def make_inputs(kind):
 def compute(model, inputs):
     """Return the outputs of a model and the gradient of each weight of a loss that all outputs change."""
     model.zero_grad()
-    out = model(**inputs)
+    out = whole_tensor(model(**inputs))
     generator = torch.Generator().manual_seed(8)
     loss = (out * torch.randn(out.shape, generator=generator, dtype=torch.float64)).sum()
     loss.backward()
@@ -61,9 +62,11 @@ def compute(model, inputs):
 
 
 def furthest(first, second):
-    """Return the largest difference of two dicts of tensors, relative to the largest value of each tensor, by name."""
+    """Return the name and the difference, relative to the largest value, of the tensors that differ most."""
     assert first.keys() == second.keys()
-    return {name: float((t - second[name]).abs().max() / t.abs().max().clamp(1e-3)) for name, t in first.items()}
+    differences = {name: float((t - second[name]).abs().max() / t.abs().max().clamp(1e-3)) for name, t in first.items()}
+    worst = max(differences, key=differences.get)
+    return worst, differences[worst]
 
 
 def compare(case, world):
@@ -72,11 +75,14 @@ def compare(case, world):
     part = load_model(mb.Transformer, case["folder"], **options, mesh=world.tensor_mesh).eval()
     inputs = make_inputs(kind)
     (expected, expected_grads), (seen, grads) = compute(whole, inputs), compute(part, inputs)
-    differences = furthest(expected_grads, grads)
-    worst = max(differences, key=differences.get)
+    divided = load_model(mb.Transformer, case["folder"], **options).recompute().train()
+    split_model(divided, world.tensor_mesh, sequence=True)
+    divided_out, divided_grads = compute(divided, inputs)
     result = {
         "logits": float((expected - seen).abs().max()),
-        "gradients": [worst, differences[worst]],
+        "gradients": furthest(expected_grads, grads),
+        "divided logits": float((expected - divided_out).abs().max()),
+        "divided gradients": furthest(expected_grads, divided_grads),
         "stored": sum(to_local(weight).numel() for weight in part.parameters()),
         "memory": sum(to_local(weight).untyped_storage().nbytes() for weight in part.parameters()),
         "whole": sum(weight.numel() for weight in whole.parameters()),

@@ -149,6 +149,14 @@ def test_outputs_and_gradients_are_those_of_one_process(name, seen):
         assert process[name]["gradients"][1] < 1e-9, process[name]["gradients"]
 
 
+@pytest.mark.parametrize("name", make_configs())
+def test_divided_positions_give_the_outputs_and_gradients_of_one_process(name, seen):
+    """11 positions and a source of 11 for a target of 7, divided among two processes, with recomputed blocks."""
+    for process in seen:
+        assert process[name]["divided logits"] < 1e-9
+        assert process[name]["divided gradients"][1] < 1e-9, process[name]["divided gradients"]
+
+
 def test_all_processes_generate_the_tokens_of_one_process(seen):
     for name in GENERATING:
         for process in seen:
