@@ -78,6 +78,8 @@ FAMILIES = {
     },
 }
 
+DIVIDED = ("divisible", "experts", "bert")  # tensor parallelism divides the positions too
+
 
 def run_jobs(folder, jobs, processes=2):
     """Run jobs in several processes; return what each process saw."""
@@ -130,7 +132,8 @@ def together(root):
             {
                 "recipe": str(root / family / "recipe.toml"),
                 "folder": str(root / family / strategy),
-                "overrides": [f"train.parallel={strategy}", f"parallel.tensor={2 if 'tp' in strategy else 0}"],
+                "overrides": [f"train.parallel={strategy}", f"parallel.tensor={2 if 'tp' in strategy else 0}"]
+                + ["parallel.sequence=true"] * (family in DIVIDED),
             }
             for family, strategy in cases
         ]

@@ -15,7 +15,7 @@ from training_support import train_to_end, write_recipe
 import monoblock as mb
 from monoblock.cli.main import run
 from monoblock.config.knobs import rebuild
-from monoblock.config.model import AttentionConfig, Buckets, FeedForwardConfig, Rotary
+from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, FeedForwardConfig, Rotary
 from monoblock.interop.folder import load_model
 from monoblock.interop.gguf.writer import save_gguf
 
@@ -59,6 +59,11 @@ def add_sinks_and_biases(part, values):
         values["bias"] = True
 
 
+def add_gains(part, values):
+    if isinstance(part, BlockConfig):
+        values["layer_scale"] = 0.5
+
+
 def separate_buckets(part, values):
     if isinstance(part, Buckets):
         values["shared"] = False
@@ -71,6 +76,7 @@ def make_configs():
     configs = {name: with_heads(mb.tiny(name), 4, 2) for name in PRESETS}
     configs["one key/value head"] = mb.llama(vocab=61, width=24, depth=2, heads=4, kv_heads=1, hidden=34, context=37)
     configs["sinks and biases of experts"] = rebuild(configs["mixtral-8x7b"], add_sinks_and_biases)
+    configs["gains of sublayers"] = rebuild(configs["gpt2"], add_gains)
     configs["a position bias in each layer"] = rebuild(configs["t5-base"], separate_buckets)
     configs["heads do not divide"] = mb.t5(vocab=61, width=24, depth=2, heads=3, head_dim=8, hidden=35, context=37)
     return configs

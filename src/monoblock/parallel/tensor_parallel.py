@@ -7,8 +7,8 @@ attention      query, key, value by heads; output by the heads it reads
 feed-forward   up and gate by hidden units; down by the units it reads; experts likewise, each process a part of all
 vocabulary     the token embedding and the output matrix by tokens, whether tied or not, and the loss with them
 
-Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly. A weight
-that is split is a DTensor; a process computes with its local part.
+Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly (see also
+parallel/sequence_parallel.py). A weight that is split is a DTensor; a process computes with its local part.
 """
 
 from __future__ import annotations

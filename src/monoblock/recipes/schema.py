@@ -199,6 +199,7 @@ class ParallelSection:
     """Training in several processes; train.parallel chooses the strategy."""
 
     tensor: int = 0  # tp, fsdp+tp: processes that share every matrix; 0: all, or those of one machine with fsdp+tp
+    sequence: bool = False  # tp, fsdp+tp: divide the positions of norms, residuals and dropout among these processes
     reshard_after_forward: bool = True  # fsdp: free the gathered weights of a block after its forward pass
     offload: bool = False  # fsdp: keep weights, gradients and optimizer states in CPU memory
     timeout: float = 1800.0  # seconds after which a process that waits for another one ends the run

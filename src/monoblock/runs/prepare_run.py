@@ -141,6 +141,7 @@ def _build_run(
         world,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         offload=recipe.parallel.offload,
+        sequence=recipe.parallel.sequence,
     )
     if not strategy.is_sharded:  # else its parts are moved when it is split
         model.to(runtime.device)
