@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run as torchrun
 from training_support import train_to_end, write_recipe
 
 import monoblock as mb
@@ -18,6 +19,7 @@ from monoblock.config.knobs import rebuild
 from monoblock.config.model import AttentionConfig, BlockConfig, Buckets, FeedForwardConfig, Rotary
 from monoblock.interop.folder import load_model
 from monoblock.interop.gguf.writer import save_gguf
+from monoblock.parallel.launch import launch as start_processes
 
 PRESETS = (
     "bart-base",
@@ -207,6 +209,16 @@ def launch(*words, text=""):
     return subprocess.run(command, env=environment, input=text, capture_output=True, text=True, timeout=120)
 
 
+def test_torchrun_leaves_the_options_of_a_command_alone(monkeypatch):
+    """`--nproc` and `--max` are abbreviations of several options of torchrun."""
+    started = []
+    monkeypatch.setattr(torchrun, "run", started.append)
+    words = ["generate", "FOLDER", "--nproc", "2", "--max", "5", "--", "- and"]
+    assert start_processes(words, 2, "cpu") == 0
+    assert (started[0].training_script, started[0].training_script_args) == ("monoblock", words)
+
+
+@pytest.mark.slow
 def test_nproc_starts_the_processes_and_the_main_one_reads_standard_input(trained, seen, commands):
     done = launch("generate", trained / "out", "-", "--max-new-tokens", 12, "--temperature", 0, text="the king")
     assert (done.returncode, done.stdout) == (0, seen[0]["commands"][0][1]), done.stderr
