@@ -27,7 +27,7 @@ from _report import device_name, processor_name, write_section
 
 import monoblock as mb
 from monoblock.config.families import gpt
-from monoblock.parallel.strategy import build_strategy
+from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.world import World, init_distributed
 from monoblock.training.loss import CrossEntropyLoss
 from monoblock.training.optimizer import build_optimizers

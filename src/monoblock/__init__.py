@@ -68,6 +68,7 @@ _HOME = {
     "fold_lora": "nn.lora",
     "gpt": "config.families",
     "interpolate": "nn.interpolate",
+    "join_processes": "parallel.inference",
     "llama": "config.families",
     "load": "runs.load",
     "load_adapter": "interop.adapters",

@@ -76,6 +76,8 @@ FAMILIES = {
     },
 }
 
+DIVIDED = ("divisible", "experts", "bert")  # tensor parallelism divides the positions too
+
 
 @contextmanager
 def default_dtype(dtype):
@@ -116,7 +118,8 @@ def together(root):
             {
                 "recipe": str(root / family / "recipe.toml"),
                 "folder": str(root / family / strategy),
-                "overrides": [f"train.parallel={strategy}", f"parallel.tensor={2 if 'tp' in strategy else 0}"],
+                "overrides": [f"train.parallel={strategy}", f"parallel.tensor={2 if 'tp' in strategy else 0}"]
+                + ["parallel.sequence=true"] * (family in DIVIDED),
             }
             for family, strategy in cases
         ]

@@ -22,6 +22,7 @@ from monoblock.cli._shared.model_options import (
     load_pipeline,
 )
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.cli._shared.processes import join_processes, nproc_option
 from monoblock.errors import ConfigError, did_you_mean
 from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
 
@@ -103,28 +104,39 @@ class Bound(NamedTuple):
 @device_option
 @dtype_option
 @force_option
+@nproc_option
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, model: str, device: str | None, dtype: str | None, force: bool, as_json: bool, **options: Any
+    ctx: click.Context,
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    force: bool,
+    nproc: int,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     bounds = [_parse_bound(text, is_lower=True) for text in options["at_least"]]
     bounds += [_parse_bound(text, is_lower=False) for text in options["at_most"]]
     check_fewshot_options(options)
-    pipe = load_pipeline(model, device, dtype, force=force, ensemble=options["ensemble"])
-    pipe = set_image_size(pipe, options["interpolate"])
-    _check_options(pipe, options)
-    start = time.perf_counter()
-    evaluation = _run_evaluation(pipe, options)
-    seconds = time.perf_counter() - start
-    _save_outputs(evaluation, Path(model), options)
-    _print_report(evaluation, seconds, as_json)
-    failures = _failed_bounds(evaluation.metrics, bounds)
-    for line in failures:
-        click.echo(f"check failed: {line}", err=True)
+    with join_processes(ctx, nproc, device) as world:
+        pipe = load_pipeline(model, device, dtype, force=force, ensemble=options["ensemble"], world=world)
+        pipe = set_image_size(pipe, options["interpolate"])
+        _check_options(pipe, options)
+        start = time.perf_counter()
+        evaluation = _run_evaluation(pipe, options)
+        seconds = time.perf_counter() - start
+        if world is None or world.is_main:
+            _save_outputs(evaluation, Path(model), options)
+        _print_report(evaluation, seconds, as_json)
+        failures = _failed_bounds(evaluation.metrics, bounds)
+        for line in failures:
+            click.echo(f"check failed: {line}", err=True)
+        if not failures:
+            suggest_next(f"account {shlex.quote(model)}")
     if failures:
         ctx.exit(CHECK_FAILED)
-    suggest_next(f"account {shlex.quote(model)}")
 
 
 def _check_options(pipe: Pipeline, options: dict[str, Any]) -> None:

@@ -20,9 +20,11 @@ from monoblock.cli._shared.decoding_options import (
 )
 from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import json_option, print_json, suggest_next
+from monoblock.cli._shared.processes import join_processes, nproc_option
 from monoblock.errors import InputError
 
 if TYPE_CHECKING:
+    from monoblock.parallel.world import World
     from monoblock.runs.pipeline import Pipeline
 
 
@@ -40,20 +42,40 @@ if TYPE_CHECKING:
 @device_option
 @dtype_option
 @force_option
+@nproc_option
 @json_option
+@click.pass_context
 def command(
+    ctx: click.Context,
     model: str,
     prompt: str | None,
     stop: tuple[str, ...],
     device: str | None,
     dtype: str | None,
     force: bool,
+    nproc: int,
     as_json: bool,
     **options: Any,
 ) -> None:
-    text = sys.stdin.read() if prompt == "-" else (prompt or "")
-    pipe = load_pipeline(model, device, dtype, force=force)
-    options = drop_unset(options)
+    with join_processes(ctx, nproc, device) as world:
+        text = _read_prompt(prompt, world)
+        pipe = load_pipeline(model, device, dtype, force=force, world=world)
+        _print_texts(pipe, text, stop, drop_unset(options), as_json)
+        suggest_next(f"chat {shlex.quote(model)}" if pipe.tokenizer.chat_template else f"bench {shlex.quote(model)}")
+
+
+def _read_prompt(prompt: str | None, world: World | None) -> str:
+    """Return the prompt; if it is -, that of standard input, which only the main process reads."""
+    if prompt != "-":
+        return prompt or ""
+    if world is None:
+        return sys.stdin.read()
+    from monoblock.parallel.inference import broadcast_text
+
+    return broadcast_text(sys.stdin.read() if world.is_main else "", world)
+
+
+def _print_texts(pipe: Pipeline, text: str, stop: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
     settings = resolve_settings(pipe, options)
     if pipe.model.encoder is not None and not text:
         raise InputError(
@@ -68,7 +90,6 @@ def command(
         chunks = pipe.stream(text, stop=stop, **options)
         sys.stdout.write(_prompt_prefix(pipe, text))
         print_stream(chunks)
-    suggest_next(f"chat {shlex.quote(model)}" if pipe.tokenizer.chat_template else f"bench {shlex.quote(model)}")
 
 
 def _prompt_prefix(pipe: Pipeline, text: str) -> str:

@@ -94,7 +94,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     words, debug = _extract_debug(list(sys.argv[1:] if argv is None else argv))
     warnings.showwarning = _print_warning
     try:
-        result = cli.main(words, prog_name="monoblock", standalone_mode=False, obj={"debug": debug})
+        result = cli.main(words, prog_name="monoblock", standalone_mode=False, obj={"debug": debug, "words": words})
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not while Python shuts down
     except BrokenPipeError:
         return _handle_closed_pipe()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ from monoblock.errors import ConfigError, FileError, InputError
 from monoblock.interop.config_file import CONFIG_FILE, FORMAT_NAME
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.safetensors_reader import build_on_meta, open_weights
+from monoblock.interop.weight_parts import WeightParts, split_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
 from monoblock.nn.lstm import Recurrent
@@ -26,6 +28,8 @@ from monoblock.quantization.convert import build_quantized, merge_adapters, stor
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from monoblock.nn.transformer import Transformer
 
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -65,18 +69,27 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     device: str = "cpu",
     ignore_fields: Sequence[str] = (),
+    mesh: DeviceMesh | None = None,
 ) -> T:
     """Load a monoblock folder, a Hugging Face folder, a GGUF file or a model on the Hugging Face hub.
 
     The model is built on the meta device and then gets the stored tensors, so that no weight is initialized first.
-    `ignore_fields` are fields of a config.json or GGUF file that are read as if the file did not have them.
+    `ignore_fields` are fields of a config.json or GGUF file that are read as if the file did not have them.  The
+    processes of a `mesh` share every matrix, and each reads its part only.
     """
     folder = resolve_model_path(folder)
     with reading(folder):
-        return _load_model(cls, folder, _parse_dtype(dtype), device, ignore_fields)
+        return _load_model(cls, folder, _parse_dtype(dtype), device, ignore_fields, mesh)
 
 
-def _load_model(cls: type[T], folder: Path, dtype: torch.dtype, device: str, ignore_fields: Sequence[str]) -> T:
+def _load_model(
+    cls: type[T],
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    ignore_fields: Sequence[str],
+    mesh: DeviceMesh | None,
+) -> T:
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device={device!r} is not available: torch finds no GPU; write device='cpu'")
     if folder.suffix == ".gguf" and folder.is_file():
@@ -85,10 +98,10 @@ def _load_model(cls: type[T], folder: Path, dtype: torch.dtype, device: str, ign
         from monoblock.interop.gguf.reader import load_gguf
 
         load: Any = load_gguf
-        return load(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields)
+        return load(cls, folder, dtype=dtype, device=device, ignore_fields=ignore_fields, mesh=mesh)
     data = _read_config_json(folder)
     if _is_huggingface(data) and not issubclass(cls, Recurrent):
-        return _load_huggingface(cls, folder, data, dtype, device, ignore_fields)
+        return _load_huggingface(cls, folder, data, dtype, device, ignore_fields, mesh)
     if ignore_fields:
         raise InputError(f"{folder} was written by monoblock, which has no fields to ignore; drop ignore_fields")
     config = _parse_config(folder, data)
@@ -98,12 +111,15 @@ def _load_model(cls: type[T], folder: Path, dtype: torch.dtype, device: str, ign
         )
         raise FileError(f"{folder} contains {kind}; use {name}.from_pretrained, or monoblock.load")
     quantized = isinstance(config, ModelConfig) and config.quantize is not None
+    if mesh is not None and (quantized or isinstance(config, RecurrentConfig)):
+        kind = "a quantized model" if quantized else "an LSTM"
+        raise InputError(f"{folder} contains {kind}, which several processes cannot share; load it in one process")
     build: Any = (lambda config: build_quantized(config, dtype)) if quantized else cls
     model: T = build_on_meta(build, config, len(open_weights(folder)))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    quantized_dtypes = stored_dtypes(model)
+    quantized_dtypes, parts = stored_dtypes(model), split_weights(model, mesh)
     state = _load_quantized(folder, quantized_dtypes, device) if quantized_dtypes else {}
-    state |= _load_tensors(folder, shapes, dtype, device, set(quantized_dtypes))
+    state |= _load_tensors(folder, shapes, dtype, device, set(quantized_dtypes), parts)
     model.load_state_dict(state, assign=True, strict=True)
     return model.eval()
 
@@ -141,13 +157,19 @@ def _is_huggingface(data: dict[str, Any]) -> bool:
 
 
 def _load_huggingface(
-    cls: Any, folder: Path, data: dict[str, Any], dtype: torch.dtype, device: str, ignore_fields: Sequence[str]
+    cls: Any,
+    folder: Path,
+    data: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    ignore_fields: Sequence[str],
+    mesh: DeviceMesh | None,
 ) -> Any:
     from monoblock.interop.huggingface.field_rules import without_fields
     from monoblock.interop.huggingface.load import load_hf
 
     try:
-        return load_hf(cls, without_fields(data, ignore_fields), open_weights(folder), dtype, device)
+        return load_hf(cls, without_fields(data, ignore_fields), open_weights(folder), dtype, device, mesh)
     except (ConfigError, FileError) as error:
         message = str(error)
         raise FileError(message if message.startswith(str(folder)) else f"{folder}: {message}") from None
@@ -164,9 +186,14 @@ def _load_quantized(folder: Path, dtypes: dict[str, torch.dtype], device: str) -
 
 
 def _load_tensors(
-    folder: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, device: str, quantized: set[str]
+    folder: Path,
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    device: str,
+    quantized: set[str],
+    parts: WeightParts,
 ) -> dict[str, torch.Tensor]:
-    """Check the names and shapes of all stored tensors, and load those that are not quantized."""
+    """Check the names and shapes of all stored tensors, and load the parts of those that are not quantized."""
     stored = open_weights(folder)
     _check_names(folder, set(stored), set(shapes))
     for name, shape in shapes.items():
@@ -177,7 +204,8 @@ def _load_tensors(
         if name not in quantized and not stored.dtypes[name].is_floating_point:
             raise FileError(f"{file}: {name} has dtype {stored.dtypes[name]}, but weights must be floating-point")
     reader = WeightReader(stored, dtype, device)
-    return {name: reader.load([name])[0] for name in shapes if name not in quantized}
+    names = [name for name in shapes if name not in quantized]
+    return {name: parts.join(name, *reader.load([name], partial(parts.select, [name]))) for name in names}
 
 
 def _check_names(folder: Path, stored: set[str], expected: set[str]) -> None:

@@ -33,6 +33,11 @@ def _reopen(weights: SafetensorsWeights) -> SafetensorsWeights:
     return reopened
 
 
+def without_rest(tensor: Tensor) -> Tensor:
+    """Return a tensor that keeps no memory in use but its own."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 class WeightReader:
     """Read stored tensors, transform them and convert them to one dtype on one device."""
 
@@ -51,7 +56,7 @@ class WeightReader:
         if len(keys) == 1 and all(self._can_be_view(tensor) for tensor in tensors):
             return self._read_tensors(self.weights, keys, transform)
         if len(keys) > 1:  # the transform has copied the tensors to new memory
-            converted = [t.to(self.device, self.dtype, memory_format=torch.contiguous_format) for t in tensors]
+            converted = [without_rest(t).to(self.device, self.dtype).contiguous() for t in tensors]
             self._count_bytes(sum(tensor.nbytes for tensor in tensors))
             return converted
         shapes = [tensor.shape for tensor in tensors]

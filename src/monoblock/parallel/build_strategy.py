@@ -12,6 +12,7 @@ def build_strategy(
     *,
     reshard_after_forward: bool = True,
     offload: bool = False,
+    sequence: bool = False,
     schedule: str = "1f1b",
     micro_batches: int = 0,
 ) -> Strategy:
@@ -21,9 +22,9 @@ def build_strategy(
     if name == "ddp" or (name == "pp" and world.pipeline_size == 1):
         return DataParallel(world)
     if name == "tp":
-        return TensorParallel(world)
+        return TensorParallel(world, sequence=sequence)
     if name == "pp":
         from monoblock.parallel.pipeline_parallel import PipelineParallel  # torch's pipelines take a second to import
 
         return PipelineParallel(world, schedule=schedule, micro_batches=micro_batches)
-    return FullySharded(world, reshard_after_forward=reshard_after_forward, offload=offload)
+    return FullySharded(world, reshard_after_forward=reshard_after_forward, offload=offload, sequence=sequence)

@@ -27,7 +27,7 @@ def launch(argv: Sequence[str], processes: int, device: str = "auto") -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each process reports its own error
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "-m", "monoblock"]
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "-m", "--", "monoblock"]
     try:
         torchrun.run(torchrun.parse_args([*options, *argv]))
     except ChildFailedError as problem:

@@ -167,15 +167,22 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 
 
 class ShardedStrategy(Strategy):
-    """Each process stores a part of the weights; a base class."""
+    """Each process stores a part of the weights; a base class.
+
+    sequence: whether processes that share matrices also divide the positions of norms and residual connections.
+    """
 
     is_sharded = True
+
+    def __init__(self, world: World, *, sequence: bool = False) -> None:
+        super().__init__(world)
+        self.sequence = sequence
 
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         assert self.world.mesh is not None
         self._without_weights = copy_without_weights(model)
         if self.world.mesh[TENSOR].size() > 1:
-            self.notes = split_model(model, self.world.mesh[TENSOR])
+            self.notes = split_model(model, self.world.mesh[TENSOR], sequence=self.sequence)
         return self._place(model, self.world.mesh, dtype)
 
     def _place(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
@@ -211,8 +218,10 @@ class FullySharded(ShardedStrategy):
 
     description = "each stores a part of the weights and reads its part of every batch"
 
-    def __init__(self, world: World, *, reshard_after_forward: bool = True, offload: bool = False) -> None:
-        super().__init__(world)
+    def __init__(
+        self, world: World, *, reshard_after_forward: bool = True, offload: bool = False, sequence: bool = False
+    ) -> None:
+        super().__init__(world, sequence=sequence)
         self.reshard_after_forward, self.offload = reshard_after_forward, offload
 
     def _place(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:

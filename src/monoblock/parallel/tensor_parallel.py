@@ -7,8 +7,8 @@ attention      query, key, value by heads; output by the heads it reads
 feed-forward   up and gate by hidden units; down by the units it reads; experts likewise, each process a part of all
 vocabulary     the token embedding and the output matrix by tokens, whether tied or not, and the loss with them
 
-Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly. A weight
-that is split is a DTensor; a process computes with its local part.
+Everything else is computed by every process: norms, residuals, the router, and what cannot be divided evenly (see also
+parallel/sequence_parallel.py). A weight that is split is a DTensor; a process computes with its local part.
 """
 
 from __future__ import annotations
@@ -32,16 +32,22 @@ from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.collectives import enter, leave
+from monoblock.parallel.sequence_parallel import DividedPositions
 from monoblock.parallel.vocabulary import split_parameter, split_table, to_local
 
 View = Callable[[Tensor], Tensor]  # what a process computes with, made from the weight that it stores
 
 
-def split_model(model: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Split the weights of a Transformer in place; return a sentence for each part that is not split."""
+def split_model(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> list[str]:
+    """Split the weights of a Transformer in place; return a sentence for each part that is not split.
+
+    sequence: also divide the positions of norms, residual connections and dropout (parallel/sequence_parallel.py).
+    """
     if not isinstance(model, Transformer) or model.block_class is not Block:
-        raise ConfigError("tensor parallelism splits the blocks of monoblock only; write train.parallel=fsdp")
-    splitter = _Splitter(mesh)
+        raise ConfigError(
+            "tensor parallelism splits the blocks of monoblock only; train with train.parallel=fsdp, or use one process"
+        )
+    splitter = _Splitter(mesh, sequence)
     for stack in (model.encoder, model.decoder):
         if stack is not None:
             splitter.split_stack(stack)
@@ -55,9 +61,11 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 
 class _Splitter:
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.positions = DividedPositions(self.group) if sequence else None
+        self.split_layers: list[nn.Module] = []  # those whose inputs and outputs are gathered and summed
         self.notes: list[str] = []
 
     def split_stack(self, stack: Stack) -> None:
@@ -66,6 +74,10 @@ class _Splitter:
             if block.cross is not None:
                 self.split_attention(block.cross)
             self.split_feedforward(block.feedforward)
+            self.divide_block(block)
+        if self.positions is not None:
+            self.positions.divide_stack(stack)
+            self.sum_gradients(stack.norm)
         width = stack.config.width
         sized = [replace(c, head_dim=c.key_size(width), value_dim=c.value_size(width)) for c in stack.attention_configs]
         local = [self.local_config(config) for config in sized]
@@ -75,6 +87,27 @@ class _Splitter:
 
     def enter(self, tensor: Tensor) -> Tensor:
         return enter(tensor, self.group)
+
+    # -- positions --------------------------------------------------------------------------------------------------
+
+    def divide_block(self, block: Block) -> None:
+        """Let a block run on the positions of this process; attention and feed-forward layers gather all of them."""
+        if self.positions is None:
+            return
+        for module in (block.attention, block.cross, block.feedforward):
+            if module is not None and module not in self.split_layers:
+                self.positions.gather_around(module)
+        for name, child in block.named_children():
+            if name.endswith("_norm"):
+                self.sum_gradients(child)
+        if any(gain is not None for gain in block._parameters.values()):
+            self.sum_gradients(block)
+        self.positions.follow_block(block)
+
+    def sum_gradients(self, module: nn.Module | None) -> None:
+        """Sum the gradients of a module's own weights, which each process uses for its positions."""
+        if module is not None:
+            use_views(module, dict.fromkeys(module._parameters, self.enter))
 
     # -- attention --------------------------------------------------------------------------------------------------
 
@@ -117,7 +150,7 @@ class _Splitter:
         if attention.position_bias is not None:
             use_views(attention.position_bias, {"weight": self.enter})
         attention.config = local
-        attention.register_forward_pre_hook(self._enter_inputs, with_kwargs=True)
+        self.enter_layer(attention)
 
     def split_rows(self, layer: nn.Module, groups: int) -> None:
         """Split the rows of all weights of a layer, which belong to `groups` heads, or select those of one head."""
@@ -138,12 +171,19 @@ class _Splitter:
         """Split the columns of the weight of a layer, whose outputs are then summed."""
         layer.weight = split_parameter(layer.weight, self.mesh, 1)
         row_layer: Any = layer
-        row_layer.group, row_layer.__class__ = self.group, _SummedLinear
+        row_layer.group, row_layer.positions, row_layer.__class__ = self.group, self.positions, _SummedLinear
+
+    def enter_layer(self, layer: nn.Module) -> None:
+        layer.register_forward_pre_hook(self._enter_inputs, with_kwargs=True)
+        self.split_layers.append(layer)
 
     def _enter_inputs(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("memory") is not None:
             options = options | {"memory": self.enter(options["memory"])}
-        return (self.enter(args[0]), *args[1:]), options
+        gather = (
+            self.positions.gather_for_parts if self.positions is not None and self.positions.is_active else self.enter
+        )
+        return (gather(args[0]), *args[1:]), options
 
     # -- feed-forward -----------------------------------------------------------------------------------------------
 
@@ -158,7 +198,7 @@ class _Splitter:
                 if layer is not None:
                     self.split_rows(layer, hidden)
             self.split_columns(module.down)
-            module.register_forward_pre_hook(self._enter_inputs, with_kwargs=True)
+            self.enter_layer(module)
 
     def split_experts(self, module: Experts) -> None:
         views: dict[str, View] = {}
@@ -178,10 +218,15 @@ class _SummedLinear(nn.Linear):
     """A linear layer of which each process has some input features; the outputs are summed."""
 
     group: Any
+    positions: DividedPositions | None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = leave(F.linear(x, to_local(self.weight)), self.group)
-        return out if self.bias is None else out + self.bias
+        part = F.linear(x, to_local(self.weight))
+        if self.positions is None or not self.positions.is_active:
+            out = leave(part, self.group)
+            return out if self.bias is None else out + self.bias
+        out = self.positions.scatter_sum(part)
+        return out if self.bias is None else out + enter(self.bias, self.group)
 
 
 class _SummedExperts(Experts):

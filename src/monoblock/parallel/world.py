@@ -63,6 +63,12 @@ class World:
         has_stages = self.mesh is not None and PIPELINE in (self.mesh.mesh_dim_names or ())
         return self.mesh[PIPELINE].size() if self.mesh is not None and has_stages else 1
 
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The processes that share every matrix, or None if there is only one."""
+        mesh = None if self.mesh is None else self.mesh[TENSOR]
+        return None if mesh is None or mesh.size() == 1 else mesh
+
     def all_reduce_sum(self, *numbers: float) -> list[float]:
         """Sum each number over all processes."""
         if self.size == 1:
@@ -170,9 +176,7 @@ def arrange_processes(device_type: str, rank: int, size: int, tensor: int = 1, p
 
 def uses_cuda(device: str) -> bool:
     if ":" in device:
-        raise ConfigError(
-            f"train.device={device} is the same device for all processes; leave out the index, as in 'cuda'"
-        )
+        raise ConfigError(f"the device {device} is the same for all processes; leave out the index, as in 'cuda'")
     return torch.cuda.is_available() and device in ("auto", "cuda")
 
 

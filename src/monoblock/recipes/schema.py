@@ -199,6 +199,7 @@ class ParallelSection:
     """Training in several processes; train.parallel chooses the strategy."""
 
     tensor: int = 0  # tp, fsdp+tp: processes that share every matrix; 0: all, or those of one machine with fsdp+tp
+    sequence: bool = False  # tp, fsdp+tp: divide the positions of norms, residuals and dropout among these processes
     reshard_after_forward: bool = True  # fsdp: free the gathered weights of a block after its forward pass
     pipeline: int = 0  # pp: number of stages, each some of the blocks; 0: that of the processes
     microbatches: int = 0  # pp: micro-batches of a step, at least train.accumulate; 0: about two for each stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,6 +27,11 @@ from monoblock.tasks.task import Task
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.untrusted_files import has_file, read_json, reading, safe_folder, safe_join
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from monoblock.parallel.world import World
+
 TOKENIZER_FILE = "tokenizer.json"
 POOLING_FOLDER = "1_Pooling"  # where sentence-transformers stores how token vectors are pooled
 
@@ -41,6 +46,7 @@ def load(
     force: bool = False,
     ignore_fields: Sequence[str] = (),
     ensemble: Sequence[str | Path] = (),
+    world: World | None = None,
 ) -> Pipeline:
     """Load a run folder, a Hugging Face folder or a GGUF file as a Pipeline; owner/name is fetched from the hub.
 
@@ -51,10 +57,15 @@ def load(
     device: None takes a CUDA GPU if there is one, else the CPU.
     ignore_fields: fields of a Hugging Face config.json or GGUF file that have no effect, but are not known here.
     ensemble: further models with the same tokenizer; to generate, the log-probabilities of all models are averaged.
+    world: the processes that share every matrix of the model, from `mb.join_processes()`; all must call this and the
+        methods of the pipeline, with the same arguments. Each reads and stores a part of the weights only.
     """
+    mesh = None if world is None else world.tensor_mesh
+    if mesh is not None:
+        device = mesh.device_type
     device = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     loaded, *others = (
-        _load_checked(name, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields)
+        _load_checked(name, device, dtype, task, model_class, force=force, ignore_fields=ignore_fields, mesh=mesh)
         for name in (folder, *ensemble)
     )
     for name, other in zip(ensemble, others, strict=True):
@@ -82,9 +93,10 @@ def load_folder(
     *,
     force: bool = False,
     ignore_fields: Sequence[str] = (),
+    mesh: DeviceMesh | None = None,
 ) -> LoadedModel:
     """Read the model of a folder with its tokenizer, labels, default decoding options and training recipe."""
-    model = _load_model(folder, device, dtype, model_class, ignore_fields)
+    model = _load_model(folder, device, dtype, model_class, ignore_fields, mesh)
     tokenizer = load_tokenizer(folder, model.config, force=force) if _has_tokenizer(folder, model) else None
     if tokenizer is None:
         defaults = GenerationDefaults(from_recipe=has_file(folder, RECIPE_FILE))
@@ -118,10 +130,13 @@ def _load_model(
     dtype: torch.dtype | str,
     model_class: type[Transformer],
     ignore_fields: Sequence[str],
+    mesh: DeviceMesh | None,
 ) -> Transformer | Recurrent:
     data = _read_json_if_present(folder)
     if "format" in data and "recurrent" in data:
-        return load_model(Recurrent, folder, dtype=dtype, device=device)
+        return load_model(Recurrent, folder, dtype=dtype, device=device, mesh=mesh)
+    if mesh is not None:
+        return load_model(model_class, folder, dtype=dtype, device=device, ignore_fields=ignore_fields, mesh=mesh)
     return optimize(model_class.from_pretrained(folder, dtype=dtype, device=device, ignore_fields=ignore_fields))
 
 

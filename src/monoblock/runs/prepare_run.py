@@ -143,6 +143,7 @@ def _build_run(
         offload=recipe.parallel.offload,
         schedule=recipe.parallel.schedule,
         micro_batches=recipe.parallel.microbatches,
+        sequence=recipe.parallel.sequence,
     )
     if not strategy.is_sharded:  # else its parts are moved when it is split
         model.to(runtime.device)

@@ -11,6 +11,7 @@ import click
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from monoblock.parallel.world import World
     from monoblock.runs.pipeline import Pipeline
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -75,14 +76,23 @@ def resolve_device(device: str | None, dtype: str | None) -> tuple[str, Any]:
 
 
 def load_pipeline(
-    model: str, device: str | None, dtype: str | None, *, force: bool = False, ensemble: Sequence[str] = ()
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    *,
+    force: bool = False,
+    ensemble: Sequence[str] = (),
+    world: World | None = None,
 ) -> Pipeline:
-    """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored."""
+    """Load a model folder as a Pipeline; print a warning if fields of generation_config.json are ignored.
+
+    world: the processes that share the model.
+    """
     from monoblock.runs.load import load
 
     device, torch_dtype = resolve_device(device, dtype)
     others = [Path(other) for other in ensemble]
-    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force, ensemble=others)
+    pipe = load(Path(model), device=device, dtype=torch_dtype, force=force, ensemble=others, world=world)
     if pipe.defaults.ignored_fields:
         fields = ", ".join(pipe.defaults.ignored_fields)
         click.echo(f"warning: these fields of generation_config.json are not supported and ignored: {fields}", err=True)

@@ -22,10 +22,14 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import map_weights
 from monoblock.interop.safetensors_reader import build_on_meta
+from monoblock.interop.weight_parts import split_weights
+from monoblock.interop.weights_reader import without_rest
 from monoblock.tokenizers.formats.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from monoblock.untrusted_files import short_repr
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from monoblock.nn.transformer import Transformer
 
 BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, to limit memory
@@ -111,6 +115,7 @@ def load_gguf(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     ignore_fields: Sequence[str] = (),
+    mesh: DeviceMesh | None = None,
 ) -> Transformer:
     """Load the model in a GGUF file, without the `ignore_fields` of its architecture, such as "rope.scaling.type"."""
     family, stored, config = _open_model(path, ignore_fields)
@@ -120,7 +125,7 @@ def load_gguf(
         raise FileError(f"{path}: {error}") from None
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     unused = set(stored) - {"rope_freqs.weight"} - ({"output.weight"} if config.tie == "output" else set())
-    weights: dict[str, Tensor] = {}
+    weights, parts = dict[str, Tensor](), split_weights(model, mesh)
     for mapping in map_weights(family.weights, shapes, config):
         missing = next((name for name in mapping.theirs if name not in stored), None)
         if missing is not None:
@@ -133,8 +138,9 @@ def load_gguf(
         if [tensor.shape for tensor in tensors] != [shapes[name] for name in mapping.ours]:
             stored_shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sources.items())
             raise FileError(f"{path}: the shape of {stored_shapes} does not fit the configuration")
+        tensors = [without_rest(part) if mesh else part for part in parts.select(mapping.ours, tensors)]
         converted = [tensor.to(device, dtype, memory_format=torch.contiguous_format) for tensor in tensors]
-        weights |= dict(zip(mapping.ours, converted, strict=True))
+        weights |= {key: parts.join(key, tensor) for key, tensor in zip(mapping.ours, converted, strict=True)}
         unused -= set(mapping.theirs)
     if unused:
         raise FileError(f"{path} has a tensor that the model does not use: {min(unused)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +24,13 @@ from monoblock.interop.huggingface.family import Family
 from monoblock.interop.huggingface.field_rules import without_fields
 from monoblock.interop.rename import SUFFIXES, Rule, TensorMapping, map_weights
 from monoblock.interop.safetensors_reader import SafetensorsWeights, build_on_meta
+from monoblock.interop.weight_parts import split_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.untrusted_files import short_repr
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from monoblock.nn.transformer import Transformer
 
 
@@ -123,9 +126,14 @@ def _has_rule(rules: Sequence[Rule], name: str) -> bool:
 
 
 def load_hf(
-    cls: type[Transformer], fields: Mapping[str, Any], weights: SafetensorsWeights, dtype: torch.dtype, device: str
+    cls: type[Transformer],
+    fields: Mapping[str, Any],
+    weights: SafetensorsWeights,
+    dtype: torch.dtype,
+    device: str,
+    mesh: DeviceMesh | None = None,
 ) -> Transformer:
-    """Build a model from the fields of a config.json and the stored weights."""
+    """Build a model from the fields of a config.json and the stored weights, or from the parts of this process."""
     family, name = find_family(fields)
     tree = family.config_tree(fields, name)
     rules = family.weight_rules(family.build_config(tree, tied=False), name)
@@ -139,14 +147,19 @@ def load_hf(
     shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     mappings = list(map_weights(rules, shapes, config))
     _check_names(mappings, names, weights, {output} if tied and output else set())
-    reader, state = WeightReader(weights, dtype, device), dict[str, Tensor]()
-    for mapping in mappings:
-        tensors = reader.load([names[key] for key in mapping.theirs], mapping.load)
+    reader, state, parts = WeightReader(weights, dtype, device), dict[str, Tensor](), split_weights(model, mesh)
+
+    def load_parts(mapping: TensorMapping, stored: Sequence[Tensor]) -> Sequence[Tensor]:
+        tensors = mapping.load(stored)
         for key, tensor in zip(mapping.ours, tensors, strict=True):
             if tensor.shape != shapes[key]:
                 difference = f"{tuple(tensor.shape)}, but the configuration requires {tuple(shapes[key])}"
                 raise FileError(f"{short_repr(names[mapping.theirs[0]])} becomes {key} with shape {difference}")
-        state |= dict(zip(mapping.ours, tensors, strict=True))
+        return parts.select(mapping.ours, tensors)
+
+    for mapping in mappings:
+        tensors = reader.load([names[key] for key in mapping.theirs], partial(load_parts, mapping))
+        state |= {key: parts.join(key, tensor) for key, tensor in zip(mapping.ours, tensors, strict=True)}
     model.load_state_dict(state, assign=True, strict=True)
     return model
 
