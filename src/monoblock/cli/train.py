@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     default=1,
     help="Number of processes on this machine; train.parallel says how they share the model.  [default: 1]",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --nproc: how often a run that fails starts again, from its newest checkpoint.  [default: 0]",
+)
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard.")
 @json_option
 @click.pass_context
@@ -48,6 +54,7 @@ def command(
     resume: bool,
     dry_run: bool,
     nproc: int,
+    max_restarts: int,
     tensorboard: bool,
     as_json: bool,
 ) -> None:
@@ -58,10 +65,11 @@ def command(
         _check_model(resolved)
         click.echo(resolved.to_toml(), nl=False)
         return
+    from monoblock.parallel.faults import is_restarted, log_output, stop_with_launcher
     from monoblock.parallel.launch import launch
     from monoblock.parallel.strategy import tensor_size
     from monoblock.parallel.world import defer_worker_errors
-    from monoblock.runs.run_folder import check_run_folder
+    from monoblock.runs.run_folder import check_run_folder, has_run
 
     folder = out if out is not None else Path("runs") / resolved.name
     words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
@@ -71,8 +79,11 @@ def command(
         flags = [f"--{name}" for name, is_set in switches.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
         tensor_size(resolved.train.parallel, resolved.parallel.tensor, nproc, nproc)  # an error before they start
-        ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
-    with defer_worker_errors(os.environ):
+        command_line = ["train", *words, *flags]
+        ctx.exit(launch(command_line, nproc, resolved.train.device, folder=folder, max_restarts=max_restarts))
+    options["resume"] = resume = resume or (is_restarted(os.environ) and has_run(folder))
+    stop_with_launcher(os.environ)
+    with defer_worker_errors(os.environ), log_output(folder, os.environ, create=not resume):
         world = join_processes(resolved)
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
         run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from monoblock.errors import ConfigError, MonoblockError
+from monoblock.parallel.faults import log_path
 from monoblock.parallel.world import uses_cuda
 
 
-def launch(argv: Sequence[str], processes: int, device: str = "auto") -> int:
-    """Run a monoblock command in several processes on this machine with torchrun; return the exit code."""
+def launch(
+    argv: Sequence[str], processes: int, device: str = "auto", *, folder: Path | None = None, max_restarts: int = 0
+) -> int:
+    """Run a monoblock command in several processes on this machine with torchrun; return the exit code.
+
+    folder: the run folder, in which every process writes a log.
+    max_restarts: how often all processes are started again after one of them failed.
+    """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,14 +36,22 @@ def launch(argv: Sequence[str], processes: int, device: str = "auto") -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each process reports its own error
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "-m", "monoblock"]
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
+    options += [f"--max-restarts={max_restarts}", "-m", "monoblock"]
     try:
         torchrun.run(torchrun.parse_args([*options, *argv]))
     except ChildFailedError as problem:
-        code = problem.get_first_failure()[1].exitcode
-        if code < 0:
-            raise MonoblockError(f"a process of the run was ended by signal {-code}; continue with --resume") from None
-        return code
+        rank, failure = problem.get_first_failure()
+        if failure.exitcode < 0:
+            raise MonoblockError(_describe_signal(rank, -failure.exitcode, folder)) from None
+        return failure.exitcode
     except SignalException as problem:
         return 128 + int(problem.sigval)
     return 0
+
+
+def _describe_signal(rank: int, number: int, folder: Path | None) -> str:
+    """Describe the end of a process by a signal."""
+    reason = " (the system sends it when memory runs out)" if number == signal.SIGKILL else ""
+    log = "" if folder is None or not log_path(folder, rank).is_file() else f"see {log_path(folder, rank)}, and "
+    return f"process {rank} of the run was ended by signal {number}{reason}; {log}continue with --resume"

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from monoblock.errors import ConfigError, MonoblockError
+from monoblock.parallel.faults import is_lost_connection, translate_fault
 
 DATA, TENSOR = "data", "tensor"  # the dimensions of the mesh
 DEFAULT_TIMEOUT = 1800.0  # seconds
 FAILURE_GRACE_SECONDS = 5.0  # for torchrun to end a process after another one failed
+SECONDS_BETWEEN_RANKS = 0.5  # for torchrun to end the other processes of a machine
 
 
 @dataclass(frozen=True)
@@ -157,14 +159,22 @@ def defer_worker_errors(environment: Mapping[str, str]) -> Iterator[None]:
 
     When a process fails, the others fail too, with the same error or because of the broken connection. A MonoblockError
     of the main process is raised at once. All other errors are raised a few seconds later, those of other processes
-    after those of the main one; if another process failed first, torchrun has ended this one by then.
+    after those of the main one; if another process failed first, torchrun has ended this one by then. An error of
+    PyTorch because of missing memory, a time-out or a lost connection becomes a MonoblockError.
 
     environment: the environment variables, which torchrun has set.
     """
     try:
         yield
     except Exception as problem:
-        is_main, is_own = environment.get("RANK", "0") == "0", isinstance(problem, MonoblockError)
-        if int(environment.get("WORLD_SIZE", 1)) > 1 and not (is_main and is_own):
-            time.sleep(FAILURE_GRACE_SECONDS * (1 if is_main or is_own else 2))
-        raise
+        if int(environment.get("WORLD_SIZE", 1)) == 1:
+            raise
+        rank, local_rank = int(environment.get("RANK", 0)), int(environment.get("LOCAL_RANK", 0))
+        error = translate_fault(problem, rank) or problem
+        is_cause = isinstance(error, MonoblockError) and not is_lost_connection(problem)
+        if rank or not is_cause:
+            grace = FAILURE_GRACE_SECONDS * (1 if rank == 0 or is_cause else 2)
+            time.sleep(grace + SECONDS_BETWEEN_RANKS * local_rank)
+        if error is problem:
+            raise
+        raise error from problem
