@@ -31,9 +31,11 @@ def launch(
         raise ConfigError(
             f"--nproc {processes} is more than the {torch.cuda.device_count()} GPUs of this machine; lower --nproc"
         )
-    # Without these variables, torchrun gives each process one thread, with a long warning, and kills it during a save.
+    # Without these variables, torchrun gives each process one thread, with a long warning, kills it during a save, and
+    # lets processes that it starts again read the addresses of the former ones.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each process reports its own error
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]

@@ -38,6 +38,8 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    timeout: float = DEFAULT_TIMEOUT  # seconds after which a process that waits for another one fails
+    group: dist.ProcessGroup | None = None  # of the exchange among all processes; None is the default group
 
     @property
     def is_main(self) -> bool:
@@ -58,7 +60,7 @@ class World:
         if self.size == 1:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def sum_over_data(self, *numbers: float) -> list[float]:
@@ -78,7 +80,7 @@ class World:
         if self.size == 1:
             return number
         buffer = torch.tensor(number)
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0, group=self.group)
         return int(buffer)
 
     def all_gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -88,7 +90,7 @@ class World:
         gathered: list[dict[str, Tensor]] = [{} for _ in range(self.size)]
         for name, tensor in tensors.items():
             buffers = [torch.empty_like(tensor) for _ in range(self.size)]
-            dist.all_gather(buffers, tensor)
+            dist.all_gather(buffers, tensor, group=self.group)
             for tensors_of_rank, buffer in zip(gathered, buffers, strict=True):
                 tensors_of_rank[name] = buffer
         return gathered
@@ -142,7 +144,7 @@ def init_distributed(
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
     mesh = init_device_mesh("cuda" if cuda else "cpu", (size // shared, shared), mesh_dim_names=(DATA, TENSOR))
-    return World(int(environment["RANK"]), size, mesh)
+    return World(int(environment["RANK"]), size, mesh, timeout)
 
 
 def uses_cuda(device: str) -> bool:
