@@ -62,12 +62,8 @@ def write_recipe(folder: Path, strategy: str, background: bool) -> Path:
     words = [rng.choice(("and", "the", "king", "said", "unto", "them", "go", "up")) for _ in range(1500)]
     (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
     tensor = {"fsdp+tp": 2}.get(strategy, 0)
-    text = (
-        RECIPE.replace("CORPUS", str(folder / "text.txt")).replace("TENSOR", str(tensor)).replace("\n          ", " ")
-    )
-    text = text.replace('device = "cpu"', f'device = "cpu", parallel = "{strategy}"')
-    if background:
-        text = text.replace('device = "cpu"', 'device = "cpu", save_async = true')
+    train = f'eval_batches = 4, device = "cpu", parallel = "{strategy}", save_async = {str(background).lower()}'
+    text = RECIPE.replace("CORPUS", str(folder / "text.txt")).replace("TENSOR", str(tensor)).replace("DEVICE", train)
     path = folder / "recipe.toml"
     path.write_text(text, encoding="utf-8")
     return path

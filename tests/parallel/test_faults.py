@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -82,11 +83,17 @@ def wait_for_step(process, out, step):
 
 
 def rank_process(launcher, rank):
-    """Find the process of a rank by its environment variables."""
+    return child_ranks(launcher)[rank]
+
+
+def child_ranks(launcher):
+    """Find the processes of a launcher and their ranks by their environment variables."""
+    ranks = {}
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    raise AssertionError(f"no process of rank {rank}")
+        for word in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if word.startswith(b"RANK="):
+                ranks[int(word[5:])] = int(child)
+    return ranks
 
 
 def one_error(out):
@@ -159,3 +166,53 @@ def test_processes_whose_launcher_is_killed_save_and_stop(tmp_path):
     assert checkpoint.find_newest(out / "checkpoints")[0].name == f"step-{last_logged_step(out)}"
     assert "Resume with" in read_log(out)
     assert "Traceback" not in read_log(out)
+
+
+# -- several machines ------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launch_machines(recipe, out, *words):
+    """Start the launchers of two machines, which are both this one."""
+    head = f"127.0.0.1:{free_port()}"
+    logs = [out.with_name(f"machine-{number}") for number in (0, 1)]
+    options = ["--nnodes", "2", "--head", head, *words]
+    return [launch_training(recipe, log, *options, "--out", str(out)) for log in logs], logs
+
+
+@pytest.mark.slow
+def test_two_machines_train_the_run_of_two_processes(tmp_path):
+    recipe, out = write_recipe(tmp_path, LONG, {"train": {"steps": 20, "parallel": "fsdp"}}), tmp_path / "run"
+    launchers, logs = launch_machines(recipe, out)
+    assert [launcher.wait(120) for launcher in launchers] == [0, 0], [read_log(log) for log in logs]
+    assert sorted("Saved" in read_log(log) for log in logs) == [False, True]
+    process = launch_training(recipe, tmp_path / "one", "--nproc", "2")
+    assert process.wait(120) == 0
+    assert read_metrics(out) == read_metrics(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [False, True], ids=["the launcher", "the launcher and its process"])
+def test_a_killed_machine_ends_the_other_with_one_line(everything, tmp_path):
+    recipe, out = write_recipe(tmp_path, LONG), tmp_path / "run"
+    launchers, logs = launch_machines(recipe, out)
+    for launcher in launchers:
+        wait_for_step(launcher, out, 20)
+    main = next(number for number, launcher in enumerate(launchers) if 0 in child_ranks(launcher.pid))
+    (rank,) = child_ranks(launchers[1 - main].pid).values()
+    launchers[1 - main].kill()
+    if everything:
+        os.kill(rank, signal.SIGKILL)
+    assert launchers[main].wait(90) in (1, 143), read_log(logs[main])
+    text = read_log(logs[main])
+    assert not any(words in text for words in ("Traceback", "frame #"))
+    if everything:
+        assert "process 0 lost the connection to another process" in one_error(logs[main])
+    else:
+        assert text.count("Resume with") == 1
+        assert "error: " not in text

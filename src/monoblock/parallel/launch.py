@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from monoblock.errors import ConfigError, MonoblockError
 from monoblock.parallel.faults import log_path
@@ -16,16 +18,26 @@ from monoblock.parallel.world import uses_cuda
 
 
 def launch(
-    argv: Sequence[str], processes: int, device: str = "auto", *, folder: Path | None = None, max_restarts: int = 0
+    argv: Sequence[str],
+    processes: int,
+    device: str,
+    folder: Path,
+    *,
+    max_restarts: int = 0,
+    machines: int = 1,
+    head: str = "",
 ) -> int:
     """Run a monoblock command in several processes on this machine with torchrun; return the exit code.
 
     folder: the run folder, in which every process writes a log.
     max_restarts: how often all processes are started again after one of them failed.
+    machines: how many machines run this command with the same arguments.
+    head: with several machines, the name of one of them and a free port of it, as in "node1:29500".
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     if uses_cuda(device) and processes > torch.cuda.device_count():
         raise ConfigError(
@@ -38,8 +50,13 @@ def launch(
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each process reports its own error
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
-    options += [f"--max-restarts={max_restarts}", "-m", "monoblock"]
+    options = ["--standalone"]
+    if machines > 1:
+        options = [f"--nnodes={machines}", "--rdzv-backend=c10d", f"--rdzv-endpoint={head}", "--rdzv-id=monoblock"]
+    if machines == 1 or head.partition(":")[0] in ("localhost", "127.0.0.1"):
+        options += ["--local-addr=127.0.0.1"]
+    options += [f"--nproc-per-node={processes}", f"--max-restarts={max_restarts}", "-m", "monoblock"]
+    start = time.time()
     try:
         torchrun.run(torchrun.parse_args([*options, *argv]))
     except ChildFailedError as problem:
@@ -49,11 +66,16 @@ def launch(
         return failure.exitcode
     except SignalException as problem:
         return 128 + int(problem.sigval)
+    except (RendezvousError, dist.DistError) as problem:
+        if any(path.stat().st_mtime >= start for path in log_path(folder, 0).parent.glob("rank-*.log")):
+            return 1  # a process of this machine has reported its end
+        reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
+        raise MonoblockError(f"the machines could not connect at --head {head}: {reason}") from None
     return 0
 
 
-def _describe_signal(rank: int, number: int, folder: Path | None) -> str:
+def _describe_signal(rank: int, number: int, folder: Path) -> str:
     """Describe the end of a process by a signal."""
     reason = " (the system sends it when memory runs out)" if number == signal.SIGKILL else ""
-    log = "" if folder is None or not log_path(folder, rank).is_file() else f"see {log_path(folder, rank)}, and "
+    log = "" if not log_path(folder, rank).is_file() else f"see {log_path(folder, rank)}, and "
     return f"process {rank} of the run was ended by signal {number}{reason}; {log}continue with --resume"
