@@ -16,6 +16,7 @@ from monoblock.parallel.faults import is_restarted, translate_fault
 from monoblock.parallel.world import defer_worker_errors
 from monoblock.runs.run_folder import check_run_folder
 from monoblock.training import checkpoint
+from monoblock.training.interrupt import stop_on_interrupt
 
 LONG = {"train": {"steps": 100_000, "save_every": 15, "eval_every": 0}}
 
@@ -50,6 +51,26 @@ def test_other_errors_are_left_alone(problem):
 def test_a_single_process_keeps_the_error_of_torch():
     with pytest.raises(RuntimeError, match="gloo"), defer_worker_errors({}):
         raise RuntimeError("gloo")
+
+
+def receive_sigterm_and_fail(problem):
+    with stop_on_interrupt(rank=1, processes=2):
+        signal.raise_signal(signal.SIGTERM)
+        raise problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "ends"), [(RuntimeError("gloo: Connection closed by peer"), True), (InputError("no rows"), False)]
+)
+def test_a_process_that_torchrun_ends_does_not_report_the_lost_connection(problem, ends):
+    received = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(type(problem)):
+            receive_sigterm_and_fail(problem)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert received == [signal.SIGTERM] * ends
 
 
 def test_a_restart_is_recognized():
