@@ -34,7 +34,8 @@ def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[StopRequest
     A single process stops at once after a second signal. With several processes, only the first signal counts, because
     each process may receive one signal twice: from the terminal and from torchrun. A signal that the process ignores
     stays ignored. If a process loses the connection to the others after SIGTERM, torchrun has ended them because one of
-    them failed, and reports that one; this process ends without a line of its own. Outside the main thread, where Python delivers no signals, the function always returns False.
+    them failed, and reports that one; this process ends without a line of its own. Outside the main thread, where
+    Python delivers no signals, the function always returns False.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
