@@ -114,12 +114,17 @@ def together(root):
     seen = {}
     for processes, strategies in ((2, ("ddp", "fsdp", "tp", "pp")), (4, ("fsdp+tp",))):
         cases = [(family, strategy) for strategy in strategies for family in FAMILIES]
+        cases += [("experts", f"{strategy} in the background") for strategy in strategies]
         jobs = [
             {
                 "recipe": str(root / family / "recipe.toml"),
                 "folder": str(root / family / strategy),
-                "overrides": [f"train.parallel={strategy}", f"parallel.tensor={2 if 'tp' in strategy else 0}"]
-                + ["parallel.sequence=true"] * (family in DIVIDED),
+                "overrides": [
+                    f"train.parallel={strategy.split()[0]}",
+                    f"parallel.tensor={2 if 'tp' in strategy else 0}",
+                    f"train.save_async={str('background' in strategy).lower()}",
+                    f"parallel.sequence={str(family in DIVIDED).lower()}",
+                ],
             }
             for family, strategy in cases
         ]
@@ -199,3 +204,19 @@ def test_a_run_is_resumed_with_other_strategies_and_numbers_of_processes(root, a
             assert samples == plan.batch_at(int(step) - 1).indices.tolist()
     for part, first in zip(seen, (1, 7, 10), strict=True):
         assert min(map(int, part["samples"])) == first
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoints_written_in_the_background_are_the_same(strategy, root, together):
+    assert (
+        together["experts", strategy][0]["losses"] == together["experts", f"{strategy} in the background"][0]["losses"]
+    )
+    for step in (4, 8, 12):
+        folders = [
+            root / "experts" / name / f"checkpoints/step-{step}" for name in (strategy, f"{strategy} in the background")
+        ]
+        assert [checkpoint.find_problem(folder) for folder in folders] == [None, None]
+        first, second = (sharded_checkpoint.load(folder).tensors for folder in folders)
+        for group in ("model", "optimizer", "average"):
+            assert first[group].keys() == second[group].keys()
+            assert all(torch.equal(tensor, second[group][name]) for name, tensor in first[group].items())

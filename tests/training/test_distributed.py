@@ -211,6 +211,8 @@ def test_the_command_line_starts_the_processes_and_prints_one_result(root, tmp_p
     assert (result["folder"], result["steps"]) == (str(out), 12)
     assert read_log(out).count("2 processes") == read_log(out).count("step 12/12") == 1
     assert read_metrics(out) == read_metrics(root / "plain/run"), "as with torchrun"
+    logs = [(out / f"logs/rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert ["rank 0 of 2" in logs[0], "rank 1 of 2" in logs[1], "step 12/12" in logs[1]] == [True] * 3
 
 
 @pytest.mark.slow

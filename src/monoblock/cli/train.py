@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,21 @@ if TYPE_CHECKING:
     default=1,
     help="Number of processes on this machine; train.parallel says how they share the model.  [default: 1]",
 )
+@click.option(
+    "--nnodes",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Number of machines that run this command, each with --nproc processes.  [default: 1]",
+)
+@click.option(
+    "--head", metavar="HOST:PORT", default="", help="With --nnodes: one of the machines, and a free port of it."
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --nproc: how often a run that fails starts again, from its newest checkpoint.  [default: 0]",
+)
 @click.option("--tensorboard", is_flag=True, help="Also write the metrics for TensorBoard.")
 @json_option
 @click.pass_context
@@ -48,9 +64,14 @@ def command(
     resume: bool,
     dry_run: bool,
     nproc: int,
+    nnodes: int,
+    head: str,
+    max_restarts: int,
     tensorboard: bool,
     as_json: bool,
 ) -> None:
+    if nnodes > 1:  # before torch is imported: without this, it prints the stack if a machine is lost
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from monoblock.runs.recipe import read_recipe
 
     resolved = read_recipe(recipe, overrides)
@@ -58,22 +79,30 @@ def command(
         _check_model(resolved)
         click.echo(resolved.to_toml(), nl=False)
         return
+    from monoblock.parallel.faults import is_restarted, log_output, stop_with_launcher
     from monoblock.parallel.launch import launch
     from monoblock.parallel.strategy import pipeline_size, tensor_size
     from monoblock.parallel.world import defer_worker_errors
-    from monoblock.runs.run_folder import check_run_folder
+    from monoblock.runs.run_folder import check_run_folder, has_run
 
     folder = out if out is not None else Path("runs") / resolved.name
     words, options = [recipe, *overrides], {"resume": resume, "tensorboard": tensorboard}
-    if nproc > 1:
-        check_run_folder(folder, resume)
+    if nnodes > 1 and ":" not in head:
+        raise ConfigError(f"--nnodes {nnodes} needs --head HOST:PORT, the same on all machines")
+    if nproc * nnodes > 1:
+        if nnodes == 1:  # else another machine may have begun the run
+            check_run_folder(folder, resume)
         switches = {**options, "json": as_json, "debug": bool(ctx.obj and ctx.obj["debug"])}
         flags = [f"--{name}" for name, is_set in switches.items() if is_set]
         flags += ["--out", str(folder), *(["--data", str(data)] if data is not None else [])]
-        tensor_size(resolved.train.parallel, resolved.parallel.tensor, nproc, nproc)  # an error before they start
-        pipeline_size(resolved.train.parallel, resolved.parallel.pipeline, nproc)
-        ctx.exit(launch(["train", *words, *flags], nproc, resolved.train.device))
-    with defer_worker_errors(os.environ):
+        tensor_size(resolved.train.parallel, resolved.parallel.tensor, nproc * nnodes, nproc)  # before they start
+        pipeline_size(resolved.train.parallel, resolved.parallel.pipeline, nproc * nnodes)
+        command_line, device = ["train", *words, *flags], resolved.train.device
+        ctx.exit(launch(command_line, nproc, device, folder, max_restarts=max_restarts, machines=nnodes, head=head))
+    options["resume"] = resume = resume or (is_restarted(os.environ) and has_run(folder))
+    stop_with_launcher(os.environ)
+    command_line = ["monoblock", *sys.argv[1:]]
+    with defer_worker_errors(os.environ), log_output(folder, command_line, os.environ, create=not resume):
         world = join_processes(resolved)
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
         run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from monoblock.errors import ConfigError, MonoblockError
+from monoblock.parallel.faults import is_lost_connection, translate_fault
 
 PIPELINE, DATA, TENSOR = "pipeline", "data", "tensor"  # the dimensions of the mesh
 DEFAULT_TIMEOUT = 1800.0  # seconds
 FAILURE_GRACE_SECONDS = 5.0  # for torchrun to end a process after another one failed
+SECONDS_BETWEEN_RANKS = 0.5  # for torchrun to end the other processes of a machine
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class World:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    timeout: float = DEFAULT_TIMEOUT  # seconds after which a process that waits for another one fails
+    group: dist.ProcessGroup | None = None  # of the exchange among all processes; None is the default group
 
     @property
     def is_main(self) -> bool:
@@ -74,7 +78,7 @@ class World:
         if self.size == 1:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def sum_over_data(self, *numbers: float) -> list[float]:
@@ -94,7 +98,7 @@ class World:
         if self.size == 1:
             return number
         buffer = torch.tensor(number)
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0, group=self.group)
         return int(buffer)
 
     def all_gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -104,7 +108,7 @@ class World:
         gathered: list[dict[str, Tensor]] = [{} for _ in range(self.size)]
         for name, tensor in tensors.items():
             buffers = [torch.empty_like(tensor) for _ in range(self.size)]
-            dist.all_gather(buffers, tensor)
+            dist.all_gather(buffers, tensor, group=self.group)
             for tensors_of_rank, buffer in zip(gathered, buffers, strict=True):
                 tensors_of_rank[name] = buffer
         return gathered
@@ -163,15 +167,18 @@ def init_distributed(
     if cuda:
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-    return arrange_processes("cuda" if cuda else "cpu", int(environment["RANK"]), size, shared, stages)
+    kind, rank = "cuda" if cuda else "cpu", int(environment["RANK"])
+    return arrange_processes(kind, rank, size, shared, stages, timeout)
 
 
-def arrange_processes(device_type: str, rank: int, size: int, tensor: int = 1, pipeline: int = 1) -> World:
+def arrange_processes(
+    device_type: str, rank: int, size: int, tensor: int = 1, pipeline: int = 1, timeout: float = DEFAULT_TIMEOUT
+) -> World:
     """Arrange the processes of the default group in a mesh; those that share no matrix and no blocks share the data."""
     sizes = {PIPELINE: pipeline} if pipeline > 1 else {}
     sizes |= {DATA: size // (tensor * pipeline), TENSOR: tensor}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return World(rank, size, mesh)
+    return World(rank, size, mesh, timeout)
 
 
 def uses_cuda(device: str) -> bool:
@@ -186,14 +193,22 @@ def defer_worker_errors(environment: Mapping[str, str]) -> Iterator[None]:
 
     When a process fails, the others fail too, with the same error or because of the broken connection. A MonoblockError
     of the main process is raised at once. All other errors are raised a few seconds later, those of other processes
-    after those of the main one; if another process failed first, torchrun has ended this one by then.
+    after those of the main one; if another process failed first, torchrun has ended this one by then. An error of
+    PyTorch because of missing memory, a time-out or a lost connection becomes a MonoblockError.
 
     environment: the environment variables, which torchrun has set.
     """
     try:
         yield
     except Exception as problem:
-        is_main, is_own = environment.get("RANK", "0") == "0", isinstance(problem, MonoblockError)
-        if int(environment.get("WORLD_SIZE", 1)) > 1 and not (is_main and is_own):
-            time.sleep(FAILURE_GRACE_SECONDS * (1 if is_main or is_own else 2))
-        raise
+        if int(environment.get("WORLD_SIZE", 1)) == 1:
+            raise
+        rank, local_rank = int(environment.get("RANK", 0)), int(environment.get("LOCAL_RANK", 0))
+        error = translate_fault(problem, rank) or problem
+        is_cause = isinstance(error, MonoblockError) and not is_lost_connection(problem)
+        if rank or not is_cause:
+            grace = FAILURE_GRACE_SECONDS * (1 if rank == 0 or is_cause else 2)
+            time.sleep(grace + SECONDS_BETWEEN_RANKS * local_rank)
+        if error is problem:
+            raise
+        raise error from problem

@@ -146,6 +146,7 @@ class TrainSection:
     seed: int = 1  # of the initial weights, the order of the data, dropout and augmentation
     workers: int = 0  # number of processes that prepare batches; 0: the training process prepares them
     save_every: float = 500  # steps between checkpoints; below 1, a fraction of all steps; 0: only at the end
+    save_async: bool = False  # write checkpoints while training continues, from a copy in CPU memory
     eval_every: float = 500  # steps between evaluations; below 1, a fraction of all steps; 0: none during training
     eval_batches: int = 0  # number of validation batches in an evaluation; 0: all
     sample_every: int = 0  # steps between texts sampled for the log; 0: none

@@ -84,6 +84,7 @@ def build_trainer(
             accumulate=section.accumulate,
             clip=section.clip,
             save_every=int(section.save_every),
+            save_async=section.save_async,
             eval_every=int(section.eval_every),
             sample_every=section.sample_every,
             keep=max(section.keep_checkpoints, section.average_checkpoints),

@@ -21,6 +21,7 @@ CHANGEABLE_ON_RESUME = (
     "steps",
     "epochs",
     "save_every",
+    "save_async",
     "eval_every",
     "sample_every",
     "keep_checkpoints",

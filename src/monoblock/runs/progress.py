@@ -130,11 +130,10 @@ def train_to_end(
     resume: bool,
     callbacks: Sequence[Callable[[TrainingEvent], object]] = (),
 ) -> FinishedEvent:
-    """Train until the run ends or is interrupted, and return its last event; only the main process shows progress.
+    """Train until the run ends or is interrupted, and return its last event.
 
     callbacks: functions that are called with each event.
     """
-    progress.hidden = progress.hidden or not run.trainer.world.is_main
     last: TrainingEvent | None = None
     with progress:
         for last in run.events(resume=resume):

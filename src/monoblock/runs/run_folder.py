@@ -13,6 +13,7 @@ from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.folder import CONFIG_FILE
 from monoblock.interop.labels import LABELS_FILE
 from monoblock.interop.tokenizer_folder import format_config
+from monoblock.parallel.faults import LOGS_FOLDER
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.generation_config import GENERATION_CONFIG_FILE, build_generation_config
@@ -21,13 +22,20 @@ from monoblock.tasks.task_data import TaskData
 from monoblock.training.run_lock import LOCK_FILE
 
 CHECKPOINTS_FOLDER = "checkpoints"
+# What a run that was killed before it stored its recipe may leave; a run can start in a folder that has nothing else.
+BEFORE_THE_RUN = (LOCK_FILE, LOGS_FOLDER, f"{RECIPE_FILE}.tmp")
+
+
+def has_run(folder: Path) -> bool:
+    """Return whether a run was started in this folder."""
+    return (folder / RECIPE_FILE).is_file()
 
 
 def check_run_folder(folder: Path, resume: bool) -> None:
     """Raise an error unless a run can start in this folder or, with `resume`, be resumed."""
-    if resume and not (folder / RECIPE_FILE).is_file():
+    if resume and not has_run(folder):
         raise FileError(f"there is nothing to resume in {folder}; leave out --resume to start a run there")
-    if not resume and folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
+    if not resume and folder.exists() and any(path.name not in BEFORE_THE_RUN for path in folder.iterdir()):
         raise ConfigError(
             f"{folder} is not empty; continue its run with --resume (in Python, resume=True), "
             "or choose another folder with --out (out=…)"

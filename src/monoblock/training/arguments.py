@@ -13,6 +13,7 @@ class TrainingArguments:
     accumulate: int = 1  # micro-batches per step
     clip: float = 1.0  # the largest gradient norm; 0 means no clipping
     save_every: int = 0
+    save_async: bool = False  # write checkpoints in a thread while training continues
     eval_every: int = 0
     sample_every: int = 0
     keep: int = 3  # how many of the last checkpoints to keep; 0 means all

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from monoblock.parallel.faults import is_lost_connection
+
 STOP_MESSAGES = {
     signal.SIGINT: "stopping after this step, then saving; press Ctrl-C again to stop at once",
     signal.SIGTERM: "stopping after this step, then saving; send SIGTERM again to stop at once",
@@ -31,7 +33,9 @@ def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[StopRequest
 
     A single process stops at once after a second signal. With several processes, only the first signal counts, because
     each process may receive one signal twice: from the terminal and from torchrun. A signal that the process ignores
-    stays ignored. Outside the main thread, where Python delivers no signals, the function always returns False.
+    stays ignored. If a process loses the connection to the others after SIGTERM, torchrun has ended them because one of
+    them failed, and reports that one; this process ends without a line of its own. Outside the main thread, where
+    Python delivers no signals, the function always returns False.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -47,8 +51,14 @@ def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[StopRequest
 
     handled = [number for number in STOP_MESSAGES if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handle) for number in handled}
+    is_ended = False
     try:
         yield request
+    except Exception as problem:
+        is_ended = processes > 1 and request.signal == signal.SIGTERM and is_lost_connection(problem)
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if is_ended:
+            signal.raise_signal(signal.SIGTERM)

@@ -64,29 +64,55 @@ class StoredTensor(NamedTuple):
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
+class StagedParts(NamedTuple):
+    """What this process writes of a checkpoint: its parts of the shared tensors, the index, and the rest."""
+
+    tensors: dict[str, Tensor]  # by their key in the file
+    places: dict[str, Any]  # the content of the index; empty in all processes but the main one
+    rest: checkpoint.Checkpoint  # written by the main process
+
+
 def save(folder: Path, state: checkpoint.Checkpoint, world: World, **retention: Any) -> Path:
     """Write a checkpoint; every process must call this, and writes its part of the weights and optimizer states.
 
     retention: the arguments of `checkpoint.finish` that say which checkpoints are kept.
     """
+    return write(folder, stage(state, world), world, **retention)
+
+
+def stage(
+    state: checkpoint.Checkpoint, world: World, copy_part: Callable[[str, Tensor], Tensor] | None = None
+) -> StagedParts:
+    """Plan who writes what, and collect the parts of this process in CPU memory; every process must call this.
+
+    copy_part: a function that copies a tensor with a name; by default a part may share memory with the weights.
+    """
     shared = {name: state.tensors[name] for name in SHARED_GROUPS if name in state.tensors}
     rest = {name: tensors for name, tensors in state.tensors.items() if name not in shared}
-    state = checkpoint.Checkpoint(state.step, rest, state.metadata)
-    temporary = checkpoint.temporary_folder(folder, state.step)
-    _run_together(world, lambda: checkpoint.begin(folder, state.step) if world.is_main else None)
+    writer = _Writer(world.rank, copy_part or (lambda name, tensor: tensor.cpu().contiguous()))
+    tensors = {f"{group}/{name}": tensor for group, named in shared.items() for name, tensor in named.items()}
+    _run_together(world, lambda: dcp.save(cast(dict[str, Any], tensors), storage_writer=writer))
+    return StagedParts(writer.tensors, writer.index, checkpoint.Checkpoint(state.step, rest, state.metadata))
+
+
+def write(folder: Path, staged: StagedParts, world: World, **retention: Any) -> Path:
+    """Write the staged parts of all processes; every process must call this."""
+    step = staged.rest.step
+    _run_together(world, lambda: checkpoint.begin(folder, step) if world.is_main else None)
     try:
-        own = _run_together(world, lambda: dict(_write_parts(temporary, shared, world)))
+        temporary = checkpoint.temporary_folder(folder, step)
+        own = _run_together(world, lambda: dict(_write_parts(temporary, staged, world.rank)))
         entries: list[dict[str, Any]] = [{} for _ in range(world.size)]
-        dist.all_gather_object(entries, own)
+        dist.all_gather_object(entries, own, group=world.group)
         files = {name: entry for part in entries for name, entry in part.items()}
         _run_together(
-            world, lambda: checkpoint.finish(folder, state, files=files, **retention) if world.is_main else None
+            world, lambda: checkpoint.finish(folder, staged.rest, files=files, **retention) if world.is_main else None
         )
     except FileError:
         if world.is_main:
-            checkpoint.abandon(folder, state.step)
+            checkpoint.abandon(folder, step)
         raise
-    return folder / f"step-{state.step}"
+    return folder / f"step-{step}"
 
 
 def _run_together(world: World, action: Callable[[], T]) -> T:
@@ -104,22 +130,30 @@ def _run_together(world: World, action: Callable[[], T]) -> T:
     raise FileError(f"the checkpoint cannot be written: {reason}; earlier checkpoints are untouched")
 
 
-def _write_parts(folder: Path, shared: Groups, world: World) -> Iterable[tuple[str, dict[str, Any]]]:
+def _write_parts(folder: Path, staged: StagedParts, rank: int) -> Iterable[tuple[str, dict[str, Any]]]:
     """Write the parts of this process; return the manifest entries of the files that it has written."""
-    writer = _Writer(folder, world.rank)
-    tensors = {f"{group}/{name}": tensor for group, named in shared.items() for name, tensor in named.items()}
-    dcp.save(cast(dict[str, Any], tensors), storage_writer=writer)
-    for path in (folder / writer.file, folder / INDEX_FILE):
-        if path.exists() and (path.name != INDEX_FILE or world.is_main):
-            checkpoint.sync_file(path)
-            yield path.name, checkpoint.describe_file(path)
+    if staged.tensors:
+        path = folder / shard_name(rank)
+        checkpoint.fault_injection_point(f"tensors {path.name}")
+        save_file(staged.tensors, path)
+        checkpoint.sync_file(path)
+        yield path.name, checkpoint.describe_file(path)
+    if staged.places:
+        checkpoint.write_and_sync(folder / INDEX_FILE, json.dumps(staged.places).encode())
+        yield INDEX_FILE, checkpoint.describe_file(folder / INDEX_FILE)
+
+
+def shard_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
 
 
 class _Writer(dcp.StorageWriter):
-    """A storage of torch.distributed.checkpoint that writes one safetensors file for each process, and an index."""
+    """A storage of torch.distributed.checkpoint that collects what one safetensors file and the index will contain."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.file = folder, f"shard-{rank:05d}.safetensors"
+    def __init__(self, rank: int, copy_part: Callable[[str, Tensor], Tensor]) -> None:
+        self.file, self.copy_part = shard_name(rank), copy_part
+        self.tensors: dict[str, Tensor] = {}
+        self.index: dict[str, Any] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -134,28 +168,23 @@ class _Writer(dcp.StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors, results = {}, []
+        results = []
         for item in plan.items:
-            tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
             key = f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
-            tensors[key] = tensor
+            tensor = self.copy_part(key, cast(Tensor, planner.resolve_data(item)).detach())
+            self.tensors[key] = tensor
             results.append(WriteResult(item.index, tensor.nbytes, (self.file, key)))
-        checkpoint.fault_injection_point(f"tensors {self.file}")
-        if tensors:
-            save_file(tensors, self.folder / self.file)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data for rank in results for r in rank}
-        index = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             parts = [[list(c.offsets), list(c.sizes), *places[name, tuple(c.offsets)]] for c in entry.chunks]
             dtype = str(entry.properties.dtype).removeprefix("torch.")
-            index[name] = {"shape": list(entry.size), "dtype": dtype, "parts": parts}
-        checkpoint.write_and_sync(self.folder / INDEX_FILE, json.dumps(index).encode())
+            self.index[name] = {"shape": list(entry.size), "dtype": dtype, "parts": parts}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

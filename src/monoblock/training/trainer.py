@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.parallel.strategy import MicroBatch, Strategy
 from monoblock.parallel.world import World
-from monoblock.training import checkpoint, resume_state, sharded_checkpoint
+from monoblock.training import checkpoint, resume_state
 from monoblock.training.arguments import TrainingArguments
 from monoblock.training.collate import TensorBatch
 from monoblock.training.events import (
-    CheckpointEvent,
     EvaluationEvent,
     FinishedEvent,
     SampleEvent,
@@ -32,6 +31,7 @@ from monoblock.training.events import (
 from monoblock.training.loss import Loss
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
+from monoblock.training.saving.saver import CheckpointSaver
 from monoblock.training.update_guard import UpdateGuard
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 from monoblock.untrusted_files import reading
@@ -74,6 +74,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(
             self.runtime.device.type, enabled=self.runtime.autocast_dtype == torch.float16
         )
+        self.saver = CheckpointSaver(self.folder, self.strategy, in_background=self.args.save_async)
         self.compute_loss = self._eager_loss
         if self.runtime.compiled:
             self.compute_loss = torch.compile(self._eager_loss, mode=self.runtime.compile_mode)
@@ -94,31 +95,36 @@ class Trainer:
             yield from self._resume()
         yield from self.runtime.decisions
         batches = self.batches(self.step)
-        try:
-            while self.step < self.args.steps and not any(self.world.all_reduce_sum(self.should_stop())):
-                yield from self._run_step(next(batches))
-        finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
-        interrupted = self.step < self.args.steps
-        if interrupted or not self._is_due(self.args.save_every):
-            yield self._save()
+        with self.saver.finish_on_error():
+            try:
+                while self.step < self.args.steps and not self._must_stop():
+                    yield from self._run_step(next(batches))
+            finally:
+                getattr(batches, "close", lambda: None)()
+            interrupted = self.step < self.args.steps
+            if interrupted or not self._is_due(self.args.save_every):
+                yield from self._save()
+            yield from self.saver.wait()
         yield FinishedEvent(self.step, interrupted)
+
+    def _must_stop(self) -> bool:
+        stop, failed = self.world.all_reduce_sum(self.should_stop(), self.saver.has_failed)
+        self.saver.raise_error_if(failed)
+        return bool(stop)
 
     def _run_step(self, batch: TensorBatch) -> Iterator[TrainingEvent]:
         """Run one step, then evaluate, sample and save if due."""
         yield from self._update(batch)
-        if self._is_due(self.args.eval_every) or (
-            self.evaluate and self.args.eval_every and self.step == self.args.steps
-        ):
+        is_last = self.step == self.args.steps
+        if self._is_due(self.args.eval_every) or (self.evaluate and self.args.eval_every and is_last):
             yield from self._evaluate()
         if self._is_due(self.args.sample_every) and self.sample is not None:
             model = self.strategy.whole_model(self.model)
             if model is not None:
                 yield SampleEvent(self.step, self.sample(model))
+        yield from self.saver.poll()
         if self._is_due(self.args.save_every):
-            yield self._save()
+            yield from self._save()
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
@@ -139,8 +145,7 @@ class Trainer:
         elif self.scaler.is_enabled():
             self.scaler.update()  # halves the scale if a gradient is not finite
         self.optimizers.zero_grad()
-        self.step += 1
-        self.tokens += target_count
+        self.step, self.tokens = self.step + 1, self.tokens + target_count
         if reason is None:
             yield StepEvent(self.step, loss, lr, grad_norm, self.tokens, time.perf_counter() - start)
             return
@@ -232,7 +237,7 @@ class Trainer:
         yield EvaluationEvent(self.step, metrics, is_best)
 
     def checkpoint_state(self) -> checkpoint.Checkpoint:
-        """Return a checkpoint of everything that the next step depends on; each process has its part of the tensors."""
+        """Return a checkpoint of all that the next step depends on; each process has its part of the tensors."""
         tensors = {
             "model": resume_state.model_tensors(self.model, trainable_only=self.save_trainable_only),
             "optimizer": resume_state.optimizer_tensors(self.model, self.optimizers),
@@ -253,22 +258,16 @@ class Trainer:
         }
         return checkpoint.Checkpoint(self.step, tensors, metadata)
 
-    def _save(self) -> CheckpointEvent:
+    def _save(self) -> Iterator[TrainingEvent]:
         if not self.guard.bad_in_a_row:
             self.last_good_step = self.step
-        state = self.checkpoint_state()  # in every process, because it gathers their random states
-        options: dict[str, Any] = {"keep": self.args.keep, "save_every": self.args.save_every}
-        options |= {"best": self.best["step"], "last_good": self.last_good_step}
-        if self.strategy.is_sharded:
-            sharded_checkpoint.save(self.folder, state, self.world, **options)
-        elif self.world.is_main:
-            checkpoint.save(self.folder, state, **options)
-        return CheckpointEvent(self.step, self.folder / f"step-{self.step}")
+        retention: dict[str, Any] = {"keep": self.args.keep, "save_every": self.args.save_every}
+        retention |= {"best": self.best["step"], "last_good": self.last_good_step}
+        yield from self.saver.save(self.checkpoint_state(), **retention)
 
     def _resume(self) -> Iterator[TrainingEvent]:
         path, problems = checkpoint.find_newest(self.folder) if self.world.is_main else (None, [])
-        for problem in problems:
-            yield WarningEvent(f"skipped a checkpoint: {problem}")
+        yield from (WarningEvent(f"skipped a checkpoint: {problem}") for problem in problems)
         step = self.world.broadcast(NO_CHECKPOINT if path is None else checkpoint.parse_step(path))
         if step == NO_CHECKPOINT:
             raise FileError(f"no checkpoint in {self.folder} is intact; start a new run with --out")
@@ -298,6 +297,7 @@ class Trainer:
 
     def _roll_back(self, last: SkippedUpdateEvent) -> Iterator[TrainingEvent]:
         """Restore the last good checkpoint, but continue with the next batches, and not with the bad ones again."""
+        yield from self.saver.wait()
         patience, rollbacks = self.guard.patience, self.guard.gone_back
         step = resume_state.last_good_step(self.folder) if self.world.is_main else None
         target = self.world.broadcast(NO_CHECKPOINT if step is None else step)

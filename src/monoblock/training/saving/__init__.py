@@ -1,0 +1,1 @@
+"""When and by whom checkpoints are written."""
