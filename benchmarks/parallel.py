@@ -62,7 +62,7 @@ def train(name: str, world: World, smoke: bool) -> tuple[Any, Any]:
 
     def step() -> None:
         with strategy.accumulate(module, is_last=True):
-            (loss(module, {"source": ids}, ids) / ids.numel()).backward()
+            (strategy.compute_loss(module, loss, {"source": ids}, ids) / ids.numel()).backward()
         optimizers.step()
         optimizers.zero_grad()
 

@@ -23,9 +23,9 @@ def nan_losses_at(*steps):
     """Make the losses of the second process NaN at these steps."""
 
     def change(run):
-        loss, trainer = run.trainer.loss, run.trainer
+        loss, trainer = run.trainer.compute_loss, run.trainer
         factor = lambda: float("nan") if trainer.world.rank and trainer.step in steps else 1.0
-        trainer.compute_loss = lambda inputs, labels: loss(trainer.module, inputs, labels) * factor()
+        trainer.compute_loss = lambda inputs, labels: loss(inputs, labels) * factor()
 
     return change
 

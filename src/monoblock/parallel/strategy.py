@@ -68,6 +68,10 @@ class Strategy:
         """
         return model
 
+    def compute_loss(self, module: nn.Module, loss: LossFunction, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Return the loss, computed with the module that `prepare` returned."""
+        return loss(module, inputs, labels)
+
     def accumulate(self, module: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
         """Return a context for the forward and backward pass of one micro-batch of a step."""
         return nullcontext()
@@ -114,14 +118,15 @@ class Strategy:
         return tensors
 
 
-class _Replica(DistributedDataParallel):
-    """DistributedDataParallel that also has the attributes of the model, which losses may use."""
+class _LossModule(nn.Module):
+    """Compute the loss of a model, so that DistributedDataParallel wraps both, and one compiled graph has both."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss: LossFunction, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return loss(self.model, inputs, labels)
 
 
 class DataParallel(Strategy):
@@ -135,14 +140,18 @@ class DataParallel(Strategy):
         # A compiled graph is split at the buckets, so that they are summed during the backward pass; this costs a few
         # per cent, which a single process need not pay.
         torch._dynamo.config.optimize_ddp = self.world.data_size > 1
-        replica = _Replica(
-            model,
+        replica = DistributedDataParallel(
+            _LossModule(model),
             process_group=group,
             find_unused_parameters=not _uses_all_weights(model),
             gradient_as_bucket_view=True,
         )
         replica.register_comm_hook(group, lambda group, bucket: _sum_bucket(group, bucket))  # it checks annotations
         return replica
+
+    def compute_loss(self, module: nn.Module, loss: LossFunction, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        value: Tensor = module(loss, inputs, labels)
+        return value
 
     def accumulate(self, module: nn.Module, *, is_last: bool) -> AbstractContextManager[object]:
         assert isinstance(module, DistributedDataParallel)

@@ -80,7 +80,7 @@ class Trainer:
             self.compute_loss = torch.compile(self._eager_loss, mode=self.runtime.compile_mode)
 
     def _eager_loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        return self.loss(self.model if self.module is None else self.module, inputs, labels)
+        return self.strategy.compute_loss(self.module or self.model, self.loss, inputs, labels)
 
     @property
     def world(self) -> World:
