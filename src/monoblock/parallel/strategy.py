@@ -35,6 +35,9 @@ from monoblock.parallel.vocabulary import to_local
 from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
 
 
+SINGLE_BUCKET_MB = 2**20  # more than any model has
+
+
 class MicroBatch(Protocol):
     """The inputs of a model by name, and the labels; the first dimension of each tensor is that of the rows."""
 
@@ -137,14 +140,16 @@ class DataParallel(Strategy):
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         assert self.world.mesh is not None
         group = self.world.mesh.get_group(DATA)
-        # A compiled graph is split at the buckets, so that they are summed during the backward pass; this costs a few
-        # per cent, which a single process need not pay.
-        torch._dynamo.config.optimize_ddp = self.world.data_size > 1
+        # A compiled graph is split at the buckets, so that they are summed during the backward pass. This costs a few
+        # per cent; a single process has nothing to send, and needs one bucket only.
+        has_others = self.world.data_size > 1
+        torch._dynamo.config.optimize_ddp = has_others
         replica = DistributedDataParallel(
             _LossModule(model),
             process_group=group,
             find_unused_parameters=not _uses_all_weights(model),
             gradient_as_bucket_view=True,
+            bucket_cap_mb=None if has_others else SINGLE_BUCKET_MB,
         )
         replica.register_comm_hook(group, lambda group, bucket: _sum_bucket(group, bucket))  # it checks annotations
         return replica
