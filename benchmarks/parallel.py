@@ -180,7 +180,7 @@ def speed_section(smoke: bool, text: str) -> str:
     plain_speed = statistics.median(speeds["a plain process"])
     lines = heading("Speed of a single rank", "speed")
     lines += [
-        f"gpt2-124m, {batch} × 1,024 tokens a step, compiled; median step of each of three runs in turns; the share is that of the medians.",
+        f"gpt2-124m, {batch} × 1,024 tokens a step, compiled; the median step of each of three runs in turns.",
         "",
     ]
     lines += ["| | tokens/s | share |", "|---|---|---|"]

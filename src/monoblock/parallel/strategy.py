@@ -34,7 +34,6 @@ from monoblock.parallel.tensor_parallel import split_model
 from monoblock.parallel.vocabulary import to_local
 from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
 
-
 SINGLE_BUCKET_MB = 2**20  # more than any model has
 
 
