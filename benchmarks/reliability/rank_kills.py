@@ -34,7 +34,7 @@ from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.metrics_file import METRICS_FILE, read_metrics
 
 RESULTS = Path(__file__).parents[1] / "results" / "rank-kills.md"
-STRATEGIES = {"ddp": (2, 12), "fsdp": (2, 12), "tp": (2, 12), "fsdp+tp": (4, 4)}  # processes, kills
+STRATEGIES = {"ddp": (2, 10), "fsdp": (2, 10), "tp": (2, 8), "pp": (2, 8), "fsdp+tp": (4, 4)}  # processes, kills
 STEPS, SAVE_EVERY, EVAL_EVERY = 90, 4, 7
 START_SHARE, START_SECONDS = 0.2, 6.0  # the share of kills during the start, and how long it takes
 LIMIT_SECONDS = 60.0
