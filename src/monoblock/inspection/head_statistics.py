@@ -22,7 +22,7 @@ class HeadStatistics:
     head: int
     entropy: float  # in nats; 0: all weight on one token
     max_entropy: float  # of uniform attention to the visible tokens
-    distance: float  # between a token and those it attends to, weighted
+    distance: float  # between a token and those it attends to, weighted; special tokens are left out
     uniform_distance: float  # the same for uniform attention
     previous: float  # the share of the weight on the token before
     next: float
@@ -45,23 +45,27 @@ class HeadStatistics:
         return numbers | {"scope": self.scope, "fixed_token": self.fixed_token}
 
 
-def head_statistics(weights: Mapping[str, Tensor], valid: Tensor | None = None) -> list[HeadStatistics]:
+def head_statistics(
+    weights: Mapping[str, Tensor], valid: Tensor | None = None, special: Tensor | None = None
+) -> list[HeadStatistics]:
     """Return the statistics of every head of self-attention.
 
     weights: attention weights (B, H, T, T) by name, as `trace(model, ids, names="*.attention.weights")` returns them.
     valid: True for real tokens (B, T); None means all.
+    special: True for special tokens (B, T), such as [CLS] and [SEP]. Many heads rest on them if they have nothing to
+        do, so the weight on them does not count for the distance.
     """
     result = []
     for name, tensor in weights.items():
         layer = name.removesuffix(".weights")
-        rows = _statistics(tensor.double(), valid)
+        rows = _statistics(tensor.double(), valid, special)
         for head in range(tensor.shape[1]):
             values = {key: float(value[head]) for key, value in rows.items()}
             result.append(HeadStatistics(layer=layer, head=head, **values))
     return result
 
 
-def _statistics(weights: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+def _statistics(weights: Tensor, valid: Tensor | None, special: Tensor | None) -> dict[str, Tensor]:
     """Return each statistic for the heads of one layer, (H,)."""
     B, H, T, S = weights.shape
     if T != S:
@@ -85,11 +89,16 @@ def _statistics(weights: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
         padding = (-offset, 0) if offset < 0 else (0, offset)
         return torch.nn.functional.pad(diagonal, padding)
 
+    def mean_distance(shares: Tensor) -> Tensor:
+        """Return the mean distance (B, H or 1, T) by shares on the keys, leaving out special tokens."""
+        shares = shares if special is None else shares.masked_fill(special[:, None, None, :], 0)
+        return (shares * distance).sum(-1) / shares.sum(-1).clamp(min=1e-12)
+
     return {
         "entropy": mean(-torch.special.xlogy(weights, weights).sum(-1)),
         "max_entropy": mean(-torch.special.xlogy(uniform, uniform).sum(-1)[:, None]),
-        "distance": mean((weights * distance).sum(-1)),
-        "uniform_distance": mean((uniform * distance).sum(-1)[:, None]),
+        "distance": mean(mean_distance(weights)),
+        "uniform_distance": mean(mean_distance(uniform[:, None])),
         "previous": mean(share(-1)),
         "next": mean(share(1)),
         "first": mean(weights[..., 0]),

@@ -40,7 +40,7 @@ def head_importance(
 
     batches: what `loss(model, batch)` takes.
     names: patterns of the outputs of heads, (B, H, T, K).
-    progress: a function that is called with the number of passes done.
+    progress: a function that is called with 1 after every pass over a batch, or over all batches by ablation.
     """
     batches = list(batches)
     if not batches:
@@ -64,7 +64,7 @@ def _by_gradient(
     model: nn.Module, batches: list[Any], loss: BatchLoss, names: Any, progress: Callable[[int], None]
 ) -> dict[str, Tensor]:
     totals: dict[str, Tensor] = {}
-    for count, batch in enumerate(batches, 1):
+    for batch in batches:
         tap = TraceTap(names, with_gradients=True)
         with attach_tap(model, tap), torch.enable_grad():
             value = loss(model, batch)
@@ -73,7 +73,7 @@ def _by_gradient(
         for (name, heads), grad in zip(tap.activations.items(), grads, strict=True):
             effect = heads.detach() * (torch.zeros_like(heads) if grad is None else grad)
             totals[name] = totals.get(name, 0) + effect.sum((2, 3)).abs().sum(0).double().cpu()
-        progress(count)
+        progress(1)
     return totals
 
 
@@ -86,14 +86,13 @@ def _by_ablation(
         loss(model, batches[0])
     tap.check()
     before = sum(float(loss(model, batch)) for batch in batches)
-    totals, count = {}, 0
+    totals = {}
     for name, tensor in tap.activations.items():
         changes = []
         for head in range(tensor.shape[1]):
             with attach_tap(model, TraceTap(edits=[ablate(name, heads=[head])])):
                 changes.append(sum(float(loss(model, batch)) for batch in batches) - before)
-            count += 1
-            progress(count)
+            progress(1)
         totals[name] = torch.tensor(changes, dtype=torch.float64)
     return totals
 

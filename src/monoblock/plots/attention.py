@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monoblock.plots.figure import create_figure, save_figure
+from monoblock.plots.figure import create_figure
 from monoblock.plots.tokens import check_length, label_axis
 
 WEIGHT_COLORS = "cividis"  # its lightness grows steadily, and it looks the same to the colour-blind
 MASKED = "#d8d8d8"
-CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 14.0  # of the map of one head
+CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 16.0  # of the map of one head
 TILE_INCHES, MAX_TILE_PIXELS = 0.95, 96  # of a head in the grid
 Array = NDArray[np.floating[Any]]
-
-
-def save_attention(
-    weights: Array, queries: Sequence[str], keys: Sequence[str], title: str, path: Path, *, mask: Array | None = None
-) -> Path:
-    """Draw the weights (T, S) of one head: a row is a query, a column a key."""
-    return save_figure(draw_attention(weights, queries, keys, title, mask=mask), path)
 
 
 def draw_attention(
     weights: Array, queries: Sequence[str], keys: Sequence[str], title: str, *, mask: Array | None = None
 ) -> Any:
-    """Draw one head; cells where `mask` is False are grey."""
+    """Draw the weights (T, S) of one head: a row is a query, a column a key; cells where `mask` is False are grey."""
     check_length(max(len(queries), len(keys)))
     height, width = (min(MAX_SIDE, max(MIN_SIDE, CELL_INCHES * len(tokens))) for tokens in (queries, keys))
     if len(queries) == len(keys):
         height = width = max(height, width)
     figure = create_figure((width + 2.2, height + 1.7))
     axis = figure.subplots()
-    _show(axis, figure, _masked(weights, mask))
+    image = axis.imshow(
+        _hide(weights, mask), cmap=_colors(), vmin=0, vmax=float(weights.max()), aspect="auto", interpolation="nearest"
+    )
+    bar = figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02, label="attention weight")
+    bar.ax.tick_params(labelsize=8)
     axis.set_title(title, fontsize=11, parse_math=False)
     axis.set_xlabel("key: the token attended to", fontsize=9)
     axis.set_ylabel("query: the token that attends", fontsize=9)
@@ -45,20 +41,16 @@ def draw_attention(
     return figure
 
 
-def _show(axis: Any, figure: Any, values: Any, highest: float = 1.0) -> None:
-    image = axis.imshow(values, cmap=_colors(), vmin=0, vmax=highest, aspect="auto", interpolation="nearest")
-    bar = figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02, label="attention weight")
-    bar.ax.tick_params(labelsize=8)
-
-
 def _colors() -> Any:
+    """Return the colours of weights from 0 to 1; MASKED below 0, and white for NaN, between maps."""
     from matplotlib import colormaps
 
-    return colormaps[WEIGHT_COLORS].with_extremes(bad=MASKED)
+    return colormaps[WEIGHT_COLORS].with_extremes(under=MASKED, bad="white")
 
 
-def _masked(weights: Array, mask: Array | None) -> Any:
-    return np.ma.masked_where(np.zeros_like(weights, bool) if mask is None else ~mask.astype(bool), weights)
+def _hide(weights: Array, mask: Array | None) -> Array:
+    """Return the weights with -1 where the mask is False."""
+    return weights if mask is None else np.where(mask, weights, -1.0)
 
 
 def draw_head_grid(layers: Mapping[str, Array], title: str, *, mask: Mapping[str, Array] | None = None) -> Any:
@@ -72,20 +64,17 @@ def draw_head_grid(layers: Mapping[str, Array], title: str, *, mask: Mapping[str
     tiles = {name: [_shrink(head) for head in weights] for name, weights in layers.items()}
     rows, columns = (max(tile[0].shape[axis] for tile in tiles.values()) for axis in (0, 1))
     gap = max(1, round(0.06 * max(rows, columns)))
-    canvas = np.ma.masked_all((len(tiles) * (rows + gap) - gap, heads * (columns + gap) - gap))
+    canvas = np.full((len(tiles) * (rows + gap) - gap, heads * (columns + gap) - gap), np.nan)
     for row, (name, maps) in enumerate(tiles.items()):
         visible = None if mask is None or name not in mask else _shrink(mask[name].astype(float)) > 0
         for column, tile in enumerate(maps):
             top, left = row * (rows + gap), column * (columns + gap)
-            scaled = _masked(tile / max(float(tile.max()), 1e-9), visible)
+            scaled = _hide(tile / max(float(tile.max()), 1e-9), visible)
             canvas[top : top + tile.shape[0], left : left + tile.shape[1]] = scaled
     ratio = rows / columns
     figure = create_figure((max(4.5, heads * TILE_INCHES + 1.8), max(2.6, len(tiles) * TILE_INCHES * ratio + 1.4)))
     axis = figure.subplots()
-    from matplotlib import colormaps
-
-    colors = colormaps[WEIGHT_COLORS].with_extremes(bad="white")
-    image = axis.imshow(canvas, cmap=colors, vmin=0, vmax=1, aspect="equal", interpolation="nearest")
+    image = axis.imshow(canvas, cmap=_colors(), vmin=0, vmax=1, aspect="equal", interpolation="nearest")
     figure.colorbar(image, ax=axis, shrink=0.6, pad=0.02, label="weight / largest weight of the head")
     axis.set_title(title, fontsize=11, parse_math=False)
     axis.set_xticks([n * (columns + gap) + columns / 2 for n in range(heads)], range(heads), fontsize=9)
@@ -95,10 +84,6 @@ def draw_head_grid(layers: Mapping[str, Array], title: str, *, mask: Mapping[str
     for spine in axis.spines.values():
         spine.set_visible(False)
     return figure
-
-
-def save_head_grid(layers: Mapping[str, Array], title: str, path: Path) -> Path:
-    return save_figure(draw_head_grid(layers, title), path)
 
 
 def _shrink(weights: Array) -> Array:

@@ -115,7 +115,7 @@ def draw_head_statistics(rows: Sequence[Mapping[str, Any]]) -> Any:
         axis.set_title(title, fontsize=9)
         axis.set(xlabel="head", ylabel="layer")
         steps = [max(1, size // 12) for size in (heads, len(layers))]
-        axis.set_xticks(range(0, heads, steps[0]), fontsize=8)
+        axis.set_xticks(range(0, heads, steps[0]), range(0, heads, steps[0]), fontsize=8)
         axis.set_yticks(range(0, len(layers), steps[1]), [_short(name) for name in layers[:: steps[1]]], fontsize=8)
     return figure
 
@@ -127,6 +127,8 @@ def _short(layer: str) -> str:
 
 def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: str = "") -> Any:
     """Draw horizontal bars, with the number and the share of the total beside each."""
+    from matplotlib.ticker import MaxNLocator
+
     total = sum(values.values()) or 1
     figure = create_figure((7.5, 0.34 * len(values) + 1.3))
     axis = figure.subplots()
@@ -137,6 +139,8 @@ def draw_bars(title: str, x_label: str, values: Mapping[str, float], *, unit: st
     for place, value in enumerate(values.values()):
         text = f" {value:,.0f}{unit}" if value >= 100 or float(value).is_integer() else f" {value:.3g}{unit}"
         axis.text(value, place, f"{text}  ({value / total:.1%})", va="center", fontsize=8)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}")
+    axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.set_xlim(0, 1.45 * max(values.values(), default=1))
     axis.set_xlabel(x_label)
     axis.set_title(title, fontsize=11)

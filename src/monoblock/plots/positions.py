@@ -34,9 +34,9 @@ def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None
     figure = create_figure((10.5, 7.2))
     figure.suptitle(title, fontsize=12)
     (heat, first), (mean, bars) = figure.subplots(2, 2)
-    limit = float(vectors.abs().max()) or 1.0
+    limit = float(vectors.abs().flatten().float().quantile(0.99)) or 1.0  # a few large values would hide the others
     image = heat.imshow(vectors, aspect="auto", cmap=SIGNED_COLORS, vmin=-limit, vmax=limit, interpolation="nearest")
-    figure.colorbar(image, ax=heat, label="value")
+    figure.colorbar(image, ax=heat, label="value", extend="both")
     heat.set(title="the vector of each position", xlabel="dimension", ylabel="position")
     similarity = _similarities(vectors)
     first.plot(similarity[0], color=COLORS[0])
@@ -48,8 +48,8 @@ def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None
     mean.legend(fontsize=8)
     values = vectors[position][:MAX_BARS]
     bars.bar(range(len(values)), values, color=COLORS[0], width=0.9)
-    shown = "" if vectors.shape[1] <= MAX_BARS else f", its first {MAX_BARS} of {vectors.shape[1]} dimensions"
-    bars.set(title=f"the vector of position {position}{shown}", xlabel="dimension", ylabel="value")
+    shown = "" if vectors.shape[1] <= MAX_BARS else f" (the first {MAX_BARS} of {vectors.shape[1]})"
+    bars.set(title=f"the vector of position {position}", xlabel=f"dimension{shown}", ylabel="value")
     for axis in (first, mean, bars):
         axis.grid(color="#e4e4e4")
         axis.set_axisbelow(True)

@@ -1,0 +1,148 @@
+"""`monoblock inspect MODEL TEXT`: draw attention, the logit lens, norms, positions and parameters of a model."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
+from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
+from monoblock.errors import ConfigError, FileError, did_you_mean
+
+if TYPE_CHECKING:
+    from monoblock.runs.inspect.parts import Part, Request
+
+PART_NAMES = ("attention", "heads", "scores", "lens", "norms", "positions", "masks", "parameters", "coreference")
+WITHOUT_TEXT = {"scores", "positions", "masks", "parameters", "coreference"}
+DEFAULT_TEXT = "The animal didn't cross the street because it was too tired."
+HTML_SUFFIXES = (".html", ".htm")
+
+
+@click.command(
+    name="inspect",
+    help="Draw what MODEL does with TEXT: attention of every head, which heads are local, the logit lens, norms and "
+    "gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG or SVG file has the "
+    "picture of one part. For a vision model, TEXT is the path of an image.",
+)
+@click.argument("model")
+@click.argument("text", required=False)
+@click.option("--target", help="Encoder-decoder: the target text.  [default: what the model generates]")
+@click.option(
+    "--show",
+    multiple=True,
+    metavar="PART",
+    help=f"Show this part only: {', '.join(PART_NAMES)}. May be repeated.  [default: all that apply, except "
+    "coreference; attention for a PNG or SVG file]",
+)
+@click.option("--layer", help="Attention of this layer only: a number, or a name such as decoder.3.cross.")
+@click.option("--head", type=click.IntRange(min=0), help="Attention of this head of --layer, with its tokens.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="HTML, PNG, SVG or PDF file to write.  [default: inspect.html; with --json, none]",
+)
+@device_option
+@dtype_option
+@force_option
+@json_option
+def command(
+    model: str,
+    text: str | None,
+    target: str | None,
+    show: tuple[str, ...],
+    layer: str | None,
+    head: int | None,
+    out: Path | None,
+    device: str | None,
+    dtype: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    names = _check_parts(show, layer, head, text)
+    out = Path("inspect.html") if out is None and not as_json else out
+    is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
+    if out is not None:
+        _check_out(out, is_page)
+    pipe = load_pipeline(model, device, dtype or "fp32", force=force)
+    from monoblock.runs.inspect.inputs import encode_input, transformer_of
+    from monoblock.runs.inspect.parts import PARTS, Request, default_parts
+
+    if pipe.tokenizer is None and text is None:
+        raise ConfigError("this model reads images; give the path of an image as TEXT")
+    request = Request(pipe, encode_input(pipe, text or DEFAULT_TEXT, target), layer, head)
+    if not names:
+        every = default_parts(transformer_of(pipe))
+        names = every if is_page or (out is None and layer is None and head is None) else ["attention"]
+    parts = {name: PARTS[name](request) for name in names}
+    saved = [] if out is None else _save(request, model, parts, out, is_page)
+    if as_json:
+        print_json({"model": model, "tokens": request.input.tokens} | {name: part.data for name, part in parts.items()})
+    else:
+        _print_report(parts)
+        for path in saved:
+            click.echo(f"Saved {path}")
+    suggest_next(
+        f"prune {shlex.quote(model)} DATA --keep 0.5 --out DIR" if is_page else f"inspect {shlex.quote(model)}"
+    )
+
+
+def _check_parts(show: tuple[str, ...], layer: str | None, head: int | None, text: str | None) -> list[str]:
+    names = list(dict.fromkeys(name for word in show for name in word.split(",")))
+    for name in names:
+        if name not in PART_NAMES:
+            raise ConfigError(f"there is no part {name!r} to show{did_you_mean(name, PART_NAMES)}; see --help")
+    if head is not None and layer is None:
+        raise ConfigError("--head needs --layer, as in --layer 3 --head 0")
+    if names and text is None and not set(names) <= WITHOUT_TEXT:
+        raise ConfigError("TEXT is missing; give a text to inspect, such as 'The cat sat on the mat.'")
+    if not names and text is None:
+        raise ConfigError("TEXT is missing; give a text to inspect, or a part that needs none: --show positions")
+    if layer is not None and names and "attention" not in names:
+        raise ConfigError("--layer and --head are for --show attention; leave them out")
+    return names
+
+
+def _check_out(out: Path, is_page: bool) -> None:
+    from monoblock.plots.figure import check_plot_path
+
+    if not is_page:
+        check_plot_path(out)
+    else:
+        check_plot_path(out.with_suffix(".png"))  # the pictures inside the page
+
+
+def _save(request: Request, model: str, parts: dict[str, Part], out: Path, is_page: bool) -> list[Path]:
+    """Write an HTML page, or the figures of the parts; the second figure and those after it are numbered."""
+    from monoblock.plots.figure import save_figure
+    from monoblock.plots.page import save_page
+
+    if is_page:
+        maps = [one for part in parts.values() for one in part.maps]
+        tokens = request.input.tokens
+        subtitle = f"{request.model.config.family}, {len(tokens)} tokens: {' '.join(tokens)[:300]}"
+        return [save_page(out, f"Inside {model}", subtitle, [part.section for part in parts.values()], maps)]
+    figures = [figure for part in parts.values() for figure, _ in part.section.figures]
+    if not figures:
+        raise FileError(f"{', '.join(parts)} has a table, but no picture; write an .html file, or leave --out out")
+    paths = [out, *(out.with_stem(f"{out.stem}-{number}") for number in range(2, len(figures) + 1))]
+    return [save_figure(figure, path) for figure, path in zip(figures, paths, strict=True)]
+
+
+def _print_report(parts: dict[str, Part]) -> None:
+    """Print the text and the tables of the parts that have tables."""
+    for part in parts.values():
+        for columns, rows in part.section.tables:
+            click.echo(f"\n{part.section.title}\n{part.section.text}\n")
+            print_table(columns, _important(columns, rows))
+    if parts:
+        click.echo()
+
+
+def _important(columns: Any, rows: Any, limit: int = 24) -> Any:
+    """Return the rows of a table, of many only the first; the page and --json have all."""
+    if len(rows) <= limit:
+        return rows
+    return [*rows[:limit], ["…" if index == 0 else None for index in range(len(columns))]]
