@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
 from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError, did_you_mean
 
 if TYPE_CHECKING:
-    from monoblock.runs.inspect.parts import Part, Request
+    from monoblock.runs.inspect.part import Part, Request
 
-PART_NAMES = ("attention", "heads", "scores", "lens", "norms", "positions", "masks", "parameters", "coreference")
-WITHOUT_TEXT = {"scores", "positions", "masks", "parameters", "coreference"}
+WITH_TEXT = ("attention", "heads", "lens", "norms")
+WITHOUT_TEXT = ("scores", "positions", "masks", "parameters", "coreference", "profile", "probes")
+PART_NAMES = (*WITH_TEXT, *WITHOUT_TEXT)
 DEFAULT_TEXT = "The animal didn't cross the street because it was too tired."
 HTML_SUFFIXES = (".html", ".htm")
 
@@ -25,7 +27,19 @@ HTML_SUFFIXES = (".html", ".htm")
     name="inspect",
     help="Draw what MODEL does with TEXT: attention of every head, which heads are local, the logit lens, norms and "
     "gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG or SVG file has the "
-    "picture of one part. For a vision model, TEXT is the path of an image.",
+    "pictures of one part. For a vision model, TEXT is the path of an image.\n\n"
+    "\b\n"
+    "attention    the weights of every head, or of one: --layer 3 --head 0\n"
+    "heads        entropy, distance and shares of every head: local or global\n"
+    "lens         what the model would predict after each layer\n"
+    "norms        of the residual stream and of the gradient, by depth\n"
+    "scores       induction, duplicate-token and previous-token heads\n"
+    "positions    the position encoding: vectors, hands, similarity by distance\n"
+    "masks        which tokens a token may attend to\n"
+    "parameters   by component\n"
+    "coreference  the head that resolves pronouns best, in English (encoders)\n"
+    "profile      time of forward and backward passes: --lengths, --batches\n"
+    "probes       what a linear classifier reads from each layer: --probe DATA",
 )
 @click.argument("model")
 @click.argument("text", required=False)
@@ -34,11 +48,16 @@ HTML_SUFFIXES = (".html", ".htm")
     "--show",
     multiple=True,
     metavar="PART",
-    help=f"Show this part only: {', '.join(PART_NAMES)}. May be repeated.  [default: all that apply, except "
-    "coreference; attention for a PNG or SVG file]",
+    help="Show this part only; may be repeated.  [default: all that apply to a text and take no longer than seconds; "
+    "attention for a PNG or SVG file]",
 )
 @click.option("--layer", help="Attention of this layer only: a number, or a name such as decoder.3.cross.")
 @click.option("--head", type=click.IntRange(min=0), help="Attention of this head of --layer, with its tokens.")
+@click.option("--lengths", metavar="N,N,…", help="Profile: lengths in tokens.  [default: 32,64,128,256]")
+@click.option("--batches", metavar="N,N,…", help="Profile: batch sizes.  [default: 1]")
+@click.option("--probe", metavar="DATA", help="Probes: a corpus or file of labelled texts or tagged words.")
+@click.option("--limit", type=click.IntRange(min=4), default=300, show_default=True, help="Probes: use N texts.")
+@click.option("--data", "folder", type=folder_type, help=FOLDER_HELP)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -55,27 +74,47 @@ def command(
     show: tuple[str, ...],
     layer: str | None,
     head: int | None,
+    lengths: str | None,
+    batches: str | None,
+    probe: str | None,
+    limit: int,
+    folder: Path | None,
     out: Path | None,
     device: str | None,
     dtype: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
+    show += ("probes",) if probe is not None and "probes" not in show else ()
     names = _check_parts(show, layer, head, text)
+    if "probes" in names and probe is None:
+        raise ConfigError("probes need labelled data; write --probe DATA, a corpus or a file")
     out = Path("inspect.html") if out is None and not as_json else out
     is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
     if out is not None:
         _check_out(out, is_page)
     pipe = load_pipeline(model, device, dtype or "fp32", force=force)
     from monoblock.runs.inspect.inputs import encode_input, transformer_of
-    from monoblock.runs.inspect.parts import PARTS, Request, default_parts
+    from monoblock.runs.inspect.part import Request
+    from monoblock.runs.inspect.parts import PARTS, default_parts
 
     if pipe.tokenizer is None and text is None:
         raise ConfigError("this model reads images; give the path of an image as TEXT")
-    request = Request(pipe, encode_input(pipe, text or DEFAULT_TEXT, target), layer, head)
+    request = Request(
+        pipe,
+        encode_input(pipe, text or DEFAULT_TEXT, target),
+        layer,
+        head,
+        lengths=_parse_numbers("--lengths", lengths),
+        batches=_parse_numbers("--batches", batches) or (1,),
+        labelled_data=probe,
+        data_folder=resolve_data_folder(folder),
+        limit=limit,
+    )
     if not names:
         every = default_parts(transformer_of(pipe))
         names = every if is_page or (out is None and layer is None and head is None) else ["attention"]
+    names.sort(key=lambda name: name != "probes")  # first, since a wrong corpus should be refused at once
     parts = {name: PARTS[name](request) for name in names}
     saved = [] if out is None else _save(request, model, parts, out, is_page)
     if as_json:
@@ -96,13 +135,20 @@ def _check_parts(show: tuple[str, ...], layer: str | None, head: int | None, tex
             raise ConfigError(f"there is no part {name!r} to show{did_you_mean(name, PART_NAMES)}; see --help")
     if head is not None and layer is None:
         raise ConfigError("--head needs --layer, as in --layer 3 --head 0")
-    if names and text is None and not set(names) <= WITHOUT_TEXT:
+    if names and text is None and not set(names) <= set(WITHOUT_TEXT):
         raise ConfigError("TEXT is missing; give a text to inspect, such as 'The cat sat on the mat.'")
     if not names and text is None:
         raise ConfigError("TEXT is missing; give a text to inspect, or a part that needs none: --show positions")
     if layer is not None and names and "attention" not in names:
         raise ConfigError("--layer and --head are for --show attention; leave them out")
     return names
+
+
+def _parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
+    words = [] if text is None else text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"{option} {text} is not a list of numbers; write {option} 64,256")
+    return tuple(sorted({int(word) for word in words}))
 
 
 def _check_out(out: Path, is_page: bool) -> None:

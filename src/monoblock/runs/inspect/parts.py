@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,9 @@ from monoblock.plots.masks import draw_masks
 from monoblock.plots.page import AttentionMap, Section, metrics_table
 from monoblock.plots.positions import draw_bias, draw_hands, draw_vectors
 from monoblock.plots.tokens import readable_tokens
-from monoblock.runs.inspect.inputs import InspectedInput, transformer_of
-from monoblock.runs.pipeline import Pipeline
+from monoblock.runs.inspect.inputs import InspectedInput
+from monoblock.runs.inspect.measurements import probes_part, profile_part
+from monoblock.runs.inspect.part import Part, Request
 
 MAX_MASK_LENGTH = 48
 MIN_POSITIONS, MAX_POSITIONS = 64, 256  # that are drawn
@@ -40,27 +41,6 @@ GRID_TITLES = {
     "decoder.attention": "decoder: all heads",
     "decoder.cross": "cross-attention from the target to the source: all heads",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is inspected."""
-
-    pipe: Pipeline
-    input: InspectedInput
-    layer: str | None = None  # a number, or a name such as "decoder.3.cross"
-    head: int | None = None
-
-    @property
-    def model(self) -> Transformer:
-        return transformer_of(self.pipe)
-
-
-@dataclass
-class Part:
-    section: Section
-    data: Any = None  # for JSON
-    maps: list[AttentionMap] = field(default_factory=list)  # for the viewer of an HTML page
 
 
 # -- attention ----------------------------------------------------------------------------------------------------
@@ -330,12 +310,14 @@ PARTS: dict[str, Callable[[Request], Part]] = {
     "masks": masks_part,
     "parameters": parameters_part,
     "coreference": coreference_part,
+    "profile": profile_part,
+    "probes": probes_part,
 }
 
 
 def default_parts(model: Transformer) -> list[str]:
-    """Return the names of the parts that apply to a model; coreference is in English, and has to be asked for."""
-    left_out = {"coreference"}
+    """Return the names of the parts that apply to a model; coreference, profile and probes have to be asked for."""
+    left_out = {"coreference", "profile", "probes"}
     if model.head is None or model.head.config.kind not in VOCABULARY_HEADS:
         left_out.add("lens")
     if model.config.family not in ("decoder-only", "encoder-only"):
