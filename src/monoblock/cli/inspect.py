@@ -167,8 +167,9 @@ def _save(request: Request, model: str, parts: dict[str, Part], out: Path, is_pa
 
     if is_page:
         maps = [one for part in parts.values() for one in part.maps]
-        tokens = request.input.tokens
-        subtitle = f"{request.model.config.family}, {len(tokens)} tokens: {' '.join(tokens)[:300]}"
+        sides = {"source": request.input.source_tokens, "target": request.input.target_tokens}
+        texts = [f"{name}, {len(tokens)} tokens: {' '.join(tokens)[:300]}" for name, tokens in sides.items() if tokens]
+        subtitle = f"{request.model.config.family}; {'; '.join(texts) if len(texts) > 1 else texts[0][8:]}"
         return [save_page(out, f"Inside {model}", subtitle, [part.section for part in parts.values()], maps)]
     figures = [figure for part in parts.values() for figure, _ in part.section.figures]
     if not figures:

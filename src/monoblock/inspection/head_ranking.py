@@ -70,8 +70,9 @@ def choose_heads(groups: Iterable[HeadGroup], count: int) -> dict[str, list[int]
     if removed < count:
         size = len(groups[0].heads)
         most = sum(len(group.heads) for group in groups) - size * len(left)
-        advice = (
-            f"remove at most {most}" if count > most else f"heads are removed in groups of {size}; remove {removed}"
-        )
-        raise InputError(f"{count} heads cannot be removed, because each layer keeps at least one; {advice}")
+        if count > most:
+            raise InputError(
+                f"each layer keeps a head, so that at most {most} can be removed, not {count}; remove fewer"
+            )
+        raise InputError(f"{size} heads share keys and values and are removed together; remove {removed}, not {count}")
     return {layer: sorted(heads) for layer, heads in chosen.items()}

@@ -72,7 +72,7 @@ def draw_head_grid(layers: Mapping[str, Array], title: str, *, mask: Mapping[str
             scaled = _hide(tile / max(float(tile.max()), 1e-9), visible)
             canvas[top : top + tile.shape[0], left : left + tile.shape[1]] = scaled
     ratio = rows / columns
-    figure = create_figure((max(4.5, heads * TILE_INCHES + 1.8), max(2.6, len(tiles) * TILE_INCHES * ratio + 1.4)))
+    figure = create_figure((max(4.5, heads * TILE_INCHES + 1.8), max(3.2, len(tiles) * TILE_INCHES * ratio + 1.4)))
     axis = figure.subplots()
     image = axis.imshow(canvas, cmap=_colors(), vmin=0, vmax=1, aspect="equal", interpolation="nearest")
     figure.colorbar(image, ax=axis, shrink=0.6, pad=0.02, label="weight / largest weight of the head")

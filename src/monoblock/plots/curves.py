@@ -14,7 +14,7 @@ from monoblock.plots.tokens import drawable, shorten
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-MAX_TEXT_LAYERS, MAX_TEXT_TOKENS = 40, 24  # of a logit lens with its tokens written out
+MAX_TEXT_LAYERS, MAX_TEXT_TOKENS = 40, 16  # of a logit lens with its tokens written out
 
 
 def draw_curves(

@@ -74,10 +74,16 @@ def _viewer_data(maps: Sequence[AttentionMap]) -> list[dict[str, Any]]:
             "heads": one.weights.shape[0],
             "queries": list(one.queries),
             "keys": list(one.keys),
-            "weights": base64.b64encode(np.rint(one.weights * 255).astype(np.uint8).tobytes()).decode(),
+            "weights": base64.b64encode(_to_bytes(one.weights)).decode(),
         }
         for one in maps
     ]
+
+
+def _to_bytes(weights: NDArray[np.floating[Any]]) -> bytes:
+    """Return a byte for each weight: 1 to 255 for weights from 0 to 1, and 0 for a key that no head may attend to."""
+    visible = (weights > 0).any(0)
+    return np.where(visible, 1 + np.rint(weights * 254), 0).astype(np.uint8).tobytes()
 
 
 def _section_html(section: Section) -> str:

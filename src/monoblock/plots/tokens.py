@@ -14,29 +14,32 @@ MAX_LABEL = 14  # characters of a token on an axis
 MIN_SPACING = 0.13  # inches between two labels, so that they do not overlap
 MISSING_GLYPH = "▯"
 SPACE, NEWLINE, TAB = "␣", "⏎", "⇥"
+WORD_STARTS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write a space at the start of a token
 
 
 def readable_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token: a space at its start is kept as ␣ if the token is nothing else.
+    """Return the text of each token; ␣ stands for a space, which begins most words.
 
-    A special token is shown by its name, a piece of a word as the tokenizer marks it (##ing), bytes that are no
-    character as <E2 80>.
+    A special token is shown by its name, a piece of a word as the tokenizer marks it (##ing), and bytes that are no
+    character, or one that cannot be seen, as <E2 80>.
     """
     return [_readable(tokenizer, number) for number in ids]
 
 
 def _readable(tokenizer: Tokenizer, number: int) -> str:
-    if number in tokenizer.special_ids or not 0 <= number < tokenizer.vocab_size:
-        return tokenizer.token(number) if number < tokenizer.vocab_size else f"id {number}"
+    if not 0 <= number < tokenizer.vocab_size:  # a model may have more rows than its tokenizer has tokens
+        return f"id {number}"
+    token = tokenizer.token(number)
+    if number in tokenizer.special_ids or token.startswith("##"):
+        return token
     text = tokenizer.decode([number])
-    if "\N{REPLACEMENT CHARACTER}" in text:
-        data = tokenizer.token_bytes(number)
-        return tokenizer.token(number) if data is None else f"<{data.hex(' ').upper()}>"
-    if tokenizer.token(number).startswith("##"):
-        text = tokenizer.token(number)
-    stripped = text.strip(" ")
-    text = stripped or text.replace(" ", SPACE)
-    return text.replace("\n", NEWLINE).replace("\r", NEWLINE).replace("\t", TAB) or tokenizer.token(number)
+    data = tokenizer.token_bytes(number)
+    if "\N{REPLACEMENT CHARACTER}" in text and data is not None:
+        return f"<{data.hex(' ').upper()}>"
+    if token.startswith(WORD_STARTS) and not text.startswith(" "):  # decoding drops the space before the first word
+        text = f" {text}"
+    text = text.replace("\n", NEWLINE).replace("\r", NEWLINE).replace("\t", TAB).replace(" ", SPACE)
+    return text if text and text.isprintable() else f"<{text.encode().hex(' ').upper()}>" if text else token
 
 
 def check_length(count: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from monoblock.data.corpora.load import load_corpus, load_corpus_if_present
+from monoblock.data.corpora.load import infer_corpus_kind, load_corpus
+from monoblock.data.corpora.table import CORPORA
 from monoblock.errors import InputError
 from monoblock.inspection.probing import LabelledText, probe_layers
 from monoblock.inspection.profile import ProfileRow, profile_sweep
@@ -82,8 +83,8 @@ def probes_part(request: Request) -> Part:
     section = Section(
         "Probes by layer",
         f"A linear classifier reads the labels of {unit} in {request.labelled_data} from the residual stream: best "
-        f"after {best.name} ({best.accuracy:.1%}; always the most frequent label: {report.majority:.1%}). It is trained on "
-        f"{report.num_train:,} {unit} and tested on {report.num_test:,}. In the control task every distinct text has a "
+        f"after {best.name} ({best.accuracy:.1%}; always the most frequent label: {report.majority:.1%}). Trained on "
+        f"{report.num_train:,} {unit}, tested on {report.num_test:,}. In the control task every distinct text has a "
         "random label (Hewitt and Liang 2019); selectivity is the accuracy minus that of the control task.",
     )
     section.tables.append(metrics_table(rows))
@@ -105,8 +106,8 @@ def probes_part(request: Request) -> Part:
 def _labelled_texts(request: Request) -> tuple[list[LabelledText], str]:
     """Encode the first rows of a corpus of tagged sentences or labelled texts; return them and what is labelled."""
     name, loaded = str(request.labelled_data), request.pipe.loaded
-    corpus = load_corpus_if_present(name, "valid", folder=request.data_folder)
-    corpus = corpus or load_corpus(name, "train", folder=request.data_folder)
+    kind = None if name in CORPORA else infer_corpus_kind(name, ("tagged", "labelled"), folder=request.data_folder)
+    corpus = load_corpus(name, "train", folder=request.data_folder, kind=kind)
     labels = {label: number for number, label in enumerate(corpus.labels())}
     template, rows = loaded.input_template(request.model.config.context), corpus.rows[: request.limit]
     if corpus.kind == "tagged":
