@@ -114,7 +114,7 @@ def batch_loss(model, ids):
 
 
 def test_importance_by_gradient_is_that_of_a_gate_on_each_head(model):
-    """∂loss/∂gate of a gate that multiplies the output of a head, by a finite difference in fp64 (Michel et al. 2019)."""
+    """∂loss/∂gate of a gate that multiplies the output of a head, by a finite difference in fp64."""
     wide = mb.Transformer(model.config).double().eval()
     wide.load_state_dict(model.state_dict())
     batches = [torch.randint(61, (1, 11)) for _ in range(2)]

@@ -119,5 +119,6 @@ def draw_patch_attention(pixels: Array, heads: Array, title: str, *, first: int)
         grid = row[first:].reshape(side, side)
         axis.imshow(gray, cmap="gray", vmin=0, vmax=1)
         axis.imshow(grid, cmap=WEIGHT_COLORS, alpha=0.65, extent=extent, interpolation="nearest", vmin=0)
-        axis.set_title(f"head {number}: {row[first:].sum():.0%} on patches", fontsize=8)
+        share = f": {row[first:].sum():.0%} on patches" if first else ""
+        axis.set_title(f"head {number}{share}", fontsize=8)
     return figure

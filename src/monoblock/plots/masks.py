@@ -24,7 +24,7 @@ def draw_masks(masks: Sequence[tuple[str, Mask]], length: int) -> Any:
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     positions = arange_positions(length)
     for axis, (title, mask) in zip(axes, masks, strict=True):
-        axis.imshow(mask.dense(positions, positions)[0, 0], cmap="Blues", vmin=0, vmax=1.3)
+        axis.imshow(mask.dense(positions, positions)[0, 0].numpy(), cmap="Blues", vmin=0, vmax=1.3)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel("key: position attended to", fontsize=8)
         axis.tick_params(labelsize=8)

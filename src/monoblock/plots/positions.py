@@ -35,18 +35,18 @@ def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None
     figure.suptitle(title, fontsize=12)
     (heat, first), (mean, bars) = figure.subplots(2, 2)
     limit = float(vectors.abs().flatten().float().quantile(0.99)) or 1.0  # a few large values would hide the others
-    image = heat.imshow(vectors, aspect="auto", cmap=SIGNED_COLORS, vmin=-limit, vmax=limit, interpolation="nearest")
+    image = heat.imshow(vectors.numpy(), aspect="auto", cmap=SIGNED_COLORS, vmin=-limit, vmax=limit, interpolation="nearest")
     figure.colorbar(image, ax=heat, label="value", extend="both")
     heat.set(title="the vector of each position", xlabel="dimension", ylabel="position")
     similarity = _similarities(vectors)
-    first.plot(similarity[0], color=COLORS[0])
+    first.plot(similarity[0].numpy(), color=COLORS[0])
     first.set(title="similarity to position 0", xlabel="distance", ylabel="cosine")
-    offsets, means, deviations = mean_by_offset(similarity)
+    offsets, means, deviations = (values.numpy() for values in mean_by_offset(similarity))
     mean.plot(offsets, means, color=COLORS[0], label="mean over all pairs")
     mean.fill_between(offsets, means - deviations, means + deviations, color=COLORS[5], alpha=0.4, label="± deviation")
     mean.set(title="mean similarity by offset", xlabel="key position − query position", ylabel="cosine")
     mean.legend(fontsize=8)
-    values = vectors[position][:MAX_BARS]
+    values = vectors[position][:MAX_BARS].numpy()
     bars.bar(range(len(values)), values, color=COLORS[0], width=0.9)
     shown = "" if vectors.shape[1] <= MAX_BARS else f" (the first {MAX_BARS} of {vectors.shape[1]})"
     bars.set(title=f"the vector of position {position}", xlabel=f"dimension{shown}", ylabel="value")
@@ -108,7 +108,7 @@ def draw_bias(bias: Tensor, offsets: Sequence[int], title: str) -> Any:
     axis = figure.subplots()
     heads = torch.linspace(0, len(bias) - 1, min(7, len(bias))).round().long().tolist()
     for number, head in enumerate(heads):
-        axis.plot(offsets, bias[head], label=f"head {head}", color=COLORS[number], linestyle=STYLES[number])
+        axis.plot(offsets, bias[head].numpy(), label=f"head {head}", color=COLORS[number], linestyle=STYLES[number])
     axis.set(xlabel="key position − query position", ylabel="added to the score")
     shown = "" if len(heads) == len(bias) else f" ({len(heads)} of {len(bias)} heads)"
     axis.set_title(f"{title}{shown}", fontsize=11)

@@ -246,7 +246,8 @@ def masks_part(request: Request) -> Part:
                 if len(layers) == stack.depth
                 else f"layers {', '.join(layers[:4])}" + " …" * (len(layers) > 4)
             )
-            masks.append((f"{name}, {shown}:\n{mask}", mask))
+            text = str(mask).replace(" & same_document", "").replace("same_document", "everything")
+            masks.append((f"{name}, {shown}:\n{text}", mask))
     length = max(8, min(MAX_MASK_LENGTH, len(request.input.tokens)))
     section = Section("Masks", "Which tokens a token may attend to, from the configuration of the model.")
     section.figures.append((draw_masks(masks, length), "attention masks"))
