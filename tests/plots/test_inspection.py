@@ -67,7 +67,7 @@ def test_a_grid_has_a_map_for_every_head_and_long_texts_are_reduced():
 
 def test_masked_cells_are_grey():
     weights = np.tril(np.ones((3, 3))) / 3
-    figure = draw_attention(weights, tokens(3), tokens(3), "causal", mask=np.tril(np.ones((3, 3))))
+    figure = draw_attention(weights, tokens(3), tokens(3), "causal", mask=np.tril(np.ones((3, 3), bool)))
     (image,) = figure.axes[0].images
     rgba = image.to_rgba(image.get_array())
     assert rgba[0, 2, :3] == pytest.approx([0xD8 / 255] * 3, abs=0.01)

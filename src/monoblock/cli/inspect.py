@@ -116,7 +116,7 @@ def command(
         names = every if is_page or (out is None and layer is None and head is None) else ["attention"]
     names.sort(key=lambda name: name != "probes")  # first, since a wrong corpus should be refused at once
     parts = {name: PARTS[name](request) for name in names}
-    saved = [] if out is None else _save(request, model, parts, out, is_page)
+    saved = [] if out is None else _save(request, model, parts, out, is_page, has_text=text is not None)
     if as_json:
         print_json({"model": model, "tokens": request.input.tokens} | {name: part.data for name, part in parts.items()})
     else:
@@ -160,22 +160,29 @@ def _check_out(out: Path, is_page: bool) -> None:
         check_plot_path(out.with_suffix(".png"))  # the pictures inside the page
 
 
-def _save(request: Request, model: str, parts: dict[str, Part], out: Path, is_page: bool) -> list[Path]:
+def _save(
+    request: Request, model: str, parts: dict[str, Part], out: Path, is_page: bool, *, has_text: bool
+) -> list[Path]:
     """Write an HTML page, or the figures of the parts; the second figure and those after it are numbered."""
     from monoblock.plots.figure import save_figure
     from monoblock.plots.page import save_page
 
     if is_page:
         maps = [one for part in parts.values() for one in part.maps]
-        sides = {"source": request.input.source_tokens, "target": request.input.target_tokens}
-        texts = [f"{name}, {len(tokens)} tokens: {' '.join(tokens)[:300]}" for name, tokens in sides.items() if tokens]
-        subtitle = f"{request.model.config.family}; {'; '.join(texts) if len(texts) > 1 else texts[0][8:]}"
+        subtitle = _describe_input(request) if has_text else request.model.config.family
         return [save_page(out, f"Inside {model}", subtitle, [part.section for part in parts.values()], maps)]
     figures = [figure for part in parts.values() for figure, _ in part.section.figures]
     if not figures:
         raise FileError(f"{', '.join(parts)} has a table, but no picture; write an .html file, or leave --out out")
     paths = [out, *(out.with_stem(f"{out.stem}-{number}") for number in range(2, len(figures) + 1))]
     return [save_figure(figure, path) for figure, path in zip(figures, paths, strict=True)]
+
+
+def _describe_input(request: Request) -> str:
+    sides = {"source": request.input.source_tokens, "target": request.input.target_tokens}
+    texts = {name: f"{len(tokens)} tokens: {' '.join(tokens)[:300]}" for name, tokens in sides.items() if tokens}
+    described = "; ".join(f"{name}, {text}" for name, text in texts.items()) if len(texts) > 1 else texts["source"]
+    return f"{request.model.config.family}; {described}"
 
 
 def _print_report(parts: dict[str, Part]) -> None:

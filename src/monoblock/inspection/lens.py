@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class LayerPrediction(NamedTuple):
 
 
 @torch.no_grad()
-def logit_lens(model: Transformer, *inputs: Tensor, top: int = 5, **options: Tensor | None) -> list[LayerPrediction]:
+def logit_lens(model: Transformer, *inputs: Tensor, top: int = 5, **options: Any) -> list[LayerPrediction]:
     """Apply the last norm and the head of a model to the residual stream before and after every block.
 
     The inputs are those of the model, with a batch of one. The last entry is the prediction of the model itself.

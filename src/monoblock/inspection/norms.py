@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.inspection.trace import Trace, trace
+from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 
 
@@ -24,13 +26,13 @@ class StackNorms:
 
 
 @torch.no_grad()
-def residual_norms(model: Transformer, *inputs: Tensor, **options: Tensor | None) -> list[StackNorms]:
+def residual_norms(model: Transformer, *inputs: Tensor, **options: Any) -> list[StackNorms]:
     """Measure the norm of the residual stream of each stack, and of the outputs of its sublayers."""
     seen = trace(model, *inputs, names=["*.input", "*.output"], **options)
     return [_stack_norms(seen, name, len(stack.blocks)) for name, stack in _stacks(model)]
 
 
-def gradient_norms(model: Transformer, *inputs: Tensor, **options: Tensor | None) -> list[StackNorms]:
+def gradient_norms(model: Transformer, *inputs: Tensor, **options: Any) -> list[StackNorms]:
     """Measure the same, and the norm of the gradient of `text_loss` by depth.  The model stays as it was."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     seen = trace(model, *inputs, names=["*.input", "*.output"], gradients=True, **options)
@@ -69,8 +71,9 @@ def text_loss(model: Transformer, logits: Tensor, inputs: tuple[Tensor, ...]) ->
     return F.cross_entropy(logits.flatten(0, -2), logits.argmax(-1).flatten())
 
 
-def _stacks(model: Transformer) -> list[tuple[str, torch.nn.Module]]:
-    return [(name, model.get_submodule(name)) for name in ("encoder", "decoder") if getattr(model, name) is not None]
+def _stacks(model: Transformer) -> list[tuple[str, Stack]]:
+    stacks = {"encoder": model.encoder, "decoder": model.decoder}
+    return [(name, stack) for name, stack in stacks.items() if stack is not None]
 
 
 def _stack_norms(seen: Trace, stack: str, depth: int) -> StackNorms:

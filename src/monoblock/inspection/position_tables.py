@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from monoblock.config.model import Alibi, Buckets, Learned, Rotary, Sinusoid
 from monoblock.nn.embedding import Embedding, PatchEmbedding
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_frequencies, sinusoid
+from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 
 
@@ -58,8 +59,8 @@ def _input_table(model: Transformer, length: int) -> PositionTable | None:
 
 
 def _attention_table(model: Transformer, stack: str, layer: int, length: int) -> PositionTable | None:
-    module = model.get_submodule(stack)
-    block = module.blocks[layer]  # type: ignore[index]
+    module = cast(Stack, model.get_submodule(stack))
+    block = module.blocks[layer]
     attention = block.config.attention
     config, size = attention.positions, attention.key_size(model.config.width)
     positions = torch.arange(length)
@@ -77,7 +78,8 @@ def _attention_table(model: Transformer, stack: str, layer: int, length: int) ->
         title = f"ALiBi bias of the {stack}"
     elif isinstance(config, Buckets):
         table = module.position_bias if config.shared else block.attention.position_bias
-        weight = table.weight.float().cpu()  # type: ignore[union-attr]
+        assert table is not None
+        weight = table.weight.float().cpu()
         bias = bucket_bias(config, weight, query, keys, bidirectional=not is_causal)[0, :, 0]
         title = f"learned bias by distance of the {stack}" + ("" if config.shared else f", layer {layer}")
     else:

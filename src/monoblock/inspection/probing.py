@@ -116,10 +116,10 @@ def _fit(inputs: dict[str, Tensor], labels: dict[str, Tensor], classes: int) -> 
         with torch.enable_grad():
             logits = F.linear(inputs["train"], weight, bias)
             loss = F.cross_entropy(logits, labels["train"]) + WEIGHT_DECAY * weight.square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)
     with torch.no_grad():
         predictions = F.linear(inputs["test"], weight, bias).argmax(-1)
     return float((predictions == labels["test"]).double().mean())

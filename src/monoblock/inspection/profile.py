@@ -199,7 +199,7 @@ def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...], backward: bool
             value = output.float().mean()
             clock.wait()
             middle_of_both = clock.read()
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             while reverse.active:
                 reverse.close()
             end = clock.read()

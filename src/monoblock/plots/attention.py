@@ -16,10 +16,11 @@ MASKED = "#d8d8d8"
 CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 16.0  # of the map of one head
 TILE_INCHES, MAX_TILE_PIXELS = 0.95, 96  # of a head in the grid
 Array = NDArray[np.floating[Any]]
+MaskArray = NDArray[np.bool_]
 
 
 def draw_attention(
-    weights: Array, queries: Sequence[str], keys: Sequence[str], title: str, *, mask: Array | None = None
+    weights: Array, queries: Sequence[str], keys: Sequence[str], title: str, *, mask: MaskArray | None = None
 ) -> Any:
     """Draw the weights (T, S) of one head: a row is a query, a column a key; cells where `mask` is False are grey."""
     check_length(max(len(queries), len(keys)))
@@ -48,12 +49,12 @@ def _colors() -> Any:
     return colormaps[WEIGHT_COLORS].with_extremes(under=MASKED, bad="white")
 
 
-def _hide(weights: Array, mask: Array | None) -> Array:
+def _hide(weights: Array, mask: MaskArray | None) -> Array:
     """Return the weights with -1 where the mask is False."""
     return weights if mask is None else np.where(mask, weights, -1.0)
 
 
-def draw_head_grid(layers: Mapping[str, Array], title: str, *, mask: Mapping[str, Array] | None = None) -> Any:
+def draw_head_grid(layers: Mapping[str, Array], title: str, *, mask: Mapping[str, MaskArray] | None = None) -> Any:
     """Draw all heads: a row for each layer, a column for each head.
 
     layers: weights (H, T, S) by the name of the layer.  Each head is drawn on its own scale from 0 to its largest

@@ -35,7 +35,7 @@ def draw_vectors(vectors: Tensor, title: str, *, bar_position: int | None = None
     figure.suptitle(title, fontsize=12)
     (heat, first), (mean, bars) = figure.subplots(2, 2)
     limit = float(vectors.abs().flatten().float().quantile(0.99)) or 1.0  # a few large values would hide the others
-    image = heat.imshow(vectors.numpy(), aspect="auto", cmap=SIGNED_COLORS, vmin=-limit, vmax=limit, interpolation="nearest")
+    image = heat.imshow(vectors.numpy(), aspect="auto", cmap=SIGNED_COLORS, vmin=-limit, vmax=limit)
     figure.colorbar(image, ax=heat, label="value", extend="both")
     heat.set(title="the vector of each position", xlabel="dimension", ylabel="position")
     similarity = _similarities(vectors)

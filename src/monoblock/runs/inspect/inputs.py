@@ -24,7 +24,7 @@ class InspectedInput:
     """The arguments of the model for one input, and the names of its tokens."""
 
     arguments: tuple[Tensor, ...]
-    options: dict[str, Tensor] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     source_tokens: list[str] = field(default_factory=list)  # of a model of one stack: its tokens
     target_tokens: list[str] = field(default_factory=list)  # of an encoder-decoder
     pixels: Any = None  # (channels, height, width), from 0 to 1
@@ -96,6 +96,6 @@ def _encode_pair(pipe: Pipeline, model: Transformer, text: str, target: str | No
         target_ids = pipe.tokenizer.encode(target)
         check_length(len(target_ids))
     ids = [*prompt.ids, *target_ids]
-    names = [readable_tokens(pipe.tokenizer, list(part)) for part in (prompt.source, ids)]
+    source_tokens, target_tokens = (readable_tokens(pipe.tokenizer, list(part)) for part in (prompt.source, ids))
     arguments = tuple(torch.tensor([list(part)], device=model.device) for part in (prompt.source, ids))
-    return InspectedInput(arguments, {}, *names)
+    return InspectedInput(arguments, {}, source_tokens, target_tokens)

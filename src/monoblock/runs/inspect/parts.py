@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def attention_part(request: Request) -> Part:
         if not 0 <= request.head < len(heads):
             raise InputError(f"{name} has heads 0 to {len(heads) - 1}, but head {request.head} was given")
         title = f"{name}, head {request.head}"
-        mask = (heads > 0).any(0)
+        mask: Any = (heads > 0).any(0)
         section.figures.append((draw_attention(heads[request.head], queries, keys, title, mask=mask), title))
         data = {"layer": name, "head": request.head, "queries": queries, "keys": keys}
         return Part(section, data | {"weights": heads[request.head].round(6).tolist()}, maps)
@@ -147,7 +148,7 @@ def scores_part(request: Request) -> Part:
     rows = [one.to_json() for one in repeated_token_scores(request.model)]
     for row in rows:
         del row["positional"], row["rare"]
-    best = {name: max(rows, key=lambda row, name=name: row[name]) for name in ("induction", "duplicate", "previous")}
+    best = {name: max(rows, key=itemgetter(name)) for name in ("induction", "duplicate", "previous")}
     described = "; ".join(f"{name}: {row['layer']} head {row['head']} ({row[name]:.0%})" for name, row in best.items())
     section = Section(
         "Induction, duplicate-token and previous-token heads",
@@ -286,9 +287,9 @@ def coreference_part(request: Request) -> Part:
         name = f"{result.layer}.weights"
         seen = trace(request.model, torch.tensor([ids], device=request.model.device), names=name)
         tokens = readable_tokens(pipe.tokenizer, ids)
-        title = f"{best}: “{row.sentence}”"
+        title = f"{result.layer}, head {result.head}"
         weights = seen[name][0, result.head].float().cpu().numpy()
-        section.figures.append((draw_attention(weights, tokens, tokens, title), title))
+        section.figures.append((draw_attention(weights, tokens, tokens, title), f"{title}: {row.sentence}"))
     data = {
         "layer": result.layer,
         "head": result.head,
