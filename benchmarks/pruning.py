@@ -17,7 +17,7 @@ import torch
 
 import monoblock as mb
 from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
-from monoblock.runs.prune import prune_model
+from monoblock.runs.inspect.prune import prune_model
 
 
 def measure(arguments: argparse.Namespace, keep: float, method: str) -> list[object]:

@@ -16,7 +16,7 @@ from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from monoblock.runs.prune import PruningResult
+    from monoblock.runs.inspect.prune import PruningResult
 
 SHOWN_LAYERS = 24
 
@@ -69,7 +69,7 @@ def command(
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"the folder {out} is not empty; give another folder with --out")
     from monoblock.interop.hub import resolve_model_path
-    from monoblock.runs.prune import prune_model
+    from monoblock.runs.inspect.prune import prune_model
 
     path = resolve_model_path(model)
     with ProgressBar("passes", batches if method == "gradient" else None) as progress:

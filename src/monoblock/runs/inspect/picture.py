@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from monoblock.plots.figure import check_plot_path, save_figure
+from monoblock.runs.inspect.attention import attention_part
 from monoblock.runs.inspect.inputs import encode_input
 from monoblock.runs.inspect.part import Request
-from monoblock.runs.inspect.parts import attention_part
 from monoblock.runs.load import load
 
 
