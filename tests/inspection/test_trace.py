@@ -1,10 +1,12 @@
 """Traces record and edit activations of the real forward pass, in monoblock and in transformers models."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from support import random_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoblock as mb
 from monoblock.config.presets import PRESETS
@@ -173,6 +175,38 @@ def test_a_compiled_model_is_refused(model):
     in_place.decoder.get_submodule("1").compile(backend="eager")
     with pytest.raises(mb.InputError, match=r"decoder.1 was compiled by .compile\(\)"):
         mb.trace(in_place, IDS)
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Count the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_model_that_is_traced_elsewhere_or_not_at_all_runs_the_same_operators(model):
+    """An unused trace costs nothing: not before, not after, and a trace of one layer nothing in the others."""
+
+    def count(run):
+        with torch.no_grad(), OperatorCounter() as counter:
+            run()
+        return counter.counts - Counter({"aten.detach.default": 99})
+
+    before = count(lambda: model(IDS))
+    one_activation = count(lambda: mb.trace(model, IDS, names="decoder.0.input"))
+    one_layer = count(lambda: mb.trace(model, IDS, names="decoder.0.attention.weights"))
+    all_layers = count(lambda: mb.trace(model, IDS, names="*.weights"))
+    assert one_activation == before == count(lambda: model(IDS))
+    assert (
+        {name: 3 * extra for name, extra in (one_layer - before).items() if "softmax" in name}
+        == {name: extra for name, extra in (all_layers - before).items() if "softmax" in name}
+        != {}
+    )
 
 
 def test_a_trace_leaves_nothing_behind(model):

@@ -33,7 +33,7 @@ HTML_SUFFIXES = (".html", ".htm")
     "heads        entropy, distance and shares of every head: local or global\n"
     "lens         what the model would predict after each layer\n"
     "norms        of the residual stream and of the gradient, by depth\n"
-    "scores       induction, duplicate-token and previous-token heads\n"
+    "scores       induction, duplicate-, previous-, positional and rare-token heads\n"
     "positions    the position encoding: vectors, hands, similarity by distance\n"
     "masks        which tokens a token may attend to\n"
     "parameters   by component\n"
@@ -105,6 +105,7 @@ def command(
         encode_input(pipe, text or DEFAULT_TEXT, target),
         layer,
         head,
+        has_text=text is not None,
         lengths=_parse_numbers("--lengths", lengths),
         batches=_parse_numbers("--batches", batches) or (1,),
         labelled_data=probe,
@@ -116,15 +117,16 @@ def command(
         names = every if is_page or (out is None and layer is None and head is None) else ["attention"]
     names.sort(key=lambda name: name != "probes")  # first, since a wrong corpus should be refused at once
     parts = {name: PARTS[name](request) for name in names}
-    saved = [] if out is None else _save(request, model, parts, out, is_page, has_text=text is not None)
+    saved = [] if out is None else _save(request, model, parts, out, is_page)
     if as_json:
         print_json({"model": model, "tokens": request.input.tokens} | {name: part.data for name, part in parts.items()})
     else:
         _print_report(parts)
         for path in saved:
             click.echo(f"Saved {path}")
+    quoted = shlex.quote(model)
     suggest_next(
-        f"prune {shlex.quote(model)} DATA --keep 0.5 --out DIR" if is_page else f"inspect {shlex.quote(model)}"
+        f"prune {quoted} DATA --keep 0.5 --out DIR" if is_page else f"inspect {quoted} TEXT --out inspect.html"
     )
 
 
@@ -160,16 +162,14 @@ def _check_out(out: Path, is_page: bool) -> None:
         check_plot_path(out.with_suffix(".png"))  # the pictures inside the page
 
 
-def _save(
-    request: Request, model: str, parts: dict[str, Part], out: Path, is_page: bool, *, has_text: bool
-) -> list[Path]:
+def _save(request: Request, model: str, parts: dict[str, Part], out: Path, is_page: bool) -> list[Path]:
     """Write an HTML page, or the figures of the parts; the second figure and those after it are numbered."""
     from monoblock.plots.figure import save_figure
     from monoblock.plots.page import save_page
 
     if is_page:
         maps = [one for part in parts.values() for one in part.maps]
-        subtitle = _describe_input(request) if has_text else request.model.config.family
+        subtitle = _describe_input(request) if request.has_text else request.model.config.family
         return [save_page(out, f"Inside {model}", subtitle, [part.section for part in parts.values()], maps)]
     figures = [figure for part in parts.values() for figure, _ in part.section.figures]
     if not figures:

@@ -9,7 +9,7 @@ import torch
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.coreference import find_coreference_head
-from monoblock.inspection.head_scores import repeated_token_scores
+from monoblock.inspection.head_scores import repeated_token_scores, text_scores
 from monoblock.inspection.head_statistics import head_statistics
 from monoblock.inspection.trace import trace
 from monoblock.plots.attention import draw_attention, draw_head_grid, draw_patch_attention
@@ -123,18 +123,26 @@ def _special_tokens(request: Request) -> torch.Tensor | None:
 
 
 def scores_part(request: Request) -> Part:
-    """Score heads on repeated random tokens: induction, duplicate-token and previous-token heads."""
+    """Score heads on repeated random tokens, and on the text: what each head attends to."""
     rows = [one.to_json() for one in repeated_token_scores(request.model)]
-    for row in rows:
-        del row["positional"], row["rare"]
-    best = {name: max(rows, key=itemgetter(name)) for name in ("induction", "duplicate", "previous")}
-    described = "; ".join(f"{name}: {row['layer']} head {row['head']} ({row[name]:.0%})" for name, row in best.items())
-    section = Section(
-        "Induction, duplicate-token and previous-token heads",
-        "Measured on random tokens that are repeated once: the mean weight on the token after the former occurrence "
-        "(induction), on the former occurrence (duplicate) and on the token before (previous) (Olsson et al. 2022). "
-        f"Highest: {described}.",
+    ids = request.input.arguments[0][0].tolist()
+    names = ["induction", "duplicate", "previous"]
+    about = (
+        "On random tokens that are repeated once: the mean weight on the token after the former occurrence "
+        "(induction), on the former occurrence (duplicate) and on the token before (previous) (Olsson et al. 2022)."
     )
+    if request.has_text and len(ids) > 2:
+        names += ["positional", "rare"]
+        about += (
+            " On this text: the share of tokens whose largest weight is on one neighbour, always the same one "
+            "(positional), or on the rarest token that they see (rare) (Voita et al. 2019)."
+        )
+        on_text = text_scores(request.model, [ids], special_ids=request.pipe.tokenizer.special_ids)
+        rows = [row | {"positional": one.positional, "rare": one.rare} for row, one in zip(rows, on_text, strict=True)]
+    rows = [{name: row[name] for name in ("layer", "head", *names)} for row in rows]
+    best = {name: max(rows, key=itemgetter(name)) for name in names}
+    described = "; ".join(f"{name}: {row['layer']} head {row['head']} ({row[name]:.0%})" for name, row in best.items())
+    section = Section("What heads look for", f"{about} Highest: {described}.")
     section.tables.append(metrics_table(rows))
     return Part(section, rows)
 

@@ -20,6 +20,7 @@ class Request:
     input: InspectedInput
     layer: str | None = None  # a number, or a name such as "decoder.3.cross"
     head: int | None = None
+    has_text: bool = True  # else the input is an example, and only parts that need no text are asked for
     lengths: tuple[int, ...] = ()  # of the profile; () chooses them
     batches: tuple[int, ...] = (1,)
     labelled_data: str | None = None  # the corpus of the probes
