@@ -47,6 +47,8 @@ class Section:
 def save_page(path: Path, title: str, subtitle: str, sections: Sequence[Section], maps: Sequence[AttentionMap]) -> Path:
     """Write the sections, with a viewer of the attention maps above them, to one HTML file."""
     viewer = _viewer_data(maps)
+    if maps and not viewer:
+        subtitle += " — The text is too long to view single heads on this page; draw one with --layer and --head."
     template = files("monoblock.plots").joinpath(TEMPLATE).read_text(encoding="utf-8")
     navigation = "".join(f'<a href="#{_anchor(one.title)}">{html.escape(one.title)}</a>' for one in sections)
     values = {
