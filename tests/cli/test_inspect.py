@@ -128,6 +128,14 @@ def test_errors_are_one_line(folders, run_verb, monkeypatch, tmp_path, arguments
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_that_take_too_much_memory_are_refused(folders, run_verb, monkeypatch, tmp_path):
+    monkeypatch.setattr("monoblock.runs.inspect.attention.MAX_WEIGHT_BYTES", 50)
+    code, _, err = run_verb(["inspect", folders / "decoder", "And the sons", "--out", tmp_path / "a.png"])
+    assert code == 1
+    assert "the attention weights of 2 layers on" in err
+    assert "--show attention --layer 1" in err
+
+
 # -- prune ----------------------------------------------------------------------------------------------------------
 
 
@@ -195,3 +203,11 @@ def test_wrong_requests_are_refused(folders, run_verb, tmp_path, options, messag
 def test_help_shows_the_parts(capsys):
     assert run(["inspect", "--help"]) == 0
     assert "coreference  the head that resolves pronouns best" in capsys.readouterr().out
+
+
+def test_the_demo_ends_with_a_picture_of_the_attention(folders):
+    from monoblock.cli.demo import _draw_attention
+
+    path = _draw_attention(folders / "decoder")
+    assert path == str(folders / "decoder" / "attention.png")
+    assert (folders / "decoder" / "attention.png").stat().st_size > 1000

@@ -27,7 +27,8 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 
 @click.command(
     name="demo",
-    help="Train a small GPT on the King James Bible, print a text that it generates, and count its parameters. With "
+    help="Train a small GPT on the King James Bible, print a text that it generates, count its parameters, and draw "
+    "its attention. With "
     "--families, build a toy model of every architecture instead; with --picture, only draw their attention masks.",
 )
 @click.option(

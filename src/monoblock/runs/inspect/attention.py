@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -11,7 +12,8 @@ from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.coreference import find_coreference_head
 from monoblock.inspection.head_scores import repeated_token_scores, text_scores
 from monoblock.inspection.head_statistics import head_statistics
-from monoblock.inspection.trace import trace
+from monoblock.inspection.pruning import attention_layers
+from monoblock.inspection.trace import Trace, trace
 from monoblock.plots.attention import draw_attention, draw_head_grid, draw_patch_attention
 from monoblock.plots.curves import draw_head_statistics
 from monoblock.plots.page import AttentionMap, Section, metrics_table
@@ -19,6 +21,7 @@ from monoblock.plots.tokens import readable_tokens
 from monoblock.runs.inspect.inputs import InspectedInput
 from monoblock.runs.inspect.part import Part, Request
 
+MAX_WEIGHT_BYTES = 3 * 10**9
 GRID_TITLES = {
     "encoder.attention": "encoder: all heads",
     "decoder.attention": "decoder: all heads",
@@ -28,9 +31,10 @@ GRID_TITLES = {
 
 def attention_part(request: Request) -> Part:
     """Draw the attention of all heads, of one layer, or of one head."""
-    seen = trace(request.model, *request.input.arguments, names="*.weights", **request.input.options)
+    layers = list(attention_layers(request.model.config))
+    chosen = None if request.layer is None else _find_layer(request.layer, layers)
+    seen = _trace_weights(request, layers if chosen is None else [chosen])
     weights = {name.removesuffix(".weights"): value[0].float().cpu().numpy() for name, value in seen.items()}
-    chosen = None if request.layer is None else _find_layer(request.layer, list(weights))
     maps = [AttentionMap(name, one, *_token_names(name, request.input)) for name, one in weights.items()]
     section = Section(
         "Attention of every head",
@@ -38,29 +42,34 @@ def attention_part(request: Request) -> Part:
         "Each head is drawn from 0 to its own largest weight.",
     )
     if request.head is not None:
-        name = chosen or _only_layer(list(weights))
-        queries, keys = _token_names(name, request.input)
-        heads = weights[name]
-        if not 0 <= request.head < len(heads):
-            raise InputError(f"{name} has heads 0 to {len(heads) - 1}, but head {request.head} was given")
-        title = f"{name}, head {request.head}"
-        mask: Any = (heads > 0).any(0)
-        section.figures.append((draw_attention(heads[request.head], queries, keys, title, mask=mask), title))
-        data = {"layer": name, "head": request.head, "queries": queries, "keys": keys}
-        return Part(section, data | {"weights": heads[request.head].round(6).tolist()}, maps)
+        return _one_head(request, section, chosen, weights, maps)
     if request.input.pixels is not None:
         section.figures.append(_patch_figure(request, weights, chosen))
     groups: dict[str, dict[str, Any]] = {}
     for name, one in weights.items():
         stack, number, kind = name.split(".")
-        if chosen in (None, name):
-            groups.setdefault(f"{stack}.{kind}", {})[f"layer {number}"] = one
-    for group, layers in groups.items():
-        masks = {name: (one > 0).any(0) for name, one in layers.items()}
+        groups.setdefault(f"{stack}.{kind}", {})[f"layer {number}"] = one
+    for group, grid in groups.items():
+        masks = {name: (one > 0).any(0) for name, one in grid.items()}
         title = GRID_TITLES[group] if chosen is None else chosen
-        section.figures.append((draw_head_grid(layers, title, mask=masks), title))
+        section.figures.append((draw_head_grid(grid, title, mask=masks), title))
     shapes = {name: list(one.shape) for name, one in weights.items()}
     return Part(section, {"shapes": shapes, "queries": request.input.tokens, "keys": request.input.source_tokens}, maps)
+
+
+def _one_head(
+    request: Request, section: Section, layer: str | None, weights: dict[str, Any], maps: list[AttentionMap]
+) -> Part:
+    if layer is None:
+        raise InputError(f"--head needs --layer; write a number, or a name such as {list(weights)[-1]}")
+    heads, number = weights[layer], request.head
+    if number is None or not 0 <= number < len(heads):
+        raise InputError(f"{layer} has heads 0 to {len(heads) - 1}, but head {number} was given")
+    queries, keys = _token_names(layer, request.input)
+    title = f"{layer}, head {number}"
+    section.figures.append((draw_attention(heads[number], queries, keys, title, mask=(heads > 0).any(0)), title))
+    data = {"layer": layer, "head": number, "queries": queries, "keys": keys}
+    return Part(section, data | {"weights": heads[number].round(6).tolist()}, maps)
 
 
 def _token_names(layer: str, inspected: InspectedInput) -> tuple[list[str], list[str]]:
@@ -82,8 +91,18 @@ def _find_layer(layer: str, names: list[str]) -> str:
     )
 
 
-def _only_layer(names: list[str]) -> str:
-    raise InputError(f"--head needs --layer; write a number, or a name such as {names[-1]}")
+def _trace_weights(request: Request, layers: Sequence[str]) -> Trace:
+    """Trace the weights of attention layers; raise InputError if they take too much memory."""
+    configs = attention_layers(request.model.config)
+    sizes = [[len(tokens) for tokens in _token_names(layer, request.input)] for layer in layers]
+    count = sum(4 * configs[layer].heads * T * S for layer, (T, S) in zip(layers, sizes, strict=True))
+    if count > MAX_WEIGHT_BYTES:
+        raise InputError(
+            f"the attention weights of {len(layers)} layers on {len(request.input.tokens):,} tokens take "
+            f"{count / 1e9:.1f} GB; give a shorter text, or draw one layer: --show attention --layer {len(layers) - 1}"
+        )
+    names = [f"{layer}.weights" for layer in layers]
+    return trace(request.model, *request.input.arguments, names=names, **request.input.options)
 
 
 def _patch_figure(request: Request, weights: dict[str, Any], chosen: str | None) -> tuple[Any, str]:
@@ -99,8 +118,8 @@ def _patch_figure(request: Request, weights: dict[str, Any], chosen: str | None)
 def heads_part(request: Request) -> Part:
     """Say which heads are local and which global (Clark et al. 2019)."""
     stack = "decoder" if request.model.decoder is not None else "encoder"
-    names = f"{stack}.*.attention.weights"
-    seen = trace(request.model, *request.input.arguments, names=names, **request.input.options)
+    names = [name for name in attention_layers(request.model.config) if name.startswith(stack)]
+    seen = _trace_weights(request, [name for name in names if name.endswith(".attention")])
     rows = [one.to_json() for one in head_statistics(seen, special=_special_tokens(request))]
     local = sum(row["scope"] == "local" for row in rows)
     section = Section(
