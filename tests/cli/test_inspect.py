@@ -113,6 +113,7 @@ def test_profile_and_probes(folders, run_verb):
         (["decoder", " "], "the text to inspect is empty"),
         (["decoder", "--show", "coreference"], "coreference is measured in an encoder"),
         (["decoder", "--show", "profile", "--lengths", "a"], "is not a list of numbers"),
+        (["decoder", "a", "--lengths", "8"], "--lengths and --batches are for --show profile"),
         (["decoder", "--show", "probes"], "probes need labelled data"),
         (["both", "a", "--layer", "0", "--head", "0"], "there are 3 layers 0; write one of"),
         (["decoder", "king " * 2100], "a picture of"),
@@ -202,7 +203,7 @@ def test_wrong_requests_are_refused(folders, run_verb, tmp_path, options, messag
 
 def test_help_shows_the_parts(capsys):
     assert run(["inspect", "--help"]) == 0
-    assert "coreference  the head that resolves pronouns best" in capsys.readouterr().out
+    assert "coreference:  the head that resolves pronouns best" in capsys.readouterr().out
 
 
 def test_the_demo_ends_with_a_picture_of_the_attention(folders):

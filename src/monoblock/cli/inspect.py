@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
-from monoblock.cli._shared.model_options import device_option, dtype_option, force_option, load_pipeline
+from monoblock.cli._shared.model_options import device_option, force_option, load_pipeline
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError, did_you_mean
 
@@ -29,17 +29,17 @@ HTML_SUFFIXES = (".html", ".htm")
     "gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG or SVG file has the "
     "pictures of one part. For a vision model, TEXT is the path of an image.\n\n"
     "\b\n"
-    "attention    the weights of every head, or of one: --layer 3 --head 0\n"
-    "heads        entropy, distance and shares of every head: local or global\n"
-    "lens         what the model would predict after each layer\n"
-    "norms        of the residual stream and of the gradient, by depth\n"
-    "scores       induction, duplicate-, previous-, positional and rare-token heads\n"
-    "positions    the position encoding: vectors, hands, similarity by distance\n"
-    "masks        which tokens a token may attend to\n"
-    "parameters   by component\n"
-    "coreference  the head that resolves pronouns best, in English (encoders)\n"
-    "profile      time of forward and backward passes: --lengths, --batches\n"
-    "probes       what a linear classifier reads from each layer: --probe DATA",
+    "attention:    the weights of every head, or of one: --layer 3 --head 0\n"
+    "heads:        entropy, distance and shares of every head: local or global\n"
+    "lens:         what the model would predict after each layer\n"
+    "norms:        of the residual stream and of the gradient, by depth\n"
+    "scores:       induction, duplicate-, previous-, positional and rare-token heads\n"
+    "positions:    the position encoding: vectors, hands, similarity by distance\n"
+    "masks:        which tokens a token may attend to\n"
+    "parameters:   by component\n"
+    "coreference:  the head that resolves pronouns best, in English (encoders)\n"
+    "profile:      time of forward and backward passes: --lengths, --batches\n"
+    "probes:       what a linear classifier reads from each layer: --probe DATA",
 )
 @click.argument("model")
 @click.argument("text", required=False)
@@ -48,8 +48,8 @@ HTML_SUFFIXES = (".html", ".htm")
     "--show",
     multiple=True,
     metavar="PART",
-    help="Show this part only; may be repeated.  [default: all that apply to a text and take no longer than seconds; "
-    "attention for a PNG or SVG file]",
+    help="Show this part only; may be repeated.  [default: all that apply to MODEL, except coreference, profile and "
+    "probes; attention for a PNG or SVG file]",
 )
 @click.option("--layer", help="Attention of this layer only: a number, or a name such as decoder.3.cross.")
 @click.option("--head", type=click.IntRange(min=0), help="Attention of this head of --layer, with its tokens.")
@@ -64,7 +64,7 @@ HTML_SUFFIXES = (".html", ".htm")
     help="HTML, PNG, SVG or PDF file to write.  [default: inspect.html; with --json, none]",
 )
 @device_option
-@dtype_option
+@click.option("--dtype", default="fp32", show_default=True, help="Weights in fp32, bf16 or fp16.")
 @force_option
 @json_option
 def command(
@@ -81,7 +81,7 @@ def command(
     folder: Path | None,
     out: Path | None,
     device: str | None,
-    dtype: str | None,
+    dtype: str,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -89,11 +89,14 @@ def command(
     names = _check_parts(show, layer, head, text)
     if "probes" in names and probe is None:
         raise ConfigError("probes need labelled data; write --probe DATA, a corpus or a file")
+    if (lengths or batches) is not None and "profile" not in names:
+        raise ConfigError("--lengths and --batches are for --show profile; leave them out")
+    sweep = {"lengths": _parse_numbers("--lengths", lengths), "batches": _parse_numbers("--batches", batches) or (1,)}
     out = Path("inspect.html") if out is None and not as_json else out
     is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
     if out is not None:
         _check_out(out, is_page)
-    pipe = load_pipeline(model, device, dtype or "fp32", force=force)
+    pipe = load_pipeline(model, device, dtype, force=force)
     from monoblock.runs.inspect.inputs import encode_input, transformer_of
     from monoblock.runs.inspect.part import Request
     from monoblock.runs.inspect.parts import PARTS, default_parts
@@ -106,11 +109,10 @@ def command(
         layer,
         head,
         has_text=text is not None,
-        lengths=_parse_numbers("--lengths", lengths),
-        batches=_parse_numbers("--batches", batches) or (1,),
         labelled_data=probe,
         data_folder=resolve_data_folder(folder),
         limit=limit,
+        **sweep,
     )
     if not names:
         every = default_parts(transformer_of(pipe))
