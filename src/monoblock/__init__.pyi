@@ -44,6 +44,7 @@ from monoblock.errors import (
     InputError as InputError,
     MonoblockError as MonoblockError,
 )
+from monoblock.inspection.edits import ablate as ablate, add_vector as add_vector, patch as patch
 from monoblock.inspection.trace import trace as trace
 from monoblock.interop.account import account as account
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter

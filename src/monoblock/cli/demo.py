@@ -12,6 +12,8 @@ from monoblock.cli._shared.account_report import print_shares
 from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.errors import FileError
 
+ATTENTION_TEXT = "And God said, Let there be light: and there was light."
+
 
 def make_numbered_folder(parent: Path, name: str) -> Path:
     """Create and return the folder parent/name-N, where N is the first free number from 1 on."""
@@ -25,7 +27,8 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 
 @click.command(
     name="demo",
-    help="Train a small GPT on the King James Bible, print a text that it generates, and count its parameters. With "
+    help="Train a small GPT on the King James Bible, print a text that it generates, count its parameters, and draw "
+    "its attention. With "
     "--families, build a toy model of every architecture instead; with --picture, only draw their attention masks.",
 )
 @click.option(
@@ -107,7 +110,19 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
         "sample": run.sample_text(run.model),
         "parameters": model_account.parameters,
         "components": dict(model_account.components),
+        "picture": _draw_attention(folder),
     }
+
+
+def _draw_attention(folder: Path) -> str | None:
+    """Draw which tokens every head attends to; return the path of the picture, None without matplotlib."""
+    from monoblock.runs.inspect.picture import save_attention
+
+    try:
+        return str(save_attention(folder, ATTENTION_TEXT, folder / "attention.png"))
+    except FileError as problem:
+        click.echo(f"no picture: {problem}", err=True)
+        return None
 
 
 def _print_report(result: dict[str, Any]) -> None:
@@ -119,4 +134,6 @@ def _print_report(result: dict[str, Any]) -> None:
     click.echo(f"\nA sample:\n\n{result['sample'].strip()}\n")
     click.echo(f"{result['parameters']:,} parameters:")
     print_shares("parameters", result["components"])
+    if result["picture"] is not None:
+        click.echo(f'\nWhich tokens each head attends to in "{ATTENTION_TEXT}": {result["picture"]}')
     click.echo(f"\nSaved {result['folder']}")

@@ -35,6 +35,8 @@ VERBS = {
         "monoblock.cli.convert",
         "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits.",
     ),
+    "inspect": ("monoblock.cli.inspect", "Draw attention, logit lens, norms and positions of a model on a text."),
+    "prune": ("monoblock.cli.prune", "Remove the attention heads that matter least on a corpus."),
     "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
     "account": ("monoblock.cli.account", "Count the parameters, FLOPs and memory of a model without building it."),
     "env": ("monoblock.cli.env", "Show installed versions, devices, and the default device and dtype."),

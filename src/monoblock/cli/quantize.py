@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.data_options import resolve_data_folder
+from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
 from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
-from monoblock.errors import ConfigError, FileError
-from monoblock.untrusted_files import has_file, safe_join
+from monoblock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from monoblock.nn.transformer import Transformer
     from monoblock.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_TEXT = "kjv"  # a corpus that needs no download
-COPIED_FILES = ("generation_config.json", "recipe.toml", "labels.json")
 MAX_TOKENS = 50_000
 
 
@@ -35,16 +32,6 @@ def _progress_callback(action: str) -> Callable[..., None]:
             click.echo(f"{action} {10 * tenth} %", err=True)
 
     return report
-
-
-def load_tokenizer(model: Path) -> Tokenizer | None:
-    """Load the tokenizer of a model folder or GGUF file; return None if there is no tokenizer."""
-    from monoblock.tokenizers.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer.from_pretrained(model)
-    except FileError:
-        return None
 
 
 def encode_text(tokenizer: Tokenizer, text: str, data: Path | None) -> list[list[int]]:
@@ -123,24 +110,12 @@ def command(
     result["bytes"] = {"before": state_dict_bytes(before), "after": state_dict_bytes(after)}
     if documents is not None:
         result |= {"text": text, **compare_perplexity(before, after, documents, tokens)}
-    save_folder(after, tokenizer, model, out)
+    save_model_folder(after, tokenizer, model, out)
     if as_json:
         print_json(result)
     else:
         print_report(result)
     suggest_next(f'generate {out} "In the beginning"' if is_language_model else f"account {out}")
-
-
-def save_folder(quantized_model: Transformer, tokenizer: Tokenizer | None, model: Path, out: Path) -> None:
-    quantized_model.save_pretrained(out)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(out)
-    for name in COPIED_FILES:
-        if has_file(model, name):
-            try:
-                shutil.copyfile(safe_join(model, name), out / name)
-            except OSError as problem:
-                raise FileError(f"{name} cannot be copied to {out}: {problem.strerror}") from None
 
 
 def print_report(result: dict[str, Any]) -> None:

@@ -1,56 +1,100 @@
-"""Measure the time and memory of a forward pass by component: attention, feed-forward, norms, embedding, head.
+"""Measure the time and memory of a forward and a backward pass: by component, by layer, or by kind.
 
-The formulas of `accounting` predict the cost of a pass; this module measures it.
+The formulas of `accounting` predict the cost of a pass; this module measures it.  Hooks read a clock before and after
+each component; on a GPU they record events, so that the passes are not slowed down by waiting.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from monoblock.config.model import EmbeddingConfig
+from monoblock.errors import InputError
 from monoblock.nn.transformer import Transformer
+
+GroupBy = Literal["component", "layer", "kind"]
+INPUTS = ("input", "target")  # their inputs are ids, so that the end of their backward pass cannot be seen
 
 
 @dataclass
 class ComponentCost:
-    """The seconds of a component's forward pass, and the bytes it saves for the backward pass."""
+    """The seconds of a component's passes, and the bytes that its forward pass saves for the backward pass."""
 
     seconds: float = 0.0
     kept_bytes: int = 0
+    backward_seconds: float = 0.0
+
+    def __iadd__(self, other: ComponentCost) -> ComponentCost:
+        self.seconds += other.seconds
+        self.kept_bytes += other.kept_bytes
+        self.backward_seconds += other.backward_seconds
+        return self
+
+
+class Clock:
+    """Read the time on the CPU, or record an event on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def read(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def seconds(start: Any, end: Any) -> float:
+        return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
+class Span(NamedTuple):
+    """The time between two readings in which a component was running."""
+
+    name: str
+    start: Any
+    end: Any
 
 
 @dataclass
 class ComponentTimer:
-    """Forward hooks that add time and saved tensors to the cost of the outermost component that is running."""
+    """Hooks that note when the outermost component that is running begins and ends, and which tensors it saves."""
 
-    costs: dict[str, ComponentCost] = field(default_factory=dict)
+    clock: Clock
     active: list[str] = field(default_factory=list)
-    start_time: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    kept_bytes: dict[str, int] = field(default_factory=dict)
     seen_storages: set[int] = field(default_factory=set)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    start: Any = None
 
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def make_enter_hook(self, name: str) -> Callable[..., None]:
+    def enter_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, *_: Any) -> None:
+            if self.active and self.active[-1] in INPUTS and name not in INPUTS:
+                self.close()
             if not self.active:
-                self.start_time = self.now()
+                self.start = self.clock.read()
             self.active.append(name)
 
         return hook
 
     def exit_hook(self, module: nn.Module, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
         name = self.active.pop()
         if not self.active:
-            self.costs.setdefault(name, ComponentCost()).seconds += self.now() - self.start_time
+            self.spans.append(Span(name, self.start, self.clock.read()))
 
     def saved_tensor_hook(self, tensor: Tensor) -> Tensor:
         """Count the bytes of a tensor saved for the backward pass; each storage counts once, and weights do not."""
@@ -58,13 +102,19 @@ class ComponentTimer:
         if storage.data_ptr() not in self.seen_storages:
             self.seen_storages.add(storage.data_ptr())
             name = self.active[0] if self.active else "rest"
-            self.costs.setdefault(name, ComponentCost()).kept_bytes += storage.nbytes()
+            self.kept_bytes[name] = self.kept_bytes.get(name, 0) + storage.nbytes()
         return tensor
+
+    def seconds_by_name(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for span in self.spans:
+            totals[span.name] = totals.get(span.name, 0.0) + Clock.seconds(span.start, span.end)
+        return totals
 
 
 def _timed_modules(model: Transformer) -> dict[str, nn.Module]:
     """Return the modules to measure, by their full names."""
-    modules = {name: module for name, module in model.named_children() if name in ("input", "target", "head")}
+    modules = {name: module for name, module in model.named_children() if name in (*INPUTS, "head")}
     for stack in model.config.stacks:
         for name, module in model.get_submodule(stack).named_modules():
             if name.split(".")[-1] in ("attention", "cross", "feedforward") or name.endswith("norm"):
@@ -83,37 +133,142 @@ def _component_name(name: str) -> str:
     return f"{parts[0]}.block_norms" if parts[-1].endswith("norm") else f"{parts[0]}.{parts[-1]}"
 
 
-def profile(model: Transformer, *inputs: Tensor, rounds: int = 3) -> dict[str, ComponentCost]:
-    """Measure a forward pass; return the cost of every component, of the "rest" outside components, and the "total".
+def _layer_name(name: str) -> str:
+    parts = name.split(".")
+    return name if len(parts) < 3 else f"{parts[0]}.{parts[1]}"
 
-    After one pass to warm up, `rounds` passes are measured, and the costs of the fastest pass are returned.
+
+def _kind_name(name: str) -> str:
+    last = name.split(".")[-1]
+    return "norm" if last.endswith("norm") else {"cross": "attention", "target": "input"}.get(last, last)
+
+
+GROUPS: dict[str, Callable[[str], str]] = {"component": _component_name, "layer": _layer_name, "kind": _kind_name}
+
+
+def profile(
+    model: Transformer, *inputs: Tensor, rounds: int = 3, backward: bool = False, by: GroupBy = "component"
+) -> dict[str, ComponentCost]:
+    """Measure a forward pass and, with `backward`, a backward pass from the mean of the outputs.
+
+    Return the cost of every part, of the "rest" outside of the parts, and the "total".  After one pass to warm up,
+    `rounds` passes are measured, and the costs of the fastest are returned.
+
+    by: parts are components ("decoder.attention"), layers ("decoder.3"), or kinds ("attention", "feedforward", "norm").
     """
+    if by not in GROUPS:
+        raise InputError(f"there is no grouping {by!r}; write one of {', '.join(GROUPS)}")
     best: dict[str, ComponentCost] | None = None
     for pass_index in range(rounds + 1):
-        costs = _profile_pass(model, inputs)
-        if pass_index and (best is None or costs["total"].seconds < best["total"].seconds):
+        costs = _profile_pass(model, inputs, backward)
+        if pass_index and (best is None or _seconds(costs) < _seconds(best)):
             best = costs
     assert best is not None
-    return best
+    grouped: dict[str, ComponentCost] = {}
+    for name, cost in best.items():
+        grouped.setdefault(GROUPS[by](name), ComponentCost()).__iadd__(cost)
+    return grouped
 
 
-def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...]) -> dict[str, ComponentCost]:
+def _seconds(costs: dict[str, ComponentCost]) -> float:
+    return costs["total"].seconds + costs["total"].backward_seconds
+
+
+def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...], backward: bool) -> dict[str, ComponentCost]:
+    """Measure one pass; return the cost of every timed module by its full name, of the rest, and in total."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    timer = ComponentTimer(seen_storages=weights, device=next(model.parameters()).device)
-    handles = []
+    clock = Clock(next(model.parameters()).device)
+    forward = ComponentTimer(clock, seen_storages=weights)
+    reverse = ComponentTimer(clock)
+    handles: list[Any] = []
     for name, module in _timed_modules(model).items():
-        handles.append(module.register_forward_pre_hook(timer.make_enter_hook(_component_name(name))))
-        handles.append(module.register_forward_hook(timer.exit_hook))
+        handles.append(module.register_forward_pre_hook(forward.enter_hook(name)))
+        handles.append(module.register_forward_hook(forward.exit_hook))
+        if backward and name in INPUTS:
+            handles.append(module.register_forward_hook(_gradient_hook(reverse.enter_hook(name))))
+        elif backward:
+            handles.append(module.register_full_backward_pre_hook(reverse.enter_hook(name)))
+            handles.append(module.register_full_backward_hook(reverse.exit_hook))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(timer.saved_tensor_hook, lambda tensor: tensor):
-            start = timer.now()
+        with torch.autograd.graph.saved_tensors_hooks(forward.saved_tensor_hook, lambda tensor: tensor):
+            clock.wait()
+            start = clock.read()
             output = model(*inputs)
-            seconds = timer.now() - start
-        del output
+            middle = clock.read()
+        if backward:
+            value = output.float().mean()
+            clock.wait()
+            middle_of_both = clock.read()
+            value.backward()
+            while reverse.active:
+                reverse.close()
+            end = clock.read()
+        clock.wait()
     finally:
         for handle in handles:
             handle.remove()
-    rest = timer.costs.setdefault("rest", ComponentCost())
-    rest.seconds = seconds - sum(cost.seconds for name, cost in timer.costs.items() if name != "rest")
-    timer.costs["total"] = ComponentCost(seconds, sum(cost.kept_bytes for cost in timer.costs.values()))
-    return timer.costs
+        if backward:
+            model.zero_grad(set_to_none=True)
+    total = ComponentCost(Clock.seconds(start, middle), sum(forward.kept_bytes.values()))
+    if backward:
+        total.backward_seconds = Clock.seconds(middle_of_both, end)
+    return _costs(forward, reverse, total)
+
+
+def _gradient_hook(enter: Callable[..., None]) -> Callable[..., None]:
+    """Return a forward hook after which `enter` is called when the gradient of the module's output is known."""
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: enter(module))
+
+    return hook
+
+
+def _costs(forward: ComponentTimer, reverse: ComponentTimer, total: ComponentCost) -> dict[str, ComponentCost]:
+    seconds, backward_seconds = forward.seconds_by_name(), reverse.seconds_by_name()
+    names = dict.fromkeys([*seconds, *backward_seconds, *forward.kept_bytes])
+    costs = {
+        name: ComponentCost(seconds.get(name, 0.0), forward.kept_bytes.get(name, 0), backward_seconds.get(name, 0.0))
+        for name in names
+        if name != "rest"
+    }
+    costs["rest"] = ComponentCost(
+        total.seconds - sum(cost.seconds for cost in costs.values()),
+        forward.kept_bytes.get("rest", 0),
+        total.backward_seconds - sum(cost.backward_seconds for cost in costs.values()),
+    )
+    return costs | {"total": total}
+
+
+class ProfileRow(NamedTuple):
+    """The cost of a pass over `batch` texts of `length` tokens."""
+
+    length: int
+    batch: int
+    costs: dict[str, ComponentCost]
+
+
+def profile_sweep(
+    model: Transformer,
+    lengths: Sequence[int],
+    batches: Sequence[int] = (1,),
+    *,
+    backward: bool = True,
+    by: GroupBy = "kind",
+    rounds: int = 3,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Iterable[ProfileRow]:
+    """Measure passes over random tokens of every length in batches of every size; yield one row for each."""
+    config = model.config
+    if not isinstance(config.input, EmbeddingConfig):
+        raise InputError("a sweep over lengths is for models of text; profile this one on an input of its own")
+    for length in lengths:
+        if config.context is not None and length > config.context:
+            raise InputError(f"length {length} is beyond the context of this model; give at most {config.context}")
+    for batch in batches:
+        for length in lengths:
+            ids = torch.randint(config.input.vocab, (batch, length), device=model.device)
+            inputs = (ids, ids) if config.family == "encoder-decoder" else (ids,)
+            yield ProfileRow(length, batch, profile(model, *inputs, rounds=rounds, backward=backward, by=by))
+            progress(1)

@@ -39,48 +39,60 @@ def prune_heads(model: Transformer, heads: Mapping[str, Iterable[int]]) -> Trans
     return smaller.train(model.training)
 
 
-def _find_attention(config: ModelConfig, name: str) -> AttentionConfig:
-    """Return the configuration of an attention layer by its name, such as "decoder.3.cross"."""
-    known = {
+def attention_layers(config: ModelConfig) -> dict[str, AttentionConfig]:
+    """Return the configurations of the attention layers by name, such as "decoder.3.cross"."""
+    return {
         f"{stack_name}.{layer}.{kind}": attention
         for stack_name, stack in config.stacks.items()
         for layer, block in enumerate(stack.layers())
         for kind, attention in (("attention", block.attention), ("cross", block.cross))
         if attention is not None
     }
+
+
+def _find_attention(config: ModelConfig, name: str) -> AttentionConfig:
+    known = attention_layers(config)
     if name not in known:
         raise InputError(f"there is no attention layer {name!r}{did_you_mean(name, known)}")
     return known[name]
 
 
-def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[int]:
-    """Return the indices of the query heads that remain after pruning.
+def prunable_group_size(config: ModelConfig, name: str) -> int:
+    """Return how many heads of a layer share keys and values, and can be pruned only together.
 
-    Raise InputError if no head would remain, if only some of the heads that share keys would be pruned, or if the
-    queries of all heads are normalized together.
+    Raise InputError if no head of the layer can be pruned: if its weights are shared with other layers, if all heads
+    share one set of keys and values, or if the queries of all heads are normalized together.
     """
     attention = _find_attention(config, name)
     stack, layer, _ = name.split(".")
-    tied = any(repeat.tied and repeat.times > 1 for repeat in config.stacks[stack].pattern)
-    if tied:
+    if any(repeat.tied and repeat.times > 1 for repeat in config.stacks[stack].pattern):
         raise InputError(
             f"the layers of the {stack} share their weights, so heads cannot be pruned from layer {layer} alone; "
             f"leave {name} out"
-        )
-    if any(not 0 <= head < attention.heads for head in pruned):
-        raise InputError(
-            f"{name} has heads 0 to {attention.heads - 1}, but heads {pruned} were given; give indices in this range"
         )
     if attention.num_kv_heads == 1 and attention.heads > 1:
         raise InputError(
             f"all heads of {name} share one set of keys and values, so none can be pruned; leave {name} out"
         )
+    if attention.qk_norm is not None and attention.qk_norm_over == "width":
+        raise InputError(f"{name} normalizes its queries across all heads, so none can be pruned; leave {name} out")
+    return attention.heads // attention.num_kv_heads
+
+
+def _heads_to_keep(config: ModelConfig, name: str, pruned: list[int]) -> list[int]:
+    """Return the indices of the query heads that remain after pruning.
+
+    Raise InputError if no head would remain, or if only some of the heads that share keys would be pruned.
+    """
+    attention = _find_attention(config, name)
+    size = prunable_group_size(config, name)
+    if any(not 0 <= head < attention.heads for head in pruned):
+        raise InputError(
+            f"{name} has heads 0 to {attention.heads - 1}, but heads {pruned} were given; give indices in this range"
+        )
     kept = [head for head in range(attention.heads) if head not in pruned]
     if not kept:
         raise InputError(f"{name} would lose all its {attention.heads} heads; keep at least one")
-    if attention.qk_norm is not None and attention.qk_norm_over == "width":
-        raise InputError(f"{name} normalizes its queries across all heads, so none can be pruned; leave {name} out")
-    size = attention.heads // attention.num_kv_heads
     groups = {head // size for head in kept}
     if len(kept) != size * len(groups):
         raise InputError(

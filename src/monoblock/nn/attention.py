@@ -22,7 +22,7 @@ from monoblock.nn.linear import fused_linear, should_fuse
 from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.positions import apply_rotary, bucket_bias
-from monoblock.nn.tap import Tap, apply_tap, tap_wants
+from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 
 def attend(
@@ -231,11 +231,14 @@ class Attention(nn.Module):
         config = self.config
         bias = context.bias if self.position_bias is None else self._layer_position_bias(context)
         dropout = config.dropout if self.training else 0.0
-        has_scores = tap_wants(tap, "weights") or tap_wants(tap, "scores")
-        if config.softcap is None and self.sinks is None and not has_scores:
-            return attend_fused(q, k, v, context, scale=config.scale, dropout=dropout, bias=bias)
-        mask, scale, softcap = context.dense_mask(), config.scale, config.softcap
-        return attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=self.sinks, dropout=dropout, tap=tap)
+        wanted = [name for name in ("scores", "weights") if tap_wants(tap, name)]
+        has_fused_kernel = config.softcap is None and self.sinks is None
+        if wanted or not has_fused_kernel:
+            mask, scale, softcap = context.dense_mask(), config.scale, config.softcap
+            out = attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=self.sinks, dropout=dropout, tap=tap)
+            if not has_fused_kernel or dropout > 0 or any(tap_changes(tap, name) for name in wanted):
+                return out  # else the tap only reads: the output is that of the fused kernel, as without a tap
+        return attend_fused(q, k, v, context, scale=config.scale, dropout=dropout, bias=bias)
 
     def _layer_position_bias(self, context: AttentionContext) -> Tensor:
         """Return the relative-position bias (B, H, T, S) from this block's own embedding."""

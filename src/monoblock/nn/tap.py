@@ -1,7 +1,9 @@
 """A tap is a function `tap(name, tensor)`, called at each named activation, that returns the tensor to use instead.
 
-A tap may have a method `wants(name) -> bool`: activations that cost extra (attention weights, outputs of all experts)
-are computed only if it returns True.  A tap without this method wants everything.
+A tap may have two methods.  `wants(name) -> bool`: activations that cost extra (attention weights, outputs of all
+experts) are computed only if it returns True; a tap without this method wants everything.  `changes(name) -> bool`: if
+it returns False, the tap only reads this activation; the weights and scores of attention are then computed beside the
+fused kernel, whose output does not change by a bit.  A tap without this method may change everything.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ class PrefixedTap:
     def wants(self, name: str) -> bool:
         return tap_wants(self.tap, f"{self.prefix}.{name}")
 
+    def changes(self, name: str) -> bool:
+        return tap_changes(self.tap, f"{self.prefix}.{name}")
+
 
 def prefix_tap(tap: Tap | None, prefix: str) -> Tap | None:
     return None if tap is None else PrefixedTap(tap, prefix)
@@ -41,6 +46,14 @@ def tap_wants(tap: Tap | None, name: str) -> bool:
         return False
     wants = getattr(tap, "wants", None)
     return True if wants is None else bool(wants(name))
+
+
+def tap_changes(tap: Tap | None, name: str) -> bool:
+    """Return whether a tap may return another tensor for the activation `name` than the one it was given."""
+    if tap is None:
+        return False
+    changes = getattr(tap, "changes", None)
+    return True if changes is None else bool(changes(name))
 
 
 def apply_tap(tap: Tap | None, name: str, tensor: Tensor) -> Tensor:

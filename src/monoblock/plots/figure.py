@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,29 @@ def create_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
+DPI = 130
+SVG_HEADER = re.compile(r"<!DOCTYPE[^>]*>\s*|<metadata>.*?</metadata>\s*", re.DOTALL)
+
+
 def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure in the format that the suffix of the path names; an SVG file names no address of a DTD."""
     try:
-        figure.savefig(path, dpi=130)
+        if path.suffix.lower() == ".svg":
+            content = io.StringIO()
+            figure.savefig(content, format="svg", metadata={"Date": None})
+            path.write_text(SVG_HEADER.sub("", content.getvalue()), encoding="utf-8")
+        else:
+            figure.savefig(path, dpi=DPI)
     except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     return path
+
+
+def figure_png(figure: Any) -> bytes:
+    """Return a figure as the content of a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI)
+    return content.getvalue()
 
 
 def check_plot_path(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from monoblock.nn.masks import Mask
 from monoblock.nn.token_positions import arange_positions
@@ -15,14 +16,18 @@ def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Pa
 
     A cell is dark where a query (row) may attend to a key (column).
     """
-    figure = create_figure((3.0 * len(masks), 3.4))
+    return save_figure(draw_masks(masks, length), path)
+
+
+def draw_masks(masks: Sequence[tuple[str, Mask]], length: int) -> Any:
+    figure = create_figure((3.0 * len(masks) + 0.6, 3.7))
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     positions = arange_positions(length)
     for axis, (title, mask) in zip(axes, masks, strict=True):
-        axis.imshow(mask.dense(positions, positions)[0, 0], cmap="Blues", vmin=0, vmax=1.3)
+        axis.imshow(mask.dense(positions, positions)[0, 0].numpy(), cmap="Blues", vmin=0, vmax=1.3)
         axis.set_title(title, fontsize=9)
-        axis.set_xlabel("key")
-        axis.set_xticks([])
-        axis.set_yticks([])
-    axes[0].set_ylabel("query")
-    return save_figure(figure, path)
+        axis.set_xlabel("key: position attended to", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].set_ylabel("query: position that attends", fontsize=8)
+    figure.suptitle("dark: may attend", fontsize=9)
+    return figure

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.nn.norm import HALF_DTYPES
-from monoblock.nn.tap import Tap, apply_tap, tap_wants
+from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.parallel import vocabulary
 
 
@@ -31,6 +31,9 @@ class RouterTap:
 
     def wants(self, name: str) -> bool:
         return tap_wants(self.tap, name)
+
+    def changes(self, name: str) -> bool:
+        return tap_changes(self.tap, name)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if name.endswith(".feedforward.router"):

@@ -1,0 +1,124 @@
+"""Write a self-contained HTML page: pictures inside the file, and a viewer of attention weights.
+
+The page loads nothing from elsewhere: pictures are data, and the script and the styles are in the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monoblock.errors import FileError
+from monoblock.plots.figure import figure_png
+
+MAX_VIEWER_BYTES = 6_000_000  # of weights, one byte each; a longer text has pictures only
+TEMPLATE = "page.html"
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The weights (H, T, S) of one layer, for the viewer."""
+
+    name: str
+    weights: NDArray[np.floating[Any]]
+    queries: Sequence[str]
+    keys: Sequence[str]
+
+
+@dataclass
+class Section:
+    """A heading, a text, tables and pictures."""
+
+    title: str
+    text: str = ""
+    figures: list[tuple[Any, str]] = field(default_factory=list)  # matplotlib figures, each with a description
+    tables: list[tuple[Sequence[str], Sequence[Sequence[object]]]] = field(default_factory=list)  # columns and rows
+
+
+def save_page(path: Path, title: str, subtitle: str, sections: Sequence[Section], maps: Sequence[AttentionMap]) -> Path:
+    """Write the sections, with a viewer of the attention maps above them, to one HTML file."""
+    viewer = _viewer_data(maps)
+    if maps and not viewer:
+        subtitle += " — The text is too long to view single heads on this page; draw one with --layer and --head."
+    template = files("monoblock.plots").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    navigation = "".join(f'<a href="#{_anchor(one.title)}">{html.escape(one.title)}</a>' for one in sections)
+    values = {
+        "TITLE": html.escape(title),
+        "SUBTITLE": html.escape(subtitle),
+        "NAVIGATION": navigation,
+        "SECTIONS": "\n".join(map(_section_html, sections)),
+        "DATA": json.dumps(viewer, ensure_ascii=True).replace("<", "\\u003c"),
+    }
+    for name, value in values.items():
+        template = template.replace(f"{{{{{name}}}}}", value)
+    try:
+        path.write_text(template, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _viewer_data(maps: Sequence[AttentionMap]) -> list[dict[str, Any]]:
+    if sum(one.weights.size for one in maps) > MAX_VIEWER_BYTES:
+        return []
+    return [
+        {
+            "name": one.name,
+            "heads": one.weights.shape[0],
+            "queries": list(one.queries),
+            "keys": list(one.keys),
+            "weights": base64.b64encode(_to_bytes(one.weights)).decode(),
+        }
+        for one in maps
+    ]
+
+
+def _to_bytes(weights: NDArray[np.floating[Any]]) -> bytes:
+    """Return a byte for each weight: 1 to 255 for weights from 0 to 1, and 0 for a key that no head may attend to."""
+    visible = (weights > 0).any(0)
+    return np.where(visible, 1 + np.rint(weights * 254), 0).astype(np.uint8).tobytes()
+
+
+def _section_html(section: Section) -> str:
+    parts = [f'<section id="{_anchor(section.title)}"><h2>{html.escape(section.title)}</h2>']
+    if section.text:
+        parts.append(f"<p>{html.escape(section.text)}</p>")
+    for columns, rows in section.tables:
+        parts.append(_table_html(columns, rows))
+    for figure, description in section.figures:
+        data = base64.b64encode(figure_png(figure)).decode()
+        parts.append(f'<img src="data:image/png;base64,{data}" alt="{html.escape(description, quote=True)}">')
+    return "\n".join([*parts, "</section>"])
+
+
+def _table_html(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(map(_cell_html, row))}</tr>" for row in rows)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell_html(value: object) -> str:
+    if isinstance(value, float):
+        return f'<td class="number">{value:.3g}</td>'
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f'<td class="number">{value:,}</td>'
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+def _anchor(title: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+
+
+def metrics_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[object]]]:
+    """Return the columns and the rows of a table of JSON objects with the same keys."""
+    columns = list(rows[0]) if rows else []
+    return columns, [[row[name] for name in columns] for row in rows]

@@ -1,0 +1,81 @@
+"""Write tokens so that they can be read on an axis, and choose which of them to label."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from monoblock.errors import InputError
+from monoblock.tokenizers.tokenizer import Tokenizer
+
+MAX_TOKENS = 2000  # of a picture; more would be smaller than a pixel
+MAX_LABEL = 14  # characters of a token on an axis
+MIN_SPACING = 0.13  # inches between two labels, so that they do not overlap
+MISSING_GLYPH = "▯"
+SPACE, NEWLINE, TAB = "␣", "⏎", "⇥"
+WORD_STARTS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write a space at the start of a token
+
+
+def readable_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; ␣ stands for a space, which begins most words.
+
+    A special token is shown by its name, a piece of a word as the tokenizer marks it (##ing), and bytes that are no
+    character, or one that cannot be seen, as <E2 80>.
+    """
+    return [_readable(tokenizer, number) for number in ids]
+
+
+def _readable(tokenizer: Tokenizer, number: int) -> str:
+    if not 0 <= number < tokenizer.vocab_size:  # a model may have more rows than its tokenizer has tokens
+        return f"id {number}"
+    token = tokenizer.token(number)
+    if number in tokenizer.special_ids or token.startswith("##"):
+        return token
+    text = tokenizer.decode([number])
+    data = tokenizer.token_bytes(number)
+    if "\N{REPLACEMENT CHARACTER}" in text and data is not None:
+        return f"<{data.hex(' ').upper()}>"
+    if token.startswith(WORD_STARTS) and not text.startswith(" "):  # decoding drops the space before the first word
+        text = f" {text}"
+    text = text.replace("\n", NEWLINE).replace("\r", NEWLINE).replace("\t", TAB).replace(" ", SPACE)
+    return text if text and text.isprintable() else f"<{text.encode().hex(' ').upper()}>" if text else token
+
+
+def check_length(count: int) -> None:
+    """Raise InputError if a text has too many tokens to draw."""
+    if count > MAX_TOKENS:
+        raise InputError(f"a picture of {count:,} tokens cannot be read; give a text of at most {MAX_TOKENS:,} tokens")
+
+
+def shorten(token: str) -> str:
+    return token if len(token) <= MAX_LABEL else token[: MAX_LABEL - 1] + "…"
+
+
+@functools.cache
+def _known_characters() -> frozenset[int]:
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())
+
+
+def drawable(text: str) -> str:
+    """Replace characters for which the font has no glyph (Devanagari, Chinese, …) by ▯; HTML pages show them all."""
+    known = _known_characters()
+    return "".join(character if ord(character) in known else MISSING_GLYPH for character in text)
+
+
+def label_axis(axis: Any, side: str, tokens: Sequence[str], inches: float) -> None:
+    """Label the x or the y axis with tokens, every one or every n-th with its number, as many as `inches` allow."""
+    step = max(1, -(-len(tokens) * MIN_SPACING // inches))
+    step = next(size for size in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000) if size >= step)
+    places = range(0, len(tokens), step)
+    labels = [drawable(shorten(tokens[place])) for place in places]
+    if step > 1:
+        labels = [f"{place} {label}" for place, label in zip(places, labels, strict=True)]
+    size = min(9.0, max(6.0, 72 * 0.75 * inches * step / len(tokens)))
+    if side == "x":
+        axis.set_xticks(list(places), labels, rotation=90, fontsize=size, parse_math=False)
+    else:
+        axis.set_yticks(list(places), labels, fontsize=size, parse_math=False)
+    axis.tick_params(length=2, pad=2)

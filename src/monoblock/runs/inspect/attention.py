@@ -1,0 +1,204 @@
+"""Parts of an inspection about attention: maps, statistics and scores of heads, coreference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from monoblock.errors import InputError, did_you_mean
+from monoblock.inspection.coreference import find_coreference_head
+from monoblock.inspection.head_scores import repeated_token_scores, text_scores
+from monoblock.inspection.head_statistics import head_statistics
+from monoblock.inspection.pruning import attention_layers
+from monoblock.inspection.trace import Trace, trace
+from monoblock.plots.attention import draw_attention, draw_head_grid, draw_patch_attention
+from monoblock.plots.curves import draw_head_statistics
+from monoblock.plots.page import AttentionMap, Section, metrics_table
+from monoblock.plots.tokens import readable_tokens
+from monoblock.runs.inspect.inputs import InspectedInput
+from monoblock.runs.inspect.part import Part, Request
+
+MAX_WEIGHT_BYTES = 3 * 10**9
+GRID_TITLES = {
+    "encoder.attention": "encoder: all heads",
+    "decoder.attention": "decoder: all heads",
+    "decoder.cross": "cross-attention from the target to the source: all heads",
+}
+
+
+def attention_part(request: Request) -> Part:
+    """Draw the attention of all heads, of one layer, or of one head."""
+    layers = list(attention_layers(request.model.config))
+    chosen = None if request.layer is None else _find_layer(request.layer, layers)
+    seen = _trace_weights(request, layers if chosen is None else [chosen])
+    weights = {name.removesuffix(".weights"): value[0].float().cpu().numpy() for name, value in seen.items()}
+    maps = [AttentionMap(name, one, *_token_names(name, request.input)) for name, one in weights.items()]
+    section = Section(
+        "Attention of every head",
+        "A row of a map is a token that attends, a column a token that is attended to; bright cells have much weight. "
+        "Each head is drawn from 0 to its own largest weight.",
+    )
+    if request.head is not None:
+        return _one_head(request, section, chosen, weights, maps)
+    if request.input.pixels is not None:
+        section.figures.append(_patch_figure(request, weights, chosen))
+    groups: dict[str, dict[str, Any]] = {}
+    for name, one in weights.items():
+        stack, number, kind = name.split(".")
+        groups.setdefault(f"{stack}.{kind}", {})[f"layer {number}"] = one
+    for group, grid in groups.items():
+        masks = {name: (one > 0).any(0) for name, one in grid.items()}
+        title = GRID_TITLES[group] if chosen is None else chosen
+        section.figures.append((draw_head_grid(grid, title, mask=masks), title))
+    shapes = {name: list(one.shape) for name, one in weights.items()}
+    return Part(section, {"shapes": shapes, "queries": request.input.tokens, "keys": request.input.source_tokens}, maps)
+
+
+def _one_head(
+    request: Request, section: Section, layer: str | None, weights: dict[str, Any], maps: list[AttentionMap]
+) -> Part:
+    if layer is None:
+        raise InputError(f"--head needs --layer; write a number, or a name such as {list(weights)[-1]}")
+    heads, number = weights[layer], request.head
+    if number is None or not 0 <= number < len(heads):
+        raise InputError(f"{layer} has heads 0 to {len(heads) - 1}, but head {number} was given")
+    queries, keys = _token_names(layer, request.input)
+    title = f"{layer}, head {number}"
+    section.figures.append((draw_attention(heads[number], queries, keys, title, mask=(heads > 0).any(0)), title))
+    data = {"layer": layer, "head": number, "queries": queries, "keys": keys}
+    return Part(section, data | {"weights": heads[number].round(6).tolist()}, maps)
+
+
+def _token_names(layer: str, inspected: InspectedInput) -> tuple[list[str], list[str]]:
+    """Return the tokens of the queries and of the keys of an attention layer."""
+    stack, _, kind = layer.split(".")
+    if not inspected.target_tokens or stack == "encoder":
+        return inspected.source_tokens, inspected.source_tokens
+    return inspected.target_tokens, inspected.source_tokens if kind == "cross" else inspected.target_tokens
+
+
+def _find_layer(layer: str, names: list[str]) -> str:
+    matching = [name for name in names if layer in (name, name.split(".")[1])]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise InputError(f"there are {len(matching)} layers {layer}; write one of {', '.join(matching)}")
+    raise InputError(
+        f"there is no layer {layer!r}; write a number, or a name such as {names[-1]}{did_you_mean(layer, names)}"
+    )
+
+
+def _trace_weights(request: Request, layers: Sequence[str]) -> Trace:
+    """Trace the weights of attention layers; raise InputError if they take too much memory."""
+    configs = attention_layers(request.model.config)
+    sizes = [[len(tokens) for tokens in _token_names(layer, request.input)] for layer in layers]
+    count = sum(4 * configs[layer].heads * T * S for layer, (T, S) in zip(layers, sizes, strict=True))
+    if count > MAX_WEIGHT_BYTES:
+        raise InputError(
+            f"the attention weights of {len(layers)} layers on {len(request.input.tokens):,} tokens take "
+            f"{count / 1e9:.1f} GB; give a shorter text, or draw one layer: --show attention --layer {len(layers) - 1}"
+        )
+    names = [f"{layer}.weights" for layer in layers]
+    return trace(request.model, *request.input.arguments, names=names, **request.input.options)
+
+
+def _patch_figure(request: Request, weights: dict[str, Any], chosen: str | None) -> tuple[Any, str]:
+    name = chosen or list(weights)[-1]
+    first = request.input.num_special
+    # The class token sums up the image; without one, the mean over all patches does.
+    heads = weights[name][:, 0] if first else weights[name].mean(1)
+    query = "the class token" if first else "the mean of all patches"
+    title = f"{name}: what {query} attends to"
+    return draw_patch_attention(request.input.pixels, heads, title, first=first), title
+
+
+def heads_part(request: Request) -> Part:
+    """Say which heads are local and which global (Clark et al. 2019)."""
+    stack = "decoder" if request.model.decoder is not None else "encoder"
+    names = [name for name in attention_layers(request.model.config) if name.startswith(stack)]
+    seen = _trace_weights(request, [name for name in names if name.endswith(".attention")])
+    rows = [one.to_json() for one in head_statistics(seen, special=_special_tokens(request))]
+    local = sum(row["scope"] == "local" for row in rows)
+    section = Section(
+        "Local and global heads",
+        f"{local} of {len(rows)} heads are local: the mean distance between a token and those it attends to is below "
+        "half of that of uniform attention, special tokens left out. fixed_token names the token that has half of a "
+        "head's weight. Entropies are in nats; all numbers are means over the tokens of this text (Clark et al. 2019).",
+    )
+    section.tables.append(metrics_table(rows))
+    section.figures.append((draw_head_statistics(rows), "statistics of every head"))
+    return Part(section, rows)
+
+
+def _special_tokens(request: Request) -> torch.Tensor | None:
+    """Return which tokens are special (1, T); None for an image."""
+    if request.input.pixels is not None:
+        return None
+    ids, special = request.input.arguments[-1], request.pipe.tokenizer.special_ids
+    return torch.tensor([[number in special for number in row] for row in ids.tolist()], device=ids.device)
+
+
+def scores_part(request: Request) -> Part:
+    """Score heads on repeated random tokens, and on the text: what each head attends to."""
+    rows = [one.to_json() for one in repeated_token_scores(request.model)]
+    ids = request.input.arguments[0][0].tolist()
+    names = ["induction", "duplicate", "previous"]
+    about = (
+        "On random tokens that are repeated once: the mean weight on the token after the former occurrence "
+        "(induction), on the former occurrence (duplicate) and on the token before (previous) (Olsson et al. 2022)."
+    )
+    if request.has_text and len(ids) > 2:
+        names += ["positional", "rare"]
+        about += (
+            " On this text: the share of tokens whose largest weight is on one neighbour, always the same one "
+            "(positional), or on the rarest token that they see (rare) (Voita et al. 2019)."
+        )
+        on_text = text_scores(request.model, [ids], special_ids=request.pipe.tokenizer.special_ids)
+        rows = [row | {"positional": one.positional, "rare": one.rare} for row, one in zip(rows, on_text, strict=True)]
+    rows = [{name: row[name] for name in ("layer", "head", *names)} for row in rows]
+    best = {name: max(rows, key=itemgetter(name)) for name in names}
+    described = "; ".join(f"{name}: {row['layer']} head {row['head']} ({row[name]:.0%})" for name, row in best.items())
+    section = Section("What heads look for", f"{about} Highest: {described}.")
+    section.tables.append(metrics_table(rows))
+    return Part(section, rows)
+
+
+def coreference_part(request: Request) -> Part:
+    """Find the head that resolves pronouns best, over twenty pairs of sentences."""
+    pipe = request.pipe
+    template = pipe.loaded.input_template()
+    result = find_coreference_head(
+        request.model, pipe.tokenizer, lambda text: template(pipe.tokenizer.encode(text)).ids
+    )
+    best = f"{result.layer} head {result.head}"
+    section = Section(
+        "Coreference",
+        f"{best} resolves the pronoun in {result.score:.1%} of {len(result.rows)} sentences, and in both sentences of "
+        f"{result.pair_score:.0%} of the pairs: its weight from the pronoun is larger on the right noun than on the "
+        f"other. It is the best of {result.num_heads} heads; a head that knows only positions resolves 50 %, and the "
+        f"best of so many heads reaches up to {result.chance:.1%} by chance. The table lists its misses.",
+    )
+    columns = ("sentence", "the pronoun is", "weight on it", "other noun", "weight on that")
+    rows = [(row.sentence, row.referent, row.referent_weight, row.other, row.other_weight) for row in result.misses]
+    section.tables.append((columns, rows))
+    for row in result.rows[:2]:
+        ids = template(pipe.tokenizer.encode(row.sentence)).ids
+        name = f"{result.layer}.weights"
+        seen = trace(request.model, torch.tensor([ids], device=request.model.device), names=name)
+        tokens = readable_tokens(pipe.tokenizer, ids)
+        title = f"{result.layer}, head {result.head}"
+        weights = seen[name][0, result.head].float().cpu().numpy()
+        section.figures.append((draw_attention(weights, tokens, tokens, title), f"{title}: {row.sentence}"))
+    data = {
+        "layer": result.layer,
+        "head": result.head,
+        "score": result.score,
+        "pair_score": result.pair_score,
+        "chance": result.chance,
+        "num_heads": result.num_heads,
+        "misses": [row._asdict() for row in result.misses],
+    }
+    return Part(section, data)

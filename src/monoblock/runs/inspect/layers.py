@@ -1,0 +1,127 @@
+"""Parts of an inspection about layers and about the model: logit lens, norms, positions, masks, parameters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from monoblock.accounting.report import account
+from monoblock.errors import InputError
+from monoblock.inspection.lens import logit_lens
+from monoblock.inspection.norms import gradient_norms, residual_norms
+from monoblock.inspection.position_tables import position_tables
+from monoblock.nn.masks import Mask, mask_from_config
+from monoblock.plots.curves import draw_bars, draw_curves, draw_lens
+from monoblock.plots.masks import draw_masks
+from monoblock.plots.page import Section
+from monoblock.plots.positions import draw_bias, draw_hands, draw_vectors
+from monoblock.plots.tokens import readable_tokens
+from monoblock.runs.inspect.part import Part, Request
+
+MAX_MASK_LENGTH = 48
+MIN_POSITIONS, MAX_POSITIONS = 64, 256  # that are drawn
+
+
+# -- layer by layer -----------------------------------------------------------------------------------------------
+
+
+def lens_part(request: Request) -> Part:
+    layers = logit_lens(request.model, *request.input.arguments, **request.input.options)
+    tokenizer, tokens = request.pipe.tokenizer, request.input.tokens
+    names = [readable_tokens(tokenizer, layer.tokens[:, 0].tolist()) for layer in layers]
+    probabilities = np.stack([layer.probabilities[:, 0].cpu().numpy() for layer in layers])
+    section = Section(
+        "Logit lens",
+        "What the model would predict after each token if it ended after this layer: the last norm and the head are "
+        "applied to the residual stream (nostalgebraist 2020). The last row is the prediction of the model.",
+    )
+    figure = draw_lens([layer.name for layer in layers], tokens, names, probabilities)
+    section.figures.append((figure, "predictions after each layer"))
+    data = [
+        {
+            "layer": layer.name,
+            "predictions": name,
+            "probabilities": layer.probabilities[:, 0].cpu().double().numpy().round(4).tolist(),
+            "final_rank": layer.final_rank.tolist(),
+        }
+        for layer, name in zip(layers, names, strict=True)
+    ]
+    return Part(section, {"tokens": tokens, "layers": data})
+
+
+def norms_part(request: Request) -> Part:
+    model, options = request.model, request.input.options
+    has_gradients = all(p.requires_grad for p in model.parameters()) and next(model.parameters(), None) is not None
+    measure = gradient_norms if has_gradients else residual_norms
+    stacks = measure(model, *request.input.arguments, **options)
+    section = Section(
+        "Norms by depth",
+        "The norm of the residual stream, of what each sublayer adds to it (means over tokens), and of the gradient of "
+        "the cross-entropy of this text.",
+    )
+    for norms in stacks:
+        points = ["input", *(str(layer) for layer in range(len(norms.residual) - 1))]
+        curves = {"residual stream": norms.residual} | norms.updates
+        starts = dict.fromkeys(norms.updates, 1)
+        figure = draw_curves(f"{norms.stack}: residual stream", "after layer", "norm", points, curves, starts=starts)
+        section.figures.append((figure, f"norms of the {norms.stack}"))
+        if norms.gradients and any(norms.gradients):
+            gradients = {"residual stream": norms.gradients, "weights of the block": norms.weight_gradients}
+            title = f"{norms.stack}: gradient"
+            figure = draw_curves(
+                title, "after layer", "norm", points, gradients, starts={"weights of the block": 1}, logarithmic=True
+            )
+            section.figures.append((figure, f"gradient norms of the {norms.stack}"))
+    return Part(section, [asdict(norms) for norms in stacks])
+
+
+# -- the model, whatever the text ---------------------------------------------------------------------------------
+
+
+def positions_part(request: Request) -> Part:
+    length = max(MIN_POSITIONS, min(MAX_POSITIONS, len(request.input.tokens)))
+    tables = position_tables(request.model, min(length, request.model.config.context or length))
+    if not tables:
+        raise InputError("this model has no position encoding")
+    section = Section("Positions", "How the model tells positions apart.")
+    data = []
+    for table in tables:
+        if table.vectors is not None:
+            section.figures.append((draw_vectors(table.vectors, table.title), table.title))
+        if table.frequencies is not None:
+            title = "pairs of dimensions as hands: each turns by its own angle per position"
+            section.figures.append((draw_hands(table.frequencies, title, length=length), title))
+        if table.bias is not None and table.offsets is not None:
+            section.figures.append((draw_bias(table.bias, table.offsets.tolist(), table.title), table.title))
+        sizes = table.vectors if table.vectors is not None else table.bias
+        data.append({"kind": table.kind, "title": table.title, "shape": list(sizes.shape)})  # type: ignore[union-attr]
+    return Part(section, data)
+
+
+def masks_part(request: Request) -> Part:
+    masks: list[tuple[str, Mask]] = []
+    for name, stack in request.model.config.stacks.items():
+        for config in dict.fromkeys(block.attention for block in stack.layers()):
+            mask = mask_from_config(config)
+            layers = [str(n) for n, block in enumerate(stack.layers()) if block.attention == config]
+            shown = (
+                "all layers"
+                if len(layers) == stack.depth
+                else f"layers {', '.join(layers[:4])}" + " …" * (len(layers) > 4)
+            )
+            text = str(mask).replace(" & same_document", "").replace("same_document", "everything")
+            masks.append((f"{name}, {shown}:\n{text}", mask))
+    length = max(8, min(MAX_MASK_LENGTH, len(request.input.tokens)))
+    section = Section("Masks", "Which tokens a token may attend to, from the configuration of the model.")
+    section.figures.append((draw_masks(masks, length), "attention masks"))
+    return Part(section, [title.replace("\n", " ") for title, _ in masks])
+
+
+def parameters_part(request: Request) -> Part:
+    components = dict(account(request.model.config).components)
+    total = sum(components.values())
+    section = Section("Parameters", f"{total:,} parameters, counted from the configuration.")
+    figure = draw_bars(f"{total:,} parameters", "parameters", components)
+    section.figures.append((figure, "parameters by component"))
+    return Part(section, components)

@@ -1,0 +1,154 @@
+"""Prune a stored model: rank its attention heads on a corpus, remove the least important, and compare the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.accounting.report import account
+from monoblock.config.model import ModelConfig
+from monoblock.errors import ConfigError, InputError
+from monoblock.inspection.edits import ablate
+from monoblock.inspection.head_ranking import HeadGroup, choose_heads, rank_heads
+from monoblock.inspection.importance import ImportanceMethod, head_importance
+from monoblock.inspection.pruning import prune_heads
+from monoblock.inspection.trace import trace
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.schema import Recipe, TokenizerSection
+from monoblock.runs.build_data import build_task_data, draft_config
+from monoblock.runs.finetune import build_finetuning_recipe
+from monoblock.runs.recipe import read_stored_recipe, task_of_recipe
+from monoblock.runs.warm_start import load_warm_start
+from monoblock.tasks.task import Task
+from monoblock.tasks.task_data import TaskData, validate
+from monoblock.training.collate import TensorBatch
+from monoblock.training.loss import CrossEntropyLoss, FunctionLoss, Loss
+
+VALIDATION_BATCHES = 20  # at most, for the loss before and after
+
+
+@dataclass(frozen=True)
+class PruningResult:
+    model: Transformer
+    ranking: list[HeadGroup]  # least important first
+    removed: dict[str, list[int]]  # heads by layer
+    num_heads: dict[str, int]  # "before" and "after"
+    parameters: dict[str, int]
+    accounted_parameters: int  # of the pruned model, in closed form
+    metrics: dict[str, dict[str, float]]  # of "before" and "after" on the validation rows
+    max_logit_difference: float  # between the pruned model and the original with the outputs of these heads set to 0
+
+
+def prune_model(
+    folder: str | Path,
+    data: str,
+    *,
+    remove: int | None = None,
+    keep: float | None = None,
+    layers: str = "*",
+    method: ImportanceMethod = "gradient",
+    num_batches: int = 16,
+    device: str = "cpu",
+    data_folder: Path | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> PruningResult:
+    """Remove the heads of a stored model that matter least for its loss on a corpus.
+
+    remove, keep: the number of heads to remove, or the fraction to keep; give one of them.
+    layers: a pattern of the layers to prune, such as "encoder.*".
+    num_batches: rank heads on so many training batches.
+    """
+    recipe = _recipe(Path(folder), data, data_folder)
+    task = task_of_recipe(recipe)
+    start = load_warm_start(recipe.model)
+    assert start is not None
+    if not isinstance(start.model, Transformer):
+        raise ConfigError(f"{folder} is an LSTM, which has no attention heads to prune; give a Transformer")
+    model = start.model.to(device).eval()
+    config = draft_config(recipe, task, start)
+    context = model.config.context
+    task_data = build_task_data(recipe, context, task=task, config=config, data_folder=data_folder, start=start)
+    loss = _loss(task)
+    batches = [batch.to(torch.device(device)) for batch in _training_batches(task_data, num_batches)]
+
+    def batch_loss(module: nn.Module, batch: TensorBatch) -> Tensor:
+        return loss(module, batch.inputs, batch.labels)
+
+    importances = head_importance(model, batches, batch_loss, method=method, progress=progress)
+    ranking = rank_heads(model.config, importances, layers)
+    removed = choose_heads(ranking, _count(ranking, remove, keep))
+    if not removed:
+        raise InputError("no head would be removed; give a smaller --keep, or --remove 1")
+    smaller = prune_heads(model, removed).eval()
+    models = {"before": model, "after": smaller}
+    return PruningResult(
+        smaller,
+        ranking,
+        removed,
+        {name: _count_heads(one.config) for name, one in models.items()},
+        {name: sum(p.numel() for p in one.parameters()) for name, one in models.items()},
+        account(smaller.config).parameters,
+        {name: _validate(one, task_data, loss, device) for name, one in models.items()},
+        _difference(model, smaller, removed, batches[0]),
+    )
+
+
+def _recipe(folder: Path, data: str, data_folder: Path | None) -> Recipe:
+    """Return the recipe that trained the model, or else one to fine-tune it, with the corpus `data`."""
+    if not (folder / RECIPE_FILE).is_file():
+        return build_finetuning_recipe(str(folder), data, folder=data_folder)
+    recipe = read_stored_recipe(folder)
+    tokenizer = TokenizerSection()  # that of the model, without random segmentations
+    section = replace(recipe.data, corpus=data)
+    return replace(recipe, data=section, model={"folder": str(folder)}, tokenizer=tokenizer)
+
+
+def _loss(task: Task) -> Loss:
+    if task.loss is not None:
+        return FunctionLoss(task.loss)
+    return CrossEntropyLoss(over_positions=task.classes_are_positions)
+
+
+def _training_batches(task_data: TaskData, count: int) -> list[TensorBatch]:
+    assert task_data.batch_plan is not None
+    assert task_data.build_batch is not None
+    count = min(count, getattr(task_data.batch_plan, "batches", count))
+    return [task_data.build_batch(task_data.batch_plan.batch_at(step)) for step in range(count)]
+
+
+def _count(ranking: list[HeadGroup], remove: int | None, keep: float | None) -> int:
+    """Return the number of heads to remove, rounded down to whole groups."""
+    if (remove is None) == (keep is None):
+        raise ConfigError("give the number of heads to remove, or the fraction to keep: --remove 8 or --keep 0.5")
+    if remove is not None:
+        return remove
+    assert keep is not None
+    total, size = sum(len(group.heads) for group in ranking), len(ranking[0].heads)
+    return int((1 - keep) * total + 1e-9) // size * size
+
+
+def _count_heads(config: ModelConfig) -> int:
+    blocks = [block for stack in config.stacks.values() for block in stack.layers()]
+    return sum(one.heads for block in blocks for one in (block.attention, block.cross) if one is not None)
+
+
+def _validate(model: Transformer, task_data: TaskData, loss: Loss, device: str) -> dict[str, float]:
+    if task_data.evaluation_batches is None:
+        return {}
+    metrics = validate(model, task_data, loss, torch.device(device), max_batches=VALIDATION_BATCHES)
+    return {name.removeprefix("val_"): value for name, value in metrics.items() if name != "val_tokens"}
+
+
+@torch.no_grad()
+def _difference(model: Transformer, smaller: Transformer, removed: dict[str, list[int]], batch: TensorBatch) -> float:
+    """Return the largest difference of the logits between the pruned model and the masked original."""
+    inputs: dict[str, Any] = batch.inputs
+    edits = [ablate(f"{layer}.heads", heads=heads) for layer, heads in removed.items()]
+    masked = trace(model, names=(), edits=edits, **inputs).logits
+    return float((masked - smaller(**inputs)).abs().max())

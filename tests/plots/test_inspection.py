@@ -1,0 +1,130 @@
+"""The pictures of an inspection: labels that fit, sizes, a limit, and pages that load nothing from elsewhere."""
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import monoblock as mb
+from monoblock.plots.tokens import MISSING_GLYPH, check_length, drawable, readable_tokens
+
+pytest.importorskip("matplotlib")
+
+from monoblock.plots.attention import draw_attention, draw_head_grid, draw_patch_attention
+from monoblock.plots.curves import draw_bars, draw_curves, draw_head_statistics, draw_lens
+from monoblock.plots.figure import save_figure
+from monoblock.plots.page import AttentionMap, Section, save_page
+from monoblock.plots.positions import draw_bias, draw_hands, draw_vectors, mean_by_offset
+
+WORDS = ["the", "cat", "unbelievably-long-word", "$x_1$", "é", "."]
+
+
+def tokens(count):
+    return [WORDS[number % len(WORDS)] for number in range(count)]
+
+
+def label_boxes(figure, side):
+    """Return the labels of an axis as boxes in pixels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure).draw()
+    axis = getattr(figure.axes[0], f"{side}axis")
+    return [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
+
+
+@pytest.mark.parametrize("count", [8, 40, 400])
+def test_labels_do_not_overlap_and_are_inside_the_picture(count):
+    figure = draw_attention(np.eye(count), tokens(count), tokens(count), "decoder.0.attention, head 0")
+    for side in ("x", "y"):
+        boxes = label_boxes(figure, side)
+        assert len(boxes) == (count if count <= 40 else 80)
+        edges = sorted((box.x0, box.x1) if side == "x" else (box.y0, box.y1) for box in boxes)
+        assert all(first[1] <= second[0] + 1 for first, second in itertools.pairwise(edges))
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
+    assert figure.axes[0].get_xlabel()
+    assert figure.axes[0].get_ylabel()
+
+
+def test_a_text_of_more_than_2000_tokens_is_refused():
+    check_length(2000)
+    with pytest.raises(mb.InputError, match="a picture of 2,001 tokens cannot be read; give a text of at most 2,000"):
+        draw_attention(np.zeros((1, 2001)), tokens(1), tokens(2001), "too long")
+
+
+def test_a_grid_has_a_map_for_every_head_and_long_texts_are_reduced():
+    weights = np.zeros((3, 400, 400))
+    weights[1, 399, 0] = 0.5
+    figure = draw_head_grid({"layer 0": weights, "layer 1": weights[:2]}, "all heads")
+    (image,) = figure.axes[0].images
+    canvas = np.asarray(image.get_array().filled(np.nan))
+    assert canvas.shape == (2 * 96 + 6, 3 * 96 + 2 * 6)
+    assert canvas[95, 96 + 6] == 1  # the largest weight of head 1, at the left below
+    assert np.isnan(canvas[102:, 204:]).all()  # layer 1 has no third head
+
+
+def test_masked_cells_are_grey():
+    weights = np.tril(np.ones((3, 3))) / 3
+    figure = draw_attention(weights, tokens(3), tokens(3), "causal", mask=np.tril(np.ones((3, 3), bool)))
+    (image,) = figure.axes[0].images
+    rgba = image.to_rgba(image.get_array())
+    assert rgba[0, 2, :3] == pytest.approx([0xD8 / 255] * 3, abs=0.01)
+    assert rgba[2, 0, :3] != pytest.approx([0xD8 / 255] * 3, abs=0.01)
+
+
+def test_every_other_picture_is_drawn(tmp_path):
+    row = {"layer": "decoder.0.attention", "head": 0, "entropy": 1.0, "max_entropy": 2.0, "distance": 1.0}
+    row |= {"uniform_distance": 2.0, "previous": 0.5, "next": 0.0, "first": 0.1, "own": 0.2}
+    figures = [
+        draw_curves("title", "layer", "norm", ["input", 0], {"a": [1, 2], "b": [3]}, starts={"b": 1}, level=("c", 1)),
+        draw_lens(["input", "layer 0"], tokens(40), [tokens(40)] * 2, np.full((2, 40), 0.3)),
+        draw_head_statistics([row]),
+        draw_bars("parameters", "count", {"a": 10, "b": 0.5}),
+        draw_patch_attention(np.zeros((1, 8, 8)), np.full((3, 17), 1 / 17), "class token", first=1),
+        draw_vectors(torch.randn(9, 200), "positions"),
+        draw_hands(torch.linspace(1, 0.01, 9), "hands", length=64),
+        draw_bias(torch.randn(12, 9), list(range(-8, 1)), "bias"),
+    ]
+    for number, figure in enumerate(figures):
+        assert save_figure(figure, tmp_path / f"{number}.png").stat().st_size > 1000
+
+
+def test_an_svg_file_names_no_address_but_its_namespaces(tmp_path):
+    text = save_figure(draw_bars("bars", "count", {"a": 1}), tmp_path / "a.svg").read_text()
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "DOCTYPE" not in text
+
+
+def test_a_page_loads_nothing_from_elsewhere_and_holds_the_weights(tmp_path):
+    weights = np.tril(np.ones((2, 3, 3))) / 3
+    maps = [AttentionMap("decoder.0.attention", weights, ["</script>", "b", "c"], ["</script>", "b", "c"])]
+    section = Section(
+        "Heads & <more>", "a < b", [(draw_bars("bars", "count", {"a": 1}), 'a "bar"')], [(("x",), [(1.5,)])]
+    )
+    text = save_page(tmp_path / "page.html", "title <b>", "subtitle", [section], maps).read_text(encoding="utf-8")
+    assert "http" not in text.replace("http-equiv", "")
+    assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text) == []
+    assert "{{" not in text
+    assert "<b>" not in text
+    assert text.count("</script>") == 2
+    (data,) = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.S)[1])
+    assert (data["heads"], data["queries"][0]) == (2, "</script>")
+
+
+def test_tokens_are_readable():
+    tokenizer = mb.Tokenizer.train("bpe", ["the cat sat on the mat\n" * 9], 280)
+    ids = tokenizer.encode("the cat\n")
+    assert "".join(readable_tokens(tokenizer, ids)).replace("␣", " ").strip() == "the cat⏎"
+    assert readable_tokens(tokenizer, tokenizer.encode("€"))[0].startswith("<E2")
+    assert readable_tokens(tokenizer, [tokenizer.vocab_size]) == [f"id {tokenizer.vocab_size}"]
+    assert drawable("aé中") == f"aé{MISSING_GLYPH}"
+
+
+def test_the_mean_by_offset_is_that_of_the_diagonals():
+    matrix = torch.arange(9.0).view(3, 3)
+    offsets, means, deviations = mean_by_offset(matrix)
+    assert offsets.tolist() == [-2, -1, 0, 1, 2]
+    assert means.tolist() == [6, 5, 4, 3, 2]
+    assert deviations.tolist() == [0, 2, pytest.approx(np.std([0, 4, 8])), 2, 0]
