@@ -1,0 +1,350 @@
+"""Checks of a batch, a loss, an optimizer and a training step, before a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.report import Finding
+
+IGNORED = -100
+OVERFIT_STEPS = 40
+
+
+def default_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy over labels that are not -100."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+def _loss(exam: Examination) -> Any:
+    return exam.handed.loss or default_loss
+
+
+def _batch(exam: Examination) -> tuple[Tensor, Tensor]:
+    assert exam.handed.batch is not None
+    ids, labels = exam.handed.batch
+    return ids.to(exam.subject.device), labels.to(exam.subject.device)
+
+
+# -- labels ---------------------------------------------------------------------------------------------------------
+
+
+def check_label_shift(exam: Examination) -> Finding | None:
+    """Find by how many places labels are ahead of ids, and how many more the loss moves them."""
+    ids, labels = _batch(exam)
+    if exam.subject.kind not in ("causal", "encoder-decoder") or labels.shape != ids.shape:
+        return None
+    ahead = _best_shift(lambda k: _agreement(ids, labels, k), lowest=0.9)
+    inside = _shift_inside_loss(exam)
+    if ahead is None or inside is None:
+        return None
+    total = ahead + inside
+    if total == 1:
+        return None
+    evidence: dict[str, Any] = {
+        "labels_ahead_of_ids": ahead,
+        "moved_by_the_loss": inside,
+        "total": total,
+        "expected": 1,
+    }
+    if total == 0:
+        reason = "labels are not shifted: the model learns to copy the token it reads, and its loss falls to 0"
+    else:
+        reason = (
+            f"labels are shifted {'twice' if total == 2 else f'{total} times'}: the model learns to predict the token "
+        )
+        reason += f"{total} places ahead"
+    fix = (
+        "shift once: inputs = tokens[:, :-1], labels = tokens[:, 1:], and no shift in the loss; with transformers pass "
+    )
+    fix += "labels = ids, because the model shifts them itself"
+    return finding("label_shift", "fail", evidence, reason, fix)
+
+
+def _agreement(ids: Tensor, labels: Tensor, k: int) -> float:
+    length = ids.shape[1] - k
+    kept = labels[:, :length] != IGNORED
+    if not bool(kept.any()):
+        return 0.0
+    return float((ids[:, k:] == labels[:, :length])[kept].float().mean())
+
+
+def _best_shift(score: Any, lowest: float) -> int | None:
+    scores = [score(k) for k in range(4)]
+    best = max(range(4), key=lambda k: scores[k])
+    return best if scores[best] >= lowest else None
+
+
+def _shift_inside_loss(exam: Examination) -> int | None:
+    """Find the shift of the loss: logits that name the labels k places ahead give the lowest loss."""
+    if exam.handed.loss is None:
+        return 1 if type(exam.subject).__name__ == "TransformersSubject" and exam.subject.kind == "causal" else 0
+    outputs = exam.output.shape[-1]
+    labels = torch.randint(0, outputs, (2, 29), generator=torch.Generator().manual_seed(0)).to(exam.subject.device)
+
+    def negative_loss(k: int) -> float:
+        target = labels.roll(-k, dims=1)
+        logits = 10.0 * F.one_hot(target, outputs).float()
+        return -float(exam.handed.loss(logits, labels))  # type: ignore[misc]
+
+    try:
+        return _best_shift(negative_loss, lowest=-math.inf)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        exam.notes.append(f"the loss could not be called as loss(logits, labels): {error!s:.80}")
+        return None
+
+
+def check_pad_in_loss(exam: Examination) -> Finding | None:
+    """Change the logits at padding: the loss must not change."""
+    ids, labels = _batch(exam)
+    pad_id = exam.subject.pad_id
+    if pad_id is None or labels.shape != ids.shape:
+        return None
+    padding = (ids == pad_id) & (labels != IGNORED)
+    padding[:, 0] = False
+    if not bool(padding.any()):
+        return None
+    outputs = exam.output.shape[-1]
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(*ids.shape, outputs, generator=generator).to(exam.subject.device)
+    changed = logits.clone()
+    changed[padding] = torch.randn(int(padding.sum()), outputs, generator=generator).to(logits.device) * 3
+    try:
+        before, after = (float(_loss(exam)(t, labels)) for t in (logits, changed))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        exam.notes.append(f"the loss could not be called as loss(logits, labels): {error!s:.80}")
+        return None
+    if math.isclose(before, after, rel_tol=1e-6):
+        return None
+    share = float(padding.sum()) / float((labels != IGNORED).sum())
+    return finding(
+        "pad_in_loss",
+        "fail",
+        {"padding_share_of_the_loss": share, "loss": before, "loss_with_other_logits_at_padding": after},
+        f"padding takes part in the loss: {share:.0%} of the tokens it averages are padding, which is easy to predict",
+        f"set the labels of padding to -100, or write cross_entropy(…, ignore_index={pad_id})",
+    )
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def check_initial_loss(exam: Examination) -> Finding | None:
+    """Compare the first loss with that of a guess without knowledge."""
+    history = exam.handed.history
+    if history is not None and history.steps and history.starts_fresh and history.uniform_loss:
+        first, uniform = float(history.steps[0]["loss"]), history.uniform_loss
+        if int(history.steps[0].get("step", 1)) > 5:
+            return None
+        if first < 0.5 * uniform:
+            return _initial(
+                first, uniform, "much lower than a guess: the model sees the answer, or the labels are trivial"
+            )
+    elif exam.handed.batch is not None:
+        ids, labels = _batch(exam)
+        output = exam.run(ids)
+        uniform = math.log(output.shape[-1])
+        if labels.is_floating_point():
+            return None
+        try:
+            first = float(_loss(exam)(output, labels))
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+    else:
+        return None
+    if first <= 1.3 * uniform + 0.7:  # a fresh GPT-2 starts at ln V + 0.1
+        return None
+    return _initial(
+        first, uniform, "much higher than a guess: the logits are too large at the start, or the labels wrong"
+    )
+
+
+def _initial(first: float, uniform: float, reason: str) -> Finding:
+    return finding(
+        "initial_loss",
+        "fail",
+        {"loss": first, "uniform_guess": uniform},
+        f"the loss at the start is {first:.2f}, {reason}",
+        "initialize embeddings and the output with a standard deviation of about 0.02, and check what labels are",
+    )
+
+
+@contextmanager
+def restoring(module: nn.Module) -> Iterator[None]:
+    """Put the weights back after an experiment."""
+    saved = {name: p.detach().clone() for name, p in module.named_parameters()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(saved[name])
+                p.grad = None
+
+
+def check_overfit(exam: Examination) -> Finding | None:
+    """Train a few steps on one batch: its loss must fall."""
+    module = exam.subject.module
+    assert module is not None
+    ids, labels = _batch(exam)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters or labels.is_floating_point():
+        return None
+    losses: list[float] = []
+    with restoring(module), exam.subject.evaluating(), torch.enable_grad():
+        optimizer = torch.optim.Adam(parameters, lr=3e-3)
+        for _ in range(OVERFIT_STEPS):
+            loss = _loss(exam)(exam.subject.logits(ids), labels)
+            if not loss.requires_grad:
+                return None  # gradient_flow says so
+            losses.append(float(loss.detach()))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+    exam.pictures["loss on one batch"] = losses
+    first, best = losses[0], min(losses[-5:])
+    if best < 0.85 * first or best < 0.1:
+        return None
+    return finding(
+        "overfit",
+        "fail",
+        {"loss_before": first, "loss_after": best, "steps": OVERFIT_STEPS},
+        f"the model cannot learn a single batch: after {OVERFIT_STEPS} steps its loss is still {best:.2f} of {first:.2f}",
+        "check that logits and labels belong together, that no layer is frozen or detached, and that inputs reach the output",
+    )
+
+
+# -- optimizer ------------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(exam: Examination) -> Finding | None:
+    """Compare the tensors of the optimizer with the weights of the model; with a step only, see whether they move."""
+    module, optimizer = exam.subject.module, exam.handed.optimizer
+    assert module is not None
+    own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    if optimizer is None:
+        return _check_step_moves(exam, module)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    foreign, missing = [i for i in held if i not in own], [name for i, name in own.items() if i not in set(held)]
+    all_parameters = {id(p) for p in module.parameters()}
+    foreign = [i for i in foreign if i not in all_parameters]
+    if not foreign and not missing:
+        return None
+    reason = (
+        "the optimizer holds other tensors than the model: it was built before the model was replaced, copied or moved"
+        if foreign
+        else f"the optimizer does not hold {missing[0]}, so it never changes"
+    )
+    return finding(
+        "optimizer",
+        "fail",
+        {"weights_of_the_model": len(own), "held": len(held) - len(foreign), "foreign": len(foreign)},
+        reason,
+        "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and tying",
+    )
+
+
+def _check_step_moves(exam: Examination, module: nn.Module) -> Finding | None:
+    assert exam.handed.step is not None
+    with restoring(module):
+        before = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+        for _ in range(2):
+            exam.handed.step()
+        still = [name for name, p in module.named_parameters() if name in before and torch.equal(p, before[name])]
+    if len(still) < len(before) or not before:
+        return None
+    return finding(
+        "optimizer",
+        "fail",
+        {"weights_of_the_model": len(before), "moved": 0},
+        "no weight of the model changes in a training step: the optimizer holds other tensors, or the learning rate is 0",
+        "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and tying",
+    )
+
+
+def check_learning_rate(exam: Examination) -> Finding | None:
+    """Look at the losses of a run, or make a few steps: the loss must move, and down."""
+    if exam.handed.history is not None and len(exam.handed.history.steps) >= 10:
+        losses = [float(row["loss"]) for row in exam.handed.history.steps]
+        lr = exam.handed.history.lr
+        return _judge_losses(losses, {} if lr is None else {"learning_rate": lr})
+    module = exam.subject.module
+    if module is None or exam.handed.step is None:
+        return None
+    with restoring(module):
+        before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
+        losses = [_number(exam.handed.step()) for _ in range(10)]
+        changes = [
+            float((p.detach() - b).norm()) / max(float(b.norm()), 1e-6)
+            for p, b in zip((p for p in module.parameters() if p.requires_grad), before, strict=True)
+            if b.dim() > 1
+        ]
+    change = sorted(changes)[len(changes) // 2] / 10 if changes else 0.0
+    if change > 0.1:  # usual: 0.001 a step
+        return _rate_finding("too high", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
+    if 0 < change < 1e-7:
+        return _rate_finding("too low", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
+    known = [value for value in losses if value is not None]
+    return _judge_losses([float(v) for v in known], {}, few=True) if len(known) == len(losses) else None
+
+
+def _number(value: Any) -> float | None:
+    value = value[0] if isinstance(value, tuple) and value else value
+    return (
+        float(value) if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) else None
+    )
+
+
+def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = False) -> Finding | None:
+    part = max(1, len(losses) // 10)
+    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    evidence = {**evidence, "first_loss": first, "last_loss": last}
+    if not all(math.isfinite(loss) for loss in losses):
+        return _rate_finding(
+            "too high", {**evidence, "first_bad_step": next(i for i, x in enumerate(losses) if not math.isfinite(x))}
+        )
+    if last > 1.2 * first + 0.1:
+        return _rate_finding("too high", evidence)
+    if not few and len(losses) >= 20 and abs(last - first) < 0.005 * abs(first) and min(losses) > 0.98 * first:
+        return _rate_finding("too low", evidence)
+    return None
+
+
+def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
+    high = what == "too high"
+    return finding(
+        "learning_rate",
+        "fail",
+        evidence,
+        "the learning rate is too high: the loss rises or is not finite"
+        if high
+        else "the loss does not move: the learning rate is too low, or nothing is trained",
+        "start at 3e-4 with AdamW, rise to it over a tenth of the steps, and "
+        + ("halve it" if high else "multiply it by 10"),
+    )
+
+
+def check_optimizer_settings(exam: Examination) -> Finding | None:
+    """Compare beta2 and weight decay with what trains Transformers."""
+    rows: list[tuple[Any, Any]] = []
+    if exam.handed.optimizer is not None:
+        for group in exam.handed.optimizer.param_groups:
+            rows.append((group.get("betas", (None, None))[1], group.get("weight_decay")))
+    elif exam.handed.history is not None:
+        rows.append((exam.handed.history.beta2, exam.handed.history.weight_decay))
+    for beta2, decay in rows:
+        if isinstance(beta2, float) and not 0.9 <= beta2 <= 0.999:
+            reason = f"beta2={beta2:g} is out of the usual: GPTs use 0.95, the paper 0.98, PyTorch 0.999"
+            return finding("optimizer_settings", "warn", {"beta2": beta2}, reason, "write betas=(0.9, 0.95)")
+        if isinstance(decay, float) and decay > 0.3:
+            reason = f"weight_decay={decay:g} is out of the usual 0 to 0.3: it pulls the weights to zero"
+            return finding("optimizer_settings", "warn", {"weight_decay": decay}, reason, "write weight_decay=0.1")
+    return None
