@@ -84,6 +84,7 @@ def run_checks(exam: Examination, checks: Sequence[Check], started: float | None
     started = time.perf_counter() if started is None else started
     report = Report(exam.subject.name, notes=exam.notes, pictures=exam.pictures)
     rng_state = torch.get_rng_state()
+    _check_runs(exam)
     found: dict[str, tuple[Finding, Check, float]] = {}
     parameters = 0 if exam.subject.module is None else sum(p.numel() for p in exam.subject.module.parameters())
     try:
@@ -101,7 +102,13 @@ def run_checks(exam: Examination, checks: Sequence[Check], started: float | None
                 )
                 continue
             begin = time.perf_counter()
-            result = check.run(exam)
+            try:
+                result = check.run(exam)
+            except Exception as error:  # a model may refuse what a check tries; the other checks go on
+                message = " ".join(str(error).split())
+                how = "call the model in this way yourself to see why"
+                report.not_checked.append(NotChecked(check.name, f"the model failed: {message:.120}", how))
+                continue
             seconds = time.perf_counter() - begin
             if result is None:
                 report.checks.append(CheckResult(check.name, "passed", seconds))
@@ -112,6 +119,16 @@ def run_checks(exam: Examination, checks: Sequence[Check], started: float | None
     _keep_causes(report, found)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _check_runs(exam: Examination) -> None:
+    """Raise InputError if the model cannot be called at all."""
+    try:
+        _ = exam.output
+    except Exception as error:
+        message = " ".join(str(error).split())
+        shape = tuple(exam.ids.shape)
+        raise InputError(f"the model cannot be called with an input of shape {shape}: {message:.160}") from error
 
 
 def _keep_causes(report: Report, found: dict[str, tuple[Finding, Check, float]]) -> None:

@@ -87,6 +87,8 @@ class PlainSubject(Subject):
         if options.cached is not None:
             names = list(parameter_names(options.cached))
             self.masks_cache = len(names) > 2
+            self.passes_mask_to_cache = self.masks_cache
+            self.masks_cache = self.masks_cache or self.pad_id is not None
         self.left_padding = False
 
     # -- finding out how it is called -------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ class PlainSubject(Subject):
         assert self._cached is not None
         if mask is not None and self.pad_id is not None:
             ids = ids.masked_fill(~mask[:, -ids.shape[1] :].bool(), self.pad_id)
-        extra = (mask,) if self.masks_cache and mask is not None else ()
+        extra = (mask,) if self.passes_mask_to_cache and mask is not None else ()
         output, state = self._cached(ids, state, *extra)
         return output_tensor(output), state
 

@@ -115,6 +115,8 @@ KEEPS = frozenset(
     ]
 )
 
+MASKED = -5e3  # masks are written as -inf, the least number of a dtype, -1e9 or -1e4
+
 
 @dataclass
 class AttentionRecord:
@@ -135,6 +137,11 @@ class AttentionRecord:
     def size(self) -> int:
         """K, the size of a query."""
         return self.query.shape[-1]
+
+    @property
+    def visible(self) -> Tensor:
+        """Which keys a query may see, (N, T, S); a weight may be 0 because another score is much larger."""
+        return (self.weights > 0) | (self.scores > MASKED)
 
 
 @dataclass

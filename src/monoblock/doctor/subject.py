@@ -143,8 +143,10 @@ def difference(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().float(), b.detach().float()
     if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
         return 0.0 if torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()) else float("inf")
-    spread = float(b.std()) if b.numel() > 1 else 0.0
-    return float((a - b).abs().max()) / max(spread, 1e-6) if a.numel() else 0.0
+    if not a.numel():
+        return 0.0
+    spread = max(float(b.std()) if b.numel() > 1 else 0.0, 0.1 * float(b.abs().max()), 1e-6)
+    return float((a - b).abs().max()) / spread
 
 
 def prime_length(limit: int | None, taken: tuple[int, ...] = ()) -> int:

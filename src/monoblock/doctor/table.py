@@ -35,7 +35,7 @@ REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
         "pass mask_argument='attention_mask' or pad_id=0",
     ),
     "prefix": (lambda e: e.subject.takes_prefix, "the model reads no prefix", ""),
-    "window": (lambda e: bool(e.subject.declared.windows), "no window is declared", "pass window=4 if it has one"),
+    "window": (lambda e: any(e.subject.declared.windows or ()), "no window is declared", "pass window=4 if it has one"),
     "documents": (lambda e: e.subject.takes_documents, "the model takes no packed documents", ""),
     "cache": (
         lambda e: e.subject.has_cache,
@@ -139,7 +139,8 @@ CHECKS: tuple[Check, ...] = (
           explains=("cache",), cheap=True),
     Check("positions", "positions are used", positions.check_positions, TEXT, cheap=True,
           explains=("cache",)),
-    Check("positions_twice", "positions are added or rotated once", positions.check_positions_twice, TEXT, cheap=True),
+    Check("positions_twice", "positions are added or rotated once", positions.check_positions_twice, TEXT,
+          explains=("cache",), cheap=True),
     Check("position_offset", "the first position is the right one", positions.check_position_offset, TEXT, cheap=True),
     Check("padding", "padding changes nothing", padding.check_padding, ("tokens", "mask"), explains=("cache",), cheap=True),
     Check("cross_padding", "padding of the source changes nothing", padding.check_cross_padding, ("tokens", "source"),

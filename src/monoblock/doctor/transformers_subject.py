@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.doctor.subject import Declared, Subject, output_tensor, parameter_names, prime_length
+from monoblock.errors import InputError
 
 # Families that are bidirectional encoders, although some have a causal variant (with is_decoder).
 ENCODERS = frozenset(
@@ -67,6 +68,11 @@ class TransformersSubject(Subject):
     def __init__(self, model: Any, *, pad_id: int | None = None, length: int | None = None) -> None:
         super().__init__()
         config = model.config
+        if "input_ids" not in parameter_names(model):
+            raise InputError(
+                f"{type(model).__name__} reads no token ids; the doctor examines models of text from transformers, and "
+                "pictures in models of this package"
+            )
         self.module = self.model = model
         self.name = type(model).__name__
         self.parameters = parameter_names(model)
@@ -77,8 +83,9 @@ class TransformersSubject(Subject):
         self.kind = _kind(model)
         self.left_padding = self.kind == "causal"
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        if self.kind == "bidirectional" and limit and self.pad_id and _counts_from_padding(model):
-            limit -= self.pad_id + 1
+        padding_row = _padding_row(model)
+        if limit and padding_row is not None:
+            limit -= padding_row + 1
         limits = [n for n in (limit, length) if isinstance(n, int) and n > 0]
         sizes = {getattr(config, name, None) for name in ("hidden_size", "d_model", "head_dim", "intermediate_size")}
         self.length = prime_length(min(limits, default=None), tuple(s for s in sizes if isinstance(s, int)))
@@ -87,7 +94,7 @@ class TransformersSubject(Subject):
         self.masks_cache = True
         if self.kind == "encoder-decoder":
             self.source, self.takes_source_mask = super().probe(length=self.length - 2, seed=7), True
-            self.has_cache = "past_key_values" in self.parameters
+            self.has_cache, self.masks_cache = "past_key_values" in self.parameters, False
 
     def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         return output_tensor(self._run(ids, mask, **options))
@@ -135,31 +142,28 @@ def _kind(model: Any) -> Any:
         return "encoder-decoder" if "decoder_input_ids" in parameter_names(model) else "bidirectional"
     if getattr(config, "is_decoder", False):
         return "causal"
-    if "input_ids" not in parameter_names(model):
-        return "vision"
     if "MaskedLM" in name or config.model_type in ENCODERS or name.endswith("EncoderModel"):
         return "bidirectional"
     return "causal"
 
 
-def _counts_from_padding(model: Any) -> bool:
-    """Return whether positions begin after the padding id, as in RoBERTa: a table of them has a padding row."""
-    tables = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name]
-    return any(table.padding_idx is not None for table in tables)
+def _padding_row(model: Any) -> int | None:
+    """Return the padding row of the table of positions, after which positions begin, as in RoBERTa."""
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
+            return int(table.padding_idx)
+    return None
 
 
 def _declare(model: Any, limit: int | None) -> Declared:
     config = model.config
-    scales = _scales(model)
-    dropout = None
     return Declared(
         windows=None,
-        scales=scales,
+        scales=_scales(model),
         tied=bool(getattr(config, "tie_word_embeddings", False)) if model.get_output_embeddings() is not None else None,
-        dropout=dropout,
         positions=None,
         context=limit,
-        table_offset=None,
+        table_offset=None if (row := _padding_row(model)) is None else row + 1,
         num_labels=getattr(config, "num_labels", None) if "Classification" in type(model).__name__ else None,
         depth=getattr(config, "num_hidden_layers", None),
     )

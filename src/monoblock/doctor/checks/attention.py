@@ -141,7 +141,7 @@ def check_collapse(exam: Examination) -> Finding | None:
     """Look for layers in which every query of every head attends to a single key."""
     for layer, record in enumerate(exam.recorded.attentions):
         weights = record.weights.float()
-        visible = (weights > 0).sum(-1)
+        visible = record.visible.sum(-1)
         rows = weights[:, weights.shape[-2] // 2 :]  # queries that have many keys to choose from
         if int(visible.max()) < 4 or not bool(rows.isfinite().all()):
             continue

@@ -23,7 +23,7 @@ def check_cache(exam: Examination) -> Finding | None:
         "token_by_token": exam.is_off(_run_cached(exam, ids, 1), full),
         "in_chunks": exam.is_off(_run_cached(exam, ids, 4), full),
     }
-    if subject.takes_mask and (subject.masks_cache or subject.pad_id is not None):
+    if subject.takes_mask and subject.masks_cache:
         results["after_padding"] = _after_padding(exam)
     if not any(results.values()):
         return None

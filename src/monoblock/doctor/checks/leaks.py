@@ -125,7 +125,7 @@ def check_window(exam: Examination) -> Finding | None:
         return _check_reach(exam) if all(windows) and is_causal else None
     for layer, (record, window) in enumerate(zip(records, windows, strict=True)):
         expected = T if window is None else min(T, window if is_causal else 2 * window - 1)
-        seen = int((record.weights > 0).sum(-1).max())
+        seen = int(record.visible.sum(-1).max())
         if seen != expected:
             return _window_finding(window or T, seen if is_causal else (seen + 1) // 2, f"layer {layer}")
     return None
