@@ -37,6 +37,7 @@ VERBS = {
     ),
     "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
     "account": ("monoblock.cli.account", "Count the parameters, FLOPs and memory of a model without building it."),
+    "doctor": ("monoblock.cli.doctor", "Examine a model or a run: leaks, padding, cache, positions, training."),
     "env": ("monoblock.cli.env", "Show installed versions, devices, and the default device and dtype."),
 }
 

@@ -63,8 +63,13 @@ def diagnose_model(
     history: TrainingHistory | None = None,
     checks: Sequence[str] | None = None,
     cheap: bool = False,
+    max_seconds: float = float("inf"),
 ) -> Report:
-    """Examine a model, and return a report of what is wrong with it.  The arguments are those of `mb.diagnose`."""
+    """Examine a model, and return a report of what is wrong with it.
+
+    The arguments are those of `mb.diagnose`, and: `history` of a training run; `cheap`, run only the checks that take a
+    few passes; `max_seconds`, after which no further check is begun.
+    """
     started = time.perf_counter()
     if pad_id is None and tokenizer is not None:
         pad_id = getattr(tokenizer, "pad_id", None)
@@ -77,10 +82,12 @@ def diagnose_model(
     if checks is not None and (unknown := sorted(set(checks) - known)):
         raise InputError(f"there is no check {unknown[0]!r}; write some of {', '.join(sorted(known))}")
     chosen = [c for c in CHECKS if (checks is None or c.name in checks) and (c.cheap or not cheap)]
-    return run_checks(exam, chosen, started)
+    return run_checks(exam, chosen, started, max_seconds)
 
 
-def run_checks(exam: Examination, checks: Sequence[Check], started: float | None = None) -> Report:
+def run_checks(
+    exam: Examination, checks: Sequence[Check], started: float | None = None, max_seconds: float = float("inf")
+) -> Report:
     started = time.perf_counter() if started is None else started
     report = Report(exam.subject.name, notes=exam.notes, pictures=exam.pictures)
     rng_state = torch.get_rng_state()
@@ -94,6 +101,9 @@ def run_checks(exam: Examination, checks: Sequence[Check], started: float | None
                 _, reason, how = REQUIREMENTS[missing]
                 if how:
                     report.not_checked.append(NotChecked(check.name, reason, how))
+                continue
+            if time.perf_counter() - started > max_seconds:
+                report.not_checked.append(NotChecked(check.name, "time was up", "run monoblock doctor on the model"))
                 continue
             if parameters > check.max_parameters:
                 reason = f"the model has {parameters:,} parameters, for which it takes long"

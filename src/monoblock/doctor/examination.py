@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monoblock.doctor.recorder import AttentionRecord, Recorder
+from monoblock.doctor.recorder import Recorder
+from monoblock.doctor.records import AttentionRecord
 from monoblock.doctor.report import DOCS, Evidence, Finding, Verdict
 from monoblock.doctor.subject import Subject, difference
 
@@ -19,8 +20,8 @@ from monoblock.doctor.subject import Subject, difference
 class TrainingHistory:
     """What a run has written down: its settings, and the losses of its steps."""
 
-    steps: list[Mapping[str, float]] = field(default_factory=list)  # step, loss, lr, grad_norm
-    evaluations: list[Mapping[str, float]] = field(default_factory=list)  # step, val_loss
+    steps: Sequence[Mapping[str, float]] = ()  # step, loss, lr, grad_norm
+    evaluations: Sequence[Mapping[str, float]] = ()  # step, val_loss
     lr: float | None = None
     warmup: float = 0.0
     total_steps: int = 0

@@ -142,8 +142,8 @@ class PlainSubject(Subject):
             except Exception as error:
                 problem = problem or error
         raise InputError(
-            f"the model cannot be called with ids of shape (2, 7) below vocab={self.vocab}: {problem!s:.150}; check vocab= "
-            "and length=, or wrap it in a function of ids"
+            f"the model cannot be called with ids of shape (2, 7) below vocab={self.vocab}: {problem!s:.150}; check "
+            "vocab= and length=, or wrap it in a function of ids"
         ) from problem
 
     def _sizes(self) -> tuple[int, ...]:
@@ -185,19 +185,13 @@ class PlainSubject(Subject):
         config = getattr(self.module, "config", None)
         owners = (self.module, config)
         window = options.window if options.window is not None else _attribute(owners, WINDOW_NAMES, int)
-        windowed = [m for m in self.module.modules() if m is not self.module] if self.module is not None else []
-        layers = [m for m in windowed if _attribute((m,), WINDOW_NAMES, int) is not None]
-        depth = max((len(m) for m in windowed if isinstance(m, nn.ModuleList | nn.Sequential)), default=None)
-        innermost = [m for m in layers if not any(c in layers for c in m.modules() if c is not m)]
-        if window is None and innermost:
-            window = _attribute((innermost[0],), WINDOW_NAMES, int)
-        count = len(innermost) or depth
+        if window is None and self.module is not None:
+            window = _attribute(tuple(self.module.modules()), WINDOW_NAMES, int)
         return Declared(
-            windows=(window,) * count if window is not None and count else None,
+            window=window,
             tied=options.tied if options.tied is not None else _attribute(owners, TIE_NAMES, bool),
             dropout=_attribute(owners, DROPOUT_NAMES, float),
             context=options.length if options.length is not None else _attribute(owners, CONTEXT_NAMES, int),
-            depth=depth,
         )
 
     # -- calls ------------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Verdict = Literal["fail", "warn"]
-Evidence = dict[str, float | int | str]
+Evidence = Mapping[str, float | int | str]
 State = Literal["passed", "fail", "warn", "explained"]
 
 DOCS = "docs/doctor.md"
@@ -27,7 +28,7 @@ class Finding:
         return {
             "check": self.check,
             "verdict": self.verdict,
-            "evidence": self.evidence,
+            "evidence": dict(self.evidence),
             "reason": self.reason,
             "fix": self.fix,
             "docs": self.docs,

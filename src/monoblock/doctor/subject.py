@@ -25,6 +25,7 @@ class Declared:
     """What a model says of itself, in its configuration or its attributes; None where it says nothing."""
 
     windows: tuple[int | None, ...] | None = None  # of each layer: keys that a token sees, itself included
+    window: int | None = None  # of all layers, where their number is not known
     scales: tuple[float, ...] | None = None  # the factors on scores that are right; None: 1 / sqrt(head size)
     tied: bool | None = None
     dropout: float | None = None
@@ -150,7 +151,8 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def prime_length(limit: int | None, taken: tuple[int, ...] = ()) -> int:
-    """Return the length of probes: the largest prime of the list within the limit that is no other size of the model."""
+    """Return the length of probes: the largest prime of the list within the limit that is no other size of the "
+    "model."""
     for prime in PRIMES:
         if (limit is None or prime <= limit) and prime not in taken:
             return prime

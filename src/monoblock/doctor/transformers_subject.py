@@ -1,4 +1,5 @@
-"""The subject for models of the transformers package, which is not imported: their attributes say all that is needed."""
+"""The subject for models of the transformers package, which is not imported: their attributes say all that is "
+"needed."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.recorder import AttentionRecord
+from monoblock.doctor.records import AttentionRecord
 from monoblock.doctor.report import Finding
 
 HALF = (torch.float16, torch.bfloat16)
@@ -63,8 +63,8 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
             "mask_after_softmax",
             "fail",
             {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
-            "the mask is applied after the softmax: masked keys still count in the denominator, so weights do not sum to 1 "
-            "and the future leaks in through it",
+            "the mask is applied after the softmax: masked keys still count in the denominator, so weights do not sum "
+            "to 1 and the future leaks in through it",
             "mask the scores, then take the softmax: scores.masked_fill(~mask, -inf).softmax(-1)",
         )
     return None
@@ -115,7 +115,7 @@ def _by_head(record: AttentionRecord) -> tuple[Tensor, Tensor, Tensor] | None:
     if record.used_weights.shape[-1] != record.value.shape[-2]:
         return None
     out = record.used_weights.float() @ record.value.float()
-    return tuple(t.float().unflatten(0, (2, -1)) for t in (record.query, record.key, out))  # type: ignore[return-value]
+    return tuple(t.float().unflatten(0, (2, -1)) for t in (record.query, record.key, out))
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:
@@ -156,8 +156,8 @@ def check_collapse(exam: Examination) -> Finding | None:
                     "largest_score": float(record.scores[record.weights > 0].max()),
                     "layer": layer,
                 },
-                f"attention of layer {layer} has collapsed: every query puts all its weight on one key, where the softmax "
-                "has no gradient",
+                f"attention of layer {layer} has collapsed: every query puts all its weight on one key, where the "
+                "softmax has no gradient",
                 "lower the learning rate, normalize queries and keys (qk_norm), and check the scale of the scores",
             )
     return None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from monoblock.doctor.examination import Examination, finding, pad
-from monoblock.doctor.recorder import AttentionRecord, Recorder
+from monoblock.doctor.recorder import Recorder
+from monoblock.doctor.records import AttentionRecord
 from monoblock.doctor.report import Finding
 from monoblock.doctor.subject import difference
 
@@ -115,8 +116,8 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
     limit = exam.subject.tolerance * 10
     if old_keys > limit and (full.rotations or step.rotations):
         return (
-            "the cached keys are not those of the full pass: they are stored without their rotation (RoPE), or are rotated "
-            "again",
+            "the cached keys are not those of the full pass: they are stored without their rotation (RoPE), or are "
+            "rotated again",
             "rotate a key once, by its own position, before it is stored in the cache",
         )
     if new_key > limit or difference(step.query[:, -1:], full.query[:, -1:]) > limit:

@@ -127,17 +127,15 @@ def _check_fresh(exam: Examination) -> Finding | None:
     module = exam.subject.module
     assert module is not None
     blocks = find_blocks(module)
-    inside = {id(m) for block in blocks for m in block.modules()}
+    inside = {id(p) for block in blocks for p in block.parameters()}
     outputs = exam.output.shape[-1]
-    heads = [
-        m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == outputs and id(m) not in inside
+    fresh = [
+        p
+        for name, p in module.named_parameters()
+        if name.endswith("bias") and p.shape == (outputs,) and id(p) not in inside and not bool(p.detach().any())
     ]
-    if not blocks or not heads or heads[-1].bias is None:
-        return None
-    head = heads[-1]
     biases = [m.bias for b in blocks for m in b.modules() if isinstance(m, nn.Linear) and m.bias is not None]
-    is_trained = [float(bias.detach().abs().max()) > 0 for bias in biases]
-    if not biases or not all(is_trained) or float(head.bias.detach().abs().max()) > 0:
+    if not fresh or not biases or outputs >= exam.subject.vocab > 0 or not all(bool(b.detach().any()) for b in biases):
         return None
     scales = [
         p for b in blocks for name, p in b.named_parameters() if "norm" in name.lower() and name.endswith("weight")
@@ -147,7 +145,7 @@ def _check_fresh(exam: Examination) -> Finding | None:
     return finding(
         "head",
         "warn",
-        {"head_bias": 0.0, "head_weight_std": float(head.weight.detach().std()), "outputs": outputs},
+        {"largest_bias_of_the_head": 0.0, "outputs": outputs},
         "the blocks are trained, but the head has its initial weights: its probabilities mean nothing",
         "fine-tune the model on labelled examples before you use its predictions",
     )
@@ -207,8 +205,8 @@ def _context_finding(what: str, length: int, context: int, verdict: Any) -> Find
         "context",
         verdict,
         {"length": length, "context": context},
-        f"{what} has {length} tokens, but the model was built for {context}: positions beyond were never trained, or do "
-        "not exist",
+        f"{what} has {length} tokens, but the model was built for {context}: positions beyond were never trained, or "
+        "do not exist",
         f"cut texts to {context} tokens, or use a model with a longer context",
     )
 

@@ -36,8 +36,8 @@ def check_causality(exam: Examination) -> Finding | None:
     words = (
         "every token sees all later tokens: no causal mask is applied, or not in every layer"
         if reach >= T - 2
-        else f"a token sees up to {reach} tokens ahead: a mask that is off by one, or a convolution or shift that reads "
-        "the next token"
+        else f"a token sees up to {reach} tokens ahead: a mask that is off by one, or a convolution or shift that "
+        "reads the next token"
     )
     unless = "; if the model is meant to read in both directions, pass kind='bidirectional'" if presumed else ""
     return finding(
@@ -45,8 +45,8 @@ def check_causality(exam: Examination) -> Finding | None:
         "fail",
         {"max_difference": worst, "at_position": place, "tokens_ahead": reach},
         f"{words}; training becomes copying, and generation, where the future does not exist yet, fails{unless}",
-        "allow a query at position i the keys j <= i in every layer: scores.masked_fill(j > i, -inf) before the softmax; "
-        "pad convolutions on the left only",
+        "allow a query at position i the keys j <= i in every layer: scores.masked_fill(j > i, -inf) before the "
+        "softmax; pad convolutions on the left only",
     )
 
 
@@ -118,33 +118,17 @@ def check_prefix(exam: Examination) -> Finding | None:
 
 def check_window(exam: Examination) -> Finding | None:
     """Count the keys that each layer lets a query see, and compare with the declared window."""
-    windows = exam.subject.declared.windows or ()
-    is_causal = exam.subject.kind != "bidirectional"
+    declared, is_causal = exam.subject.declared, exam.subject.kind != "bidirectional"
     records, T = exam.self_attentions, exam.ids.shape[1]
+    windows = declared.windows if declared.windows is not None else (declared.window,) * len(records)
     if exam.subject.kind == "encoder-decoder" or len(records) != len(windows):
-        return _check_reach(exam) if all(windows) and is_causal else None
+        return None
     for layer, (record, window) in enumerate(zip(records, windows, strict=True)):
         expected = T if window is None else min(T, window if is_causal else 2 * window - 1)
         seen = int(record.visible.sum(-1).max())
         if seen != expected:
             return _window_finding(window or T, seen if is_causal else (seen + 1) // 2, f"layer {layer}")
     return None
-
-
-def _check_reach(exam: Examination) -> Finding | None:
-    """Change one token at a time: it may change outputs as far away as all windows reach together."""
-    windows = exam.subject.declared.windows or ()
-    reach, T = sum((w or 0) - 1 for w in windows), exam.ids.shape[1]
-    if not windows or reach + 2 > T:
-        return None
-    rows = exam.ids[:1].expand(T, -1).clone()
-    rows.diagonal().copy_(exam.subject.other_tokens(exam.ids[:1])[0])
-    new, old = exam.run(rows)[:, -1], exam.run(exam.ids[:1])[:, -1]
-    moved = [j for j in range(T) if exam.is_off(new[j : j + 1], old)]
-    seen = T - 1 - min(moved, default=T - 1)
-    if seen == reach:
-        return None
-    return _window_finding(windows[0] or T, seen // len(windows) + 1, f"{len(windows)} layers")
 
 
 def _window_finding(window: int, seen: int, where: str) -> Finding:
@@ -154,7 +138,8 @@ def _window_finding(window: int, seen: int, where: str) -> Finding:
         {"window": window, "keys_seen": seen, "where": where},
         f"the window is {window}, but a query sees {seen} keys (itself included)"
         + ("; off by one" if abs(seen - window) == 1 else ""),
-        f"allow the keys with 0 <= i - j < {window}: with {window} in place of {window + 1} or {window - 1} at the edge",
+        f"allow the keys with 0 <= i - j < {window}: with {window} in place of {window + 1} or {window - 1} at the "
+        "edge",
     )
 
 
@@ -174,18 +159,18 @@ def check_batch(exam: Examination) -> Finding | None:
             "batch",
             "warn",
             {"batch_norms": sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms)},
-            "a batch norm averages over rows and positions while it trains, also over padding and later tokens, and uses "
-            "other numbers in evaluation",
+            "a batch norm averages over rows and positions while it trains, also over padding and later tokens, and "
+            "uses other numbers in evaluation",
             "use nn.LayerNorm or nn.RMSNorm, which normalize each token by itself",
         )
     return finding(
         "batch",
         "fail",
         {"difference_with_other_neighbours": neighbours, "difference_alone": alone},
-        "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, or a reshape "
-        "mixes rows",
-        "normalize over the features only: x.mean(-1, keepdim=True), nn.LayerNorm(width); transpose before view, and keep "
-        "the batch axis first",
+        "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, or a "
+        "reshape mixes rows",
+        "normalize over the features only: x.mean(-1, keepdim=True), nn.LayerNorm(width); transpose before view, and "
+        "keep the batch axis first",
     )
 
 
@@ -211,5 +196,6 @@ def check_packing(exam: Examination) -> Finding | None:
         "a packed document sees its neighbour"
         if leaks
         else "a packed document sees no other, but its positions do not start again at 0",
-        "mask pairs of different documents: document[i] == document[j]; count positions from the start of each document",
+        "mask pairs of different documents: document[i] == document[j]; count positions from the start of each "
+        "document",
     )

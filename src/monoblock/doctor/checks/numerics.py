@@ -79,8 +79,8 @@ def _overflow_finding(evidence: dict[str, float | int | str], reason: str) -> Fi
         "fail",
         evidence,
         reason,
-        "compute softmax, norms and loss in fp32, mask with -inf only where a row keeps a key, add eps under square roots "
-        "and in divisions, and look for weights that are not finite",
+        "compute softmax, norms and loss in fp32, mask with -inf only where a row keeps a key, add eps under square "
+        "roots and in divisions, and look for weights that are not finite",
     )
 
 

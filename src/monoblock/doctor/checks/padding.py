@@ -66,7 +66,8 @@ def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str
     is_pooled = not exam.is_per_token
     if records and seen < 1e-6 and is_pooled:
         return (
-            "attention ignores the padding, but the pooling does not: padded positions are summed or averaged with the rest",
+            "attention ignores the padding, but the pooling does not: padded positions are summed or averaged with "
+            "the rest",
             "pool over tokens only: (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
         )
     if not sides.get("right") and (sides.get("left") or sides.get("inside")):
@@ -76,7 +77,8 @@ def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str
         )
     return (
         "padding changes the outputs of the tokens: they attend to it, or it takes part in a norm or a convolution",
-        "join the padding mask to the causal mask, scores.masked_fill(mask[:, None, None, :] == 0, -inf), in every layer",
+        "join the padding mask to the causal mask, scores.masked_fill(mask[:, None, None, :] == 0, -inf), in every "
+        "layer",
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.recorder import AttentionRecord, PositionAdd
+from monoblock.doctor.records import AttentionRecord, PositionAdd
 from monoblock.doctor.report import Finding
 
 SAME = 0.99  # cosine from which two position vectors are the same up to a factor
@@ -32,9 +32,10 @@ def check_positions(exam: Examination) -> Finding | None:
         "positions",
         "fail",
         {"layers_without_positions": len(records), "tokens_repeated": length},
-        "the model does not use positions: a repeated token has the same queries, keys and scores at every place, so the "
-        "order of words is lost but for what the mask tells",
-        "add position vectors to the embeddings (x = token(ids) + position(torch.arange(T))), or rotate queries and keys",
+        "the model does not use positions: a repeated token has the same queries, keys and scores at every place, so "
+        "the order of words is lost but for what the mask tells",
+        "add position vectors to the embeddings (x = token(ids) + position(torch.arange(T))), or rotate queries and "
+        "keys",
     )
 
 

@@ -27,8 +27,8 @@ def check_warmup(exam: Examination) -> Finding | None:
         "warmup",
         "warn",
         {"warmup_steps": history.warmup, "usual": 100},
-        "a post-norm model starts at its full learning rate: its gradients near the output are large at the start, and it "
-        "diverges or stalls",
+        "a post-norm model starts at its full learning rate: its gradients near the output are large at the start, "
+        "and it diverges or stalls",
         "raise the learning rate over the first 100 steps or more (train.warmup), or normalize before each sublayer",
     )
 
@@ -48,8 +48,8 @@ def check_clipping(exam: Examination) -> Finding | None:
         "clipping",
         "warn",
         {"spikes": len(spikes), "largest_norm": max(spikes), "median_norm": middle},
-        f"the gradient norm has {len(spikes)} spikes of more than {SPIKE:.0f} times its median, and nothing clips them: one "
-        "such update can undo days of training",
+        f"the gradient norm has {len(spikes)} spikes of more than {SPIKE:.0f} times its median, and nothing clips "
+        "them: one such update can undo days of training",
         "clip gradients: train.clip = 1.0, or torch.nn.utils.clip_grad_norm_(parameters, 1.0) before every step",
     )
 

@@ -210,16 +210,25 @@ def check_overfit(exam: Examination) -> Finding | None:
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
     exam.pictures["loss on one batch"] = losses
-    first, best = losses[0], min(losses[-5:])
-    if best < 0.85 * first or best < 0.1:
+    first, best, frequencies = losses[0], min(losses[-5:]), _entropy(labels)
+    if best < max(0.85 * min(first, frequencies), 0.1):
         return None
     return finding(
         "overfit",
         "fail",
-        {"loss_before": first, "loss_after": best, "steps": OVERFIT_STEPS},
-        f"the model cannot learn a single batch: after {OVERFIT_STEPS} steps its loss is still {best:.2f} of {first:.2f}",
-        "check that logits and labels belong together, that no layer is frozen or detached, and that inputs reach the output",
+        {"loss_before": first, "loss_after": best, "steps": OVERFIT_STEPS, "loss_of_label_frequencies": frequencies},
+        f"the model cannot learn a single batch: after {OVERFIT_STEPS} steps its loss is still {best:.2f}, not much "
+        f"better than the frequencies of the labels without any input ({frequencies:.2f})",
+        "check that logits and labels belong together, that no layer is frozen or detached, and that inputs reach the "
+        "output",
     )
+
+
+def _entropy(labels: Tensor) -> float:
+    """Return the cross-entropy of a guess by the frequencies of the labels."""
+    counts = torch.unique(labels[labels != IGNORED], return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    return float(-(shares * shares.log()).sum())
 
 
 # -- optimizer ------------------------------------------------------------------------------------------------------
@@ -265,7 +274,8 @@ def _check_step_moves(exam: Examination, module: nn.Module) -> Finding | None:
         "optimizer",
         "fail",
         {"weights_of_the_model": len(before), "moved": 0},
-        "no weight of the model changes in a training step: the optimizer holds other tensors, or the learning rate is 0",
+        "no weight of the model changes in a training step: the optimizer holds other tensors, or the learning rate "
+        "is 0",
         "build the optimizer last: optimizer = AdamW(model.parameters()), after model.to(device), resizing and tying",
     )
 
@@ -281,7 +291,7 @@ def check_learning_rate(exam: Examination) -> Finding | None:
         return None
     with restoring(module):
         before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
-        losses = [_number(exam.handed.step()) for _ in range(10)]
+        values = [_number(exam.handed.step()) for _ in range(10)]
         changes = [
             float((p.detach() - b).norm()) / max(float(b.norm()), 1e-6)
             for p, b in zip((p for p in module.parameters() if p.requires_grad), before, strict=True)
@@ -292,15 +302,15 @@ def check_learning_rate(exam: Examination) -> Finding | None:
         return _rate_finding("too high", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
     if 0 < change < 1e-7:
         return _rate_finding("too low", {"relative_change_of_weights_per_step": change, "usual": 1e-3})
-    known = [value for value in losses if value is not None]
-    return _judge_losses([float(v) for v in known], {}, few=True) if len(known) == len(losses) else None
+    known = [value for value in values if value is not None]
+    return _judge_losses(known, {}, few=True) if len(known) == len(values) else None
 
 
 def _number(value: Any) -> float | None:
     value = value[0] if isinstance(value, tuple) and value else value
-    return (
-        float(value) if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1) else None
-    )
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = False) -> Finding | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,8 +16,9 @@ def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor
     """Return the matrices of the token embedding and of the output, if the module has both as such."""
     module, vocab = exam.subject.module, exam.subject.vocab
     assert module is not None
+    owner: Any = module
     if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
-        table, output = module.get_input_embeddings(), module.get_output_embeddings()
+        table, output = owner.get_input_embeddings(), owner.get_output_embeddings()
         if not (isinstance(table, nn.Embedding) and isinstance(output, nn.Linear)):
             return None
         return (table.weight, output.weight) if table.weight.shape == output.weight.shape else None
@@ -48,8 +51,8 @@ def check_tying(exam: Examination) -> Finding | None:
         "tying",
         "fail",
         {"shared": 0, "difference": difference(output, table)},
-        f"the embedding and the output are meant to be tied, but are two tensors {values}: they drift apart in training, and "
-        f"{table.numel():,} parameters are counted twice",
+        f"the embedding and the output are meant to be tied, but are two tensors {values}: they drift apart in "
+        f"training, and {table.numel():,} parameters are counted twice",
         "share the parameter itself, last in __init__: self.head.weight = self.embedding.weight (no .clone(), no "
         "nn.Parameter(…), no initialization after it)",
     )
