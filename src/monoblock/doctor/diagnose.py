@@ -13,8 +13,9 @@ from monoblock.doctor.examination import Examination, Handed, TrainingHistory
 from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
+from monoblock.doctor.requirements import REQUIREMENTS
 from monoblock.doctor.subject import Kind, Subject
-from monoblock.doctor.table import CHECKS, REQUIREMENTS, Check
+from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
 from monoblock.errors import InputError
 from monoblock.nn.lstm import Recurrent

@@ -59,7 +59,7 @@ class Examination:
 
     @cached_property
     def ids(self) -> Tensor:
-        return self.subject.probe()
+        return self.subject.probe(rows=self.subject.rows)
 
     @cached_property
     def output(self) -> Tensor:

@@ -45,8 +45,8 @@ def render_html(report: Report) -> str:
         )
     for name, numbers in report.pictures.items():
         parts.append(f"<h2>{html.escape(name)}</h2>{bar_chart(name, numbers)}")
-    rows = [(r.name, r.state + (f" ({r.explained_by})" if r.explained_by else "")) for r in report.checks]
-    parts.append(f"<h2>Checks</h2>{_table(rows)}")
+    states = [(r.name, r.state + (f" ({r.explained_by})" if r.explained_by else "")) for r in report.checks]
+    parts.append(f"<h2>Checks</h2>{_table(states)}")
     parts += [f"<p>Note: {html.escape(note)}</p>" for note in report.notes]
     if report.not_checked:
         left = [(row.check, f"{row.reason}; {row.how}") for row in report.not_checked]

@@ -45,7 +45,7 @@ class OwnSubject(Subject):
             self.vocab = reader.vocab
         elif self.kind != "vision":
             raise InputError("the doctor reads tokens or pictures; a model of audio is not examined yet")
-        limits = [n for n in (config.context, length) if n is not None]
+        limits = [n for n in (config.context, length, 13 if self.is_large else None) if n is not None]
         self.length = prime_length(min(limits, default=None), _sizes(config))
         self.has_cache = config.decoder is not None and not _is_prefix(config)
         self.masks_cache = True

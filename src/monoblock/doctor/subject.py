@@ -16,6 +16,7 @@ from monoblock.errors import InputError
 Kind = Literal["causal", "bidirectional", "encoder-decoder", "vision", "unknown"]
 CachedStep = Callable[..., tuple[Tensor, Any]]
 ROWS = 3
+LARGE = 5e7  # parameters, from which probes are short, to keep a report quick
 PRIMES = (23, 19, 17, 13, 11, 7, 5, 3)  # lengths of probes: equal to no other size, so that axes can be told apart
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5, torch.bfloat16: 0.08, torch.float16: 0.02}
 
@@ -101,6 +102,14 @@ class Subject:
     def device(self) -> torch.device:
         parameter = next(self.module.parameters(), None) if self.module is not None else None
         return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def is_large(self) -> bool:
+        return self.module is not None and sum(p.numel() for p in self.module.parameters()) > LARGE
+
+    @property
+    def rows(self) -> int:
+        return 2 if self.is_large else ROWS
 
     @property
     def reads_tokens(self) -> bool:

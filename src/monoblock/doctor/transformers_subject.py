@@ -87,7 +87,7 @@ class TransformersSubject(Subject):
         padding_row = _padding_row(model)
         if limit and padding_row is not None:
             limit -= padding_row + 1
-        limits = [n for n in (limit, length) if isinstance(n, int) and n > 0]
+        limits = [n for n in (limit, length, 13 if self.is_large else None) if isinstance(n, int) and n > 0]
         sizes = {getattr(config, name, None) for name in ("hidden_size", "d_model", "head_dim", "intermediate_size")}
         self.length = prime_length(min(limits, default=None), tuple(s for s in sizes if isinstance(s, int)))
         self.declared = _declare(model, limit)

@@ -32,9 +32,11 @@ def check_cache(exam: Examination) -> Finding | None:
     return finding("cache", "fail", {f"difference_{name}": value for name, value in results.items()}, reason, fix)
 
 
-def _run_cached(exam: Examination, ids: Tensor, size: int, mask: Tensor | None = None, first: int = 5) -> Tensor:
-    """Read `first` tokens at once and the others in chunks; return the outputs of all."""
+def _run_cached(exam: Examination, ids: Tensor, size: int, mask: Tensor | None = None) -> Tensor:
+    """Read the first tokens at once and the others in chunks; return the outputs of all."""
     parts, state, done = [], None, 0
+    has_window = exam.subject.declared.window or any(exam.subject.declared.windows or ())
+    first = LEFT + 2 if has_window else ids.shape[1] - 5  # a window must be left behind
     with exam.subject.evaluating():
         while done < ids.shape[1]:
             count = min(first if done == 0 else size, ids.shape[1] - done)
@@ -63,7 +65,7 @@ def _after_padding(exam: Examination) -> float:
     full = exam.run(padded, mask)[:, LEFT:]
     if difference(full, plain) > subject.tolerance:
         return 0.0  # padding on the left is wrong already without a cache, which is another check
-    cached = _run_cached(exam, padded, 1, mask, first=LEFT + 4)[:, LEFT:]
+    cached = _run_cached(exam, padded, 1, mask)[:, LEFT:]
     return exam.is_off(cached, plain)
 
 
