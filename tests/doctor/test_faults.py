@@ -10,12 +10,45 @@ from monoblock.doctor.table import CHECKS
 from monoblock.errors import InputError
 
 # The names of INTERFACE.md.
-NAMES = set(
-    "causality prefix window padding batch packing cache positions positions_twice position_offset cross_padding tying "
-    "dropout softmax_precision mask_after_softmax scale tokenizer head model_type context generation_defaults "
-    "initial_loss overfit label_shift pad_in_loss learning_rate warmup clipping gradient_flow heads collapse "
-    "residual_growth overflow optimizer optimizer_settings train_eval_gap repeated_data".split()
-)
+NAMES = {
+    "causality",
+    "prefix",
+    "window",
+    "padding",
+    "batch",
+    "packing",
+    "cache",
+    "positions",
+    "positions_twice",
+    "position_offset",
+    "cross_padding",
+    "tying",
+    "dropout",
+    "softmax_precision",
+    "mask_after_softmax",
+    "scale",
+    "tokenizer",
+    "head",
+    "model_type",
+    "context",
+    "generation_defaults",
+    "initial_loss",
+    "overfit",
+    "label_shift",
+    "pad_in_loss",
+    "learning_rate",
+    "warmup",
+    "clipping",
+    "gradient_flow",
+    "heads",
+    "collapse",
+    "residual_growth",
+    "overflow",
+    "optimizer",
+    "optimizer_settings",
+    "train_eval_gap",
+    "repeated_data",
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -12,10 +12,32 @@ from monoblock.nn.transformer import Transformer
 
 DIFFERENT = {tiny(name): name for name in reversed(PRESETS)}  # one name for each tiny configuration
 
-FAMILIES = (
-    "gpt2 llama mistral qwen2 qwen3 olmo2 gemma2 gemma3 gpt_neox phi gpt_neo bloom falcon-7b opt mixtral starcoder2 "
-    "xglm cohere t5 bart mbart albert electra distilbert".split() + ["bert masked", "roberta masked", "bert classifier"]
-)
+FAMILIES = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "olmo2",
+    "gemma2",
+    "gemma3",
+    "gpt_neox",
+    "phi",
+    "gpt_neo",
+    "bloom",
+    "falcon-7b",
+    "opt",
+    "mixtral",
+    "starcoder2",
+    "xglm",
+    "cohere",
+    "t5",
+    "bart",
+    "mbart",
+    "albert",
+    "electra",
+    "distilbert",
+] + ["bert masked", "roberta masked", "bert classifier"]
 
 
 def names(report):

@@ -17,7 +17,7 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_
 
 # Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
 VERBS = {
-    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and count its parameters."),
+    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it, count its parameters and examine it."),
     "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora and runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
     "data": ("monoblock.cli.data", "Prepare token shards from any amount of text, or show them."),
