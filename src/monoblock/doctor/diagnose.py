@@ -13,7 +13,7 @@ from monoblock.doctor.examination import Examination, Handed, TrainingHistory
 from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
-from monoblock.doctor.requirements import REQUIREMENTS
+from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
 from monoblock.doctor.subject import Kind, Subject
 from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
@@ -100,7 +100,7 @@ def run_checks(
             missing = next((name for name in check.needs if not REQUIREMENTS[name][0](exam)), None)
             if missing is not None:
                 _, reason, how = REQUIREMENTS[missing]
-                if how:
+                if how and not (missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)):
                     report.not_checked.append(NotChecked(check.name, reason, how))
                 continue
             if time.perf_counter() - started > max_seconds:

@@ -83,3 +83,6 @@ REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
         "pass batch=(ids, labels), or the folder of a run",
     ),
 }
+
+# What a model of this package or of transformers says itself: if it has none, there is nothing to hand over.
+SAID_BY_THE_MODEL = frozenset(("causal", "window", "source", "documents", "prefix"))

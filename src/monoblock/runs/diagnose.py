@@ -24,6 +24,7 @@ from monoblock.runs.load import load_folder
 from monoblock.runs.recipe import read_stored_recipe
 from monoblock.runs.run import Run
 from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.metrics_file import METRICS_FILE, read_metrics
 
 CHEAP_SECONDS = 1.2  # after which no further check is begun before a training
@@ -114,7 +115,10 @@ def diagnose(
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """Read a model from its folder with what belongs to it, as arguments of `diagnose_model`."""
-    loaded = load_folder(folder, "cpu", torch.float32, force=True)
+    try:
+        loaded = load_folder(folder, "cpu", torch.float32, force=True)
+    except (FileError, InputError):  # perhaps only of the tokenizer, which is missing or belongs to another model
+        return {"model": Transformer.from_pretrained(folder), **_read_tokenizer(folder)}
     options: dict[str, Any] = {
         "model": loaded.model,
         "tokenizer": loaded.tokenizer,
@@ -125,6 +129,14 @@ def read_folder(folder: Path) -> dict[str, Any]:
     if folder.is_dir() and (folder / RECIPE_FILE).is_file() and (folder / METRICS_FILE).is_file():
         options["history"] = read_history(folder, loaded)
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _read_tokenizer(folder: Path) -> dict[str, Any]:
+    """Read the tokenizer of a folder whether or not it fits the model, which is for the doctor to say."""
+    try:
+        return {"tokenizer": Tokenizer.from_pretrained(folder)}
+    except MonoblockError:
+        return {}
 
 
 def load_model_to_examine(folder: str | Path) -> Transformer:

@@ -14,10 +14,13 @@ def check_causality(exam: Examination) -> Finding | None:
     """Change the tokens after a place: nothing up to that place may change."""
     ids, T = exam.ids, exam.ids.shape[1]
     worst, place = 0.0, 0
-    for cut in sorted({0, T // 2, T - 2}):
-        changed = ids.clone()
-        changed[:, cut + 1 :] = exam.subject.other_tokens(ids)[:, cut + 1 :]
-        distance = exam.is_off(exam.run(changed)[:, : cut + 1], exam.output[:, : cut + 1])
+    cuts = (T // 2, T - 2, 0)[: len(ids)]  # one for each row
+    changed = ids.clone()
+    for row, cut in enumerate(cuts):
+        changed[row, cut + 1 :] = exam.subject.other_tokens(ids)[row, cut + 1 :]
+    output = exam.run(changed)
+    for row, cut in enumerate(cuts):
+        distance = exam.is_off(output[row, : cut + 1], exam.output[row, : cut + 1])
         if distance > worst:
             worst, place = distance, cut
     leak = 0.0 if worst else _gradient_leak(exam)
