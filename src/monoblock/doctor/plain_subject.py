@@ -71,6 +71,9 @@ class PlainSubject(Subject):
         self.mask_argument, self.mask_is_padding = options.mask_argument, False
         self.source_mask_argument = options.source_mask_argument
         self._find_source(options)
+        if self.mask_argument is None and not self.reads_source:
+            self.mask_argument = next((name for name in MASK_NAMES if name in self.parameters), None)
+            self.mask_is_padding = self.mask_argument is not None and "pad" in self.mask_argument
         with self.evaluating():
             self.vocab = options.vocab if options.vocab is not None else self._find_vocab()
             if self.vocab < 3:
@@ -99,7 +102,10 @@ class PlainSubject(Subject):
             for p in self.parameters.values()
             if p.default is inspect.Parameter.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        self.reads_source = options.source is not None or len(required) == 2 or options.kind == "encoder-decoder"
+        named_masks = {*MASK_NAMES, options.mask_argument}
+        self.requires_mask = any(p.name in named_masks for p in required)
+        others = [p for p in required if p.name not in named_masks]
+        self.reads_source = options.source is not None or len(others) == 2 or options.kind == "encoder-decoder"
 
     def _make_source(self, options: PlainOptions) -> None:
         if not self.reads_source:
@@ -118,7 +124,7 @@ class PlainSubject(Subject):
         recorder = Recorder()
         try:
             with recorder.recording(ids):
-                self.function(*([ids] * (2 if self.reads_source else 1)))
+                _ = self.function(ids, ids) if self.reads_source else self.logits(ids)
         except Exception as error:
             raise InputError(
                 f"the model cannot be called with ids of shape (1, 3): {error!s:.150}; give a function of ids, and its "
@@ -162,8 +168,6 @@ class PlainSubject(Subject):
 
     def _find_mask(self) -> None:
         """Find the argument for a mask, and whether it is true for tokens or for padding."""
-        if self.mask_argument is None and not self.reads_source:
-            self.mask_argument = next((name for name in MASK_NAMES if name in self.parameters), None)
         if self.mask_argument is not None:
             self.takes_mask = True
             ids = super().probe(rows=2)
@@ -177,7 +181,7 @@ class PlainSubject(Subject):
                     distances.append(float("inf"))
             is_named_padding = "pad" in self.mask_argument
             close = [distance < 100 * self.tolerance for distance in distances]
-            self.mask_is_padding = is_named_padding if close[0] == close[1] else close[1]
+            self.mask_is_padding = is_named_padding if close[0] == close[1] or self.requires_mask else close[1]
         elif self.pad_id is not None:
             self.takes_mask = True  # the model finds the padding by its id
 
@@ -198,6 +202,8 @@ class PlainSubject(Subject):
 
     def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         arguments: dict[str, Any] = {}
+        if mask is None and self.requires_mask:
+            mask = torch.ones_like(ids)
         if mask is not None and self.mask_argument is not None:
             arguments[self.mask_argument] = ~mask.bool() if self.mask_is_padding else mask.bool()
         if mask is not None and self.pad_id is not None:

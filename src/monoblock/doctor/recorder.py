@@ -82,6 +82,8 @@ class Recorder:
         for out in _flatten([result]):
             if isinstance(out, Tensor):
                 self._set(out, lineage)
+                if name.endswith("_") and out._base is not None and lineage.depends:
+                    self._set(out._base, _Lineage(depends=True))  # written into a part of a buffer, such as a cache
 
     def _result_lineage(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Any

@@ -78,8 +78,8 @@ def _print_findings(run: Run) -> None:
     for finding in report.findings:
         click.echo(f"warning: {finding.check}: {finding.reason}; {finding.fix} ({finding.docs})", err=True)
     if not report.findings:
-        count, seconds = len(report.checks), report.seconds
-        click.echo(f"the doctor has no findings in {count} checks before the first step ({seconds:.1f} s)", err=True)
+        words = f"the doctor has no findings in {len(report.checks)} checks before the first step"
+        click.echo(f"{words} ({report.seconds:.1f} s)", err=True)
 
 
 def print_result(run: Run, as_json: bool) -> None:

@@ -106,7 +106,8 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
     if full is None or step is None or step.key.shape[0] != full.key.shape[0]:
         return None
     seen = step.key.shape[-2]
-    if seen != n + 1 and not exam.subject.declared.windows:
+    has_window = exam.subject.declared.window or any(exam.subject.declared.windows or ())
+    if seen != n + 1 and not has_window:
         return (
             f"a new token sees {seen} keys where it should see {n + 1}: the cache forgets or repeats tokens",
             "append the new keys and values to all earlier ones: k = torch.cat((cached_k, k), dim=-2)",
