@@ -59,6 +59,30 @@ def test_a_planted_fault_is_named(name):
     assert len(found) <= 3, found
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_causal_mask", "sees all later tokens"),
+        ("mask_off_by_one", "off by one"),
+        ("cache_position_off_by_one", "wrong position"),
+        ("cache_unrotated_keys", "without their rotation"),
+        ("cache_of_another_layer", "from the second layer on"),
+        ("cache_padding_position", "counts the padding"),
+        ("padding_counted", "positions count the padding"),
+        ("padding_in_pooling", "the pooling does not"),
+        ("padding_mask_dropped", "attend to it"),
+        ("packing_leak", "sees its neighbour"),
+        ("packing_positions", "do not start again"),
+        ("rotated_twice", "rotated twice"),
+        ("dead_head", "output is zero"),
+        ("duplicate_heads", "equal queries"),
+    ],
+)
+def test_faults_of_one_check_are_told_apart(name, words):
+    (finding,) = (f for f in diagnose_with_fault(name).findings if f.check == FAULTS[name].check)
+    assert words in finding.reason
+
+
 def test_every_check_has_a_fault_and_the_public_names():
     assert {check.name for check in CHECKS} == NAMES
     assert {fault.check for fault in FAULTS.values()} == NAMES

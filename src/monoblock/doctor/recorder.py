@@ -52,6 +52,7 @@ class Recorder:
         self._lineages: dict[int, tuple[Tensor, _Lineage]] = {}
         self._lengths = {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
         self._in_fused = False
+        self._written: set[int] = set()  # memory that values which depend on the ids were written into
         for tensor in inputs:
             self._set(tensor, _Lineage(depends=True))
         fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -66,7 +67,11 @@ class Recorder:
     # -- lineages -------------------------------------------------------------------------------------------------
 
     def _get(self, value: Any) -> _Lineage:
-        return self._lineages.get(id(value), (None, _UNKNOWN))[1] if isinstance(value, Tensor) else _UNKNOWN
+        if not isinstance(value, Tensor):
+            return _UNKNOWN
+        lineage = self._lineages.get(id(value), (None, _UNKNOWN))[1]
+        is_written = not lineage.depends and bool(self._written) and _storage(value) in self._written
+        return replace(lineage, depends=True) if is_written else lineage
 
     def _set(self, tensor: Tensor, lineage: _Lineage) -> None:
         self._lineages[id(tensor)] = (tensor, lineage)  # holding the tensor keeps its id from being used again
@@ -82,8 +87,8 @@ class Recorder:
         for out in _flatten([result]):
             if isinstance(out, Tensor):
                 self._set(out, lineage)
-                if name.endswith("_") and out._base is not None and lineage.depends:
-                    self._set(out._base, _Lineage(depends=True))  # written into a part of a buffer, such as a cache
+                if name.endswith("_") and lineage.depends:
+                    self._written.add(_storage(out))  # a part of a buffer, such as a cache
 
     def _result_lineage(
         self, name: str, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
@@ -157,7 +162,8 @@ class Recorder:
         alpha = kwargs.get("alpha", 1) if name == "baddbmm" else 1
         factors = (left.factor, right.factor)
         factor = None if None in factors else left.factor * right.factor * float(alpha)  # type: ignore[operator]
-        return _Lineage(True, factor, max(left.rotations, right.rotations), scores=(a, b.mT))
+        # A clone, because the keys may lie in a cache that is written again.
+        return _Lineage(True, factor, max(left.rotations, right.rotations), scores=(a, b.mT.clone()))
 
     def _softmax(self, scores: Tensor, weights: Tensor) -> _Lineage:
         lineage = self._get(scores)
@@ -229,6 +235,10 @@ def _attention_by_hand(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
     tensors = (q, k, v, scores, torch.softmax(scores, -1))
     return tuple(t.reshape(-1, *t.shape[-2:]) for t in tensors)
+
+
+def _storage(tensor: Tensor) -> int:
+    return 0 if tensor.is_meta or tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
 def _flatten(values: Sequence[Any]) -> Iterator[Any]:

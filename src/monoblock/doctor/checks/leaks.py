@@ -39,8 +39,8 @@ def check_causality(exam: Examination) -> Finding | None:
     words = (
         "every token sees all later tokens: no causal mask is applied, or not in every layer"
         if reach >= T - 2
-        else f"a token sees up to {reach} tokens ahead, all layers together: a mask that is off by one, or a convolution or shift that "
-        "reads the next token"
+        else f"a token sees up to {reach} tokens ahead, all layers together: a mask that is off by one, or a "
+        "convolution or shift that reads the next token"
     )
     unless = "; if the model is meant to read in both directions, pass kind='bidirectional'" if presumed else ""
     return finding(
