@@ -20,7 +20,6 @@ FAMILIES = [
     "qwen3",
     "olmo2",
     "gemma2",
-    "gemma3",
     "gpt_neox",
     "phi",
     "gpt_neo",
@@ -28,16 +27,14 @@ FAMILIES = [
     "falcon-7b",
     "opt",
     "mixtral",
-    "starcoder2",
-    "xglm",
-    "cohere",
     "t5",
     "bart",
-    "mbart",
     "albert",
-    "electra",
     "distilbert",
-] + ["bert masked", "roberta masked", "bert classifier"]
+    "bert masked",
+    "roberta masked",
+    "bert classifier",
+]
 
 
 def names(report):

@@ -129,7 +129,10 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
             "give the step position_ids = cache_length, which starts at the length of the prompt",
         )
     if old_keys > limit:
-        return ("the cached keys are not those of the full pass", "store the keys as attention uses them")
+        return (
+            "the cached keys are not those of the full pass: they were overwritten, or belong to another layer",
+            "give each layer a cache of its own, and write new keys after the old ones",
+        )
     return None
 
 
