@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from students import STUDENTS
+from torch import nn
 
 from monoblock.doctor.diagnose import diagnose_model
 from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
@@ -147,3 +148,30 @@ def test_a_fault_that_does_not_fit_the_model_is_refused():
         diagnose_with_fault("source_padding_in_cross", Transformer(tiny("gpt2")))
     with pytest.raises(InputError, match="did you mean 'no_causal_mask'"):
         diagnose_with_fault("no_casual_mask")
+
+
+class WithDropout(nn.Module):
+    """A bigram model that declares a dropout; its layer has another one, none, or the same."""
+
+    def __init__(self, declared, passed_on):
+        super().__init__()
+        self.dropout = declared
+        self.tok, self.pos = nn.Embedding(61, 16), nn.Embedding(32, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(passed_on), nn.Linear(16, 61))
+
+    def forward(self, ids):
+        return self.mlp(self.tok(ids) + self.pos(torch.arange(ids.shape[1])))
+
+
+@pytest.mark.parametrize(("passed_on", "expected"), [(0.1, ["dropout"]), (0.0, ["dropout"]), (0.3, [])])
+def test_dropout_that_is_not_passed_on_is_found(passed_on, expected):
+    report = diagnose_model(WithDropout(0.3, passed_on), checks=["dropout"])
+    assert [finding.check for finding in report.findings] == expected
+
+
+def test_a_function_of_a_model_in_training_mode_is_told_to_switch_dropout_off():
+    torch.manual_seed(0)
+    model = WithDropout(0.3, 0.3).train()
+    report = diagnose_model(lambda ids: model(ids), vocab=61, length=24)
+    assert [finding.check for finding in report.findings] == ["dropout"]
+    assert "model.eval()" in report.findings[0].fix

@@ -15,6 +15,7 @@ from monoblock.doctor.diagnose import diagnose_model
 from monoblock.doctor.examination import TrainingHistory
 from monoblock.doctor.report import Report
 from monoblock.doctor.subject import Kind
+from monoblock.doctor.table import CHECKS
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.hub import resolve_model_path
 from monoblock.nn.transformer import Transformer
@@ -185,10 +186,15 @@ def _settings(recipe: Recipe) -> TrainingHistory:
 
 def check_before_training(run: Run) -> Report | None:
     """Run the cheap checks on the model of a run, in less than two seconds; None if it cannot be examined."""
-    options: dict[str, Any] = {"tokenizer": run.task_data.tokenizer, "objective": run.task.name}
+    options: dict[str, Any] = {
+        "tokenizer": run.task_data.tokenizer,
+        "objective": run.task.name,
+        "history": _settings(run.recipe),
+        "checks": [
+            check.name for check in CHECKS if check.cheap and check.name != "head"
+        ],  # a fresh head will be trained
+    }
     try:
-        return diagnose_model(
-            run.model, history=_settings(run.recipe), cheap=True, max_seconds=CHEAP_SECONDS, **options
-        )
+        return diagnose_model(run.model, max_seconds=CHEAP_SECONDS, **options)
     except MonoblockError:  # such as a model of audio; training goes on
         return None

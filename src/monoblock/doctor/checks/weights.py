@@ -85,7 +85,7 @@ def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None
         for name, m in module.named_modules()
         if name and isinstance(getattr(m, "dropout", None), float)
     }
-    other = {name: p for name, p in found.items() if abs(p - declared) > 1e-9}
+    other = {name: p for name, p in found.items() if p > 0 and abs(p - declared) > 1e-9}  # 0 is switched off
     active = [p for p in found.values() if p > 0]
     if declared > 0 and not active:
         return finding(
@@ -95,7 +95,7 @@ def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None
             f"dropout={declared:g} is declared, but no part of the model has it",
             "pass it on to every layer: Block(width, heads, dropout=dropout)",
         )
-    if not other or len(other) == len(found):
+    if not other:
         return None
     name, p = next(iter(other.items()))
     return finding(
