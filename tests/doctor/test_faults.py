@@ -7,10 +7,12 @@ import torch
 from students import STUDENTS
 from torch import nn
 
+from monoblock.config.presets import tiny
 from monoblock.doctor.diagnose import diagnose_model
 from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
 from monoblock.doctor.table import CHECKS
 from monoblock.errors import InputError
+from monoblock.nn.transformer import Transformer
 
 # The names of INTERFACE.md.
 NAMES = {
@@ -91,6 +93,12 @@ def test_faults_of_one_check_are_told_apart(name, words):
     assert words in finding.reason
 
 
+def test_a_wrong_position_in_the_cache_is_told_from_a_missing_rotation():
+    torch.manual_seed(0)
+    report = diagnose_with_fault("cache_position_off_by_one", Transformer(tiny("llama-7b")))
+    assert ["wrong position" in finding.reason for finding in report.findings] == [True]
+
+
 def test_every_check_has_a_fault_and_the_public_names():
     assert {check.name for check in CHECKS} == NAMES
     assert {fault.check for fault in FAULTS.values()} == NAMES
@@ -141,9 +149,6 @@ def test_a_window_can_be_declared_for_a_function():
 
 
 def test_a_fault_that_does_not_fit_the_model_is_refused():
-    from monoblock.config.presets import tiny
-    from monoblock.nn.transformer import Transformer
-
     with pytest.raises(InputError, match="needs an encoder-decoder"):
         diagnose_with_fault("source_padding_in_cross", Transformer(tiny("gpt2")))
     with pytest.raises(InputError, match="did you mean 'no_causal_mask'"):

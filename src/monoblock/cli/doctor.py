@@ -62,7 +62,7 @@ def command(
         click.echo(str(report))
         if html is not None:
             click.echo(f"Saved {html}")
-    suggest_next("doctor --list" if model is None else f"inspect {model} TEXT")
+    suggest_next("doctor --list" if model is None else f"doctor {model} --inject no_causal_mask")
     if not report.ok:
         ctx.exit(CHECK_FAILED)
 

@@ -114,8 +114,8 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
         )
     if seen != n + 1:
         return None
-    old_keys = difference(step.key[:, :n], full.key[:, :n])
-    new_key = difference(step.key[:, n:], full.key[:, n:])
+    old_keys = difference(step.key[:, : n - 1], full.key[:, : n - 1])  # of the first pass
+    new_key = difference(step.key[:, n - 1 :], full.key[:, n - 1 :])  # of single steps
     limit = exam.subject.tolerance * 10
     if old_keys > limit and (full.rotations or step.rotations):
         return (
@@ -123,15 +123,15 @@ def _compare_first_layer(exam: Examination) -> tuple[str, str] | None:
             "rotated again",
             "rotate a key once, by its own position, before it is stored in the cache",
         )
-    if new_key > limit or difference(step.query[:, -1:], full.query[:, -1:]) > limit:
-        return (
-            "a new token gets the wrong position: not the number of tokens before it",
-            "give the step position_ids = cache_length, which starts at the length of the prompt",
-        )
     if old_keys > limit:
         return (
             "the cached keys are not those of the full pass: they were overwritten, or belong to another layer",
             "give each layer a cache of its own, and write new keys after the old ones",
+        )
+    if new_key > limit or difference(step.query[:, -1:], full.query[:, -1:]) > limit:
+        return (
+            "a new token gets the wrong position: not the number of tokens before it",
+            "give the step position_ids = cache_length, which starts at the length of the prompt",
         )
     return None
 
