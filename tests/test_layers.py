@@ -23,6 +23,7 @@ FLOORS = [
     "training decoding interop inspection",
     "recipes",
     "tasks",
+    "doctor",
     "runs",
     "experiments",
     "cli",

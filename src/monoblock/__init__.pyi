@@ -38,6 +38,7 @@ from monoblock.decoding.backends.optimize import optimize as optimize
 from monoblock.decoding.backends.prepared_model import release as release
 from monoblock.decoding.engine import Engine as Engine
 from monoblock.decoding.settings import Settings as Settings
+from monoblock.doctor.report import Finding as Finding, Report as Report
 from monoblock.errors import (
     ConfigError as ConfigError,
     FileError as FileError,
@@ -64,6 +65,7 @@ from monoblock.nn.token_positions import TokenPositions as TokenPositions
 from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes
 from monoblock.quantization.convert import quantize as quantize
+from monoblock.runs.diagnose import diagnose as diagnose
 from monoblock.runs.evaluate import evaluate as evaluate
 from monoblock.runs.load import load as load
 from monoblock.runs.pipeline import Pipeline as Pipeline

@@ -1,4 +1,4 @@
-"""`monoblock demo`: train a small GPT on the King James Bible, sample from it and count its parameters."""
+"""`monoblock demo`: train a small GPT on the King James Bible, sample from it, count its parameters, examine it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def make_numbered_folder(parent: Path, name: str) -> Path:
 
 @click.command(
     name="demo",
-    help="Train a small GPT on the King James Bible, print a text that it generates, count its parameters, and draw "
-    "its attention. With "
-    "--families, build a toy model of every architecture instead; with --picture, only draw their attention masks.",
+    help="Train a small GPT on the King James Bible, print a text that it generates, count its parameters, examine it "
+    "with the doctor, and draw its attention. With --families, build a toy model of every architecture instead; with "
+    "--picture, only draw their attention masks.",
 )
 @click.option(
     "--out",
@@ -94,6 +94,7 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
     from monoblock.accounting.report import account
     from monoblock.cli._shared.training_run import print_resume_command, run_training
     from monoblock.parallel.world import SINGLE_PROCESS
+    from monoblock.runs.diagnose import diagnose
     from monoblock.runs.recipe import read_recipe
 
     recipe = read_recipe("demo", [f"train.seed={seed}"])
@@ -103,6 +104,7 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
         print_resume_command(folder, last.step, ["train", "demo", f"train.seed={seed}"])
         raise click.exceptions.Exit(interrupted_code)
     model_account = account(run.model.config)
+    report = diagnose(folder)
     return {
         "folder": str(folder),
         "loss": run.metrics["val_loss"],
@@ -110,6 +112,7 @@ def _train_demo(folder: Path, seed: int) -> dict[str, Any]:
         "sample": run.sample_text(run.model),
         "parameters": model_account.parameters,
         "components": dict(model_account.components),
+        "doctor": {**report.to_dict(), "checks": [result.name for result in report.checks]},
         "picture": _draw_attention(folder),
     }
 
@@ -134,6 +137,10 @@ def _print_report(result: dict[str, Any]) -> None:
     click.echo(f"\nA sample:\n\n{result['sample'].strip()}\n")
     click.echo(f"{result['parameters']:,} parameters:")
     print_shares("parameters", result["components"])
+    doctor = result["doctor"]
+    click.echo(f"\nThe doctor made {len(doctor['checks'])} checks and has {len(doctor['findings']) or 'no'} findings.")
+    for finding in doctor["findings"]:
+        click.echo(f"  {finding['check']}: {finding['reason']}")
     if result["picture"] is not None:
         click.echo(f'\nWhich tokens each head attends to in "{ATTENTION_TEXT}": {result["picture"]}')
     click.echo(f"\nSaved {result['folder']}")

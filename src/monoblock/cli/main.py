@@ -17,7 +17,7 @@ from monoblock.errors import ConfigError, MonoblockError, did_you_mean, shorten_
 
 # Verb -> (module with its `command`, line in --help). The lines are here so that --help imports no verb.
 VERBS = {
-    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it and count its parameters."),
+    "demo": ("monoblock.cli.demo", "Train a small GPT, sample from it, count its parameters and examine it."),
     "ls": ("monoblock.cli.ls", "List recipes, tasks, keys, presets, knobs, corpora and runs."),
     "tokenizer": ("monoblock.cli.tokenizer", "Train a tokenizer, or show how one splits a text."),
     "data": ("monoblock.cli.data", "Prepare token shards from any amount of text, or show them."),
@@ -39,6 +39,7 @@ VERBS = {
     "prune": ("monoblock.cli.prune", "Remove the attention heads that matter least on a corpus."),
     "quantize": ("monoblock.cli.quantize", "Quantize a model to 8 or 4 bits, and compare its perplexity."),
     "account": ("monoblock.cli.account", "Count the parameters, FLOPs and memory of a model without building it."),
+    "doctor": ("monoblock.cli.doctor", "Examine a model or a run: leaks, padding, cache, positions, training."),
     "env": ("monoblock.cli.env", "Show installed versions, devices, and the default device and dtype."),
 }
 

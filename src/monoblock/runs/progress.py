@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from monoblock.metrics.format import format_metric
-from monoblock.runs.numbers import format_count
+from monoblock.metrics.numbers import format_count
 from monoblock.training.events import (
     CheckpointEvent,
     DecisionEvent,

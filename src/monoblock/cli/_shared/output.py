@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from monoblock.runs.numbers import format_bytes as format_bytes, format_count as format_count
+from monoblock.metrics.numbers import format_bytes as format_bytes, format_count as format_count
 
 COLUMN_GAP = 2  # characters between two columns of a table
 MIN_TEXT_WIDTH = 12  # characters: text columns are never made narrower than this

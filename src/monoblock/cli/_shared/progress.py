@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import click
 
-from monoblock.runs.numbers import format_bytes
+from monoblock.metrics.numbers import format_bytes
 
 DELAY_SECONDS = 2.0  # before anything is shown
 LINE_SECONDS = 5.0  # between two plain lines

@@ -60,10 +60,26 @@ def run_training(
         )
         for note in notes if world.is_main else ():
             click.echo(f"note: {note}", err=True)
+        if world.size == 1 and not options["resume"]:
+            _print_findings(run)
         progress = TrainingProgress(run.recipe.train.steps, run.task_data.unit)
         last = train_to_end(run, progress, resume=options["resume"])
         is_terminated = any(world.all_reduce_sum(stop.signal == signal.SIGTERM)) if last.interrupted else False
         return TrainingResult(run, last, 128 + (signal.SIGTERM if is_terminated else signal.SIGINT))
+
+
+def _print_findings(run: Run) -> None:
+    """Run the cheap checks of the doctor on the model before the first step, and print what they find."""
+    from monoblock.runs.diagnose import check_before_training
+
+    report = check_before_training(run)
+    if report is None:
+        return
+    for finding in report.findings:
+        click.echo(f"warning: {finding.check}: {finding.reason}; {finding.fix} ({finding.docs})", err=True)
+    if not report.findings:
+        words = f"the doctor has no findings in {len(report.checks)} checks before the first step"
+        click.echo(f"{words} ({report.seconds:.1f} s)", err=True)
 
 
 def print_result(run: Run, as_json: bool) -> None:

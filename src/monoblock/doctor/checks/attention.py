@@ -1,0 +1,163 @@
+"""Checks of the steps inside attention: scale, mask, softmax, heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.records import AttentionRecord
+from monoblock.doctor.report import Finding
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def check_scale(exam: Examination) -> Finding | None:
+    """Compare the factor between q·k and the scores with the configuration, or with 1 / sqrt(head size)."""
+    declared = exam.subject.declared.scales
+    for layer, record in enumerate(exam.recorded.attentions):
+        if record.scale is None or record.size < 2:
+            continue
+        expected = record.size**-0.5
+        known = (*(declared or ()), expected)
+        if any(math.isclose(record.scale, value, rel_tol=0.02) for value in known):
+            continue
+        ratio = record.scale / expected
+        # Scaling by the width instead of the head size gives 1 / sqrt(heads), which trains, only slower.
+        if declared is None and 0.2 < ratio < 1.4:
+            continue
+        if type(exam.subject).__name__ == "TransformersSubject" and record.scale < 0.99:
+            continue  # a factor of its own that the configuration does not state
+        what = "are not divided by sqrt(head size)" if ratio > 1 else "are divided by sqrt(head size) more than once"
+        return finding(
+            "scale",
+            "fail" if ratio > 1 else "warn",
+            {"factor": record.scale, "expected": expected, "head_size": record.size, "layer": layer},
+            f"the scores {what}: "
+            + (
+                "they grow with the head size, the softmax saturates, and its gradient vanishes"
+                if ratio > 1
+                else "attention stays nearly uniform"
+            ),
+            "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
+        )
+    return None
+
+
+def check_mask_after_softmax(exam: Examination) -> Finding | None:
+    """Add up the weights that the values are multiplied by: masked after the softmax, they do not sum to 1."""
+    for layer, record in enumerate(exam.recorded.attentions):
+        used = record.used_weights
+        if record.is_fused or used is None or used.shape != record.weights.shape:
+            continue
+        sums = used.float().sum(-1)
+        if bool(((sums - 1).abs() <= 1e-2).all()):
+            continue
+        # Weights that were 0 before were masked before the softmax as well: then the sums are right.
+        dropped = (record.weights > 0) & (used == 0)
+        if not bool(dropped.any()) and bool(sums.isfinite().all()):
+            continue
+        return finding(
+            "mask_after_softmax",
+            "fail",
+            {"smallest_row_sum": float(sums.nan_to_num().min()), "expected": 1.0, "layer": layer},
+            "the mask is applied after the softmax: masked keys still count in the denominator, so weights do not sum "
+            "to 1 and the future leaks in through it",
+            "mask the scores, then take the softmax: scores.masked_fill(~mask, -inf).softmax(-1)",
+        )
+    return None
+
+
+def check_softmax_precision(exam: Examination) -> Finding | None:
+    """Look at the dtype of the scores that the softmax is given."""
+    for layer, record in enumerate(exam.recorded.attentions):
+        if record.is_fused or record.dtype not in HALF:
+            continue
+        largest = float(record.scores[record.weights > 0].abs().max()) if bool((record.weights > 0).any()) else 0.0
+        fp16 = record.dtype == torch.float16
+        return finding(
+            "softmax_precision",
+            "fail" if fp16 else "warn",
+            {"dtype": str(record.dtype).removeprefix("torch."), "largest_score": largest, "layer": layer},
+            "the softmax of attention is computed in 16 bits: "
+            + ("scores above 65,504 overflow to inf" if fp16 else "weights have three digits")
+            + ", and small weights are lost",
+            "compute it in 32 bits: scores.float().softmax(-1).to(q.dtype), or use scaled_dot_product_attention",
+        )
+    return None
+
+
+def check_heads(exam: Examination) -> Finding | None:
+    """Look for heads that compute the same as another, and for heads that compute nothing."""
+    for layer, record in enumerate(exam.recorded.attentions):
+        heads = _by_head(record)
+        if heads is None or heads[0].shape[1] < 2:
+            continue
+        q, k, out = heads
+        size = out.square().sum((0, 2, 3)).sqrt()
+        largest = float(size.max())
+        dead = [h for h in range(len(size)) if float(size[h]) <= 1e-6 * largest]
+        if largest == 0 or dead:
+            return _heads_finding("dead", dead or list(range(len(size))), layer, len(size))
+        for a in range(len(size)):
+            for b in range(a + 1, len(size)):
+                if all(_is_equal(t[:, a], t[:, b]) for t in (q, k, out)):
+                    return _heads_finding("duplicate", [a, b], layer, len(size))
+    return None
+
+
+def _by_head(record: AttentionRecord) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return queries, keys and outputs (B, H, T, *) of a pass over two rows."""
+    if record.value is None or record.used_weights is None or record.query.shape[0] % 2:
+        return None
+    if record.used_weights.shape[-1] != record.value.shape[-2]:
+        return None
+    out = record.used_weights.float() @ record.value.float()
+    return tuple(t.float().unflatten(0, (2, -1)) for t in (record.query, record.key, out))
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).norm()) <= 1e-4 * float(b.norm())
+
+
+def _heads_finding(what: str, heads: list[int], layer: int, count: int) -> Finding:
+    reason = {
+        "dead": f"heads {heads} of layer {layer} add nothing: their output is zero",
+        "duplicate": f"heads {heads} of layer {layer} have equal queries, keys and values, so one of them is wasted",
+    }[what]
+    return finding(
+        "heads",
+        "warn",
+        {f"{what}_heads": len(heads) if what == "dead" else 2, "heads": count, "layer": layer},
+        reason,
+        "initialize each head with its own random numbers, and check that slices of the projections do not overlap; "
+        "heads that stay useless can be pruned",
+    )
+
+
+def check_collapse(exam: Examination) -> Finding | None:
+    """Look for layers in which every query of every head attends to a single key."""
+    for layer, record in enumerate(exam.recorded.attentions):
+        weights = record.weights.float()
+        visible = record.visible.sum(-1)
+        rows = weights[:, weights.shape[-2] // 2 :]  # queries that have many keys to choose from
+        if int(visible.max()) < 4 or not bool(rows.isfinite().all()):
+            continue
+        entropy = -(rows * rows.clamp(min=1e-30).log()).sum(-1)
+        share = float(entropy.mean()) / math.log(int(visible.max()))
+        if share < 0.01:  # uniform attention has 1; trained heads on random text have between 0.1 and 0.9
+            return finding(
+                "collapse",
+                "warn",
+                {
+                    "entropy_share": share,
+                    "largest_score": float(record.scores[record.weights > 0].max()),
+                    "layer": layer,
+                },
+                f"attention of layer {layer} has collapsed: every query puts all its weight on one key, where the "
+                "softmax has no gradient",
+                "lower the learning rate, normalize queries and keys (qk_norm), and check the scale of the scores",
+            )
+    return None

@@ -1,0 +1,118 @@
+"""Checks of padding: it must change nothing, wherever it lies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monoblock.doctor.examination import Examination, finding, pad
+from monoblock.doctor.report import Finding
+
+PAD = 3
+
+
+def check_padding(exam: Examination) -> Finding | None:
+    """Pad a text on the right, the left and inside: the outputs of its tokens must not change."""
+    subject = exam.subject
+    ids = exam.ids[:, : exam.ids.shape[1] - PAD]
+    plain = exam.run(ids)
+    sides = {"right": _padded(exam, ids, plain, 0, PAD)}
+    left = _padded(exam, ids, plain, PAD, 0)
+    if subject.left_padding:
+        sides["left"] = left
+    elif left and not sides["right"] and subject.kind == "causal":
+        exam.notes.append(
+            f"padding on the left changes the output by {left:.2g} standard deviations: pad on the right, or count "
+            "positions from the first token"
+        )
+    if subject.inner_padding:
+        sides["inside"] = _padded_inside(exam, ids, plain)
+    if not any(sides.values()):
+        return None
+    evidence = {f"difference_{side}": value for side, value in sides.items()}
+    return finding("padding", "fail", evidence, *_cause(exam, ids, sides))
+
+
+def _padded(exam: Examination, ids: Tensor, plain: Tensor, left: int, right: int) -> float:
+    padded, mask = pad(ids, left, right, exam.subject.pad_id)
+    output = exam.run(padded, mask)
+    if output.dim() >= 3 and output.shape[1] == padded.shape[1]:
+        output = output[:, left : left + ids.shape[1]]
+    return exam.is_off(output, plain)
+
+
+def _padded_inside(exam: Examination, ids: Tensor, plain: Tensor) -> float:
+    cut = ids.shape[1] // 2
+    gap = torch.full_like(ids[:, :PAD], 0 if exam.subject.pad_id is None else exam.subject.pad_id)
+    padded = torch.cat((ids[:, :cut], gap, ids[:, cut:]), 1)
+    mask = torch.ones_like(padded)
+    mask[:, cut : cut + PAD] = 0
+    output = exam.run(padded, mask)
+    if output.dim() >= 3 and output.shape[1] == padded.shape[1]:
+        output = torch.cat((output[:, :cut], output[:, cut + PAD :]), 1)
+    return exam.is_off(output, plain)
+
+
+def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str, str]:
+    padded, mask = pad(ids, 0, PAD, exam.subject.pad_id)
+    records = exam.record(padded, mask).attentions
+    length = padded.shape[1]
+    seen = 0.0
+    for record in records:
+        used = record.weights if record.used_weights is None else record.used_weights
+        if used.shape[-1] == length:
+            queries = used[:, : ids.shape[1]] if used.shape[-2] == length else used
+            seen = max(seen, float(queries[..., ids.shape[1] :].float().nan_to_num().max()))
+    is_pooled = not exam.is_per_token
+    if records and seen < 1e-6 and is_pooled:
+        return (
+            "attention ignores the padding, but the pooling does not: padded positions are summed or averaged with "
+            "the rest",
+            "pool over tokens only: (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+        )
+    if not sides.get("right") and (sides.get("left") or sides.get("inside")):
+        return (
+            "positions count the padding: a token after padding gets a later position than the same token without it",
+            "count tokens only: position_ids = mask.cumsum(1) - 1, and give them to the position encoding",
+        )
+    return (
+        "padding changes the outputs of the tokens: they attend to it, or it takes part in a norm or a convolution",
+        "join the padding mask to the causal mask, scores.masked_fill(mask[:, None, None, :] == 0, -inf), in every "
+        "layer",
+    )
+
+
+def check_cross_padding(exam: Examination) -> Finding | None:
+    """Pad the source of an encoder-decoder: the outputs of the target must not change."""
+    subject = exam.subject
+    assert subject.source is not None
+    source = subject.source[:1].expand(exam.ids.shape[0], -1).contiguous()
+    plain = exam.run(exam.ids, source=source)
+    padded, mask = pad(source, 0, PAD, subject.pad_id)
+    distance = exam.is_off(exam.run(exam.ids, source=padded, source_mask=mask), plain)
+    if not distance:
+        return None
+    records = exam.record(exam.ids, source=padded, source_mask=mask).attentions
+    length, real = padded.shape[1], source.shape[1]
+    shares = {"encoder": 0.0, "cross": 0.0}
+    for record in records:
+        if record.weights.shape[-1] == length:
+            place = "encoder" if record.weights.shape[-2] == length else "cross"
+            rows = record.weights[:, :real] if place == "encoder" else record.weights
+            shares[place] = max(shares[place], float(rows[..., real:].nan_to_num().max()))
+    evidence = {"max_difference": distance, "largest_weight_on_source_padding": shares["cross"]}
+    if shares["encoder"] > 1e-6 and shares["cross"] <= 1e-6:
+        return finding(
+            "padding",
+            "fail",
+            {"max_difference": distance, "largest_weight_on_source_padding": shares["encoder"]},
+            "tokens of the source attend to the padding of the source in the encoder",
+            "give the source mask to the self-attention of the encoder",
+        )
+    return finding(
+        "cross_padding",
+        "fail",
+        evidence,
+        "the decoder attends to the padding of the source: a translation depends on the longest sentence of its batch",
+        "give the source mask to cross-attention in every decoder layer (memory_key_padding_mask in nn.Transformer)",
+    )

@@ -1,0 +1,158 @@
+"""Checks of positions: used at all, used once, and counted from the right number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.records import AttentionRecord, PositionAdd
+from monoblock.doctor.report import Finding
+
+SAME = 0.99  # cosine from which two position vectors are the same up to a factor
+
+
+def check_positions(exam: Examination) -> Finding | None:
+    """Repeat one token: if no query, key or score differs between places, positions are not used."""
+    if exam.subject.declared.positions == "none" and exam.subject.kind != "bidirectional":
+        return None  # chosen: with a causal mask two layers tell positions apart
+    ids = exam.ids[:2].clone()
+    ids[:] = ids[:, :1]
+    source = None if exam.subject.source is None else exam.subject.source[:2].clone()
+    records = exam.record(ids, **({} if source is None else {"source": source})).attentions
+    length = ids.shape[1]
+    records = [r for r in records if r.weights.shape[-2:] == (length, length)]
+    if not records:
+        return _check_swap(exam)
+    if not all(_is_blind(record) for record in records):
+        return None
+    return finding(
+        "positions",
+        "fail",
+        {"layers_without_positions": len(records), "tokens_repeated": length},
+        "the model does not use positions: a repeated token has the same queries, keys and scores at every place, so "
+        "the order of words is lost but for what the mask tells",
+        "add position vectors to the embeddings (x = token(ids) + position(torch.arange(T))), or rotate queries and "
+        "keys",
+    )
+
+
+def _is_blind(record: AttentionRecord) -> bool:
+    allowed = record.weights > 0
+    if not bool(allowed.any()):
+        return False
+    for rows in (record.query.float(), record.key.float()):
+        if float((rows - rows[:, :1]).abs().max()) > 1e-5 * float(rows.abs().max()) + 1e-12:
+            return False
+    scores = record.scores.float()
+    highest = scores.masked_fill(~allowed, -math.inf).flatten(1).max(1).values
+    lowest = scores.masked_fill(~allowed, math.inf).flatten(1).min(1).values
+    size = float(scores[allowed].abs().max()) + 1e-3
+    return float((highest - lowest).max()) <= 1e-5 * size
+
+
+def _check_swap(exam: Examination) -> Finding | None:
+    """Swap two tokens: without positions, the output of the others stays the same."""
+    ids = exam.ids.clone()
+    ids[:, [1, 4]] = ids[:, [4, 1]]
+    new, old = exam.run(ids), exam.output
+    if exam.is_per_token:
+        new, old = new[:, -1], old[:, -1]
+    if exam.is_off(new, old):
+        return None
+    return finding(
+        "positions",
+        "fail",
+        {"difference_after_a_swap": 0.0},
+        "two tokens can be swapped without any change: the model does not use positions",
+        "add position vectors to the embeddings, or rotate queries and keys by their position",
+    )
+
+
+def check_positions_twice(exam: Examination) -> Finding | None:
+    """Look for two additions of the same position vectors before an attention, and for keys rotated twice."""
+    recorder = exam.recorded
+    for index, first in enumerate(recorder.position_adds):
+        for second in recorder.position_adds[index + 1 :]:
+            if first.attentions == second.attentions and _is_same(first, second):
+                norms = float(first.vectors.norm()), float(second.vectors.norm())
+                return finding(
+                    "positions_twice",
+                    "fail",
+                    {"times": 2, "norm_of_the_first": norms[0], "norm_of_the_second": norms[1]},
+                    "the same position vectors are added twice to the embeddings, so positions drown the tokens",
+                    "add them in one place only: in the embedding, or in the model, not in both",
+                )
+    rotations = max((record.rotations for record in recorder.attentions), default=0)
+    if rotations > 1:
+        return finding(
+            "positions_twice",
+            "fail",
+            {"rotations": rotations},
+            "queries or keys are rotated twice by their position, so that a distance of 1 looks like 2",
+            "apply the rotary embedding once, to queries and keys, after their projection",
+        )
+    return None
+
+
+def _is_same(first: PositionAdd, second: PositionAdd) -> bool:
+    if first.vectors.shape != second.vectors.shape:
+        return False
+    cosine = torch.cosine_similarity(first.vectors.flatten(), second.vectors.flatten(), dim=0)
+    return float(cosine) > SAME
+
+
+def check_position_offset(exam: Examination) -> Finding | None:
+    """Compare the first row of the position table that is used with the row it should be."""
+    declared, length = exam.subject.declared, exam.ids.shape[1]
+    for lookup in exam.recorded.lookups:
+        indices = lookup.indices
+        if indices.shape[-1] != length or lookup.rows < length:
+            continue
+        row = indices.reshape(-1, length)[0]
+        if not bool((row.diff() == 1).all()):
+            continue
+        expected = declared.table_offset
+        if expected is None:
+            spare = lookup.rows - declared.context if declared.context is not None else 0
+            expected = spare if 0 <= spare <= 3 else 0
+        first = int(row[0])
+        if first != expected:
+            return _offset_finding({"first_row": first, "expected": expected, "rows": lookup.rows})
+    if declared.table_offset is None and type(exam.subject).__name__ == "PlainSubject":
+        for added in exam.recorded.position_adds:
+            start = _sinusoid_start(added.vectors)
+            if start is not None and start > 0.5:
+                return _offset_finding({"first_position": start, "expected": 0})
+    return None
+
+
+def _offset_finding(evidence: dict[str, float | int | str]) -> Finding:
+    first, expected = evidence.get("first_row", evidence.get("first_position")), evidence["expected"]
+    return finding(
+        "position_offset",
+        "fail",
+        evidence,
+        f"the first token has position {first} instead of {expected}: a text of full length runs past the table, and "
+        "trained weights are read at the wrong rows",
+        "count positions from 0: torch.arange(T), and mask.cumsum(1) - 1 with padding",
+    )
+
+
+def _sinusoid_start(vectors: Tensor) -> float | None:
+    """Return the position of the first of these vectors if they are sinusoids (Vaswani et al. 2017), else None."""
+    vectors = vectors.double()
+    dim = vectors.shape[1]
+    squares = vectors.square().sum(1)
+    if dim % 2 or float((squares / squares[0] - 1).abs().max()) > 1e-3:
+        return None
+    size = math.sqrt(float(squares[0]) / (dim / 2))
+    for sine, cosine in ((0, 1), (0, dim // 2)):
+        angles = torch.atan2(vectors[:, sine], vectors[:, cosine])
+        steps = torch.remainder(angles.diff(), 2 * math.pi)
+        radii = (vectors[:, sine].square() + vectors[:, cosine].square()).sqrt()
+        if float((steps - 1).abs().max()) < 1e-2 and float((radii - size).abs().max()) < 1e-2 * size:
+            return float(torch.remainder(angles[0], 2 * math.pi)) if float(angles[0]) > 1e-3 else 0.0
+    return None

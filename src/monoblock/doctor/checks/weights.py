@@ -1,0 +1,107 @@
+"""Checks of the module: tied weights, dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.report import Finding
+from monoblock.doctor.subject import difference
+
+
+def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the matrices of the token embedding and of the output, if the module has both as such."""
+    module, vocab = exam.subject.module, exam.subject.vocab
+    assert module is not None
+    owner: Any = module
+    if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
+        table, output = owner.get_input_embeddings(), owner.get_output_embeddings()
+        if not (isinstance(table, nn.Embedding) and isinstance(output, nn.Linear)):
+            return None
+        return (table.weight, output.weight) if table.weight.shape == output.weight.shape else None
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == vocab]
+    linears = [m.weight for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocab]
+    pairs = [(t, w) for t in tables for w in linears[-1:] if t.shape == w.shape]
+    return next((p for p in pairs if p[0] is p[1] or p[0].data_ptr() == p[1].data_ptr()), pairs[0] if pairs else None)
+
+
+def check_tying(exam: Examination) -> Finding | None:
+    """Compare the storage of the token embedding with that of the output matrix."""
+    pair = _embedding_and_output(exam)
+    if pair is None:
+        return None
+    table, output = pair
+    is_shared, declared = table.data_ptr() == output.data_ptr(), exam.subject.declared.tied
+    is_copy = not is_shared and difference(table, output) < 1e-3
+    if is_shared and declared is False and type(exam.subject).__name__ != "PlainSubject":
+        return finding(
+            "tying",
+            "fail",
+            {"shared": 1, "declared": 0},
+            "the output shares the matrix of the embedding, although the configuration says that it has its own",
+            "build the output as a matrix of its own, or write tie = true in the configuration",
+        )
+    if is_shared or not (declared or is_copy):
+        return None
+    values = "with the same values" if is_copy else "with other values"
+    return finding(
+        "tying",
+        "fail",
+        {"shared": 0, "difference": difference(output, table)},
+        f"the embedding and the output are meant to be tied, but are two tensors {values}: they drift apart in "
+        f"training, and {table.numel():,} parameters are counted twice",
+        "share the parameter itself, last in __init__: self.head.weight = self.embedding.weight (no .clone(), no "
+        "nn.Parameter(…), no initialization after it)",
+    )
+
+
+def check_dropout(exam: Examination) -> Finding | None:
+    """Run twice in evaluation mode, and compare the probabilities of all dropouts with the declared one."""
+    first, second = exam.output, exam.run(exam.ids)
+    if not torch.equal(first.nan_to_num(), second.nan_to_num()) and difference(first, second) > exam.subject.tolerance:
+        draws = exam.recorded.random_draws
+        return finding(
+            "dropout",
+            "fail",
+            {"difference_between_two_runs": difference(first, second), "random_operations": draws},
+            "two runs on the same ids differ: dropout (or other noise) is on in evaluation",
+            "call model.eval() before use; write F.dropout(x, p, training=self.training), or use nn.Dropout",
+        )
+    module = exam.subject.module
+    return None if module is None else _check_probabilities(exam, module)
+
+
+def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None:
+    """Look for dropouts whose probability is not the declared one: it was not passed on."""
+    declared = exam.subject.declared.dropout
+    if declared is None:
+        return None
+    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.Dropout)}
+    found |= {
+        name: float(m.dropout)
+        for name, m in module.named_modules()
+        if name and isinstance(getattr(m, "dropout", None), float)
+    }
+    other = {name: p for name, p in found.items() if p > 0 and abs(p - declared) > 1e-9}  # 0 is switched off
+    active = [p for p in found.values() if p > 0]
+    if declared > 0 and not active:
+        return finding(
+            "dropout",
+            "warn",
+            {"declared": declared, "dropouts_with_it": 0},
+            f"dropout={declared:g} is declared, but no part of the model has it",
+            "pass it on to every layer: Block(width, heads, dropout=dropout)",
+        )
+    if not other:
+        return None
+    name, p = next(iter(other.items()))
+    return finding(
+        "dropout",
+        "warn",
+        {"declared": declared, "found": p, "where": name, "dropouts_with_another_value": len(other)},
+        f"dropout={declared:g} is declared, but {name} has {p:g}: the argument is not passed on to it",
+        "pass it on to every layer: Block(width, heads, dropout=dropout)",
+    )

@@ -1,0 +1,158 @@
+"""Examine a model: make a subject of it, run the checks of the table, and keep the findings that are causes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.doctor.examination import Examination, Handed, TrainingHistory
+from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
+from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
+from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
+from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
+from monoblock.doctor.subject import Kind, Subject
+from monoblock.doctor.table import CHECKS, Check
+from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
+from monoblock.errors import InputError
+from monoblock.nn.lstm import Recurrent
+from monoblock.nn.transformer import Transformer
+
+
+def make_subject(model: Any, options: PlainOptions) -> Subject:
+    """Adapt a model to the interface that the checks use."""
+    if isinstance(model, Transformer):
+        return OwnSubject(model, pad_id=options.pad_id, length=options.length)
+    if isinstance(model, Recurrent):
+        return OwnRecurrent(model, pad_id=options.pad_id, length=options.length)
+    if is_transformers_model(model):
+        return TransformersSubject(model, pad_id=options.pad_id, length=options.length)
+    if not callable(model):
+        raise InputError(
+            f"{model!r:.60} cannot be examined; give a model, a folder, or a function that maps ids (B, T) to logits"
+        )
+    if not isinstance(model, nn.Module) and options.vocab is None:
+        raise InputError("a function does not say how many token ids it knows; give vocab=61")
+    return PlainSubject(model, options)
+
+
+def diagnose_model(
+    model: Any,
+    *,
+    vocab: int | None = None,
+    length: int | None = None,
+    kind: Kind | None = None,
+    pad_id: int | None = None,
+    mask_argument: str | None = None,
+    source: Tensor | None = None,
+    source_mask_argument: str | None = None,
+    cached: Callable[..., Any] | None = None,
+    window: int | None = None,
+    tied: bool | None = None,
+    tokenizer: Any = None,
+    texts: Sequence[str] = (),
+    batch: tuple[Tensor, Tensor] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    step: Callable[[], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    objective: str | None = None,
+    labels: Sequence[str] = (),
+    generation: Mapping[str, Any] | None = None,
+    history: TrainingHistory | None = None,
+    checks: Sequence[str] | None = None,
+    cheap: bool = False,
+    max_seconds: float = float("inf"),
+) -> Report:
+    """Examine a model, and return a report of what is wrong with it.
+
+    The arguments are those of `mb.diagnose`, and: `history` of a training run; `cheap`, run only the checks that take a
+    few passes; `max_seconds`, after which no further check is begun.
+    """
+    started = time.perf_counter()
+    if pad_id is None and tokenizer is not None:
+        pad_id = getattr(tokenizer, "pad_id", None)
+    options = PlainOptions(
+        vocab, length, kind, pad_id, mask_argument, source, source_mask_argument, cached, window, tied
+    )
+    handed = Handed(batch, loss, step, optimizer, tokenizer, texts, objective, labels, generation, history)
+    exam = Examination(make_subject(model, options), handed)
+    known = {check.name for check in CHECKS}
+    if checks is not None and (unknown := sorted(set(checks) - known)):
+        raise InputError(f"there is no check {unknown[0]!r}; write some of {', '.join(sorted(known))}")
+    chosen = [c for c in CHECKS if (checks is None or c.name in checks) and (c.cheap or not cheap)]
+    return run_checks(exam, chosen, started, max_seconds)
+
+
+def run_checks(
+    exam: Examination, checks: Sequence[Check], started: float | None = None, max_seconds: float = float("inf")
+) -> Report:
+    started = time.perf_counter() if started is None else started
+    report = Report(exam.subject.name, notes=exam.notes, pictures=exam.pictures)
+    rng_state = torch.get_rng_state()
+    _check_runs(exam)
+    first_check = time.perf_counter()  # the first pass also loads libraries, which training would do as well
+    found: dict[str, tuple[Finding, Check, float]] = {}
+    parameters = 0 if exam.subject.module is None else sum(p.numel() for p in exam.subject.module.parameters())
+    try:
+        for check in checks:
+            missing = next((name for name in check.needs if not REQUIREMENTS[name][0](exam)), None)
+            if missing is not None:
+                _, reason, how = REQUIREMENTS[missing]
+                if how and not (missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)):
+                    report.not_checked.append(NotChecked(check.name, reason, how))
+                continue
+            if time.perf_counter() - first_check > max_seconds:
+                report.not_checked.append(NotChecked(check.name, "time was up", "run monoblock doctor on the model"))
+                continue
+            if parameters > check.max_parameters:
+                reason = f"the model has {parameters:,} parameters, for which it takes long"
+                report.not_checked.append(
+                    NotChecked(check.name, reason, f"pass checks=['{check.name}'] to a small copy")
+                )
+                continue
+            begin = time.perf_counter()
+            try:
+                result = check.run(exam)
+            except Exception as error:  # a model may refuse what a check tries; the other checks go on
+                message = " ".join(str(error).split())
+                how = "call the model in this way yourself to see why"
+                report.not_checked.append(NotChecked(check.name, f"the model failed: {message:.120}", how))
+                continue
+            seconds = time.perf_counter() - begin
+            if result is None:
+                report.checks.append(CheckResult(check.name, "passed", seconds))
+            else:
+                found.setdefault(result.check, (result, check, seconds))
+    finally:
+        torch.set_rng_state(rng_state)
+    _keep_causes(report, found)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _check_runs(exam: Examination) -> None:
+    """Raise InputError if the model cannot be called at all."""
+    try:
+        _ = exam.output
+    except Exception as error:
+        message = " ".join(str(error).split())
+        shape = tuple(exam.ids.shape)
+        raise InputError(f"the model cannot be called with an input of shape {shape}: {message:.160}") from error
+
+
+def _keep_causes(report: Report, found: dict[str, tuple[Finding, Check, float]]) -> None:
+    """Keep the findings that no other finding explains."""
+    explains = {check.name: check.explains for check in CHECKS}
+    for name, (result, _, seconds) in found.items():
+        cause = next((other for other in found if name in explains.get(other, ()) and _is_cause(found, other)), None)
+        if cause is None:
+            report.findings.append(result)
+        report.checks.append(CheckResult(name, result.verdict if cause is None else "explained", seconds, cause))
+
+
+def _is_cause(found: dict[str, tuple[Finding, Check, float]], name: str) -> bool:
+    """Return whether a finding is strong enough to explain others: a warning is not."""
+    return found[name][0].verdict == "fail" or name in ("softmax_precision", "scale", "initial_loss", "learning_rate")

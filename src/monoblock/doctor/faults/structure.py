@@ -1,0 +1,300 @@
+"""Faults of structure, planted by replacing masks, methods and outputs of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monoblock.config.model import EmbeddingConfig
+from monoblock.doctor.faults.fault import Fault, Patient
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.kv_cache.layer_cache import LayerCache
+from monoblock.nn.masks import Mask, MaskTerm, causal, same_document, window
+from monoblock.nn.positions import apply_rotary
+
+
+def _replace_masks(patient: Patient, mask: Mask) -> None:
+    stack = patient.model.decoder or patient.model.encoder
+    assert stack is not None
+    stack.masks = [mask] * len(stack.masks)
+
+
+def _wrap_forward(patient: Patient, change: Callable[[dict[str, Any], Tensor], None]) -> None:
+    """Change the arguments of the model before each call."""
+    model: Any = patient.model
+    forward = model.forward
+
+    def wrapped(source: Any, *args: Any, **options: Any) -> Any:
+        change(options, source)
+        return forward(source, *args, **options)
+
+    model.forward = wrapped
+
+
+def _hook_output(module: nn.Module, change: Callable[[Any, Tensor], Tensor]) -> None:
+    module.register_forward_hook(lambda _, inputs, output: change(inputs[0], output))
+
+
+def _replace_attention(
+    patient: Patient, *, scale: float | None = None, mask_after: bool = False, half: bool = False, rotate: bool = False
+) -> None:
+    """Compute attention step by step, with a fault."""
+    for block in patient.blocks:
+        attention = block.attention
+        own = attention.config.scale or attention.config.key_size(patient.model.config.width) ** -0.5
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Any, *, factor: float = scale or own
+        ) -> Tensor:
+            if rotate and context.rotary_angles is not None and q.shape[2] == k.shape[2]:
+                q, k = apply_rotary(q, context.rotary_angles), apply_rotary(k, context.rotary_angles)
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            scores, mask = q @ k.mT * factor, context.dense_mask()
+            if context.bias is not None:
+                scores = scores + context.bias
+            if mask is not None and not mask_after:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            weights = (scores.half() if half else scores).softmax(-1)
+            if mask is not None and mask_after:
+                weights = weights * mask
+            return weights.to(v.dtype) @ v
+
+        attention._attend = attend
+
+
+def _no_causal_mask(patient: Patient) -> None:
+    _replace_masks(patient, same_document)
+
+
+def _mask_off_by_one(patient: Patient) -> None:
+    term = MaskTerm("causal but one", lambda q, k: k.positions <= q.positions + 1)
+    _replace_masks(patient, Mask((term,)) & same_document)
+
+
+def _leaking_convolution(patient: Patient) -> None:
+    _hook_output(patient.blocks[0].feedforward, lambda _, out: out + 0.5 * F.pad(out[:, 1:], (0, 0, 0, 1)))
+
+
+def _sequence_norm(patient: Patient) -> None:
+    _hook_output(patient.blocks[0].attention_norm, lambda _, out: out - out.mean(1, keepdim=True))
+
+
+def _prefix_leak(patient: Patient) -> None:
+    def seen(q: Any, k: Any) -> Any:
+        return k.positions <= q.positions if k.prefix_or_global is None else k.positions >= 0
+
+    _replace_masks(patient, Mask((MaskTerm("prefix and more", seen),)) & same_document)
+
+
+def _window_off_by_one(patient: Patient) -> None:
+    size = patient.blocks[0].attention.config.window
+    _replace_masks(patient, causal & window(size + 1) & same_document)
+
+
+def _window_forgotten(patient: Patient) -> None:
+    _replace_masks(patient, causal & same_document)
+
+
+def _padding_mask_dropped(patient: Patient) -> None:
+    _wrap_forward(patient, lambda options, _: options.update(attention_mask=None))
+
+
+def _arange(source: Tensor) -> Tensor:
+    return torch.arange(source.shape[1], device=source.device).expand(source.shape[0], -1)
+
+
+def _padding_counted(patient: Patient) -> None:
+    def change(options: dict[str, Any], source: Tensor) -> None:
+        if options.get("attention_mask") is not None and options.get("cache") is None:
+            options["positions"] = _arange(source)
+
+    _wrap_forward(patient, change)
+
+
+def _padding_in_pooling(patient: Patient) -> None:
+    head: Any = patient.model.head
+    forward = head.forward
+    head.forward = lambda hidden, **options: forward(hidden, **{**options, "valid": None})
+
+
+def _batch_norm(patient: Patient) -> None:
+    _hook_output(patient.blocks[0].attention_norm, lambda _, out: out - 0.5 * out.mean(0, keepdim=True))
+
+
+def _rows_mixed(patient: Patient) -> None:
+    _hook_output(patient.blocks[-1].attention, lambda _, out: out + 0.5 * out.roll(1, 0))
+
+
+def _packing_leak(patient: Patient) -> None:
+    def change(options: dict[str, Any], source: Tensor) -> None:
+        documents = options.pop("documents", None)
+        if documents is not None:
+            begins = torch.where(documents == 0, 0, (documents == 0).sum(1, keepdim=True))
+            options["positions"] = _arange(source) - begins
+
+    _wrap_forward(patient, change)
+
+
+def _packing_positions(patient: Patient) -> None:
+    def change(options: dict[str, Any], source: Tensor) -> None:
+        if options.get("documents") is not None:
+            options["positions"] = _arange(source)
+
+    _wrap_forward(patient, change)
+
+
+def _cache_position_off_by_one(patient: Patient) -> None:
+    def change(options: dict[str, Any], source: Tensor) -> None:
+        cache = options.get("cache")
+        if cache is not None and cache.max_length:
+            options["positions"] = cache.lengths[:, None] + _arange(source) - 1
+
+    _wrap_forward(patient, change)
+
+
+def _cache_padding_position(patient: Patient) -> None:
+    def change(options: dict[str, Any], source: Tensor) -> None:
+        cache, mask = options.get("cache"), options.get("attention_mask")
+        if cache is None:
+            return
+        if not cache.max_length:
+            cache.padding = 0 if mask is None else (mask == 0).sum(1)
+        elif isinstance(cache.padding, Tensor):
+            options["positions"] = cache.lengths[:, None] + cache.padding[:, None] + _arange(source)
+
+    _wrap_forward(patient, change)
+
+
+def _cache_unrotated_keys(patient: Patient) -> None:
+    for block in patient.blocks:
+        attention = block.attention
+
+        def update(
+            keys: Any,
+            values: Any,
+            context: Any,
+            layer_cache: Any,
+            write: Any,
+            original: Any = attention._update_keys_values,
+        ) -> Any:
+            if isinstance(layer_cache, LayerCache):
+                context = AttentionContext(context.resolved_mask, context.bias)
+            return original(keys, values, context, layer_cache, write)
+
+        attention._update_keys_values = update
+
+
+def _cache_of_another_layer(patient: Patient) -> None:
+    model: Any = patient.model
+    make_cache = model.make_cache
+
+    def shared(*args: Any, **options: Any) -> Any:
+        cache = make_cache(*args, **options)
+        cache.layers[1] = cache.layers[0]
+        return cache
+
+    model.make_cache = shared
+
+
+def _no_positions(patient: Patient) -> None:
+    table: Any = patient.model.input.position
+    _hook_output(table, lambda _, out: out * 0)
+
+
+def _positions_added_twice(patient: Patient) -> None:
+    module: Any = patient.model.input
+    forward = module.forward
+
+    def twice(ids: Tensor, positions: Any, **options: Any) -> Tensor:
+        return forward(ids, positions, **options) + module.position(
+            positions.positions + module.config.positions.offset
+        )
+
+    module.forward = twice
+
+
+def _rotated_twice(patient: Patient) -> None:
+    _replace_attention(patient, rotate=True)
+
+
+def _position_offset(patient: Patient) -> None:
+    table: Any = patient.model.input.position
+    rows = table.num_embeddings
+    table.register_forward_pre_hook(lambda _, inputs: ((inputs[0] + 1).clamp(max=rows - 1),))
+
+
+def _source_padding_in_cross(patient: Patient) -> None:
+    decoder: Any = patient.model.decoder
+    original = decoder._memory_context
+    decoder._memory_context = lambda q, memory, cache, x: original(
+        q, None if memory is None else replace(memory, valid=None), cache, x
+    )
+
+
+def _untied_copy(patient: Patient) -> None:
+    head: Any = patient.model.head
+    embedding = patient.model.output_embedding
+    assert isinstance(embedding, Tensor)
+    assert isinstance(patient.model.config.input, EmbeddingConfig)
+    head.untied = nn.Linear(embedding.shape[1], embedding.shape[0], bias=False)
+    head.untied.weight = nn.Parameter(embedding.detach().clone())
+    forward = head.forward
+    head.forward = lambda hidden, **options: forward(hidden, **{**options, "table": head.untied.weight})
+
+
+def _dropout_left_on(patient: Patient) -> None:
+    _hook_output(patient.blocks[0].feedforward, lambda _, out: F.dropout(out, 0.1, training=True))
+
+
+def _softmax_in_fp16(patient: Patient) -> None:
+    _replace_attention(patient, half=True)
+
+
+def _mask_after_softmax(patient: Patient) -> None:
+    _replace_attention(patient, mask_after=True)
+
+
+def _scale_missing(patient: Patient) -> None:
+    _replace_attention(patient, scale=1.0)
+
+
+STRUCTURE = (
+    Fault("no_causal_mask", "the causal mask is forgotten", "causality", _no_causal_mask),
+    Fault("mask_off_by_one", "a token also sees the next one", "causality", _mask_off_by_one),
+    Fault("leaking_convolution", "a convolution reads the next token", "causality", _leaking_convolution),
+    Fault("sequence_norm", "a norm takes its mean over the whole text", "causality", _sequence_norm),
+    Fault("prefix_leak", "tokens after the prefix are seen too", "prefix", _prefix_leak, "prefix"),
+    Fault("window_off_by_one", "a window is one token too long", "window", _window_off_by_one, "window"),
+    Fault("window_forgotten", "a window is not applied", "window", _window_forgotten, "window"),
+    Fault("padding_mask_dropped", "the padding mask is not passed on", "padding", _padding_mask_dropped, "encoder"),
+    Fault("padding_counted", "positions count the padding", "padding", _padding_counted, "learned positions"),
+    Fault("padding_in_pooling", "padding is averaged with the tokens", "padding", _padding_in_pooling, "classifier"),
+    Fault("batch_norm", "a norm takes its mean over the batch", "batch", _batch_norm),
+    Fault("rows_mixed", "a reshape mixes the rows of a batch", "batch", _rows_mixed),
+    Fault("packing_leak", "packed documents see each other", "packing", _packing_leak),
+    Fault("packing_positions", "positions go on in the next packed document", "packing", _packing_positions,
+          "learned positions"),
+    Fault("cache_position_off_by_one", "a cached step has the position before", "cache", _cache_position_off_by_one),
+    Fault("cache_padding_position", "a cached step counts the padding", "cache", _cache_padding_position,
+          "learned positions"),
+    Fault("cache_unrotated_keys", "keys are cached before they are rotated", "cache", _cache_unrotated_keys,
+          "rotary positions"),
+    Fault("cache_of_another_layer", "two layers write to one cache", "cache", _cache_of_another_layer),
+    Fault("no_positions", "positions are never added", "positions", _no_positions, "learned positions"),
+    Fault("positions_added_twice", "positions are added twice", "positions_twice", _positions_added_twice,
+          "learned positions"),
+    Fault("rotated_twice", "queries and keys are rotated twice", "positions_twice", _rotated_twice, "rotary positions"),
+    Fault("position_offset", "positions begin at 1", "position_offset", _position_offset, "learned positions"),
+    Fault("source_padding_in_cross", "cross-attention ignores source padding", "cross_padding",
+          _source_padding_in_cross, "encoder-decoder"),
+    Fault("untied_copy", "the tied output is a copy", "tying", _untied_copy, "tied decoder"),
+    Fault("dropout_left_on", "dropout is on in evaluation", "dropout", _dropout_left_on),
+    Fault("softmax_in_fp16", "the softmax is computed in fp16", "softmax_precision", _softmax_in_fp16),
+    Fault("mask_after_softmax", "the mask multiplies the weights", "mask_after_softmax", _mask_after_softmax),
+    Fault("scale_missing", "scores are not divided by sqrt(head size)", "scale", _scale_missing),
+)  # fmt: skip

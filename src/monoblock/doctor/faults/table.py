@@ -1,0 +1,28 @@
+"""All faults by name."""
+
+from __future__ import annotations
+
+from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.faults.fault import Fault, make_patient
+from monoblock.doctor.faults.fit import FIT
+from monoblock.doctor.faults.structure import STRUCTURE
+from monoblock.doctor.faults.training import TRAINING
+from monoblock.doctor.report import Report
+from monoblock.errors import InputError, did_you_mean
+from monoblock.nn.transformer import Transformer
+
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*STRUCTURE, *FIT, *TRAINING)}
+
+
+def find_fault(name: str) -> Fault:
+    if name not in FAULTS:
+        raise InputError(f"there is no fault {name!r}{did_you_mean(name, FAULTS)}; monoblock doctor --list shows them")
+    return FAULTS[name]
+
+
+def diagnose_with_fault(name: str, model: Transformer | None = None) -> Report:
+    """Plant a fault into a copy of a model, or into a small built-in one, and examine it."""
+    patient = make_patient(find_fault(name), model)
+    report = diagnose_model(patient.model, **patient.options)
+    report.subject += f" with {name}"
+    return report

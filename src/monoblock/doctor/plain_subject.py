@@ -1,0 +1,243 @@
+"""The subject for any nn.Module and any function of ids."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.doctor.recorder import Recorder
+from monoblock.doctor.subject import (
+    Declared,
+    Kind,
+    Subject,
+    difference,
+    output_tensor,
+    parameter_names,
+    prime_length,
+)
+from monoblock.errors import InputError
+
+MASK_NAMES = ("attention_mask", "padding_mask", "key_padding_mask", "src_key_padding_mask", "pad_mask")
+SOURCE_MASK_NAMES = ("source_mask", "src_mask", "src_key_padding_mask", "source_padding_mask", "src_padding_mask")
+CONTEXT_NAMES = (
+    "context",
+    "block_size",
+    "max_len",
+    "max_length",
+    "max_seq_len",
+    "max_position_embeddings",
+    "n_ctx",
+    "context_length",
+    "n_positions",
+)
+WINDOW_NAMES = ("window", "window_size", "sliding_window", "attention_window")
+TIE_NAMES = ("tie_weights", "tie_word_embeddings", "tied", "tie", "weight_tying", "tie_embeddings")
+DROPOUT_NAMES = ("dropout", "p_drop", "dropout_p", "drop", "dropout_rate")
+
+
+@dataclass(frozen=True)
+class PlainOptions:
+    """What the user says of a model that cannot say it itself."""
+
+    vocab: int | None = None
+    length: int | None = None
+    kind: Kind | None = None
+    pad_id: int | None = None
+    mask_argument: str | None = None
+    source: Tensor | None = None
+    source_mask_argument: str | None = None
+    cached: Callable[..., Any] | None = None
+    window: int | None = None
+    tied: bool | None = None
+
+
+class PlainSubject(Subject):
+    left_padding = False  # only where the model turns out to count positions from the first token
+    inner_padding = False
+
+    def __init__(self, model: Callable[..., Any], options: PlainOptions) -> None:
+        super().__init__()
+        self.function = model
+        self.module = model if isinstance(model, nn.Module) else None
+        self.name = type(model).__name__ if self.module is not None else getattr(model, "__name__", "model")
+        self.name = "function of ids" if self.name == "<lambda>" else self.name
+        self.parameters = parameter_names(model)
+        self.pad_id = options.pad_id
+        self.mask_argument, self.mask_is_padding = options.mask_argument, False
+        self.source_mask_argument = options.source_mask_argument
+        self._find_source(options)
+        if self.mask_argument is None and not self.reads_source:
+            self.mask_argument = next((name for name in MASK_NAMES if name in self.parameters), None)
+            self.mask_is_padding = self.mask_argument is not None and "pad" in self.mask_argument
+        with self.evaluating():
+            self.vocab = options.vocab if options.vocab is not None else self._find_vocab()
+            if self.vocab < 3:
+                raise InputError(
+                    f"vocab={self.vocab} is too small to examine; give the number of token ids, as vocab=61"
+                )
+            self._make_source(options)
+            self.length = self._find_length(options.length)
+            self._read_output(options.kind)
+            self._find_mask()
+        self.declared = self._declare(options)
+        self._cached = options.cached
+        self.has_cache = options.cached is not None
+        if options.cached is not None:
+            names = list(parameter_names(options.cached))
+            self.masks_cache = len(names) > 2
+            self.passes_mask_to_cache = self.masks_cache
+            self.masks_cache = self.masks_cache or self.pad_id is not None
+        self.left_padding = False
+
+    # -- finding out how it is called -------------------------------------------------------------------------------
+
+    def _find_source(self, options: PlainOptions) -> None:
+        required = [
+            p
+            for p in self.parameters.values()
+            if p.default is inspect.Parameter.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        named_masks = {*MASK_NAMES, options.mask_argument}
+        self.requires_mask = any(p.name in named_masks for p in required)
+        others = [p for p in required if p.name not in named_masks]
+        self.reads_source = options.source is not None or len(others) == 2 or options.kind == "encoder-decoder"
+
+    def _make_source(self, options: PlainOptions) -> None:
+        if not self.reads_source:
+            return
+        self.kind = "encoder-decoder"
+        source = options.source
+        self.source = super().probe(length=17, seed=7) if source is None else source[:, :17].to(self.device)
+        given = self.source_mask_argument
+        found = [name for name in SOURCE_MASK_NAMES if name in self.parameters]
+        self.source_mask_argument = given if given is not None else (found[0] if found else None)
+        self.takes_source_mask = self.source_mask_argument is not None or self.pad_id is not None
+
+    def _find_vocab(self) -> int:
+        """Find the number of rows of the table that ids are looked up in, by running ids of zero."""
+        ids = torch.zeros(1, 3, dtype=torch.long, device=self.device)
+        recorder = Recorder()
+        try:
+            with recorder.recording(ids):
+                _ = self.function(ids, ids) if self.reads_source else self.logits(ids)
+        except Exception as error:
+            raise InputError(
+                f"the model cannot be called with ids of shape (1, 3): {error!s:.150}; give a function of ids, and its "
+                "vocabulary as vocab=…"
+            ) from error
+        if not recorder.token_tables:
+            raise InputError("no embedding of the ids was found; give the size of the vocabulary: vocab=61")
+        return min(rows for rows, _ in recorder.token_tables)
+
+    def _find_length(self, length: int | None) -> int:
+        config = getattr(self.module, "config", None)
+        limit = length
+        if limit is None:
+            limit = _attribute((self.module, config), CONTEXT_NAMES, int)
+        problem: Exception | None = None
+        for candidate in (None, 13, 7):
+            size = prime_length(min((n for n in (limit, candidate) if n), default=None), self._sizes())
+            try:
+                self.logits(super().probe(rows=2, length=size))
+                return size
+            except Exception as error:
+                problem = problem or error
+        raise InputError(
+            f"the model cannot be called with ids of shape (2, 7) below vocab={self.vocab}: {problem!s:.150}; check "
+            "vocab= and length=, or wrap it in a function of ids"
+        ) from problem
+
+    def _sizes(self) -> tuple[int, ...]:
+        if self.module is None:
+            return ()
+        return tuple({size for p in self.module.parameters() for size in p.shape})
+
+    def _read_output(self, kind: Kind | None) -> None:
+        output = self.logits(super().probe(rows=2))
+        self.per_token = output.dim() >= 3 and output.shape[:2] == (2, self.length)
+        if kind is not None:
+            self.kind = kind
+        elif self.kind != "encoder-decoder":
+            self.kind = "causal" if self.per_token and output.shape[-1] >= self.vocab else "bidirectional"
+        self.kind_is_presumed = kind is None
+
+    def _find_mask(self) -> None:
+        """Find the argument for a mask, and whether it is true for tokens or for padding."""
+        if self.mask_argument is not None:
+            self.takes_mask = True
+            ids = super().probe(rows=2)
+            plain = self.logits(ids)
+            distances = []
+            for is_padding in (False, True):
+                self.mask_is_padding = is_padding
+                try:
+                    distances.append(difference(self.logits(ids, torch.ones_like(ids)), plain))
+                except Exception:
+                    distances.append(float("inf"))
+            is_named_padding = "pad" in self.mask_argument
+            close = [distance < 100 * self.tolerance for distance in distances]
+            self.mask_is_padding = is_named_padding if close[0] == close[1] or self.requires_mask else close[1]
+        elif self.pad_id is not None:
+            self.takes_mask = True  # the model finds the padding by its id
+
+    def _declare(self, options: PlainOptions) -> Declared:
+        config = getattr(self.module, "config", None)
+        owners = (self.module, config)
+        window = options.window if options.window is not None else _attribute(owners, WINDOW_NAMES, int)
+        if window is None and self.module is not None:
+            window = _attribute(tuple(self.module.modules()), WINDOW_NAMES, int)
+        return Declared(
+            window=window,
+            tied=options.tied if options.tied is not None else _attribute(owners, TIE_NAMES, bool),
+            dropout=_attribute(owners, DROPOUT_NAMES, float),
+            context=options.length if options.length is not None else _attribute(owners, CONTEXT_NAMES, int),
+        )
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+        arguments: dict[str, Any] = {}
+        if mask is None and self.requires_mask:
+            mask = torch.ones_like(ids)
+        if mask is not None and self.mask_argument is not None:
+            arguments[self.mask_argument] = ~mask.bool() if self.mask_is_padding else mask.bool()
+        if mask is not None and self.pad_id is not None:
+            ids = ids.masked_fill(~mask.bool(), self.pad_id)
+        if not self.reads_source:
+            return output_tensor(self.function(ids, **arguments))
+        source, source_mask = options.get("source"), options.get("source_mask")
+        assert self.source is not None
+        source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
+        if source_mask is not None and self.pad_id is not None:
+            source = source.masked_fill(~source_mask.bool(), self.pad_id)
+        if source_mask is not None and self.source_mask_argument is not None:
+            is_padding = "pad" in self.source_mask_argument
+            arguments[self.source_mask_argument] = ~source_mask.bool() if is_padding else source_mask.bool()
+        return output_tensor(self.function(source, ids, **arguments))
+
+    def cached(
+        self, ids: Tensor, state: Any, mask: Tensor | None = None, *, recorded: bool = False
+    ) -> tuple[Tensor, Any]:
+        assert self._cached is not None
+        if mask is not None and self.pad_id is not None:
+            ids = ids.masked_fill(~mask[:, -ids.shape[1] :].bool(), self.pad_id)
+        extra = (mask,) if self.passes_mask_to_cache and mask is not None else ()
+        output, state = self._cached(ids, state, *extra)
+        return output_tensor(output), state
+
+
+def _attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:
+    """Return the first attribute with one of these names and this type."""
+    for owner in owners:
+        for name in names:
+            value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+            if kind is bool and isinstance(value, bool):
+                return value
+            if kind is not bool and isinstance(value, kind) and not isinstance(value, bool):
+                return value
+    return None

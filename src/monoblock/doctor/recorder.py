@@ -1,0 +1,287 @@
+"""Record what a model computes, operation by operation, whoever wrote it.
+
+A `Recorder` sees every PyTorch operation of a forward pass, also inside a plain function.  It recognizes attention by
+its steps: a product of queries and keys, a softmax over it, and a product with the values.  On the way it follows for
+each tensor whether it depends on the token ids, by which numbers it was multiplied, and how often it was rotated by
+position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from monoblock.doctor.records import COPIES, ID_FREE, KEEPS, AttentionRecord, PositionAdd, TableLookup
+
+
+@dataclass(frozen=True)
+class _Lineage:
+    """What is known of a tensor."""
+
+    depends: bool = False  # on the token ids
+    factor: float | None = 1.0  # product of the constants it was multiplied by since the last matrix product
+    rotations: int = 0
+    scores: tuple[Tensor, Tensor] | None = None  # the queries and keys whose product it is
+    record: AttentionRecord | None = None  # it holds the weights of this attention
+
+
+_UNKNOWN = _Lineage()
+
+
+@dataclass
+class Recorder:
+    """The attentions, added positions, lookups and random draws of one forward pass."""
+
+    attentions: list[AttentionRecord] = field(default_factory=list)
+    position_adds: list[PositionAdd] = field(default_factory=list)
+    lookups: list[TableLookup] = field(default_factory=list)
+    token_tables: list[tuple[int, int]] = field(default_factory=list)  # shapes of tables that ids are looked up in
+    random_draws: int = 0
+
+    @contextmanager
+    def recording(self, *inputs: Tensor) -> Iterator[Recorder]:
+        """Record the operations inside `with`; `inputs` are the tensors of token ids."""
+        self._lineages: dict[int, tuple[Tensor, _Lineage]] = {}
+        self._lengths = {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
+        self._in_fused = False
+        self._written: set[int] = set()  # memory that values which depend on the ids were written into
+        for tensor in inputs:
+            self._set(tensor, _Lineage(depends=True))
+        fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # its single operation would hide the attention inside
+        try:
+            with _FusedAttention(self), _Operations(self):
+                yield self
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            self._lineages = {}
+
+    # -- lineages -------------------------------------------------------------------------------------------------
+
+    def _get(self, value: Any) -> _Lineage:
+        if not isinstance(value, Tensor):
+            return _UNKNOWN
+        lineage = self._lineages.get(id(value), (None, _UNKNOWN))[1]
+        is_written = not lineage.depends and bool(self._written) and _storage(value) in self._written
+        return replace(lineage, depends=True) if is_written else lineage
+
+    def _set(self, tensor: Tensor, lineage: _Lineage) -> None:
+        self._lineages[id(tensor)] = (tensor, lineage)  # holding the tensor keeps its id from being used again
+
+    def observe(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Take note of one operation."""
+        if self._in_fused:
+            return
+        if name in ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "normal_", "uniform_"):
+            self.random_draws += 1
+        tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
+        lineage = self._result_lineage(name, args, kwargs, tensors, result)
+        for out in _flatten([result]):
+            if isinstance(out, Tensor):
+                self._set(out, lineage)
+                if name.endswith("_") and lineage.depends:
+                    self._written.add(_storage(out))  # a part of a buffer, such as a cache
+
+    def _result_lineage(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
+    ) -> _Lineage:
+        depends = any(self._get(t).depends for t in tensors)
+        if name in ID_FREE:
+            return _UNKNOWN
+        if name == "embedding":
+            return self._note_lookup(args[0], args[1])
+        if name in ("mul", "mul_", "div", "div_"):
+            return self._multiplied(args, divide=name.startswith("div"))
+        if name in ("bmm", "baddbmm", "mm") or (name == "matmul" and len(tensors) == 2):
+            return self._product(name, args, kwargs, result)
+        if name in ("_softmax", "softmax", "_safe_softmax", "special_softmax"):
+            return self._softmax(args[0], result)
+        if name in ("add", "add_"):
+            self._note_position_add(args[0], args[1])
+        if name in COPIES or name in KEEPS:
+            known = [self._get(t) for t in tensors]
+            special = next((k for k in known if k.scores is not None or k.record is not None), None)
+            first = special or next((k for k in known if k.depends), known[0] if known else _UNKNOWN)
+            return replace(first, depends=depends, rotations=max((k.rotations for k in known), default=0))
+        return _Lineage(depends=depends)
+
+    def _note_lookup(self, table: Tensor, indices: Any) -> _Lineage:
+        depends = self._get(indices).depends
+        if depends:
+            self.token_tables.append((table.shape[0], table.shape[1]))
+        elif isinstance(indices, Tensor) and set(indices.shape) & self._lengths:
+            self.lookups.append(TableLookup(table.shape[0], indices.detach().clone()))
+        return _Lineage(depends=depends)
+
+    def _multiplied(self, args: Sequence[Any], *, divide: bool) -> _Lineage:
+        first, second = args[0], args[1]
+        if not isinstance(first, Tensor) or (not self._get(first).depends and self._get(second).depends):
+            first, second = second, first
+        lineage = self._get(first)
+        if isinstance(second, Tensor) and second.numel() != 1:
+            if self._get(second).depends:
+                kept = lineage if lineage.record is not None else self._get(second)
+                return _Lineage(depends=True, record=kept.record)
+            turns = int(lineage.depends and lineage.scores is None and lineage.record is None and self._varies(second))
+            return replace(lineage, rotations=lineage.rotations + turns)
+        if isinstance(second, Tensor) and (second.requires_grad or second.is_meta):
+            return replace(lineage, factor=None)
+        number = float(second.real if isinstance(second, complex) else second)
+        if lineage.factor is None or number == 0 or not math.isfinite(number):
+            return lineage
+        return replace(lineage, factor=lineage.factor / number if divide else lineage.factor * number)
+
+    def _varies(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has an axis as long as the text, along which it differs."""
+        for axis, size in enumerate(tensor.shape[:-1]):
+            if size in self._lengths and size > 1:
+                steps = tensor.narrow(axis, 1, 1), tensor.narrow(axis, 0, 1)
+                return not torch.equal(*steps)
+        return False
+
+    # -- attention ------------------------------------------------------------------------------------------------
+
+    def _product(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> _Lineage:
+        a, b = (args[1], args[2]) if name == "baddbmm" else (args[0], args[1])
+        left, right = self._get(a), self._get(b)
+        depends = left.depends or right.depends
+        if left.record is not None:
+            if left.record.value is None:
+                left.record.value, left.record.used_weights = b, a
+            return _Lineage(depends=True)
+        if not (left.depends and right.depends):
+            return _Lineage(depends=depends)
+        alpha = kwargs.get("alpha", 1) if name == "baddbmm" else 1
+        factors = (left.factor, right.factor)
+        factor = None if None in factors else left.factor * right.factor * float(alpha)  # type: ignore[operator]
+        # A clone, because the keys may lie in a cache that is written again.
+        return _Lineage(True, factor, max(left.rotations, right.rotations), scores=(a, b.mT.clone()))
+
+    def _softmax(self, scores: Tensor, weights: Tensor) -> _Lineage:
+        lineage = self._get(scores)
+        if lineage.scores is None:
+            return _Lineage(depends=lineage.depends)
+        q, k = lineage.scores
+        q, k, flat_scores, flat_weights = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, scores, weights))
+        record = AttentionRecord(q, k, flat_scores, flat_weights, lineage.factor, lineage.rotations, scores.dtype)
+        self.attentions.append(record)
+        return _Lineage(depends=True, record=record)
+
+    def note_fused(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        """Take note of a call of scaled_dot_product_attention: its scores and weights are computed again."""
+        query, key = self._get(q), self._get(k)
+        if not query.depends:
+            return
+        given = options.get("scale")
+        scale = q.shape[-1] ** -0.5 if given is None else float(given)
+        with self._paused():
+            tensors = _attention_by_hand(q, k, v, scale, options.get("attn_mask"), bool(options.get("is_causal")))
+        if options.get("dropout_p"):
+            self.random_draws += 1
+        factors = (query.factor, key.factor)
+        factor = None if None in factors else scale * factors[0] * factors[1]  # type: ignore[operator]
+        rotations, (flat_q, flat_k, flat_v, scores, weights) = max(query.rotations, key.rotations), tensors
+        self.attentions.append(
+            AttentionRecord(
+                flat_q, flat_k, scores, weights, factor, rotations, torch.float32, True, flat_v, used_weights=weights
+            )
+        )
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        before, self._in_fused = self._in_fused, True
+        try:
+            yield
+        finally:
+            self._in_fused = before
+
+    # -- positions ------------------------------------------------------------------------------------------------
+
+    def _note_position_add(self, a: Any, b: Any) -> None:
+        """Take note of an addition of vectors that depend on the position and not on the ids."""
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return
+        x, added = (a, b) if self._get(a).depends else (b, a)
+        lineage = self._get(x)
+        if not lineage.depends or self._get(added).depends or lineage.scores is not None or added.dim() < 2:
+            return
+        if not added.is_floating_point() or x.dim() != 3 or not self._varies(added):
+            return
+        axis = next(i for i, size in enumerate(added.shape[:-1]) if size in self._lengths and size > 1)
+        vectors = added.movedim(axis, 0).reshape(added.shape[axis], -1, added.shape[-1])[:, 0]
+        if vectors.isfinite().all():
+            self.position_adds.append(PositionAdd(vectors.detach().float().clone(), len(self.attentions)))
+
+
+def _attention_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """Return q, k, v, scores and weights with one leading axis for rows and heads."""
+    heads = q.shape[-3] if q.dim() > 3 else 1
+    if k.dim() > 3 and k.shape[-3] != heads:
+        k, v = (t.repeat_interleave(heads // t.shape[-3], dim=-3) for t in (k, v))
+    scores = q.float() @ k.float().mT * scale
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.float()
+    tensors = (q, k, v, scores, torch.softmax(scores, -1))
+    return tuple(t.reshape(-1, *t.shape[-2:]) for t in tensors)
+
+
+def _storage(tensor: Tensor) -> int:
+    return 0 if tensor.is_meta or tensor.is_sparse else tensor.untyped_storage().data_ptr()
+
+
+def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.recorder.observe(func.overloadpacket.__name__, args, kwargs or {}, result)
+        return result
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Takes note of scaled_dot_product_attention, which is one operation or several, depending on its inputs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        options = {name: value for name, value in given.items() if name not in names[:3]}
+        q, k, v = given["query"], given["key"], given["value"]
+        recorder = self.recorder
+        with recorder._paused():
+            out = func(*args, **kwargs)
+        recorder.note_fused(q, k, v, options)
+        recorder._set(out, _Lineage(depends=recorder._get(q).depends))
+        return out

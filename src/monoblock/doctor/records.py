@@ -1,0 +1,149 @@
+"""What a `Recorder` writes down: attentions, added positions, lookups in tables; and the operations that it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Operations that give another view or copy of their first tensor.
+COPIES = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "transpose",
+        "permute",
+        "expand",
+        "clone",
+        "_to_copy",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "t",
+        "contiguous",
+        "alias",
+        "detach",
+        "unbind",
+        "repeat",
+        "index",
+        "narrow",
+        "chunk",
+        "to",
+        "view_as_complex",
+        "view_as_real",
+        "_conj",
+        "flatten",
+        "unfold",
+        "index_select",
+        "gather",
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "roll",
+        "neg",
+        "lift_fresh",
+        "copy_",
+        "movedim",
+        "as_strided",
+    ]
+)
+# Operations whose result says where tokens are or how many there are, not which: it does not depend on the ids.
+ID_FREE = frozenset(
+    [
+        "eq",
+        "ne",
+        "lt",
+        "gt",
+        "le",
+        "ge",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "isin",
+        "rand_like",
+        "randn_like",
+        "arange",
+        "logical_not",
+        "bitwise_not",
+        "any",
+        "all",
+        "_local_scalar_dense",
+    ]
+)
+# Operations on scores and weights that keep what is known of their first (or second) tensor.
+KEEPS = frozenset(
+    [
+        "add",
+        "add_",
+        "sub",
+        "sub_",
+        "rsub",
+        "masked_fill",
+        "masked_fill_",
+        "where",
+        "tanh",
+        "clamp",
+        "clamp_",
+        "nan_to_num",
+        "native_dropout",
+        "dropout",
+        "minimum",
+        "maximum",
+        "nan_to_num_",
+        "_to_copy",
+    ]
+)
+
+MASKED = -5e3  # masks are written as -inf, the least number of a dtype, -1e9 or -1e4
+
+
+@dataclass
+class AttentionRecord:
+    """One attention: queries (N, T, K), keys (N, S, K), values (N, S, *), scores and weights (N, T, S); N = B · H."""
+
+    query: Tensor
+    key: Tensor
+    scores: Tensor  # as given to the softmax, with mask and bias
+    weights: Tensor  # the result of the softmax
+    scale: float | None  # the factor between q·k and the scores; None if it is not a constant
+    rotations: int  # how often the position rotated queries and keys
+    dtype: torch.dtype  # in which the softmax was computed
+    is_fused: bool = False
+    value: Tensor | None = None
+    used_weights: Tensor | None = None  # what the values were multiplied by
+
+    @property
+    def size(self) -> int:
+        """K, the size of a query."""
+        return self.query.shape[-1]
+
+    @property
+    def visible(self) -> Tensor:
+        """Which keys a query may see, (N, T, S); a weight may be 0 because another score is much larger."""
+        return (self.weights > 0) | (self.scores > MASKED)
+
+
+@dataclass
+class PositionAdd:
+    """Positions (T, D) added to the embeddings of the tokens; `attentions` had run before."""
+
+    vectors: Tensor
+    attentions: int
+
+
+@dataclass
+class TableLookup:
+    """A lookup of rows that do not depend on the ids, as in a table of learned positions."""
+
+    rows: int
+    indices: Tensor

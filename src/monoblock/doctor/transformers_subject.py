@@ -1,0 +1,185 @@
+"""The subject for models of the transformers package, which is not imported: their attributes say all that is "
+"needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.doctor.subject import Declared, Subject, output_tensor, parameter_names, prime_length
+from monoblock.errors import InputError
+
+# Families that are bidirectional encoders, although some have a causal variant (with is_decoder).
+ENCODERS = frozenset(
+    [
+        "albert",
+        "bert",
+        "big_bird",
+        "camembert",
+        "convbert",
+        "data2vec-text",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "esm",
+        "flaubert",
+        "fnet",
+        "funnel",
+        "ibert",
+        "layoutlm",
+        "longformer",
+        "luke",
+        "megatron-bert",
+        "mobilebert",
+        "modernbert",
+        "mpnet",
+        "mra",
+        "nezha",
+        "nystromformer",
+        "perceiver",
+        "qdqbert",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "squeezebert",
+        "xlm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+        "yoso",
+        "eurobert",
+    ]
+)
+
+
+def is_transformers_model(model: object) -> bool:
+    return isinstance(model, nn.Module) and hasattr(getattr(model, "config", None), "model_type")
+
+
+class TransformersSubject(Subject):
+    takes_mask = True
+    inner_padding = False
+
+    def __init__(self, model: Any, *, pad_id: int | None = None, length: int | None = None) -> None:
+        super().__init__()
+        config = model.config
+        if "input_ids" not in parameter_names(model):
+            raise InputError(
+                f"{type(model).__name__} reads no token ids; the doctor examines models of text from transformers, and "
+                "pictures in models of this package"
+            )
+        self.module = self.model = model
+        self.name = type(model).__name__
+        self.parameters = parameter_names(model)
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.vocab = int(text_config.vocab_size)
+        own_pad = getattr(config, "pad_token_id", None)
+        self.pad_id = pad_id if pad_id is not None else own_pad
+        self.kind = _kind(model)
+        self.left_padding = self.kind == "causal"
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        padding_row = _padding_row(model)
+        if limit and padding_row is not None:
+            limit -= padding_row + 1
+        limits = [n for n in (limit, length, 13 if self.is_large else None) if isinstance(n, int) and n > 0]
+        sizes = {getattr(config, name, None) for name in ("hidden_size", "d_model", "head_dim", "intermediate_size")}
+        self.length = prime_length(min(limits, default=None), tuple(s for s in sizes if isinstance(s, int)))
+        self.declared = _declare(model, limit)
+        self.has_cache = self.kind == "causal" and "past_key_values" in self.parameters
+        self.masks_cache = True
+        if self.kind == "encoder-decoder":
+            self.source, self.takes_source_mask = super().probe(length=self.length - 2, seed=7), True
+            self.has_cache, self.masks_cache = "past_key_values" in self.parameters, False
+
+    def logits(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+        return output_tensor(self._run(ids, mask, **options))
+
+    def _run(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        arguments: dict[str, Any] = {}
+        if "use_cache" in self.parameters:
+            arguments["use_cache"] = options.get("use_cache", False)
+        if "return_dict" in self.parameters:
+            arguments["return_dict"] = True
+        if self.kind == "encoder-decoder":
+            source = options.get("source")
+            assert self.source is not None
+            source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
+            source_mask = options.get("source_mask")
+            arguments |= {
+                "attention_mask": torch.ones_like(source) if source_mask is None else source_mask.long(),
+                "decoder_input_ids": ids,
+            }
+            if mask is not None and "past" not in options:
+                arguments["decoder_attention_mask"] = mask.long()
+            if options.get("past") is not None:
+                arguments["past_key_values"] = options["past"]
+            return self.model(input_ids=source, **arguments)
+        past = options.get("past")
+        if mask is not None:
+            arguments["attention_mask"] = mask.long()
+            if "position_ids" in self.parameters and self.kind == "causal":
+                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+                arguments["position_ids"] = positions[:, -ids.shape[1] :]
+        if past is not None:
+            arguments["past_key_values"] = past
+        return self.model(input_ids=ids, **arguments)
+
+    def cached(
+        self, ids: Tensor, state: Any, mask: Tensor | None = None, *, recorded: bool = False
+    ) -> tuple[Tensor, Any]:
+        output = self._run(ids, mask, past=state, use_cache=True)
+        return output_tensor(output), output.past_key_values
+
+
+def _kind(model: Any) -> Any:
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder" if "decoder_input_ids" in parameter_names(model) else "bidirectional"
+    if getattr(config, "is_decoder", False):
+        return "causal"
+    if "MaskedLM" in name or config.model_type in ENCODERS or name.endswith("EncoderModel"):
+        return "bidirectional"
+    return "causal"
+
+
+def _padding_row(model: Any) -> int | None:
+    """Return the padding row of the table of positions, after which positions begin, as in RoBERTa."""
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and "position" in name and table.padding_idx is not None:
+            return int(table.padding_idx)
+    return None
+
+
+def _declare(model: Any, limit: int | None) -> Declared:
+    config = model.config
+    return Declared(
+        windows=None,
+        scales=_scales(model),
+        tied=bool(getattr(config, "tie_word_embeddings", False)) if model.get_output_embeddings() is not None else None,
+        positions=None,
+        context=limit,
+        table_offset=None if (row := _padding_row(model)) is None else row + 1,
+        num_labels=getattr(config, "num_labels", None) if "Classification" in type(model).__name__ else None,
+        depth=getattr(config, "num_hidden_layers", None),
+    )
+
+
+def _scales(model: Any) -> tuple[float, ...] | None:
+    """Return the factors on the scores that the attention modules of a model state; None if they state none."""
+    found: set[float] = set()
+    for module in model.modules():
+        for name in ("scaling", "scale", "softmax_scale", "inv_norm_factor", "scale_attn"):
+            value = getattr(module, name, None)
+            if isinstance(value, float) and hasattr(module, "forward") and "ttention" in type(module).__name__:
+                found |= {value, 1 / value} if name == "scale_attn" else {value}
+    if getattr(model.config, "model_type", "") in ("t5", "mt5", "umt5", "gpt_neo", "longt5", "switch_transformers"):
+        found.add(1.0)  # their weights are initialized for scores without a factor
+    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+        return None
+    return tuple(found) or None

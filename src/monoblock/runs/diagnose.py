@@ -1,0 +1,200 @@
+"""`mb.diagnose`: examine a model, a function of ids, the folder of a model, or a training run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.config.model import ModelConfig
+from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.examination import TrainingHistory
+from monoblock.doctor.report import Report
+from monoblock.doctor.subject import Kind
+from monoblock.doctor.table import CHECKS
+from monoblock.errors import FileError, InputError, MonoblockError
+from monoblock.interop.hub import resolve_model_path
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.load import load_folder
+from monoblock.runs.recipe import read_stored_recipe
+from monoblock.runs.run import Run
+from monoblock.tasks.loaded_model import LoadedModel
+from monoblock.tokenizers.tokenizer import Tokenizer
+from monoblock.training.metrics_file import METRICS_FILE, read_metrics
+
+CHEAP_SECONDS = 1.2  # after which no further check is begun before a training
+
+
+def diagnose(
+    model: Any,
+    *,
+    vocab: int | None = None,
+    length: int | None = None,
+    kind: Kind | None = None,
+    pad_id: int | None = None,
+    mask_argument: str | None = None,
+    source: Tensor | None = None,
+    source_mask_argument: str | None = None,
+    cached: Callable[..., Any] | None = None,
+    window: int | None = None,
+    tied: bool | None = None,
+    tokenizer: Any = None,
+    texts: Sequence[str] = (),
+    batch: tuple[Tensor, Tensor] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    step: Callable[[], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    objective: str | None = None,
+    labels: Sequence[str] = (),
+    generation: Mapping[str, Any] | None = None,
+    checks: Sequence[str] | None = None,
+) -> Report:
+    """Examine a model and return a report: what is wrong, by which numbers, why, and what to write instead.
+
+        report = mb.diagnose(model)                                 # ours, of transformers, any nn.Module
+        report = mb.diagnose(lambda ids: f(ids), vocab=61, length=24)      # any function of ids (B, T) to logits
+        report = mb.diagnose("runs/demo-1")                         # a model folder or a run
+        print(report); report.ok; report.findings
+
+    What the model cannot show itself is handed over; the report says what was not checked.
+
+    model: a model, a function that maps ids (B, T) to logits (B, T, V) or (B, classes), or a folder.
+    vocab, length: the number of token ids, and of tokens that the model can read; for functions.
+    kind: "causal", "bidirectional" or "encoder-decoder", if the model cannot say it; a function with logits over the
+        vocabulary is taken to be causal.
+    pad_id, mask_argument: the id of padding, and the name of the argument that takes a mask (1 for tokens).
+    source: ids of a source; the model is then called as model(source, ids). source_mask_argument names its mask.
+    cached: f(ids, state) or f(ids, state, mask), which returns the logits of the next ids and the new state; the first
+        state is None, the mask covers all tokens so far.
+    window, tied: what the model is meant to have: a window of so many tokens, an output tied to the embedding.
+    tokenizer, texts: the tokenizer of the model, and texts that it is meant for.
+    batch: ids and labels. loss: f(logits, labels); by default cross-entropy without labels of -100.
+    step: f(), which makes a training step of the module and may return its loss. The weights are put back afterwards.
+    optimizer: the optimizer that trains the module.
+    objective, labels, generation: the task (such as "causal_lm"), names of classes, default decoding options.
+    checks: names of checks; by default all.
+    """
+    options: dict[str, Any] = {
+        "vocab": vocab,
+        "length": length,
+        "kind": kind,
+        "pad_id": pad_id,
+        "mask_argument": mask_argument,
+        "source": source,
+        "source_mask_argument": source_mask_argument,
+        "cached": cached,
+        "window": window,
+        "tied": tied,
+        "tokenizer": tokenizer,
+        "texts": texts,
+        "batch": batch,
+        "loss": loss,
+        "step": step,
+        "optimizer": optimizer,
+        "objective": objective,
+        "labels": labels,
+        "generation": generation,
+        "checks": checks,
+    }
+    if not isinstance(model, str | Path):
+        return diagnose_model(model, **options)
+    folder = resolve_model_path(model)
+    if not folder.exists():
+        raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
+    found = read_folder(folder)
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    report = diagnose_model(found.pop("model"), **{**found, **given})
+    report.subject = f"{folder} ({report.subject})"
+    return report
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Read a model from its folder with what belongs to it, as arguments of `diagnose_model`."""
+    try:
+        loaded = load_folder(folder, "cpu", torch.float32, force=True)
+    except (FileError, InputError):  # perhaps only of the tokenizer, which is missing or belongs to another model
+        return {"model": Transformer.from_pretrained(folder), **_read_tokenizer(folder)}
+    options: dict[str, Any] = {
+        "model": loaded.model,
+        "tokenizer": loaded.tokenizer,
+        "objective": loaded.objective,
+        "labels": [] if all(name.startswith("LABEL_") for name in loaded.labels) else loaded.labels,
+        "generation": _generation(loaded),
+    }
+    if folder.is_dir() and (folder / RECIPE_FILE).is_file() and (folder / METRICS_FILE).is_file():
+        options["history"] = read_history(folder, loaded)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _read_tokenizer(folder: Path) -> dict[str, Any]:
+    """Read the tokenizer of a folder whether or not it fits the model, which is for the doctor to say."""
+    try:
+        return {"tokenizer": Tokenizer.from_pretrained(folder)}
+    except MonoblockError:
+        return {}
+
+
+def load_model_to_examine(folder: str | Path) -> Transformer:
+    """Load the Transformer of a folder; other models cannot have a fault planted."""
+    model = read_folder(resolve_model_path(folder))["model"]
+    if not isinstance(model, Transformer):
+        raise InputError("faults are planted into Transformers; leave MODEL out to use a small built-in one")
+    return model
+
+
+def _generation(loaded: LoadedModel) -> dict[str, Any] | None:
+    config = loaded.model.config
+    if loaded.tokenizer is None or not isinstance(config, ModelConfig) or config.decoder is None:
+        return None
+    return {**loaded.defaults.options, "decoder_start_token_id": loaded.defaults.decoder_start_token_id}
+
+
+def read_history(folder: Path, loaded: LoadedModel) -> TrainingHistory:
+    """Read the settings and the metrics of a run."""
+    rows, recipe = read_metrics(folder), read_stored_recipe(folder)
+    config = loaded.model.config
+    vocab = getattr(config, "vocab", None) or loaded.tokenizer.vocab_size if loaded.tokenizer is not None else None
+    head = getattr(config, "head", None)
+    outputs = head.classes if head is not None and head.classes else vocab
+    history = _settings(recipe)
+    history.steps = [row for row in rows if "loss" in row]
+    history.evaluations = [row for row in rows if "val_loss" in row]
+    history.uniform_loss = math.log(outputs) if outputs and outputs > 1 else None
+    return history
+
+
+def _settings(recipe: Recipe) -> TrainingHistory:
+    section = recipe.train
+    return TrainingHistory(
+        lr=section.lr,
+        warmup=section.warmup,
+        total_steps=section.steps,
+        clip=section.clip,
+        optimizer=section.optimizer,
+        beta2=section.beta2,
+        weight_decay=section.weight_decay,
+        starts_fresh="folder" not in recipe.model,
+        epochs=section.epochs,
+    )
+
+
+def check_before_training(run: Run) -> Report | None:
+    """Run the cheap checks on the model of a run, in less than two seconds; None if it cannot be examined."""
+    options: dict[str, Any] = {
+        "tokenizer": run.task_data.tokenizer,
+        "objective": run.task.name,
+        "history": _settings(run.recipe),
+        "checks": [
+            check.name for check in CHECKS if check.cheap and check.name != "head"
+        ],  # a fresh head will be trained
+    }
+    try:
+        return diagnose_model(run.model, max_seconds=CHEAP_SECONDS, **options)
+    except MonoblockError:  # such as a model of audio; training goes on
+        return None

@@ -1,0 +1,182 @@
+"""Every planted fault is found and named; every check can fire; students' models are told apart from mended ones."""
+
+import functools
+
+import pytest
+import torch
+from students import STUDENTS
+from torch import nn
+
+from monoblock.config.presets import tiny
+from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
+from monoblock.doctor.table import CHECKS
+from monoblock.errors import InputError
+from monoblock.nn.transformer import Transformer
+
+# The names of INTERFACE.md.
+NAMES = {
+    "causality",
+    "prefix",
+    "window",
+    "padding",
+    "batch",
+    "packing",
+    "cache",
+    "positions",
+    "positions_twice",
+    "position_offset",
+    "cross_padding",
+    "tying",
+    "dropout",
+    "softmax_precision",
+    "mask_after_softmax",
+    "scale",
+    "tokenizer",
+    "head",
+    "model_type",
+    "context",
+    "generation_defaults",
+    "initial_loss",
+    "overfit",
+    "label_shift",
+    "pad_in_loss",
+    "learning_rate",
+    "warmup",
+    "clipping",
+    "gradient_flow",
+    "heads",
+    "collapse",
+    "residual_growth",
+    "overflow",
+    "optimizer",
+    "optimizer_settings",
+    "train_eval_gap",
+    "repeated_data",
+}
+
+
+@functools.cache
+def report_with_fault(name):
+    return diagnose_with_fault(name)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name):
+    report = report_with_fault(name)
+    found = [finding.check for finding in report.findings]
+    assert FAULTS[name].check in found
+    assert len(found) <= 3, found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_causal_mask", "sees all later tokens"),
+        ("mask_off_by_one", "off by one"),
+        ("cache_position_off_by_one", "wrong position"),
+        ("cache_unrotated_keys", "without their rotation"),
+        ("cache_of_another_layer", "belong to another layer"),
+        ("cache_padding_position", "counts the padding"),
+        ("padding_counted", "positions count the padding"),
+        ("padding_in_pooling", "the pooling does not"),
+        ("padding_mask_dropped", "attend to it"),
+        ("packing_leak", "sees its neighbour"),
+        ("packing_positions", "do not start again"),
+        ("rotated_twice", "rotated twice"),
+        ("dead_head", "output is zero"),
+        ("duplicate_heads", "equal queries"),
+    ],
+)
+def test_faults_of_one_check_are_told_apart(name, words):
+    (finding,) = (f for f in report_with_fault(name).findings if f.check == FAULTS[name].check)
+    assert words in finding.reason
+
+
+def test_a_wrong_position_in_the_cache_is_told_from_a_missing_rotation():
+    torch.manual_seed(0)
+    report = diagnose_with_fault("cache_position_off_by_one", Transformer(tiny("llama-7b")))
+    assert ["wrong position" in finding.reason for finding in report.findings] == [True]
+
+
+def test_every_check_has_a_fault_and_the_public_names():
+    assert {check.name for check in CHECKS} == NAMES
+    assert {fault.check for fault in FAULTS.values()} == NAMES
+    assert len(FAULTS) >= 30
+    assert all(set(check.explains) <= NAMES for check in CHECKS)
+
+
+def examine(name, faulty):
+    torch.manual_seed(0)
+    model, options = STUDENTS[name][0](faulty)
+    return diagnose_model(model, **options)
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_the_fault_of_a_student_is_named(name):
+    report = examine(name, True)
+    _, check, words = STUDENTS[name]
+    assert [finding.check for finding in report.findings] == [check]
+    assert words in report.findings[0].reason
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_a_mended_model_has_no_findings(name):
+    report = examine(name, False)
+    assert not report.findings, [(finding.check, finding.evidence) for finding in report.findings]
+
+
+SEEN_FROM_OUTSIDE = {name for name in STUDENTS if name not in ("tied head silently untied", "off-by-one window")}
+
+
+@pytest.mark.parametrize("name", sorted(SEEN_FROM_OUTSIDE - {"cross-attention ignoring source padding"}))
+def test_a_function_of_ids_shows_the_same_fault(name):
+    torch.manual_seed(0)
+    model, options = STUDENTS[name][0](True)
+    check = STUDENTS[name][1]
+    mask = "attention_mask" if name.startswith("cache position") else None
+    function = (lambda ids, attention_mask=None: model(ids, attention_mask)) if mask else (lambda ids: model(ids))
+    report = diagnose_model(function, vocab=61, length=24, **options)
+    assert [finding.check for finding in report.findings] == [check]
+
+
+def test_a_window_can_be_declared_for_a_function():
+    torch.manual_seed(0)
+    for faulty, expected in ((True, ["window"]), (False, [])):
+        model, _ = STUDENTS["off-by-one window"][0](faulty)
+        report = diagnose_model(lambda ids, model=model: model(ids), vocab=61, length=24, window=5)
+        assert [finding.check for finding in report.findings] == expected
+
+
+def test_a_fault_that_does_not_fit_the_model_is_refused():
+    with pytest.raises(InputError, match="needs an encoder-decoder"):
+        diagnose_with_fault("source_padding_in_cross", Transformer(tiny("gpt2")))
+    with pytest.raises(InputError, match="did you mean 'no_causal_mask'"):
+        diagnose_with_fault("no_casual_mask")
+
+
+class WithDropout(nn.Module):
+    """A bigram model that declares a dropout; its layer has another one, none, or the same."""
+
+    def __init__(self, declared, passed_on):
+        super().__init__()
+        self.dropout = declared
+        self.tok, self.pos = nn.Embedding(61, 16), nn.Embedding(32, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(passed_on), nn.Linear(16, 61))
+
+    def forward(self, ids):
+        return self.mlp(self.tok(ids) + self.pos(torch.arange(ids.shape[1])))
+
+
+@pytest.mark.parametrize(("passed_on", "expected"), [(0.1, ["dropout"]), (0.0, ["dropout"]), (0.3, [])])
+def test_dropout_that_is_not_passed_on_is_found(passed_on, expected):
+    report = diagnose_model(WithDropout(0.3, passed_on), checks=["dropout"])
+    assert [finding.check for finding in report.findings] == expected
+
+
+def test_a_function_of_a_model_in_training_mode_is_told_to_switch_dropout_off():
+    torch.manual_seed(0)
+    model = WithDropout(0.3, 0.3).train()
+    report = diagnose_model(lambda ids: model(ids), vocab=61, length=24)
+    assert [finding.check for finding in report.findings] == ["dropout"]
+    assert "model.eval()" in report.findings[0].fix

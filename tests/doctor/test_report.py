@@ -1,0 +1,180 @@
+"""The report, its JSON, its page, the command `doctor`, the documentation, and the checks before a training."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import monoblock as mb
+from monoblock.cli.main import run
+from monoblock.doctor.diagnose import diagnose_model
+from monoblock.doctor.faults.table import FAULTS, diagnose_with_fault
+from monoblock.doctor.html import render_html
+from monoblock.doctor.table import CHECKS
+from monoblock.runs.diagnose import CHEAP_SECONDS
+
+DOCS = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
+BOOK = "".join(f"And the {n} sons of the king went up to the house of the LORD.\n" for n in range(600))
+RECIPE = """
+[data]
+corpus = "{book}"
+
+[tokenizer]
+kind = "bpe"
+vocab = 270
+
+[model]
+family = "gpt"
+width = 16
+depth = 2
+heads = 2
+context = 29
+
+[train]
+steps = 20
+warmup = 4
+batch = 5
+eval_every = 10
+device = "cpu"
+
+[generate]
+max_new_tokens = 8
+"""
+
+
+def run_verb(*words):
+    """Run a verb; return its exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run([str(word) for word in words])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def report():
+    return diagnose_with_fault("no_causal_mask")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A small run, trained by the command line, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "book.txt").write_text(BOOK)
+    (folder / "small.toml").write_text(RECIPE.format(book=folder / "book.txt"))
+    code, _, printed = run_verb("train", folder / "small.toml", "--out", folder / "small")
+    assert code == 0, printed
+    return folder / "small", printed
+
+
+def test_a_finding_has_numbers_a_reason_and_a_fix(report):
+    assert not report.ok
+    (finding,) = report.findings
+    assert finding.evidence["max_difference"] > 0
+    assert "no causal mask" in finding.reason
+    assert "masked_fill" in finding.fix
+    text = str(report)
+    assert "FAIL  causality" in text
+    assert "because of causality" in text
+
+
+def test_json_has_the_documented_keys(report):
+    data = json.loads(json.dumps(report.to_dict()))
+    assert list(data) == ["ok", "findings"]
+    assert list(data["findings"][0]) == ["check", "verdict", "evidence", "reason", "fix", "docs"]
+
+
+def test_the_page_needs_nothing_from_outside(report):
+    page = render_html(report)
+    assert "causality" in page
+    assert "<svg" in page
+    assert not re.search(r"(src|href)=|https?://|@import|<script", page)
+
+
+def test_a_report_says_what_was_not_checked_and_how_to_hand_it_over():
+    table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0))
+    report = mb.diagnose(lambda ids: table[ids], vocab=61, length=24)
+    assert [finding.check for finding in report.findings] == ["positions"]
+    rows = {row.check: row.how for row in report.not_checked}
+    assert "cached=f" in rows["cache"]
+    assert "pad_id" in rows["padding"]
+    assert "batch=" in rows["label_shift"]
+
+
+def test_misuse_is_one_line():
+    with pytest.raises(mb.InputError, match="give vocab=61"):
+        mb.diagnose(lambda ids: ids)
+    with pytest.raises(mb.InputError, match="cannot be examined"):
+        mb.diagnose(3)
+    with pytest.raises(mb.InputError, match="there is no check 'casuality'"):
+        mb.diagnose(mb.Transformer(mb.tiny("gpt2")), checks=["casuality"])
+    with pytest.raises(mb.FileError, match="there is no folder"):
+        mb.diagnose("no/such/folder")
+
+
+def test_the_documentation_has_every_check_and_every_fault():
+    headings = re.findall(r"^### (\w+)$", DOCS, re.MULTILINE)
+    assert sorted(headings) == sorted(check.name for check in CHECKS)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| \[(\w+)\]\(#(\w+)\) \|$", DOCS, re.MULTILINE)
+    assert rows == [(fault.name, fault.about, fault.check, fault.check) for fault in FAULTS.values()]
+
+
+def test_a_trained_run_has_no_findings(run_folder):
+    folder, printed = run_folder
+    report = mb.diagnose(folder)
+    assert not report.findings, [(finding.check, finding.evidence) for finding in report.findings]
+    checked = {result.name for result in report.checks}
+    assert {"tokenizer", "generation_defaults", "learning_rate", "warmup", "initial_loss", "cache"} <= checked
+    assert "the doctor has no findings in" in printed
+
+
+def test_a_folder_without_a_tokenizer_or_with_that_of_another_model_is_examined(run_folder, tmp_path):
+    torch.manual_seed(0)
+    mb.export_hf(mb.Transformer(mb.tiny("llama-7b")), tmp_path)
+    report = mb.diagnose(tmp_path)
+    assert not report.findings
+    assert "tokenizer" in {row.check for row in report.not_checked}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (run_folder[0] / name).is_file():
+            shutil.copy(run_folder[0] / name, tmp_path)
+    assert [finding.check for finding in mb.diagnose(tmp_path).findings] == ["tokenizer"]
+
+
+def test_the_checks_before_training_take_less_than_two_seconds():
+    torch.manual_seed(0)
+    model = mb.Transformer(mb.preset("gpt-tiny"))
+    seconds = [diagnose_model(model, cheap=True, max_seconds=CHEAP_SECONDS).seconds for _ in range(2)]
+    assert min(seconds) < 2
+
+
+def test_the_command_examines_injects_and_lists(run_folder, tmp_path):
+    folder = run_folder[0]
+    code, printed, _ = run_verb("doctor", folder, "--json")
+    assert (code, json.loads(printed)) == (0, {"ok": True, "findings": []})
+    page = tmp_path / "report.html"
+    code, printed, _ = run_verb("doctor", folder, "--inject", "no_causal_mask", "--html", page)
+    assert code == 3
+    assert "FAIL  causality" in printed
+    assert page.is_file()
+    _, printed, _ = run_verb("doctor", "--list", "--json")
+    assert len(json.loads(printed)["faults"]) == len(FAULTS)
+    _, printed, _ = run_verb("doctor", folder, "--checks", "causality,cache")
+    assert "passed (2): causality, cache" in printed
+    code, _, problem = run_verb("doctor")
+    assert code == 2
+    assert "give the folder of a model" in problem
+
+
+@pytest.mark.slow
+def test_a_report_on_gpt2_takes_less_than_twenty_seconds_on_two_cores():
+    torch.manual_seed(0)
+    model = mb.Transformer(mb.preset("gpt2"))
+    begin = time.process_time()  # of all threads, so that other programs do not count
+    report = diagnose_model(model)
+    assert not report.findings
+    assert (time.process_time() - begin) / 2 < 20
