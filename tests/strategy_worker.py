@@ -36,7 +36,7 @@ def run_job(job, everyone):
     recipe = read_recipe(job["recipe"], job["overrides"])
     name, options, size = recipe.train.parallel, recipe.parallel, everyone.size
     tensor, stages = tensor_size(name, options.tensor, size, size), pipeline_size(name, options.pipeline, size)
-    world = arrange_processes("cpu", everyone.rank, size, tensor, stages)
+    world = arrange_processes("cpu", everyone.rank, size, tensor, stages, options.timeout)
     resume = job.get("resume", False)
     run = prepare_run(recipe, Path(job["folder"]), world=world, resume=resume)
     seen = {"losses": [], "norms": [], "evaluations": [], "warnings": [], "skipped": [], "samples": {}}
@@ -70,6 +70,13 @@ def run_job(job, everyone):
             events.close()
             break
     seen["metrics"] = run.metrics
+    seen["replicated"] = {
+        name: float(weight.detach().sum())
+        for name, weight in run.model.named_parameters()
+        if not hasattr(weight, "to_local")
+    }
+    backends = [group._get_backend(torch.device("cpu")) for group in world.mesh.get_all_groups()]
+    seen["timeouts"] = [backend.options._timeout.total_seconds() for backend in backends]
     world.barrier()
     return seen
 

@@ -168,3 +168,21 @@ def test_checkpoints_written_in_the_background_are_the_same(strategy, root, toge
         for group in ("model", "optimizer", "average"):
             assert first[group].keys() == second[group].keys()
             assert all(torch.equal(tensor, second[group][name]) for name, tensor in first[group].items())
+
+
+def test_processes_that_share_matrices_drop_the_same_elements_after_a_resume(tmp_path):
+    """Weights that every process stores whole stay equal, although the run was begun with other random streams."""
+    recipe = write_recipe(tmp_path, EXACT, {"model": {"dropout": 0.3}, "train": {"steps": 4, "save_every": 2}})
+    job = {"recipe": str(recipe), "folder": str(tmp_path / "run"), "overrides": ["train.parallel=ddp"], "until": 3}
+    resumed = job | {"overrides": ["train.parallel=tp"], "resume": True, "until": 9}
+    main, other = (seen[1]["replicated"] for seen in run_jobs(tmp_path, [job, resumed]))
+    assert other
+    assert {name: main[name] for name in other} == other  # at the end, the main process has the whole model
+
+
+def test_every_group_of_processes_has_the_time_out_of_the_recipe(tmp_path):
+    recipe = write_recipe(tmp_path, EXACT, {"train": {"steps": 1}})
+    overrides = ["train.parallel=fsdp+tp", "parallel.tensor=2", "parallel.timeout=77"]
+    job = {"recipe": str(recipe), "folder": str(tmp_path / "run"), "overrides": overrides}
+    for seen in run_jobs(tmp_path, [job], processes=4):
+        assert seen[0]["timeouts"] == [77.0, 77.0]

@@ -83,6 +83,8 @@ def command(
     from monoblock.parallel.launch import launch
     from monoblock.parallel.strategy import pipeline_size, tensor_size
     from monoblock.parallel.world import defer_worker_errors
+    from monoblock.runs.parallel_checks import check_parallel, list_unused_keys
+    from monoblock.runs.recipe import task_of_recipe
     from monoblock.runs.run_folder import check_run_folder, has_run
 
     folder = out if out is not None else Path("runs") / resolved.name
@@ -90,6 +92,9 @@ def command(
     if nnodes > 1 and ":" not in head:
         raise ConfigError(f"--nnodes {nnodes} needs --head HOST:PORT, the same on all machines")
     if nproc * nnodes > 1:
+        if "LOCAL_RANK" in os.environ:
+            raise ConfigError("torchrun has started this process; leave out --nproc and --nnodes")
+        check_parallel(resolved, task_of_recipe(resolved), nproc * nnodes)
         if nnodes == 1:  # else another machine may have begun the run
             check_run_folder(folder, resume)
         switches = {**options, "json": as_json, "debug": bool(ctx.obj and ctx.obj["debug"])}
@@ -105,9 +110,10 @@ def command(
     with defer_worker_errors(os.environ), log_output(folder, command_line, os.environ, create=not resume):
         world = join_processes(resolved)
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
+        notes += list_unused_keys(resolved, world.size)
         run, last, interrupted_code = run_training(resolved, folder, resolve_data_folder(data), world, options, notes)
         if world.is_main and last.interrupted:
-            print_resume_command(folder, last.step, ["train", *words], data, world.size)
+            print_resume_command(folder, last.step, ["train", *words], data, os.environ)
         elif world.is_main:
             print_result(run, as_json)
         world.shut_down()

@@ -8,6 +8,7 @@ may be split, run one size after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class PipelineParallel(ShardedStrategy):
     def __init__(self, world: World, *, schedule: str = "1f1b", micro_batches: int = 0) -> None:
         super().__init__(world)
         self.schedule, self.micro_batches = schedule, micro_batches
+
+    def check_model(self, model: nn.Module) -> None:
+        plan_stages(model, self.world.pipeline_size)
 
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         mesh = self.world.mesh
@@ -69,7 +73,8 @@ class PipelineParallel(ShardedStrategy):
         self.shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         for stages in sorted({tuple(stages) for stages in holders.values() if len(stages) > 1}):
             for part in range(size):  # every process takes part in making every group
-                group = dist.new_group([stage * size + part for stage in stages])
+                ranks = [stage * size + part for stage in stages]
+                group = dist.new_group(ranks, timeout=timedelta(seconds=self.world.timeout))
                 if rank in stages and part == self.world.data_rank:
                     same = [weight for name, weight in weights.items() if tuple(holders[name]) == stages]
                     self.shared.append((group, same))

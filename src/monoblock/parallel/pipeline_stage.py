@@ -72,8 +72,8 @@ def plan_stages(model: nn.Module, count: int) -> list[StagePlan]:
     if encoder + decoder < count:
         blocks = "1 block" if encoder + decoder == 1 else f"{encoder + decoder} blocks"
         raise ConfigError(
-            f"this model has {blocks}, fewer than the {count} pipeline stages; write parallel.pipeline="
-            f"{encoder + decoder} or fewer, or train.parallel=fsdp"
+            f"this model has {blocks}, fewer than the {count} pipeline stages; lower parallel.pipeline, or write "
+            f"train.parallel=fsdp"
         )
     size, rest = divmod(encoder + decoder, count)
     bounds = [number * size + min(number, rest) for number in range(count + 1)]

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from monoblock.errors import ConfigError
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.gather import clip_gradients, copy_without_weights, gather_tensors
-from monoblock.parallel.tensor_parallel import split_model
+from monoblock.parallel.tensor_parallel import check_splittable, split_model
 from monoblock.parallel.vocabulary import to_local
 from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
 
@@ -62,6 +62,9 @@ class Strategy:
 
     def __init__(self, world: World = SINGLE_PROCESS) -> None:
         self.world = world
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ConfigError if the weights of this model cannot be distributed."""
 
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Distribute the weights of a model in place, and return the module to compute losses with.
@@ -190,6 +193,11 @@ class ShardedStrategy(Strategy):
     def __init__(self, world: World, *, sequence: bool = False) -> None:
         super().__init__(world)
         self.sequence = sequence
+
+    def check_model(self, model: nn.Module) -> None:
+        assert self.world.mesh is not None
+        if self.world.mesh[TENSOR].size() > 1:
+            check_splittable(model)
 
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         assert self.world.mesh is not None

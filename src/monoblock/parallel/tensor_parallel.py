@@ -38,15 +38,21 @@ from monoblock.parallel.vocabulary import split_parameter, split_table, to_local
 View = Callable[[Tensor], Tensor]  # what a process computes with, made from the weight that it stores
 
 
+def check_splittable(model: nn.Module) -> None:
+    """Raise ConfigError if the matrices of a model cannot be split."""
+    if not isinstance(model, Transformer) or model.block_class is not Block:
+        raise ConfigError(
+            "tensor parallelism splits the blocks of monoblock only; train with train.parallel=fsdp, or use one process"
+        )
+
+
 def split_model(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> list[str]:
     """Split the weights of a Transformer in place; return a sentence for each part that is not split.
 
     sequence: also divide the positions of norms, residual connections and dropout (parallel/sequence_parallel.py).
     """
-    if not isinstance(model, Transformer) or model.block_class is not Block:
-        raise ConfigError(
-            "tensor parallelism splits the blocks of monoblock only; train with train.parallel=fsdp, or use one process"
-        )
+    check_splittable(model)
+    assert isinstance(model, Transformer)
     splitter = _Splitter(mesh, sequence)
     for stack in (model.encoder, model.decoder):
         if stack is not None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from monoblock.errors import ConfigError, MonoblockError
 from monoblock.parallel.faults import is_lost_connection, translate_fault
@@ -113,14 +114,19 @@ class World:
                 tensors_of_rank[name] = buffer
         return gathered
 
-    def seed_process(self, seed: int) -> None:
-        """Seed torch differently for each part of a batch and each pipeline stage.
+    @property
+    def random_part(self) -> int:
+        """The number of the random stream of this process.
 
-        Rank 0 keeps the random numbers of a single-process run.
+        Each part of a batch and each pipeline stage has its own; processes that share matrices have the same, because
+        they must drop the same elements of the hidden states, which all of them compute.
         """
-        part = self.data_rank + self.data_size * self.pipeline_rank
-        if part:
-            torch.manual_seed((seed + 0x9E3779B97F4A7C15 * part) % 2**63)
+        return self.data_rank + self.data_size * self.pipeline_rank
+
+    def seed_process(self, seed: int) -> None:
+        """Seed torch for the random stream of this process; rank 0 has that of a single-process run."""
+        if self.random_part:
+            torch.manual_seed((seed + 0x9E3779B97F4A7C15 * self.random_part) % 2**63)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -178,6 +184,8 @@ def arrange_processes(
     sizes = {PIPELINE: pipeline} if pipeline > 1 else {}
     sizes |= {DATA: size // (tensor * pipeline), TENSOR: tensor}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:  # the groups of the mesh do not take over the time-out of the default group
+        _set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(name))
     return World(rank, size, mesh, timeout)
 
 

@@ -49,7 +49,8 @@ def build_trainer(
     """Distribute the model among the processes of a run, and build the trainer; every process must call this."""
     section, world = recipe.train, strategy.world
     loss = build_loss(section, config, task, world.sum_tensor_over_data if world.size > 1 else None)
-    _check_strategy(strategy, recipe, runtime, loss)
+    if strategy.is_sharded and runtime.autocast_dtype == torch.float16:
+        raise ConfigError(f"fp16 cannot be used with train.parallel={section.parallel}; write train.precision=bf16")
     module = strategy.prepare(model, runtime.autocast_dtype)
 
     def evaluate(current: nn.Module) -> dict[str, float]:
@@ -99,22 +100,6 @@ def build_trainer(
         module=module,
         save_trainable_only=bool(recipe.lora.rank),
     )
-
-
-def _check_strategy(strategy: Strategy, recipe: Recipe, runtime: RuntimeConfig, loss: Loss) -> None:
-    """Raise ConfigError if a choice of the recipe does not work with weights that are split among processes."""
-    section = recipe.train
-    if not strategy.is_sharded:
-        return
-    name = f"train.parallel={section.parallel}"
-    if section.adversarial:
-        raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
-    if runtime.autocast_dtype == torch.float16:
-        raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
-    if section.parallel == "pp" and not isinstance(loss, CrossEntropyLoss):
-        raise ConfigError(f"an objective with a loss of its own cannot be used with {name}; write train.parallel=fsdp")
-    if recipe.lora.rank:
-        raise ConfigError(f"lora.rank cannot be used with {name}; write train.parallel=ddp")
 
 
 def build_loss(

@@ -14,12 +14,14 @@ from monoblock.interop.digest import compute_body_digest
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy
+from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
 from monoblock.runs.identity import old_run_identity, run_identity
+from monoblock.runs.parallel_checks import check_parallel
 from monoblock.runs.recipe import build_model_config, read_stored_recipe, task_of_recipe, with_former_defaults
 from monoblock.runs.run import Run
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
@@ -60,11 +62,14 @@ def prepare_run(
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
         recipe = with_former_defaults(recipe, folder, parts.task) if resume else recipe
         plan = _plan_run(recipe, folder, parts, data, resume, world)
+        check_parallel(plan.recipe, plan.task, world.size)
         initial = _build_model(plan, parts)
+        strategy = _build_strategy(plan.recipe, world)
+        strategy.check_model(initial.model)
         if world.is_main and not resume:
             tokens = {} if plan.start is None else plan.start.special_tokens
             write_initial_files(folder, plan.recipe, plan.task, plan.config, plan.task_data, tokens)
-    run = _build_run(plan, initial, folder, parts, stop, tensorboard, world)
+    run = _build_run(plan, initial, folder, parts, stop, tensorboard, strategy)
     if resume:
         run.stored_recipe = read_stored_recipe(folder, task=plan.task)
     return run
@@ -116,6 +121,19 @@ def _build_model(plan: _Plan, parts: CustomParts) -> _InitialModel:
     return _InitialModel(model, event, trainable_event)
 
 
+def _build_strategy(recipe: Recipe, world: World) -> Strategy:
+    section = recipe.parallel
+    return build_strategy(
+        recipe.train.parallel,
+        world,
+        reshard_after_forward=section.reshard_after_forward,
+        offload=section.offload,
+        schedule=section.schedule,
+        micro_batches=section.microbatches,
+        sequence=section.sequence,
+    )
+
+
 def _build_run(
     plan: _Plan,
     initial: _InitialModel,
@@ -123,8 +141,9 @@ def _build_run(
     parts: CustomParts,
     stop: Callable[[], bool],
     tensorboard: bool,
-    world: World,
+    strategy: Strategy,
 ) -> Run:
+    world = strategy.world
     task, start, task_data, original, recipe, config = plan
     section = recipe.train
     runtime = choose_runtime(
@@ -136,15 +155,6 @@ def _build_run(
         no_compile_reason=_no_compile_reason(section, world),
     )
     model = initial.model
-    strategy = build_strategy(
-        section.parallel,
-        world,
-        reshard_after_forward=recipe.parallel.reshard_after_forward,
-        offload=recipe.parallel.offload,
-        schedule=recipe.parallel.schedule,
-        micro_batches=recipe.parallel.microbatches,
-        sequence=recipe.parallel.sequence,
-    )
     if not strategy.is_sharded:  # else its parts are moved when it is split
         model.to(runtime.device)
     world.seed_process(section.seed)

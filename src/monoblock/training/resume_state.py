@@ -132,9 +132,9 @@ def rng_tensors() -> dict[str, Tensor]:
     return tensors
 
 
-def rng_name(rank: int) -> str:
-    """Return the name under which a checkpoint stores the random states of the process with this rank."""
-    return f"random-{rank}" if rank else "random"
+def rng_name(part: int) -> str:
+    """Return the name under which a checkpoint stores the random states of this number: see `World.random_part`."""
+    return f"random-{part}" if part else "random"
 
 
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
@@ -150,10 +150,10 @@ def restore_rng(tensors: Mapping[str, Tensor]) -> None:
             torch.cuda.set_rng_state(tensors[f"cuda{n}"], n)
 
 
-def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], rank: int, step: int) -> None:
-    """Restore the random states of a process, or seed torch anew if the checkpoint has none for this rank."""
-    if rng_name(rank) in groups:
-        restore_rng(groups[rng_name(rank)])
+def restore_process_rng(groups: Mapping[str, Mapping[str, Tensor]], part: int, step: int) -> None:
+    """Restore the random states of this number, or seed torch anew if the checkpoint has none."""
+    if rng_name(part) in groups:
+        restore_rng(groups[rng_name(part)])
     else:
         torch.manual_seed((torch.initial_seed() + step) % 2**63)
 

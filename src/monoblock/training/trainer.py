@@ -244,8 +244,8 @@ class Trainer:
         }
         if self.average is not None:
             tensors["average"] = self.average.tensors
-        for rank, rng_state in enumerate(self.world.all_gather(resume_state.rng_tensors())):
-            tensors[resume_state.rng_name(rank)] = rng_state
+        rng_states = self.world.all_gather(resume_state.rng_tensors() | {"part": torch.tensor(self.world.random_part)})
+        tensors |= {resume_state.rng_name(int(state.pop("part"))): state for state in rng_states}
         metadata = {
             "tokens": self.tokens,
             "parts": self.num_micro_batches,
@@ -293,7 +293,7 @@ class Trainer:
         current = resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)
         for difference in resume_state.describe_differences(metadata["circumstances"], current):
             yield WarningEvent(f"{difference}: the resumed run will not be bit for bit the same")
-        resume_state.restore_process_rng(state.tensors, self.world.rank, state.step)
+        resume_state.restore_process_rng(state.tensors, self.world.random_part, state.step)
 
     def _roll_back(self, last: SkippedUpdateEvent) -> Iterator[TrainingEvent]:
         """Restore the last good checkpoint, but continue with the next batches, and not with the bad ones again."""

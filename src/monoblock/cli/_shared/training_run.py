@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,10 +114,16 @@ def summarize_run(run: Run) -> dict[str, Any]:
 
 
 def print_resume_command(
-    folder: Path, step: int, words: list[str], data: Path | None = None, processes: int = 1
+    folder: Path, step: int, words: list[str], data: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Print the command that resumes an interrupted run; `words` are the subcommand and its arguments."""
+    """Print the command that resumes an interrupted run.
+
+    words: the subcommand and its arguments.
+    environment: the environment variables, with which torchrun says how many processes and machines there are.
+    """
     options = ["--data", str(data)] if data is not None else []
-    options += ["--nproc", str(processes)] if processes > 1 else []
+    processes, machines = ((environment or {}).get(name, "1") for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    options += ["--nproc", processes] if processes != "1" else []
+    options += ["--nnodes", machines, "--head", "HOST:PORT"] if machines != "1" else []
     line = shlex.join(["monoblock", *words, "--resume", "--out", str(folder), *options])
     click.echo(f"Saved {folder} at step {step}. Resume with: {line}", err=True)
