@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from monoblock.parallel.faults import is_lost_connection
-
 STOP_MESSAGES = {
     signal.SIGINT: "stopping after this step, then saving; press Ctrl-C again to stop at once",
     signal.SIGTERM: "stopping after this step, then saving; send SIGTERM again to stop at once",
@@ -55,6 +53,8 @@ def stop_on_interrupt(rank: int = 0, processes: int = 1) -> Iterator[StopRequest
     try:
         yield request
     except Exception as problem:
+        from monoblock.parallel.faults import is_lost_connection  # imports torch
+
         is_ended = processes > 1 and request.signal == signal.SIGTERM and is_lost_connection(problem)
         raise
     finally:
