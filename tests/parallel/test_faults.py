@@ -227,6 +227,7 @@ def test_a_killed_machine_ends_the_other_with_one_line(everything, tmp_path):
     main = next(number for number, launcher in enumerate(launchers) if 0 in child_ranks(launcher.pid))
     (rank,) = child_ranks(launchers[1 - main].pid).values()
     launchers[1 - main].kill()
+    launchers[1 - main].wait(10)
     if everything:
         os.kill(rank, signal.SIGKILL)
     assert launchers[main].wait(90) in (1, 143), read_log(logs[main])

@@ -83,8 +83,7 @@ def command(
     from monoblock.parallel.launch import launch
     from monoblock.parallel.strategy import pipeline_size, tensor_size
     from monoblock.parallel.world import defer_worker_errors
-    from monoblock.runs.parallel_checks import check_parallel, list_unused_keys
-    from monoblock.runs.recipe import task_of_recipe
+    from monoblock.recipes.parallel_checks import check_parallel, list_unused_keys
     from monoblock.runs.run_folder import check_run_folder, has_run
 
     folder = out if out is not None else Path("runs") / resolved.name
@@ -94,7 +93,7 @@ def command(
     if nproc * nnodes > 1:
         if "LOCAL_RANK" in os.environ:
             raise ConfigError("torchrun has started this process; leave out --nproc and --nnodes")
-        check_parallel(resolved, task_of_recipe(resolved), nproc * nnodes)
+        check_parallel(resolved, nproc * nnodes)
         if nnodes == 1:  # else another machine may have begun the run
             check_run_folder(folder, resume)
         switches = {**options, "json": as_json, "debug": bool(ctx.obj and ctx.obj["debug"])}

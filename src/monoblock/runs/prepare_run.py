@@ -16,12 +16,12 @@ from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import SINGLE_PROCESS, World
+from monoblock.recipes.parallel_checks import check_parallel
 from monoblock.recipes.schema import Recipe, TrainSection
 from monoblock.runs.build_data import build_task_data, draft_config
 from monoblock.runs.build_trainer import build_trainer
 from monoblock.runs.custom_parts import NO_CUSTOM_PARTS, CustomParts, build_custom_data
 from monoblock.runs.identity import old_run_identity, run_identity
-from monoblock.runs.parallel_checks import check_parallel
 from monoblock.runs.recipe import build_model_config, read_stored_recipe, task_of_recipe, with_former_defaults
 from monoblock.runs.run import Run
 from monoblock.runs.run_folder import CHECKPOINTS_FOLDER, check_run_folder, write_initial_files
@@ -62,7 +62,7 @@ def prepare_run(
         resume = resume and bool(list_steps(folder / CHECKPOINTS_FOLDER))  # else the run starts again, with its data
         recipe = with_former_defaults(recipe, folder, parts.task) if resume else recipe
         plan = _plan_run(recipe, folder, parts, data, resume, world)
-        check_parallel(plan.recipe, plan.task, world.size)
+        check_parallel(plan.recipe, world.size, has_own_loss=plan.task.loss is not None)
         initial = _build_model(plan, parts)
         strategy = _build_strategy(plan.recipe, world)
         strategy.check_model(initial.model)

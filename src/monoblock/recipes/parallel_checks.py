@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
-from monoblock.tasks.task import Task
 
 # The strategies for which each key of the section [parallel] means something.
 KEY_STRATEGIES = {
@@ -18,8 +17,11 @@ KEY_STRATEGIES = {
 }
 
 
-def check_parallel(recipe: Recipe, task: Task, processes: int) -> None:
-    """Raise ConfigError if a choice of the recipe does not work with weights that are split among processes."""
+def check_parallel(recipe: Recipe, processes: int, *, has_own_loss: bool = False) -> None:
+    """Raise ConfigError if a choice of the recipe does not work with weights that are split among processes.
+
+    has_own_loss: whether the loss of the task is another function than the cross-entropy.
+    """
     section = recipe.train
     if processes == 1 or section.parallel == "ddp":
         return
@@ -28,7 +30,7 @@ def check_parallel(recipe: Recipe, task: Task, processes: int) -> None:
         raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
     if section.precision == "fp16":
         raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
-    if section.parallel == "pp" and task.loss is not None:
+    if section.parallel == "pp" and has_own_loss:
         raise ConfigError(f"an objective with a loss of its own cannot be used with {name}; write train.parallel=fsdp")
     if recipe.lora.rank:
         raise ConfigError(f"lora.rank cannot be used with {name}; write train.parallel=ddp")

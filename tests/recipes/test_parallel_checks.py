@@ -4,8 +4,8 @@ import pytest
 from training_support import run_command
 
 from monoblock.errors import ConfigError
-from monoblock.runs.parallel_checks import KEY_STRATEGIES, check_parallel, list_unused_keys
-from monoblock.runs.recipe import read_recipe, task_of_recipe
+from monoblock.recipes.parallel_checks import KEY_STRATEGIES, check_parallel, list_unused_keys
+from monoblock.runs.recipe import read_recipe
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "fsdp+tp", "pp"])
@@ -13,8 +13,8 @@ from monoblock.runs.recipe import read_recipe, task_of_recipe
 def test_a_choice_that_needs_whole_weights_is_refused(strategy, choice):
     recipe = read_recipe("languages", [f"train.parallel={strategy}", choice])
     with pytest.raises(ConfigError, match=f"{choice.split('=')[0]}.*cannot be used with"):
-        check_parallel(recipe, task_of_recipe(recipe), 2)
-    check_parallel(recipe, task_of_recipe(recipe), 1)
+        check_parallel(recipe, 2)
+    check_parallel(recipe, 1)
 
 
 def test_a_refused_recipe_leaves_no_folder(tmp_path, capsys):
