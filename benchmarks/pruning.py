@@ -21,13 +21,14 @@ from monoblock.runs.inspect.prune import prune_model
 
 
 def measure(arguments: argparse.Namespace, keep: float, method: str) -> list[object]:
-    """Return a row: the fraction kept, the method, heads, parameters, the metric, and its change."""
+    """Return a row: the fraction kept, method, rounds, heads, parameters, the metric, and the difference of logits."""
     result = prune_model(
         arguments.model,
         arguments.corpus,
         keep=keep,
         layers=arguments.layers,
         method=method,
+        rounds=arguments.rounds,
         num_batches=arguments.batches,
         device=arguments.device,
         data_folder=arguments.data,
@@ -37,7 +38,8 @@ def measure(arguments: argparse.Namespace, keep: float, method: str) -> list[obj
         save_model_folder(result.model.cpu(), load_tokenizer(arguments.model), arguments.model, folder)
         value = evaluate(arguments, folder)
     heads = f"{result.num_heads['after']} of {result.num_heads['before']}"
-    return [f"{keep:.0%}", method, heads, f"{result.parameters['after']:,}", value, result.max_logit_difference]
+    size = f"{result.parameters['after']:,}"
+    return [f"{keep:.0%}", method, result.num_rounds, heads, size, value, result.max_logit_difference]
 
 
 def evaluate(arguments: argparse.Namespace, folder: Path) -> float:
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--layers", default="*")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.75, 0.5, 0.25])
     parser.add_argument("--methods", nargs="+", default=["gradient", "ablation"])
+    parser.add_argument("--rounds", type=int, help="1 ranks all heads once; default: a head in each round, at most 16")
     parser.add_argument("--metric", default="bleu")
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -61,9 +64,9 @@ def main() -> None:
     before = evaluate(arguments, arguments.model)
     lines = [
         f"### Head pruning: {arguments.corpus}, layers {arguments.layers}\n",
-        f"| kept | ranked by | heads | parameters | {arguments.metric} | change | logits against masked heads |",
-        "|---|---|---|---|---|---|---|",
-        f"| 100% | | | | {before:.2f} | | |",
+        f"| kept | ranked by | rounds | heads | parameters | {arguments.metric} | change | logits vs. masked heads |",
+        "|---|---|---|---|---|---|---|---|",
+        f"| 100% | | | | | {before:.2f} | | |",
     ]
     for keep in arguments.keep:
         for method in arguments.methods:

@@ -1,6 +1,9 @@
 """`inspect` and `prune` on small models: pictures, JSON, pruned folders that train on, and errors of one line."""
 
 import json
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -56,6 +59,41 @@ def test_a_page_has_every_part(folders, run_verb, tmp_path):
     assert text.count("<img ") >= 6
 
 
+# Counts errors, presses the button of the next head, and says what the page then shows.
+BROWSER_SCRIPT = """<script>window.addEventListener("load", () => {
+  const get = (id) => document.getElementById(id), canvas = get("map"), first = get("head").value;
+  get("after").click();
+  const pixels = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+  const pictures = [...document.images].filter((image) => image.complete && image.naturalWidth > 0).length;
+  document.title = JSON.stringify({errors, first, head: get("head").value, hidden: get("viewer").hidden,
+    layers: get("layer").length, spans: get("text").children.length, colors: new Set(pixels).size, pictures});
+});</script></body>"""
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_page_and_its_viewer(folders, run_verb, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("neither chromium nor google-chrome is installed")
+    path, text = tmp_path / "page.html", "And the sons of the king"
+    assert run_verb(["inspect", folders / "decoder", text, "--out", path])[0] == 0
+    page = path.read_text(encoding="utf-8")
+    listener = "<script>let errors = 0; window.addEventListener('error', () => errors++, true);</script>"
+    page = page.replace("<head>", f"<head>{listener}", 1).replace("</body>", BROWSER_SCRIPT, 1)
+    path.write_text(page, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [browser, *options, "--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    seen = json.loads(re.search("<title>(.*?)</title>", shown)[1])
+    tokens = json.loads(re.search('<script id="data" type="application/json">(.*?)</script>', shown, re.DOTALL)[1])
+    assert seen["errors"] == 0
+    assert (seen["first"], seen["head"], seen["hidden"], seen["layers"]) == ("0", "1", False, 2)
+    assert seen["spans"] == len(tokens[0]["keys"])
+    assert seen["colors"] > 10
+    assert seen["pictures"] == page.count("<img ") >= 6
+    assert re.search('id="readout"[^>]*>“[^”]+” \\(1\\) attends to: “', shown)
+
+
 def test_one_head_is_drawn_and_its_weights_are_in_json(folders, run_verb, tmp_path):
     options = ("--layer", "1", "--head", "2", "--out", tmp_path / "head.svg")
     data = read_json(run_verb, folders / "decoder", "And the sons", *options)["attention"]
@@ -91,6 +129,20 @@ def test_a_vision_model_reads_an_image(folders, run_verb, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+def test_an_image_of_another_size_is_refused_or_read_with_interpolated_positions(folders, run_verb, tmp_path):
+    path = tmp_path / "large.npz"
+    np.savez(path, images=np.zeros((1, 12, 12), np.float32))
+    code, _, err = run_verb(["inspect", folders / "vision", path, "--json"])
+    assert code == 1
+    assert "resize it, or give --interpolate 12" in err
+    data = read_json(run_verb, folders / "vision", path, "--interpolate", "12", "--show", "attention")
+    assert len(data["tokens"]) == 1 + 6 * 6
+
+
+def test_without_a_text_json_has_no_tokens(folders, run_verb):
+    assert set(read_json(run_verb, folders / "decoder", "--show", "parameters")) == {"model", "parameters"}
+
+
 def test_profile_and_probes(folders, run_verb):
     options = ("--show", "profile", "--lengths", "8,16", "--batches", "1,2", "--probe", folders / "tags.conll")
     data = read_json(run_verb, folders / "encoder", *options)
@@ -106,11 +158,12 @@ def test_profile_and_probes(folders, run_verb):
         (["decoder"], "TEXT is missing"),
         (["decoder", "a", "--show", "lenz"], "there is no part 'lenz' to show; did you mean 'lens'?"),
         (["decoder", "a", "--head", "1"], "--head needs --layer"),
-        (["decoder", "a", "--layer", "7", "--head", "1"], "there is no layer '7'"),
+        (["decoder", "a", "--layer", "7", "--head", "1"], "there is no layer '7'; the model has layers 0 to 1"),
         (["decoder", "a", "--layer", "0", "--head", "9"], "decoder.0.attention has heads 0 to 2, but head 9"),
         (["decoder", "a", "--target", "b"], "a target is for an encoder-decoder"),
-        (["decoder", "a", "--out", "a.txt"], "does not end in an image format"),
+        (["decoder", "a", "--out", "a.txt"], "does not end in an image format; write .html, .png, .svg or .pdf"),
         (["decoder", " "], "the text to inspect is empty"),
+        (["decoder", ""], "the text to inspect is empty"),
         (["decoder", "--show", "coreference"], "coreference is measured in an encoder"),
         (["decoder", "--show", "profile", "--lengths", "a"], "is not a list of numbers"),
         (["decoder", "a", "--lengths", "8"], "--lengths and --batches are for --show profile"),
@@ -143,6 +196,7 @@ def test_weights_that_take_too_much_memory_are_refused(folders, run_verb, monkey
 def test_a_pruned_model_is_smaller_by_what_the_accounting_says_and_trains_on(folders, run_verb, tmp_path):
     out = tmp_path / "pruned"
     arguments = ["prune", folders / "decoder", folders / "book.txt", "--remove", "3", "--batches", "2", "--out", out]
+    arguments += ["--rounds", "2"]
     code, text, err = run_verb([*arguments, "--json"])
     assert code == 0, err
     data = json.loads(text)
@@ -153,6 +207,7 @@ def test_a_pruned_model_is_smaller_by_what_the_accounting_says_and_trains_on(fol
     width, size = 24, 8
     assert counts[0] - counts[1] == 3 * (4 * width * size + 3 * size)  # with the biases of query, key and value
     assert data["heads"] == {"before": 6, "after": 3}
+    assert data["rounds"] == 2
     assert data["max_logit_difference"] < 1e-5
     assert sum(map(len, data["removed"].values())) == 3
     assert set(data["metrics"]["after"]) >= {"loss"}
@@ -188,7 +243,11 @@ def test_layers_are_chosen_by_a_pattern_and_a_fraction(folders, run_verb, tmp_pa
     [
         ([], "give either --remove N or --keep F"),
         (["--remove", "1", "--keep", "0.5"], "give either --remove N or --keep F"),
-        (["--remove", "5"], "at most 4 can be removed"),
+        (["--remove", "5"], "at most 4 of 6 can be removed; give --remove 4 or less"),
+        (["--keep", "0"], "at most 4 of 6 can be removed; give --keep 0.34 or more"),
+        (["--keep", "0.1"], "give --keep 0.34 or more"),
+        (["--keep", "nan"], "nan is not a number"),
+        (["--remove", "1", "--rounds", "0"], "0 is not in the range x>=1"),
         (["--keep", "1"], "no head would be removed"),
         (["--remove", "1", "--layers", "encoder.*"], "no layer matches 'encoder.*'"),
     ],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import monoblock as mb
-from monoblock.inspection.head_ranking import HeadGroup, choose_heads, rank_heads
+from monoblock.inspection.head_ranking import HeadGroup, choose_heads, prunable_layers, rank_heads
 from monoblock.inspection.head_scores import _count_hits, repeated_token_scores, text_scores
 from monoblock.inspection.head_statistics import head_statistics
 from monoblock.inspection.importance import HeadImportance, head_importance
@@ -147,16 +147,20 @@ def test_importance_by_ablation_is_the_change_of_the_loss(model):
 def test_ranking_respects_groups_and_keeps_a_head_in_every_layer():
     config = mb.tiny("llama3-8b")  # 6 heads in 2 groups
     rows = [HeadImportance(f"decoder.{n}.attention", head, (n + 1) * (head + 1)) for n in range(2) for head in range(6)]
-    ranking = rank_heads(config, rows)
+    sizes = prunable_layers(config)
+    ranking = rank_heads(sizes, rows)
     assert [group.heads for group in ranking[:2]] == [(0, 1, 2)] * 2
     assert ranking[0].importance == pytest.approx(ranking[1].importance)  # a factor of a whole layer does not count
+    measured = rank_heads(sizes, rows, normalize=False)
+    assert [group.importance for group in measured[:2]] == [1 + 2 + 3, 2 * (1 + 2 + 3)]  # a change of the loss does
     assert choose_heads(ranking, 3) == {"decoder.0.attention": [0, 1, 2]}
     with pytest.raises(mb.InputError, match="at most 6 can be removed, not 7"):
         choose_heads(ranking, 7)
     with pytest.raises(mb.InputError, match="3 heads share keys and values"):
         choose_heads(ranking, 4)
+    assert choose_heads(ranking, 4, exact=False) == choose_heads(ranking, 3)
     with pytest.raises(mb.InputError, match="no layer matches 'encoder"):
-        rank_heads(config, rows, "encoder.*")
+        prunable_layers(config, "encoder.*")
 
 
 def test_the_least_important_head_is_kept_if_it_is_the_last_of_its_layer():

@@ -95,8 +95,12 @@ def torch_profiler_shares(model, ids):
     )
 
 
-def test_shares_agree_with_the_profiler_of_torch():
-    """Within 5 points on an idle machine; other processes disturb single runs, so the closest of several counts."""
+def test_the_closest_of_five_runs_is_within_ten_points_of_the_profiler_of_torch():
+    """Compare shares of attention and feedforward; other processes disturb single runs, so the closest of five counts.
+
+    The first run within 5 points ends the test, which an idle machine reaches. 10 points are asserted of the closest
+    run, and nothing of the others.
+    """
     torch.manual_seed(0)
     model = mb.Transformer(mb.gpt(vocab=61, width=192, depth=2, heads=6, context=256))
     ids = torch.randint(61, (4, 256))
@@ -104,11 +108,10 @@ def test_shares_agree_with_the_profiler_of_torch():
     for _ in range(5):
         costs = profile(model, ids, by="kind", backward=True, rounds=2)
         reference = torch_profiler_shares(model, ids)
-        kinds = ("attention", "feedforward")
         worst = 0.0
         for shares, field in zip(reference, ("seconds", "backward_seconds"), strict=True):
             total = sum(getattr(costs[kind], field) for kind in shares)
-            for kind in kinds:
+            for kind in ("attention", "feedforward"):
                 worst = max(worst, abs(getattr(costs[kind], field) / total - shares[kind]))
         differences.append(worst)
         if worst < 0.05:

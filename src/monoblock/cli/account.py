@@ -9,6 +9,7 @@ import click
 from monoblock.accounting.memory import DTYPE_BITS, OPTIMIZER_STATES
 from monoblock.accounting.report import Account
 from monoblock.cli._shared.account_report import print_account
+from monoblock.cli._shared.number_types import NumberRange
 from monoblock.cli._shared.output import json_option, print_json, suggest_next
 from monoblock.cli._shared.plan_options import COUNT, PLAN_OPTIONS, build_plan, plan_options
 from monoblock.config.knobs import vary
@@ -176,9 +177,7 @@ def fill_dependent_options(options: dict[str, Any]) -> dict[str, Any]:
     help="With --tokens: model FLOPs utilization, from 0 to 1; with --strategy: that of the computation alone.  "
     "[default: 0.4]",
 )
-@click.option(
-    "--price", type=click.FloatRange(min=0), help="With --tokens: price of a GPU hour, to report the cost too."
-)
+@click.option("--price", type=NumberRange(min=0), help="With --tokens: price of a GPU hour, to report the cost too.")
 @click.option("--new", type=POSITIVE_INT, help="Also report the cost of generating this many tokens.")
 @click.option("--prompt", type=POSITIVE_INT, help="With --new: tokens in the prompt.  [default: 1]")
 @click.option("--beams", type=POSITIVE_INT, help="With --new: number of beams.  [default: 1]")

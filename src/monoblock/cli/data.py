@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from monoblock.cli._shared.number_types import NumberRange
 from monoblock.cli._shared.output import format_bytes, format_count, json_option, print_json, print_table, suggest_next
 from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError
@@ -47,7 +48,7 @@ def command(ctx: click.Context) -> None:
 )
 @click.option(
     "--validation",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=NumberRange(0, 1, max_open=True),
     default=0.01,
     show_default=True,
     help="Share of the documents, or of pieces of a running text, to hold out for validation.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
+from monoblock.cli._shared.image_options import interpolate_option, set_image_size
 from monoblock.cli._shared.model_options import device_option, force_option, load_pipeline
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, FileError, did_you_mean
@@ -26,8 +27,8 @@ HTML_SUFFIXES = (".html", ".htm")
 @click.command(
     name="inspect",
     help="Draw what MODEL does with TEXT: attention of every head, which heads are local, the logit lens, norms and "
-    "gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG or SVG file has the "
-    "pictures of one part. For a vision model, TEXT is the path of an image.\n\n"
+    "gradients by depth, positions, masks and parameters. An HTML page has everything; a PNG, SVG or PDF file has "
+    "the pictures of one part. For a vision model, TEXT is the path of an image.\n\n"
     "\b\n"
     "attention:    the weights of every head, or of one: --layer 3 --head 0\n"
     "heads:        entropy, distance and shares of every head: local or global\n"
@@ -49,7 +50,7 @@ HTML_SUFFIXES = (".html", ".htm")
     multiple=True,
     metavar="PART",
     help="Show this part only; may be repeated.  [default: all that apply to MODEL, except coreference, profile and "
-    "probes; attention for a PNG or SVG file]",
+    "probes; attention for a PNG, SVG or PDF file]",
 )
 @click.option("--layer", help="Attention of this layer only: a number, or a name such as decoder.3.cross.")
 @click.option("--head", type=click.IntRange(min=0), help="Attention of this head of --layer, with its tokens.")
@@ -63,6 +64,7 @@ HTML_SUFFIXES = (".html", ".htm")
     type=click.Path(path_type=Path, dir_okay=False),
     help="HTML, PNG, SVG or PDF file to write.  [default: inspect.html; with --json, none]",
 )
+@interpolate_option
 @device_option
 @click.option("--dtype", default="fp32", show_default=True, help="Weights in fp32, bf16 or fp16.")
 @force_option
@@ -80,6 +82,7 @@ def command(
     limit: int,
     folder: Path | None,
     out: Path | None,
+    interpolate: int | None,
     device: str | None,
     dtype: str,
     force: bool,
@@ -96,7 +99,7 @@ def command(
     is_page = out is not None and out.suffix.lower() in HTML_SUFFIXES
     if out is not None:
         _check_out(out, is_page)
-    pipe = load_pipeline(model, device, dtype, force=force)
+    pipe = set_image_size(load_pipeline(model, device, dtype, force=force), interpolate)
     from monoblock.runs.inspect.inputs import encode_input, transformer_of
     from monoblock.runs.inspect.part import Request
     from monoblock.runs.inspect.parts import PARTS, default_parts
@@ -105,7 +108,7 @@ def command(
         raise ConfigError("this model reads images; give the path of an image as TEXT")
     request = Request(
         pipe,
-        encode_input(pipe, text or DEFAULT_TEXT, target),
+        encode_input(pipe, DEFAULT_TEXT if text is None else text, target),
         layer,
         head,
         has_text=text is not None,
@@ -121,7 +124,8 @@ def command(
     parts = {name: PARTS[name](request) for name in names}
     saved = [] if out is None else _save(request, model, parts, out, is_page)
     if as_json:
-        print_json({"model": model, "tokens": request.input.tokens} | {name: part.data for name, part in parts.items()})
+        tokens = {"tokens": request.input.tokens} if request.has_text else {}
+        print_json({"model": model} | tokens | {name: part.data for name, part in parts.items()})
     else:
         _print_report(parts)
         for path in saved:
@@ -159,7 +163,7 @@ def _check_out(out: Path, is_page: bool) -> None:
     from monoblock.plots.figure import check_plot_path
 
     if not is_page:
-        check_plot_path(out)
+        check_plot_path(out, formats=".html, .png, .svg or .pdf")
     else:
         check_plot_path(out.with_suffix(".png"))  # the pictures inside the page
 

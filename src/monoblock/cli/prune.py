@@ -11,6 +11,7 @@ import click
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
 from monoblock.cli._shared.model_folder import load_tokenizer, save_model_folder
 from monoblock.cli._shared.model_options import device_option, resolve_device
+from monoblock.cli._shared.number_types import NumberRange
 from monoblock.cli._shared.output import json_option, print_json, print_table, suggest_next
 from monoblock.cli._shared.progress import ProgressBar
 from monoblock.errors import ConfigError
@@ -25,12 +26,14 @@ SHOWN_LAYERS = 24
     name="prune",
     help="Rank the attention heads of MODEL by their importance for its loss on DATA, remove the least important ones "
     "together with their weights, and write the smaller model. DATA is a corpus from `monoblock ls corpora`, a file or "
-    "a folder. Every layer keeps at least one head. Heads that share keys and values are removed together.",
+    "a folder. Every layer keeps at least one head. Heads that share keys and values are removed together. Heads are "
+    "removed in several rounds, and their importance is measured anew in each, since a head may be needed only once "
+    "another one is gone.",
 )
 @click.argument("model")
 @click.argument("data", metavar="DATA")
 @click.option("--remove", type=click.IntRange(min=1), help="Remove N heads.")
-@click.option("--keep", type=click.FloatRange(0, 1), metavar="F", help="Keep this fraction of the heads, such as 0.5.")
+@click.option("--keep", type=NumberRange(0, 1), metavar="F", help="Keep this fraction of the heads, such as 0.5.")
 @click.option(
     "--layers",
     default="*",
@@ -43,6 +46,11 @@ SHOWN_LAYERS = 24
     default="gradient",
     show_default=True,
     help="Importance of a head: by the gradient, or by the loss without it (one pass for each head).",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Remove the heads in N rounds; 1 ranks all heads once.  [default: a head in each round, in at most 16 rounds]",
 )
 @click.option(
     "--batches", type=click.IntRange(min=1), default=16, show_default=True, help="Rank on N training batches."
@@ -58,6 +66,7 @@ def command(
     keep: float | None,
     layers: str,
     method: Any,
+    rounds: int | None,
     batches: int,
     out: Path,
     folder: Path | None,
@@ -72,7 +81,7 @@ def command(
     from monoblock.runs.inspect.prune import prune_model
 
     path = resolve_model_path(model)
-    with ProgressBar("passes", batches if method == "gradient" else None) as progress:
+    with ProgressBar("passes") as progress:
         result = prune_model(
             path,
             data,
@@ -80,6 +89,7 @@ def command(
             keep=keep,
             layers=layers,
             method=method,
+            rounds=rounds,
             num_batches=batches,
             device=resolve_device(device, "fp32")[0],
             data_folder=resolve_data_folder(folder),
@@ -97,6 +107,7 @@ def to_json(result: PruningResult, out: Path) -> dict[str, Any]:
     return {
         "folder": str(out),
         "removed": result.removed,
+        "rounds": result.num_rounds,
         "heads": result.num_heads,
         "parameters": result.parameters,
         "accounted_parameters": result.accounted_parameters,

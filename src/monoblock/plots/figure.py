@@ -44,16 +44,18 @@ def figure_png(figure: Any) -> bytes:
     return content.getvalue()
 
 
-def check_plot_path(path: Path) -> None:
+def check_plot_path(path: Path, formats: str = ".png, .svg or .pdf") -> None:
     """Raise FileError if a figure could not be saved at this path.
 
     Call this before computing what the figure shows.
+
+    formats: what the error message says can be written.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise FileError("figures need matplotlib; write pip install 'monoblock[plot]'") from None
     if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-        raise FileError(f"{path} does not end in an image format; write .png, .svg or .pdf")
+        raise FileError(f"{path} does not end in an image format; write {formats}")
     if not path.absolute().parent.is_dir():
         raise FileError(f"there is no folder {path.parent} for {path.name}; create it first")

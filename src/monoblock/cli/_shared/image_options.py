@@ -1,4 +1,4 @@
-"""The option --interpolate of `predict` and `evaluate`: run a vision model on images of another size."""
+"""The option --interpolate of `predict`, `evaluate` and `inspect`: run a vision model on images of another size."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from monoblock.accounting.training_plan import (
     list_assumptions,
     plan_training,
 )
+from monoblock.cli._shared.number_types import NumberRange
 from monoblock.cli._shared.output import format_bytes, format_count, print_table
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError
@@ -60,7 +61,7 @@ COUNT, POSITIVE = Count(), click.IntRange(min=1)
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the plan to a command."""
-    above_zero = click.FloatRange(min=0, min_open=True)
+    above_zero = NumberRange(min=0, min_open=True)
     options = [
         click.option(
             "--strategy",

@@ -86,8 +86,11 @@ def _find_layer(layer: str, names: list[str]) -> str:
         return matching[0]
     if matching:
         raise InputError(f"there are {len(matching)} layers {layer}; write one of {', '.join(matching)}")
+    last = max(int(name.split(".")[1]) for name in names)
+    known = f"layers 0 to {last}" if last else "only layer 0"
     raise InputError(
-        f"there is no layer {layer!r}; write a number, or a name such as {names[-1]}{did_you_mean(layer, names)}"
+        f"there is no layer {layer!r}; the model has {known}; write a number, or a name such as {names[-1]}"
+        f"{did_you_mean(layer, names)}"
     )
 
 

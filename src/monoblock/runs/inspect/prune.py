@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from monoblock.accounting.report import account
 from monoblock.config.model import ModelConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.inspection.edits import ablate
-from monoblock.inspection.head_ranking import HeadGroup, choose_heads, rank_heads
-from monoblock.inspection.importance import ImportanceMethod, head_importance
-from monoblock.inspection.pruning import prune_heads
+from monoblock.inspection.head_ranking import HeadGroup, list_groups
+from monoblock.inspection.importance import ImportanceMethod
+from monoblock.inspection.pruning_rounds import prune_in_rounds
 from monoblock.inspection.trace import trace
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import RECIPE_FILE
@@ -36,8 +37,9 @@ VALIDATION_BATCHES = 20  # at most, for the loss before and after
 @dataclass(frozen=True)
 class PruningResult:
     model: Transformer
-    ranking: list[HeadGroup]  # least important first
-    removed: dict[str, list[int]]  # heads by layer
+    ranking: list[HeadGroup]  # removed groups in the order of removal, then the others, the least important first
+    removed: dict[str, list[int]]  # heads by layer, with the numbers that they had in the original model
+    num_rounds: int  # how often importance was measured
     num_heads: dict[str, int]  # "before" and "after"
     parameters: dict[str, int]
     accounted_parameters: int  # of the pruned model, in closed form
@@ -53,6 +55,7 @@ def prune_model(
     keep: float | None = None,
     layers: str = "*",
     method: ImportanceMethod = "gradient",
+    rounds: int | None = None,
     num_batches: int = 16,
     device: str = "cpu",
     data_folder: Path | None = None,
@@ -62,6 +65,7 @@ def prune_model(
 
     remove, keep: the number of heads to remove, or the fraction to keep; give one of them.
     layers: a pattern of the layers to prune, such as "encoder.*".
+    rounds: remove the heads in so many rounds, and measure importance anew in each; None: see `prune_in_rounds`.
     num_batches: rank heads on so many training batches.
     """
     recipe = _recipe(Path(folder), data, data_folder)
@@ -71,6 +75,7 @@ def prune_model(
     if not isinstance(start.model, Transformer):
         raise ConfigError(f"{folder} is an LSTM, which has no attention heads to prune; give a Transformer")
     model = start.model.to(device).eval()
+    count = _count_to_remove(list_groups(model.config, layers), remove, keep)
     config = draft_config(recipe, task, start)
     context = model.config.context
     task_data = build_task_data(recipe, context, task=task, config=config, data_folder=data_folder, start=start)
@@ -80,17 +85,14 @@ def prune_model(
     def batch_loss(module: nn.Module, batch: TensorBatch) -> Tensor:
         return loss(module, batch.inputs, batch.labels)
 
-    importances = head_importance(model, batches, batch_loss, method=method, progress=progress)
-    ranking = rank_heads(model.config, importances, layers)
-    removed = choose_heads(ranking, _count(ranking, remove, keep))
-    if not removed:
-        raise InputError("no head would be removed; give a smaller --keep, or --remove 1")
-    smaller = prune_heads(model, removed).eval()
+    options: dict[str, Any] = {"rounds": rounds, "layers": layers, "method": method, "progress": progress}
+    smaller, removed, ranking, num_rounds = prune_in_rounds(model, batches, batch_loss, count, **options)
     models = {"before": model, "after": smaller}
     return PruningResult(
         smaller,
         ranking,
         removed,
+        num_rounds,
         {name: _count_heads(one.config) for name, one in models.items()},
         {name: sum(p.numel() for p in one.parameters()) for name, one in models.items()},
         account(smaller.config).parameters,
@@ -122,15 +124,26 @@ def _training_batches(task_data: TaskData, count: int) -> list[TensorBatch]:
     return [task_data.build_batch(task_data.batch_plan.batch_at(step)) for step in range(count)]
 
 
-def _count(ranking: list[HeadGroup], remove: int | None, keep: float | None) -> int:
-    """Return the number of heads to remove, rounded down to whole groups."""
+def _count_to_remove(groups: list[HeadGroup], remove: int | None, keep: float | None) -> int:
+    """Return the number of heads to remove; of a fraction, rounded down to whole groups."""
     if (remove is None) == (keep is None):
         raise ConfigError("give the number of heads to remove, or the fraction to keep: --remove 8 or --keep 0.5")
+    sizes = {group.layer: len(group.heads) for group in groups}
+    total, size = sum(len(group.heads) for group in groups), max(sizes.values())
+    most = total - sum(sizes.values())  # each layer keeps a group
     if remove is not None:
-        return remove
-    assert keep is not None
-    total, size = sum(len(group.heads) for group in ranking), len(ranking[0].heads)
-    return int((1 - keep) * total + 1e-9) // size * size
+        count, advice = remove, f"give --remove {most} or less"
+    else:
+        assert keep is not None
+        if not 0 <= keep <= 1:
+            raise ConfigError(f"the fraction of heads to keep must be from 0 to 1, not {keep}; give --keep 0.5")
+        count = int((1 - keep) * total + 1e-9) // size * size
+        advice = f"give --keep {math.ceil((1 - most / total) * 100 - 1e-9) / 100:g} or more"
+    if count < 1:
+        raise InputError("no head would be removed; give a smaller --keep, or --remove 1")
+    if count > most:
+        raise InputError(f"each layer keeps a head, so that at most {most} of {total} can be removed; {advice}")
+    return count
 
 
 def _count_heads(config: ModelConfig) -> int:
