@@ -85,7 +85,9 @@ def test_a_finding_has_numbers_a_reason_and_a_fix(report):
 
 def test_json_has_the_documented_keys(report):
     data = json.loads(json.dumps(report.to_dict()))
-    assert list(data) == ["ok", "findings"]
+    assert list(data) == ["ok", "findings", "not_checked"]
+    assert [list(row) for row in data["not_checked"]] == [["check", "reason", "how"]] * len(data["not_checked"])
+    assert "label_shift" in {row["check"] for row in data["not_checked"]}
     assert list(data["findings"][0]) == ["check", "verdict", "evidence", "reason", "fix", "docs"]
 
 
@@ -155,7 +157,9 @@ def test_the_checks_before_training_take_less_than_two_seconds():
 def test_the_command_examines_injects_and_lists(run_folder, tmp_path):
     folder = run_folder[0]
     code, printed, _ = run_verb("doctor", folder, "--json")
-    assert (code, json.loads(printed)) == (0, {"ok": True, "findings": []})
+    printed = json.loads(printed)
+    assert (code, printed["ok"], printed["findings"]) == (0, True, [])
+    assert "overfit" in {row["check"] for row in printed["not_checked"]}
     page = tmp_path / "report.html"
     code, printed, _ = run_verb("doctor", folder, "--inject", "no_causal_mask", "--html", page)
     assert code == 3
