@@ -81,8 +81,8 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
                     "axis": record.softmax_axis,
                     "layer": layer,
                 },
-                f"the softmax is taken over the wrong axis ({record.softmax_axis} instead of -1, the keys): the weights "
-                "of a query do not sum to 1, and "
+                f"the softmax is taken over the wrong axis ({record.softmax_axis}, not -1, the keys): the weights of a "
+                "query do not sum to 1, and "
                 + ("queries share the weight of a key" if record.softmax_axis == -2 else "heads or rows share it"),
                 "take the softmax over the keys: weights = scores.softmax(dim=-1)",
             )

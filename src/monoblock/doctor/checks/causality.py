@@ -171,7 +171,7 @@ def _gradient_leak(exam: Examination) -> float:
     try:
         with exam.subject.evaluating(), torch.enable_grad():
             output = exam.subject.logits(exam.ids[:1])
-            if not captured or not output.requires_grad:
+            if not captured or not output.requires_grad or not exam.is_per_token:
                 return 0.0
             place = exam.ids.shape[1] // 2
             weights = torch.linspace(-1, 1, output.shape[-1], device=output.device, dtype=output.dtype)

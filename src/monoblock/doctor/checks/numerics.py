@@ -29,7 +29,7 @@ class _Watch:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
             for tensor in tensors:
-                if not tensor.is_floating_point() or not tensor.numel():
+                if tensor.is_nested or not tensor.is_floating_point() or not tensor.numel():
                     continue
                 if not bool(tensor.isfinite().all()):
                     self.first_bad = self.first_bad or name
@@ -189,7 +189,51 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
             f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
             "add residual connections, x = x + sublayer(norm(x)), and normalize before each sublayer",
         )
-    return None
+    return _check_residuals(exam, blocks)
+
+
+def _check_residuals(exam: Examination, blocks: list[nn.Module]) -> Finding | None:
+    """Compare the blocks by the share of their input that they pass on: one without a residual passes on none."""
+    shares = _passed_on(exam, blocks)
+    if len(shares) < 2 or max(shares) < 0.5 or min(shares) > 0.1 * max(shares):
+        return None
+    index = shares.index(min(shares))
+    return finding(
+        "gradient_flow",
+        "warn",
+        {"share_passed_on": shares[index], "largest_share": max(shares), "block": index},
+        f"block {index} does not pass its input on, while others do: one of its residual connections is missing",
+        "add the input to the output of every sublayer: x = x + sublayer(norm(x))",
+    )
+
+
+def _passed_on(exam: Examination, blocks: list[nn.Module]) -> list[float]:
+    """Estimate the mean slope of each output of a block by the same input: near 1 with a residual, near 0 without."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def hook(block: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
+        given = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
+        hidden = output[0] if isinstance(output, tuple) else output
+        if given and isinstance(hidden, Tensor) and hidden.dim() == 3 and given[0].shape == hidden.shape:
+            pairs.append((given[0], hidden))
+
+    handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
+    try:
+        with exam.subject.evaluating(), torch.enable_grad():
+            exam.subject.logits(exam.ids[:2])
+            if len(pairs) != len(blocks):
+                return []
+            shares = []
+            for given, hidden in pairs:
+                probe = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
+                slope = torch.autograd.grad(hidden, given, probe, retain_graph=True, allow_unused=True)[0]
+                shares.append(1.0 if slope is None else float((slope * probe).sum() / probe.square().sum()))
+    except RuntimeError:  # an operation without a gradient
+        return []
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shares
 
 
 def _gradients(exam: Examination, parameters: list[nn.Parameter]) -> Any:
