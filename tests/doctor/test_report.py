@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -98,6 +99,19 @@ def test_the_page_needs_nothing_from_outside(report):
     assert not re.search(r"(src|href)=|https?://|@import|<script", page)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_chromium_shows_the_page_without_errors(report, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(render_html(report), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = ["chromium", *options, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "no causal mask is applied" in shown.stdout
+    assert "<svg" in shown.stdout
+    assert "CONSOLE" not in shown.stderr
+
+
 def test_a_report_says_what_was_not_checked_and_how_to_hand_it_over():
     table = torch.randn(61, 61, generator=torch.Generator().manual_seed(0))
     report = mb.diagnose(lambda ids: table[ids], vocab=61, length=24)
@@ -133,6 +147,16 @@ def test_a_trained_run_has_no_findings(run_folder):
     checked = {result.name for result in report.checks}
     assert {"tokenizer", "generation_defaults", "learning_rate", "warmup", "initial_loss", "cache"} <= checked
     assert "the doctor has no findings in" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["demo", "reverse"])
+def test_a_few_steps_of_a_recipe_of_the_package_have_no_findings(recipe, tmp_path):
+    few = {"train.steps": 4, "train.batch": 4, "train.warmup": 2, "train.device": "cpu", "train.eval_batches": 1}
+    run_folder = mb.train(recipe, few, out=tmp_path / recipe).folder
+    report = mb.diagnose(run_folder)
+    assert not report.findings, [(finding.check, finding.evidence) for finding in report.findings]
+    assert {"causality", "initial_loss", "warmup"} <= {result.name for result in report.checks}
 
 
 def test_a_folder_without_a_tokenizer_or_with_that_of_another_model_is_examined(run_folder, tmp_path):
