@@ -1,6 +1,7 @@
 """Every planted fault is found and named; every check can fire; students' models are told apart from mended ones."""
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -69,28 +70,58 @@ def test_a_planted_fault_is_named(name):
     assert len(found) <= 3, found
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("no_causal_mask", "sees all later tokens"),
-        ("mask_off_by_one", "off by one"),
-        ("cache_position_off_by_one", "wrong position"),
-        ("cache_unrotated_keys", "without their rotation"),
-        ("cache_of_another_layer", "belong to another layer"),
-        ("cache_padding_position", "counts the padding"),
-        ("padding_counted", "positions count the padding"),
-        ("padding_in_pooling", "the pooling does not"),
-        ("padding_mask_dropped", "attend to it"),
-        ("packing_leak", "sees its neighbour"),
-        ("packing_positions", "do not start again"),
-        ("rotated_twice", "rotated twice"),
-        ("dead_head", "output is zero"),
-        ("duplicate_heads", "equal queries"),
-    ],
-)
+# Words of the reason, for every fault of a check that can have several causes.
+CAUSES = {
+    "no_causal_mask": "sees all later tokens (counted over all layers): no causal mask is applied",
+    "mask_off_by_one": "off by one: query i also sees key i + 1",
+    "leaking_convolution": "outside attention: a convolution or a shift",
+    "sequence_norm": "outside attention: a norm or a mean over the sequence",
+    "window_off_by_one": "sees 6 keys (itself included); off by one",
+    "window_forgotten": "sees 23 keys",
+    "padding_mask_dropped": "attend to it",
+    "padding_counted": "positions count the padding",
+    "padding_in_pooling": "the pooling does not",
+    "batch_norm": "statistics over the batch",
+    "rows_mixed": "a reshape mixes rows",
+    "packing_leak": "sees its neighbour",
+    "packing_positions": "do not start again",
+    "cache_position_off_by_one": "wrong position",
+    "cache_padding_position": "counts the padding",
+    "cache_unrotated_keys": "without their rotation",
+    "cache_of_another_layer": "belong to another layer",
+    "positions_added_twice": "added twice",
+    "rotated_twice": "rotated twice",
+    "tokenizer_too_large": "ids that the embedding has no row for",
+    "unknown_words": "tokens are unknown",
+    "no_mask_token": "fills in a mask token",
+    "fresh_head": "the head has its initial weights",
+    "wrong_number_of_classes": "another number of outputs",
+    "encoder_for_generation": "causal_lm needs a decoder",
+    "decoder_read_at_first_token": "read at its first token",
+    "labels_not_shifted": "not shifted",
+    "labels_shifted_twice": "shifted twice",
+    "learning_rate_too_high": "too high",
+    "learning_rate_too_low": "too low",
+    "detached_block": "detached",
+    "no_residuals": "gradients vanish",
+    "duplicate_heads": "equal queries",
+    "dead_head": "output is zero",
+    "nan_in_a_layer": "is born in",
+    "fp16_overflow": "too large for fp16",
+    "beta2_too_low": "beta2=0.5",
+    "weight_decay_too_high": "weight_decay=2",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), CAUSES.items())
 def test_faults_of_one_check_are_told_apart(name, words):
     (finding,) = (f for f in report_with_fault(name).findings if f.check == FAULTS[name].check)
     assert words in finding.reason
+
+
+def test_every_fault_of_a_check_with_several_has_its_cause_tested():
+    counts = Counter(fault.check for fault in FAULTS.values())
+    assert set(CAUSES) == {name for name, fault in FAULTS.items() if counts[fault.check] > 1}
 
 
 def test_a_wrong_position_in_the_cache_is_told_from_a_missing_rotation():

@@ -49,8 +49,13 @@ def test_a_preset_has_no_findings(name):
     assert not [row for row in report.not_checked if "failed" in row.reason]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+EAGER_ONLY = ("bloom", "gpt_neo")  # their authors wrote no attention with sdpa
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, way) for name in FAMILIES for way in ("eager", "sdpa") if way == "eager" or name not in EAGER_ONLY],
+)
 def test_a_published_family_has_no_findings(name, attention):
     transformers = pytest.importorskip("transformers")
     row = PUBLISHED_MODELS[name]
@@ -58,13 +63,14 @@ def test_a_published_family_has_no_findings(name, attention):
     config = config_class.config_class(**row.config_fields)
     config._attn_implementation, config._experts_implementation = attention, "eager"
     torch.manual_seed(0)
-    try:
-        model = config_class(config)
-    except ValueError as error:
-        pytest.skip(f"{error!s:.60}")
-    report = diagnose_model(model)
+    report = diagnose_model(config_class(config))
     assert not report.findings, names(report)
     assert not [row for row in report.not_checked if "failed" in row.reason]
+
+
+def test_at_least_fifteen_families_are_examined_in_both_ways():
+    classes = {PUBLISHED_MODELS[name].class_name.split("For")[0] for name in FAMILIES if name not in EAGER_ONLY}
+    assert len(classes) >= 15, sorted(classes)
 
 
 def test_an_lstm_has_no_findings():

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -85,7 +86,9 @@ def test_a_finding_has_numbers_a_reason_and_a_fix(report):
 
 def test_json_has_the_documented_keys(report):
     data = json.loads(json.dumps(report.to_dict()))
-    assert list(data) == ["ok", "findings"]
+    assert list(data) == ["ok", "findings", "not_checked"]
+    assert [list(row) for row in data["not_checked"]] == [["check", "reason", "how"]] * len(data["not_checked"])
+    assert "label_shift" in {row["check"] for row in data["not_checked"]}
     assert list(data["findings"][0]) == ["check", "verdict", "evidence", "reason", "fix", "docs"]
 
 
@@ -94,6 +97,19 @@ def test_the_page_needs_nothing_from_outside(report):
     assert "causality" in page
     assert "<svg" in page
     assert not re.search(r"(src|href)=|https?://|@import|<script", page)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_chromium_shows_the_page_without_errors(report, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(render_html(report), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = ["chromium", *options, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "no causal mask is applied" in shown.stdout
+    assert "<svg" in shown.stdout
+    assert "CONSOLE" not in shown.stderr
 
 
 def test_a_report_says_what_was_not_checked_and_how_to_hand_it_over():
@@ -133,6 +149,16 @@ def test_a_trained_run_has_no_findings(run_folder):
     assert "the doctor has no findings in" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["demo", "reverse"])
+def test_a_few_steps_of_a_recipe_of_the_package_have_no_findings(recipe, tmp_path):
+    few = {"train.steps": 4, "train.batch": 4, "train.warmup": 2, "train.device": "cpu", "train.eval_batches": 1}
+    run_folder = mb.train(recipe, few, out=tmp_path / recipe).folder
+    report = mb.diagnose(run_folder)
+    assert not report.findings, [(finding.check, finding.evidence) for finding in report.findings]
+    assert {"causality", "initial_loss", "warmup"} <= {result.name for result in report.checks}
+
+
 def test_a_folder_without_a_tokenizer_or_with_that_of_another_model_is_examined(run_folder, tmp_path):
     torch.manual_seed(0)
     mb.export_hf(mb.Transformer(mb.tiny("llama-7b")), tmp_path)
@@ -155,7 +181,9 @@ def test_the_checks_before_training_take_less_than_two_seconds():
 def test_the_command_examines_injects_and_lists(run_folder, tmp_path):
     folder = run_folder[0]
     code, printed, _ = run_verb("doctor", folder, "--json")
-    assert (code, json.loads(printed)) == (0, {"ok": True, "findings": []})
+    printed = json.loads(printed)
+    assert (code, printed["ok"], printed["findings"]) == (0, True, [])
+    assert "overfit" in {row["check"] for row in printed["not_checked"]}
     page = tmp_path / "report.html"
     code, printed, _ = run_verb("doctor", folder, "--inject", "no_causal_mask", "--html", page)
     assert code == 3

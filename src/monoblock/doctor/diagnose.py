@@ -14,16 +14,18 @@ from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
 from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
-from monoblock.doctor.subject import Kind, Subject
+from monoblock.doctor.subject import KINDS, Kind, Subject
 from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
-from monoblock.errors import InputError
+from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:
     """Adapt a model to the interface that the checks use."""
+    if isinstance(model, type):
+        raise InputError(f"{model.__name__} is a class; give an instance: mb.diagnose({model.__name__}(…))")
     if isinstance(model, Transformer):
         return OwnSubject(model, pad_id=options.pad_id, length=options.length)
     if isinstance(model, Recurrent):
@@ -52,6 +54,8 @@ def diagnose_model(
     cached: Callable[..., Any] | None = None,
     window: int | None = None,
     tied: bool | None = None,
+    documents_argument: str | None = None,
+    prefix_argument: str | None = None,
     tokenizer: Any = None,
     texts: Sequence[str] = (),
     batch: tuple[Tensor, Tensor] | None = None,
@@ -62,7 +66,7 @@ def diagnose_model(
     labels: Sequence[str] = (),
     generation: Mapping[str, Any] | None = None,
     history: TrainingHistory | None = None,
-    checks: Sequence[str] | None = None,
+    checks: str | Sequence[str] | None = None,
     cheap: bool = False,
     max_seconds: float = float("inf"),
 ) -> Report:
@@ -72,18 +76,63 @@ def diagnose_model(
     few passes; `max_seconds`, after which no further check is begun.
     """
     started = time.perf_counter()
+    names = _names_of_checks(checks)
+    _check_arguments(kind, length, window, batch)
+    named_pad_id = pad_id
     if pad_id is None and tokenizer is not None:
         pad_id = getattr(tokenizer, "pad_id", None)
     options = PlainOptions(
-        vocab, length, kind, pad_id, mask_argument, source, source_mask_argument, cached, window, tied
+        vocab,
+        length,
+        kind,
+        pad_id,
+        mask_argument,
+        source,
+        source_mask_argument,
+        cached,
+        window,
+        tied,
+        documents_argument,
+        prefix_argument,
     )
     handed = Handed(batch, loss, step, optimizer, tokenizer, texts, objective, labels, generation, history)
-    exam = Examination(make_subject(model, options), handed)
-    known = {check.name for check in CHECKS}
-    if checks is not None and (unknown := sorted(set(checks) - known)):
-        raise InputError(f"there is no check {unknown[0]!r}; write some of {', '.join(sorted(known))}")
-    chosen = [c for c in CHECKS if (checks is None or c.name in checks) and (c.cheap or not cheap)]
+    subject = make_subject(model, options)
+    subject.asked_length = length
+    if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
+        raise InputError(f"pad_id={named_pad_id} is no id of the model, which knows 0 to {subject.vocab - 1}")
+    chosen = [c for c in CHECKS if (names is None or c.name in names) and (c.cheap or not cheap)]
+    exam = Examination(subject, handed)
     return run_checks(exam, chosen, started, max_seconds)
+
+
+def _names_of_checks(checks: str | Sequence[str] | None) -> list[str] | None:
+    """Return the names of checks as a list; raise InputError for one that there is not."""
+    if checks is None:
+        return None
+    names = [name.strip() for name in checks.split(",") if name.strip()] if isinstance(checks, str) else list(checks)
+    known = [check.name for check in CHECKS]
+    if unknown := [name for name in names if name not in known]:
+        hint = did_you_mean(unknown[0], known) or "; monoblock doctor --list shows all"
+        raise InputError(f"there is no check {unknown[0]!r}{hint}")
+    return names
+
+
+def _check_arguments(kind: str | None, length: int | None, window: int | None, batch: Any) -> None:
+    """Raise InputError for arguments that cannot be."""
+    if kind is not None and kind not in KINDS:
+        raise InputError(f"kind={kind!r}: write one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+    if length is not None and length < 3:
+        raise InputError(f"length={length} is too short to examine; give 8 tokens or more")
+    if window is not None and window < 1:
+        raise InputError(f"window={window}: a token sees at least itself; give 1 or more")
+    if batch is None:
+        return
+    is_pair = isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
+    if not is_pair:
+        raise InputError("batch= takes two tensors, (ids, labels); for a language model ids[:, :-1] and ids[:, 1:]")
+    if batch[0].dim() < 2 or len(batch[0]) != len(batch[1]):
+        shapes = " and ".join(str(tuple(t.shape)) for t in batch)
+        raise InputError(f"batch= has shapes {shapes}; ids are (B, T), and labels have as many rows")
 
 
 def run_checks(
@@ -129,6 +178,9 @@ def run_checks(
     finally:
         torch.set_rng_state(rng_state)
     _keep_causes(report, found)
+    if exam.subject.reads_tokens:
+        long = exam.__dict__.get("long_ids")
+        report.lengths = (exam.ids.shape[1], *(() if long is None else (long.shape[1],)))
     report.seconds = time.perf_counter() - started
     return report
 
@@ -141,6 +193,18 @@ def _check_runs(exam: Examination) -> None:
         message = " ".join(str(error).split())
         shape = tuple(exam.ids.shape)
         raise InputError(f"the model cannot be called with an input of shape {shape}: {message:.160}") from error
+    if exam.handed.loss is None or exam.handed.batch is None:
+        return
+    ids, labels = exam.handed.batch
+    shape = (*ids.shape, *exam.output.shape[2:]) if exam.is_per_token else (len(ids), *exam.output.shape[1:])
+    try:
+        _ = exam.handed.loss(torch.zeros(shape, device=exam.subject.device), labels.to(exam.subject.device))
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise InputError(
+            f"loss(logits, labels) failed with logits of shape {tuple(shape)} and labels of {tuple(labels.shape)}: "
+            f"{type(error).__name__}: {message:.120}"
+        ) from error
 
 
 def _keep_causes(report: Report, found: dict[str, tuple[Finding, Check, float]]) -> None:

@@ -70,6 +70,33 @@ class Examination:
     def is_per_token(self) -> bool:
         return self.subject.reads_tokens and self.output.dim() >= 3 and self.output.shape[:2] == self.ids.shape
 
+    @cached_property
+    def long_ids(self) -> Tensor | None:
+        """A text about as long as the model can read; None if no length beyond that of the probes is known to work."""
+        for length in self.subject.long_lengths(self.recorded.lookups):
+            ids = self.subject.probe(rows=2, length=length, seed=3)
+            try:
+                self.run(ids)
+            except Exception:  # the attribute that named the length meant something else
+                continue
+            return ids
+        return None
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether `states` can be compared: the output has one row for each token, or hidden states were recorded."""
+        if not self.subject.reads_tokens:
+            return False
+        return self.is_per_token or self.recorded.states is not None
+
+    def states(self, ids: Tensor) -> Tensor:
+        """Return what the model computes for each token, (B, T, *): its output, or else its last hidden states."""
+        if self.is_per_token:
+            return self.run(ids)
+        states = self.record(ids.clone()).states
+        assert states is not None
+        return states
+
     def run(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         with self.subject.evaluating():
             return self.subject.logits(ids, mask, **options)

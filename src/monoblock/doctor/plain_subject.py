@@ -20,10 +20,11 @@ from monoblock.doctor.subject import (
     parameter_names,
     prime_length,
 )
-from monoblock.errors import InputError
+from monoblock.errors import InputError, did_you_mean
 
 MASK_NAMES = ("attention_mask", "padding_mask", "key_padding_mask", "src_key_padding_mask", "pad_mask")
 SOURCE_MASK_NAMES = ("source_mask", "src_mask", "src_key_padding_mask", "source_padding_mask", "src_padding_mask")
+TARGET_NAMES = ("targets", "target", "labels", "y")  # with them, some models give the logits of every token
 CONTEXT_NAMES = (
     "context",
     "block_size",
@@ -54,6 +55,8 @@ class PlainOptions:
     cached: Callable[..., Any] | None = None
     window: int | None = None
     tied: bool | None = None
+    documents_argument: str | None = None
+    prefix_argument: str | None = None
 
 
 class PlainSubject(Subject):
@@ -70,6 +73,10 @@ class PlainSubject(Subject):
         self.pad_id = options.pad_id
         self.mask_argument, self.mask_is_padding = options.mask_argument, False
         self.source_mask_argument = options.source_mask_argument
+        self.target_argument: str | None = None
+        self.documents_argument, self.prefix_argument = options.documents_argument, options.prefix_argument
+        self.takes_documents, self.takes_prefix = self.documents_argument is not None, self.prefix_argument is not None
+        self._check_names(options)
         self._find_source(options)
         if self.mask_argument is None and not self.reads_source:
             self.mask_argument = next((name for name in MASK_NAMES if name in self.parameters), None)
@@ -93,6 +100,16 @@ class PlainSubject(Subject):
             self.passes_mask_to_cache = self.masks_cache
             self.masks_cache = self.masks_cache or self.pad_id is not None
         self.left_padding = False
+
+    def _check_names(self, options: PlainOptions) -> None:
+        """Raise InputError for an argument that the model does not have."""
+        if not self.parameters or any(p.kind == p.VAR_KEYWORD for p in self.parameters.values()):
+            return
+        for option in ("mask_argument", "source_mask_argument", "documents_argument", "prefix_argument"):
+            name = getattr(options, option)
+            if name is not None and name not in self.parameters:
+                taken, hint = ", ".join(self.parameters), did_you_mean(name, self.parameters)
+                raise InputError(f"{option}={name!r}: the model has no such argument, only {taken}{hint}")
 
     # -- finding out how it is called -------------------------------------------------------------------------------
 
@@ -159,12 +176,32 @@ class PlainSubject(Subject):
 
     def _read_output(self, kind: Kind | None) -> None:
         output = self.logits(super().probe(rows=2))
+        if output.dim() == 3 and output.shape[:2] == (2, 1) and output.shape[-1] >= self.vocab:
+            output = self._with_targets(output)
         self.per_token = output.dim() >= 3 and output.shape[:2] == (2, self.length)
+        is_last_only = output.dim() == 3 and output.shape[1] == 1  # logits of the last token, as in generation
         if kind is not None:
             self.kind = kind
         elif self.kind != "encoder-decoder":
-            self.kind = "causal" if self.per_token and output.shape[-1] >= self.vocab else "bidirectional"
+            self.kind = (
+                "causal" if (self.per_token or is_last_only) and output.shape[-1] >= self.vocab else "bidirectional"
+            )
         self.kind_is_presumed = kind is None
+
+    def _with_targets(self, output: Tensor) -> Tensor:
+        """Hand over targets if the model then gives the logits of every token; return the output."""
+        name = next((name for name in TARGET_NAMES if name in self.parameters), None)
+        if name is None:
+            return output
+        self.target_argument = name
+        try:
+            full = self.logits(super().probe(rows=2))
+        except Exception:
+            full = output
+        if full.dim() >= 3 and full.shape[:2] == (2, self.length):
+            return full
+        self.target_argument = None
+        return output
 
     def _find_mask(self) -> None:
         """Find the argument for a mask, and whether it is true for tokens or for padding."""
@@ -182,6 +219,8 @@ class PlainSubject(Subject):
             is_named_padding = "pad" in self.mask_argument
             close = [distance < 100 * self.tolerance for distance in distances]
             self.mask_is_padding = is_named_padding if close[0] == close[1] or self.requires_mask else close[1]
+            if self.mask_is_padding and not is_named_padding:  # attention_mask is 1 for tokens everywhere else
+                self.inverted_mask = distances[0]
         elif self.pad_id is not None:
             self.takes_mask = True  # the model finds the padding by its id
 
@@ -208,6 +247,13 @@ class PlainSubject(Subject):
             arguments[self.mask_argument] = ~mask.bool() if self.mask_is_padding else mask.bool()
         if mask is not None and self.pad_id is not None:
             ids = ids.masked_fill(~mask.bool(), self.pad_id)
+        for name, value in (
+            (self.documents_argument, options.get("documents")),
+            (self.prefix_argument, options.get("prefix")),
+            (self.target_argument, ids),
+        ):
+            if name is not None and value is not None:
+                arguments[name] = value
         if not self.reads_source:
             return output_tensor(self.function(ids, **arguments))
         source, source_mask = options.get("source"), options.get("source_mask")

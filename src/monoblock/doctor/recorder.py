@@ -45,11 +45,13 @@ class Recorder:
     lookups: list[TableLookup] = field(default_factory=list)
     token_tables: list[tuple[int, int]] = field(default_factory=list)  # shapes of tables that ids are looked up in
     random_draws: int = 0
+    states: Tensor | None = None  # the last result with a vector for each token, (B, T, D)
 
     @contextmanager
     def recording(self, *inputs: Tensor) -> Iterator[Recorder]:
         """Record the operations inside `with`; `inputs` are the tensors of token ids."""
         self._lineages: dict[int, tuple[Tensor, _Lineage]] = {}
+        self._shape = inputs[0].shape if inputs else torch.Size()
         self._lengths = {tensor.shape[1] for tensor in inputs if tensor.dim() > 1}
         self._in_fused = False
         self._written: set[int] = set()  # memory that values which depend on the ids were written into
@@ -87,6 +89,8 @@ class Recorder:
         for out in _flatten([result]):
             if isinstance(out, Tensor):
                 self._set(out, lineage)
+                if out.dim() == 3 and out.shape[:2] == self._shape and lineage.depends and out.is_floating_point():
+                    self.states = out
                 if name.endswith("_") and lineage.depends:
                     self._written.add(_storage(out))  # a part of a buffer, such as a cache
 
@@ -99,11 +103,11 @@ class Recorder:
         if name == "embedding":
             return self._note_lookup(args[0], args[1])
         if name in ("mul", "mul_", "div", "div_"):
-            return self._multiplied(args, divide=name.startswith("div"))
+            return self._multiplied(args, result, divide=name.startswith("div"))
         if name in ("bmm", "baddbmm", "mm") or (name == "matmul" and len(tensors) == 2):
             return self._product(name, args, kwargs, result)
         if name in ("_softmax", "softmax", "_safe_softmax", "special_softmax"):
-            return self._softmax(args[0], result)
+            return self._softmax(args[0], int(args[1]), result)
         if name in ("add", "add_"):
             self._note_position_add(args[0], args[1])
         if name in COPIES or name in KEEPS:
@@ -121,7 +125,7 @@ class Recorder:
             self.lookups.append(TableLookup(table.shape[0], indices.detach().clone()))
         return _Lineage(depends=depends)
 
-    def _multiplied(self, args: Sequence[Any], *, divide: bool) -> _Lineage:
+    def _multiplied(self, args: Sequence[Any], result: Any, *, divide: bool) -> _Lineage:
         first, second = args[0], args[1]
         if not isinstance(first, Tensor) or (not self._get(first).depends and self._get(second).depends):
             first, second = second, first
@@ -129,7 +133,7 @@ class Recorder:
         if isinstance(second, Tensor) and second.numel() != 1:
             if self._get(second).depends:
                 kept = lineage if lineage.record is not None else self._get(second)
-                return _Lineage(depends=True, record=kept.record)
+                return _Lineage(depends=True, factor=_norm_factor(result), record=kept.record)
             turns = int(lineage.depends and lineage.scores is None and lineage.record is None and self._varies(second))
             return replace(lineage, rotations=lineage.rotations + turns)
         if isinstance(second, Tensor) and (second.requires_grad or second.is_meta):
@@ -155,7 +159,7 @@ class Recorder:
         depends = left.depends or right.depends
         if left.record is not None:
             if left.record.value is None:
-                left.record.value, left.record.used_weights = b, a
+                left.record.value, left.record.used_weights, left.record.value_rotations = b, a, right.rotations
             return _Lineage(depends=True)
         if not (left.depends and right.depends):
             return _Lineage(depends=depends)
@@ -165,13 +169,14 @@ class Recorder:
         # A clone, because the keys may lie in a cache that is written again.
         return _Lineage(True, factor, max(left.rotations, right.rotations), scores=(a, b.mT.clone()))
 
-    def _softmax(self, scores: Tensor, weights: Tensor) -> _Lineage:
+    def _softmax(self, scores: Tensor, dim: int, weights: Tensor) -> _Lineage:
         lineage = self._get(scores)
         if lineage.scores is None:
             return _Lineage(depends=lineage.depends)
         q, k = lineage.scores
         q, k, flat_scores, flat_weights = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, scores, weights))
         record = AttentionRecord(q, k, flat_scores, flat_weights, lineage.factor, lineage.rotations, scores.dtype)
+        record.softmax_axis = dim if dim < 0 else dim - scores.dim()
         self.attentions.append(record)
         return _Lineage(depends=True, record=record)
 
@@ -194,6 +199,7 @@ class Recorder:
                 flat_q, flat_k, scores, weights, factor, rotations, torch.float32, True, flat_v, used_weights=weights
             )
         )
+        self.attentions[-1].value_rotations = self._get(v).rotations
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -237,6 +243,18 @@ def _attention_by_hand(
     return tuple(t.reshape(-1, *t.shape[-2:]) for t in tensors)
 
 
+def _norm_factor(result: Tensor) -> float:
+    """Return the root mean square of vectors that a norm has just made equally long, else 1.
+
+    `F.normalize` gives vectors of length 1, whose numbers are by sqrt(size) smaller than after an RMS norm.
+    """
+    if result.is_meta or result.dim() < 3 or not result.is_floating_point() or result.shape[-1] < 2:
+        return 1.0
+    sizes = result.detach().float().square().mean(-1).sqrt()
+    lowest, highest = (float(size) for size in (sizes.min(), sizes.max()))
+    return highest if lowest > 0.999 * highest > 0 else 1.0
+
+
 def _storage(tensor: Tensor) -> int:
     return 0 if tensor.is_meta or tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
@@ -258,7 +276,13 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.recorder.observe(func.overloadpacket.__name__, args, kwargs or {}, result)
+        name, recorder = func.overloadpacket.__name__, self.recorder
+        if name.startswith("_scaled_dot_product") and not recorder._in_fused:  # inside nn.MultiheadAttention
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            options = {"attn_mask": given.get("attn_bias"), **given}
+            recorder.note_fused(given["query"], given["key"], given["value"], options)
+        recorder.observe(name, args, kwargs or {}, result)
         return result
 
 

@@ -121,6 +121,8 @@ class AttentionRecord:
     is_fused: bool = False
     value: Tensor | None = None
     used_weights: Tensor | None = None  # what the values were multiplied by
+    softmax_axis: int = -1  # of the scores, counted from the last
+    value_rotations: int = 0  # how often the position rotated the values
 
     @property
     def size(self) -> int:

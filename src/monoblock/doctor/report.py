@@ -65,6 +65,7 @@ class Report:
     notes: list[str] = field(default_factory=list)  # facts worth knowing that are no fault
     pictures: dict[str, Any] = field(default_factory=dict)  # name -> matrix or list of numbers, for the HTML report
     seconds: float = 0.0
+    lengths: tuple[int, ...] = ()  # tokens of the probes; the last may be a long text for causality only
 
     @property
     def ok(self) -> bool:
@@ -72,7 +73,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `doctor --json` prints it."""
-        return {"ok": self.ok, "findings": [finding.to_dict() for finding in self.findings]}
+        rows = [{"check": row.check, "reason": row.reason, "how": row.how} for row in self.not_checked]
+        return {"ok": self.ok, "findings": [finding.to_dict() for finding in self.findings], "not_checked": rows}
 
     def __str__(self) -> str:
         return format_report(self)
@@ -102,6 +104,9 @@ def format_report(report: Report) -> str:
     lines += ["", f"passed ({len(passed)}): {', '.join(passed) or 'none'}"]
     explained = [result for result in report.checks if result.state == "explained"]
     lines += [f"{result.name} also failed, because of {result.explained_by}" for result in explained]
+    if report.lengths:
+        more = f", for causality also of {report.lengths[1]}" if len(report.lengths) > 1 else ""
+        lines += [f"probes: texts of {report.lengths[0]} tokens{more}"]
     lines += [f"note: {note}" for note in report.notes]
     if report.not_checked:
         lines += ["", "not checked:"]

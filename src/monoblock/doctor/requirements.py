@@ -10,9 +10,9 @@ from monoblock.doctor.examination import Examination
 REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
     "tokens": (lambda e: e.subject.reads_tokens, "the model reads no tokens", ""),
     "causal": (
-        lambda e: e.subject.kind in ("causal", "encoder-decoder") and e.is_per_token,
+        lambda e: e.subject.kind in ("causal", "encoder-decoder") and e.has_states,
         "the model reads in both directions or gives one output for a text",
-        "pass kind='causal' if it must not see the future",
+        "pass kind='causal' if it must not see the future, and return the logits of every token, (B, T, V)",
     ),
     "per_token": (lambda e: e.is_per_token, "the model gives one output for a text", ""),
     "mask": (
@@ -20,13 +20,21 @@ REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
         "the model takes no mask",
         "pass mask_argument='attention_mask' or pad_id=0",
     ),
-    "prefix": (lambda e: e.subject.takes_prefix, "the model reads no prefix", ""),
+    "prefix": (
+        lambda e: e.subject.takes_prefix,
+        "no argument for a prefix is named",
+        "pass prefix_argument='prefix' if tokens of a prefix see each other",
+    ),
     "window": (
         lambda e: bool(e.subject.declared.window) or any(e.subject.declared.windows or ()),
         "no window is declared",
         "pass window=4 if it has one",
     ),
-    "documents": (lambda e: e.subject.takes_documents, "the model takes no packed documents", ""),
+    "documents": (
+        lambda e: e.subject.takes_documents,
+        "no argument for packed documents is named",
+        "pass documents_argument='documents' if it reads several documents in a row",
+    ),
     "cache": (
         lambda e: e.subject.has_cache,
         "there is no cached step",

@@ -11,12 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from monoblock.doctor.records import TableLookup
 from monoblock.errors import InputError
 
+KINDS = ("causal", "bidirectional", "encoder-decoder")
 Kind = Literal["causal", "bidirectional", "encoder-decoder", "vision", "unknown"]
 CachedStep = Callable[..., tuple[Tensor, Any]]
 ROWS = 3
 LARGE = 5e7  # parameters, from which probes are short, to keep a report quick
+LONG, LONG_OF_LARGE = 512, 128  # tokens of the long text, at most
+UNKNOWN_CONTEXT = 64  # tokens of the long text where no context is known
 PRIMES = (23, 19, 17, 13, 11, 7, 5, 3)  # lengths of probes: equal to no other size, so that axes can be told apart
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5, torch.bfloat16: 0.08, torch.float16: 0.02}
 
@@ -55,6 +59,8 @@ class Subject:
     masks_cache = False  # whether cached steps take a mask
     source: Tensor | None = None  # of an encoder-decoder
     takes_source_mask = False
+    asked_length: int | None = None  # the length that the user gave
+    inverted_mask: float | None = None  # the change by a mask of tokens only, if the argument turns out to be inverted
 
     def __init__(self) -> None:
         self.declared = Declared()
@@ -106,6 +112,18 @@ class Subject:
     @property
     def is_large(self) -> bool:
         return self.module is not None and sum(p.numel() for p in self.module.parameters()) > LARGE
+
+    def long_lengths(self, lookups: list[TableLookup]) -> list[int]:
+        """Return lengths to try for a long text, best first: the context, as far as a report stays quick."""
+        known = self.declared.context
+        if known is None:  # the table of positions says how far it goes
+            rows = [t.rows for t in lookups if t.indices.shape[-1] == self.length and t.rows > self.length]
+            known = min(rows, default=UNKNOWN_CONTEXT if self.device.type == "cpu" else 0)
+        if self.asked_length is not None:
+            longest = min(self.asked_length, self.declared.context or self.asked_length)
+        else:
+            longest = min(known, LONG_OF_LARGE if self.is_large else LONG)
+        return [n for n in dict.fromkeys((longest, longest // 2)) if n > self.length]
 
     @property
     def rows(self) -> int:
@@ -160,8 +178,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def prime_length(limit: int | None, taken: tuple[int, ...] = ()) -> int:
-    """Return the length of probes: the largest prime of the list within the limit that is no other size of the "
-    "model."""
+    """Return the length of probes: the largest prime within the limit that is no other size of the model."""
     for prime in PRIMES:
         if (limit is None or prime <= limit) and prime not in taken:
             return prime

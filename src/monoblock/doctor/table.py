@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from monoblock.doctor.checks import (
     attention,
     cache,
+    causality,
     fit,
     leaks,
     numerics,
@@ -103,7 +104,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "causality",
         "no output depends on later tokens",
-        leaks.check_causality,
+        causality.check_causality,
         ("tokens", "causal"),
         explains=("cache", "padding", "packing", "window", "prefix"),
         cheap=True,
@@ -112,7 +113,7 @@ CHECKS: tuple[Check, ...] = (
         "prefix",
         "no output depends on tokens after it and after the prefix",
         leaks.check_prefix,
-        ("tokens", "prefix"),
+        ("tokens", "per_token", "prefix"),
         cheap=True,
     ),
     Check(
@@ -144,10 +145,17 @@ CHECKS: tuple[Check, ...] = (
         cheap=True,
     ),
     Check(
-        "packing", "packed documents do not see each other", leaks.check_packing, ("tokens", "documents"), cheap=True
+        "packing",
+        "packed documents do not see each other",
+        leaks.check_packing,
+        ("tokens", "per_token", "documents"),
+        cheap=True,
     ),
     Check(
-        "cache", "steps with the cache give what the full pass gives", cache.check_cache, ("tokens", "causal", "cache")
+        "cache",
+        "steps with the cache give what the full pass gives",
+        cache.check_cache,
+        ("tokens", "causal", "per_token", "cache"),
     ),
     Check(
         "tying",

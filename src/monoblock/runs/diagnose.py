@@ -44,6 +44,8 @@ def diagnose(
     cached: Callable[..., Any] | None = None,
     window: int | None = None,
     tied: bool | None = None,
+    documents_argument: str | None = None,
+    prefix_argument: str | None = None,
     tokenizer: Any = None,
     texts: Sequence[str] = (),
     batch: tuple[Tensor, Tensor] | None = None,
@@ -53,7 +55,7 @@ def diagnose(
     objective: str | None = None,
     labels: Sequence[str] = (),
     generation: Mapping[str, Any] | None = None,
-    checks: Sequence[str] | None = None,
+    checks: str | Sequence[str] | None = None,
 ) -> Report:
     """Examine a model and return a report: what is wrong, by which numbers, why, and what to write instead.
 
@@ -65,20 +67,23 @@ def diagnose(
     What the model cannot show itself is handed over; the report says what was not checked.
 
     model: a model, a function that maps ids (B, T) to logits (B, T, V) or (B, classes), or a folder.
-    vocab, length: the number of token ids, and of tokens that the model can read; for functions.
-    kind: "causal", "bidirectional" or "encoder-decoder", if the model cannot say it; a function with logits over the
-        vocabulary is taken to be causal.
+    vocab, length: the number of token ids, and of tokens that the model can read; for functions. Causality is also
+        checked in a text of this length, or of the context if the model states it.
+    kind: "causal", "bidirectional" or "encoder-decoder", if the model cannot say it. "bidirectional" turns the
+        causality check off; otherwise a model with one logit per vocabulary entry is assumed to be causal.
     pad_id, mask_argument: the id of padding, and the name of the argument that takes a mask (1 for tokens).
     source: ids of a source; the model is then called as model(source, ids). source_mask_argument names its mask.
     cached: f(ids, state) or f(ids, state, mask), which returns the logits of the next ids and the new state; the first
         state is None, the mask covers all tokens so far.
     window, tied: what the model is meant to have: a window of so many tokens, an output tied to the embedding.
+    documents_argument, prefix_argument: the names of the arguments that take the number of the document of each token,
+        and True for the tokens of a prefix, both (B, T).
     tokenizer, texts: the tokenizer of the model, and texts that it is meant for.
     batch: ids and labels. loss: f(logits, labels); by default cross-entropy without labels of -100.
     step: f(), which makes a training step of the module and may return its loss. The weights are put back afterwards.
     optimizer: the optimizer that trains the module.
     objective, labels, generation: the task (such as "causal_lm"), names of classes, default decoding options.
-    checks: names of checks; by default all.
+    checks: names of checks, as a list or separated by commas; by default all.
     """
     options: dict[str, Any] = {
         "vocab": vocab,
@@ -91,6 +96,8 @@ def diagnose(
         "cached": cached,
         "window": window,
         "tied": tied,
+        "documents_argument": documents_argument,
+        "prefix_argument": prefix_argument,
         "tokenizer": tokenizer,
         "texts": texts,
         "batch": batch,

@@ -25,9 +25,17 @@ def check_scale(exam: Examination) -> Finding | None:
         if any(math.isclose(record.scale, value, rel_tol=0.02) for value in known):
             continue
         ratio = record.scale / expected
-        # Scaling by the width instead of the head size gives 1 / sqrt(heads), which trains, only slower.
+        if declared is None and any(math.isclose(record.scale, w**-0.5, rel_tol=0.02) for w in _widths(exam, record)):
+            return finding(
+                "scale",
+                "warn",
+                {"factor": record.scale, "expected": expected, "head_size": record.size, "layer": layer},
+                "the scores are divided by sqrt(width) instead of sqrt(head size): attention is nearer to uniform, and "
+                "learns more slowly",
+                "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
+            )
         if declared is None and 0.2 < ratio < 1.4:
-            continue
+            continue  # a constant of the author's, with which a model trains
         if type(exam.subject).__name__ == "TransformersSubject" and record.scale < 0.99:
             continue  # a factor of its own that the configuration does not state
         what = "are not divided by sqrt(head size)" if ratio > 1 else "are divided by sqrt(head size) more than once"
@@ -46,6 +54,12 @@ def check_scale(exam: Examination) -> Finding | None:
     return None
 
 
+def _widths(exam: Examination, record: AttentionRecord) -> set[int]:
+    """Return the widths that a model with this attention may have: all heads together, and its embeddings."""
+    heads = record.query.shape[0] // 2  # the recorded pass has two rows
+    return ({heads * record.size} | {width for _, width in exam.recorded.token_tables}) - {record.size}
+
+
 def check_mask_after_softmax(exam: Examination) -> Finding | None:
     """Add up the weights that the values are multiplied by: masked after the softmax, they do not sum to 1."""
     for layer, record in enumerate(exam.recorded.attentions):
@@ -56,6 +70,22 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
         if bool(((sums - 1).abs() <= 1e-2).all()):
             continue
         # Weights that were 0 before were masked before the softmax as well: then the sums are right.
+        if record.softmax_axis != -1:
+            return finding(
+                "mask_after_softmax",
+                "fail",
+                {
+                    "smallest_row_sum": float(sums.nan_to_num().min()),
+                    "largest_row_sum": float(sums.nan_to_num().max()),
+                    "expected": 1.0,
+                    "axis": record.softmax_axis,
+                    "layer": layer,
+                },
+                f"the softmax is taken over the wrong axis ({record.softmax_axis}, not -1, the keys): the weights of a "
+                "query do not sum to 1, and "
+                + ("queries share the weight of a key" if record.softmax_axis == -2 else "heads or rows share it"),
+                "take the softmax over the keys: weights = scores.softmax(dim=-1)",
+            )
         dropped = (record.weights > 0) & (used == 0)
         if not bool(dropped.any()) and bool(sums.isfinite().all()):
             continue

@@ -1,101 +1,13 @@
-"""Checks of what a token may see: the future, beyond a prefix, beyond a window, other rows, other documents."""
+"""Checks of what a token may see beside the future: beyond a prefix or a window, other rows, other documents."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.report import Finding
 from monoblock.doctor.subject import difference
-
-
-def check_causality(exam: Examination) -> Finding | None:
-    """Change the tokens after a place: nothing up to that place may change."""
-    ids, T = exam.ids, exam.ids.shape[1]
-    worst, place = 0.0, 0
-    cuts = (T // 2, T - 2, 0)[: len(ids)]  # one for each row
-    changed = ids.clone()
-    for row, cut in enumerate(cuts):
-        changed[row, cut + 1 :] = exam.subject.other_tokens(ids)[row, cut + 1 :]
-    output = exam.run(changed)
-    for row, cut in enumerate(cuts):
-        distance = exam.is_off(output[row, : cut + 1], exam.output[row, : cut + 1])
-        if distance > worst:
-            worst, place = distance, cut
-    leak = 0.0 if worst else _gradient_leak(exam)
-    if not worst and not leak:
-        return None
-    if not worst:
-        return finding(
-            "causality",
-            "fail",
-            {"gradient_from_the_future": leak},
-            "the output at a token has a gradient with respect to later tokens, so training uses the future",
-            "apply the causal mask in every layer, before the softmax",
-        )
-    reach = _reach_ahead(exam)
-    presumed = getattr(exam.subject, "kind_is_presumed", False)
-    words = (
-        "every token sees all later tokens: no causal mask is applied, or not in every layer"
-        if reach >= T - 2
-        else f"a token sees up to {reach} tokens ahead, all layers together: a mask that is off by one, or a "
-        "convolution or shift that reads the next token"
-    )
-    unless = "; if the model is meant to read in both directions, pass kind='bidirectional'" if presumed else ""
-    return finding(
-        "causality",
-        "fail",
-        {"max_difference": worst, "at_position": place, "tokens_ahead": reach},
-        f"{words}; training becomes copying, and generation, where the future does not exist yet, fails{unless}",
-        "allow a query at position i the keys j <= i in every layer: scores.masked_fill(j > i, -inf) before the "
-        "softmax; pad convolutions on the left only",
-    )
-
-
-def _reach_ahead(exam: Examination) -> int:
-    """Return how many positions before a changed token the first changed output lies."""
-    ids = exam.ids[:1]
-    changed = ids.clone()
-    changed[:, -1] = exam.subject.other_tokens(ids)[:, -1]
-    new, old = exam.run(changed), exam.run(ids)
-    moved = [i for i in range(ids.shape[1] - 1) if exam.is_off(new[:, i], old[:, i])]
-    return ids.shape[1] - 1 - min(moved) if moved else 1
-
-
-def _gradient_leak(exam: Examination) -> float:
-    """Return the size of the gradient from a later token, relative to that from the token itself."""
-    module = exam.subject.module
-    tables = [] if module is None else [m for m in module.modules() if isinstance(m, nn.Embedding)]
-    captured: list[Tensor] = []
-
-    def hook(table: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if output.dim() == 3 and output.shape[1] == exam.ids.shape[1] and torch.equal(inputs[0], exam.ids[:1]):
-            captured.append(output.detach().requires_grad_())
-            return captured[-1]
-        return None
-
-    handles = [table.register_forward_hook(hook) for table in tables]
-    try:
-        with exam.subject.evaluating(), torch.enable_grad():
-            output = exam.subject.logits(exam.ids[:1])
-            if not captured or not output.requires_grad:
-                return 0.0
-            place = exam.ids.shape[1] // 2
-            weights = torch.linspace(-1, 1, output.shape[-1], device=output.device, dtype=output.dtype)
-            total = (output[:, place] * weights).sum()
-            gradients = torch.autograd.grad(total, captured, allow_unused=True)
-    except (RuntimeError, NotImplementedError):  # no gradient: the output may be computed without one
-        return 0.0
-    finally:
-        for handle in handles:
-            handle.remove()
-    leak = 0.0
-    for gradient in gradients:
-        if gradient is not None and bool(gradient.isfinite().all()):
-            own = float(gradient[:, : place + 1].abs().max())
-            leak = max(leak, float(gradient[:, place + 1 :].abs().max()) / max(own, 1e-30))
-    return leak if leak > exam.subject.tolerance else 0.0
 
 
 def check_prefix(exam: Examination) -> Finding | None:

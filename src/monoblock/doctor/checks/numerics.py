@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class _Watch:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
             for tensor in tensors:
-                if not tensor.is_floating_point() or not tensor.numel():
+                if tensor.is_nested or not tensor.is_floating_point() or not tensor.numel():
                     continue
                 if not bool(tensor.isfinite().all()):
                     self.first_bad = self.first_bad or name
@@ -189,7 +190,62 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
             f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
             "add residual connections, x = x + sublayer(norm(x)), and normalize before each sublayer",
         )
-    return None
+    return _check_residuals(exam, blocks)
+
+
+def _check_residuals(exam: Examination, blocks: list[nn.Module]) -> Finding | None:
+    """Compare the blocks by how much of their input they pass on: one without a residual connection passes on none."""
+    slopes = _slopes(exam, blocks)
+    lowest = min(slopes, key=lambda slope: slope[0] + slope[1], default=(1.0, 0.0))
+    highest = max(slopes, key=lambda slope: slope[0] - slope[1], default=(0.0, 0.0))
+    if sum(lowest) > 0.3 or highest[0] - highest[1] < 0.5:
+        return None
+    index = slopes.index(lowest)
+    return finding(
+        "gradient_flow",
+        "warn",
+        {"passed_on": lowest[0], "most_passed_on": highest[0], "block": index},
+        f"block {index} does not pass its input on, while others do: one of its residual connections is missing",
+        "add the input to the output of every sublayer: x = x + sublayer(norm(x))",
+    )
+
+
+def _slopes(exam: Examination, blocks: list[nn.Module]) -> list[tuple[float, float]]:
+    """Estimate the mean slope of the outputs of each block by the same inputs, and four standard errors of it.
+
+    The slope is 1 plus a little with residual connections and about 0 without; a norm after the block divides it by
+    a number, but then the slopes of one output by the other inputs stay small, and it counts as 1.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    slopes: list[tuple[float, float]] = []
+
+    def hook(block: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
+        given = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
+        hidden = output[0] if isinstance(output, tuple) else output
+        if given and isinstance(hidden, Tensor) and hidden.dim() == 3 and given[0].shape == hidden.shape:
+            pairs.append((given[0], hidden))
+
+    handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
+    try:
+        with exam.subject.evaluating(), torch.enable_grad():
+            exam.subject.logits(exam.ids[:2])
+            if len(pairs) != len(blocks):
+                return []
+            for given, hidden in pairs:
+                probe = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
+                product = torch.autograd.grad(hidden, given, probe, retain_graph=True, allow_unused=True)[0]
+                if product is None:
+                    return []
+                size = float(product.norm() / probe.norm())
+                slope = float((product * probe).sum() / probe.square().sum())
+                is_scaled = slope > 0.3 * size  # nearly a multiple of the identity
+                slopes.append((max(slope, 1.0) if is_scaled else slope, 4 * size / math.sqrt(probe.numel())))
+    except RuntimeError:  # an operation without a gradient
+        return []
+    finally:
+        for handle in handles:
+            handle.remove()
+    return slopes
 
 
 def _gradients(exam: Examination, parameters: list[nn.Parameter]) -> Any:

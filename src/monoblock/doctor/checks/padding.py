@@ -14,6 +14,16 @@ PAD = 3
 def check_padding(exam: Examination) -> Finding | None:
     """Pad a text on the right, the left and inside: the outputs of its tokens must not change."""
     subject = exam.subject
+    if subject.inverted_mask is not None:
+        return finding(
+            "padding",
+            "fail",
+            {"difference_with_a_mask_of_tokens_only": subject.inverted_mask},
+            "the mask is inverted: it is 1 for tokens and 0 for padding, but the model ignores what is 1 and attends "
+            "to what is 0",
+            "hide the keys where the mask is 0: scores.masked_fill(mask[:, None, None, :] == 0, -inf); or name the "
+            "argument key_padding_mask, which is True for padding",
+        )
     ids = exam.ids[:, : exam.ids.shape[1] - PAD]
     plain = exam.run(ids)
     sides = {"right": _padded(exam, ids, plain, 0, PAD)}

@@ -94,6 +94,15 @@ def check_positions_twice(exam: Examination) -> Finding | None:
             "queries or keys are rotated twice by their position, so that a distance of 1 looks like 2",
             "apply the rotary embedding once, to queries and keys, after their projection",
         )
+    if rotations and any(record.value_rotations for record in recorder.attentions):
+        return finding(
+            "positions_twice",
+            "warn",
+            {"rotations_of_values": max(record.value_rotations for record in recorder.attentions)},
+            "the values are rotated by their position too: what a token hands on then depends on where it stands in "
+            "the text, not only on the distance",
+            "rotate queries and keys only",
+        )
     return None
 
 
@@ -107,12 +116,15 @@ def _is_same(first: PositionAdd, second: PositionAdd) -> bool:
 def check_position_offset(exam: Examination) -> Finding | None:
     """Compare the first row of the position table that is used with the row it should be."""
     declared, length = exam.subject.declared, exam.ids.shape[1]
+    is_plain = type(exam.subject).__name__ == "PlainSubject"
     for lookup in exam.recorded.lookups:
         indices = lookup.indices
         if indices.shape[-1] != length or lookup.rows < length:
             continue
         row = indices.reshape(-1, length)[0]
         if not bool((row.diff() == 1).all()):
+            if is_plain and 1 < len(row.unique()) < length:
+                return _repeated_finding(len(row.unique()), length)
             continue
         expected = declared.table_offset
         if expected is None:
@@ -121,12 +133,22 @@ def check_position_offset(exam: Examination) -> Finding | None:
         first = int(row[0])
         if first != expected:
             return _offset_finding({"first_row": first, "expected": expected, "rows": lookup.rows})
-    if declared.table_offset is None and type(exam.subject).__name__ == "PlainSubject":
+    if declared.table_offset is None and is_plain:
         for added in exam.recorded.position_adds:
             start = _sinusoid_start(added.vectors)
             if start is not None and start > 0.5:
                 return _offset_finding({"first_position": start, "expected": 0})
     return None
+
+
+def _repeated_finding(different: int, length: int) -> Finding:
+    return finding(
+        "position_offset",
+        "warn",
+        {"different_positions": different, "tokens": length},
+        f"positions repeat: {length} tokens without padding get {different} different rows of the table",
+        "give each token its own position: torch.arange(T)",
+    )
 
 
 def _offset_finding(evidence: dict[str, float | int | str]) -> Finding:

@@ -69,7 +69,7 @@ def check_train_eval_gap(exam: Examination) -> Finding | None:
         "train_eval_gap",
         "warn",
         {"train_loss": train, "validation_loss": last, "best_validation_loss": best},
-        "the model learns its training data by heart: the loss on held-out data rises again",
+        "the model memorizes its training data: the loss on held-out data rises again",
         "stop at the best step (train.load_best), add dropout or data, or take a smaller model",
     )
 
@@ -99,6 +99,6 @@ def check_repeated_data(exam: Examination) -> Finding | None:
         "repeated_data",
         "warn",
         {"times_read": history.epochs, "train_loss": sum(losses[-part:]) / part, "validation_loss": values[-1]},
-        f"the data were read {history.epochs:.0f} times and are known by heart; more than four times teaches little",
+        f"the data were read {history.epochs:.0f} times and are memorized; more than four times teaches little",
         "use more data, or stop earlier",
     )

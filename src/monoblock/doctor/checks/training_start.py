@@ -102,25 +102,28 @@ def _shift_inside_loss(exam: Examination) -> int | None:
 
 
 def check_pad_in_loss(exam: Examination) -> Finding | None:
-    """Change the logits at padding: the loss must not change."""
+    """Change the logits at padding, then add more padding: the loss must not change."""
     ids, labels = _batch(exam)
-    pad_id = exam.subject.pad_id
-    if pad_id is None or labels.shape != ids.shape:
+    if labels.shape != ids.shape or labels.is_floating_point():
         return None
-    padding = (ids == pad_id) & (labels != IGNORED)
-    padding[:, 0] = False
-    if not bool(padding.any()):
-        return None
-    outputs = exam.output.shape[-1]
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(*ids.shape, outputs, generator=generator).to(exam.subject.device)
-    changed = logits.clone()
-    changed[padding] = torch.randn(int(padding.sum()), outputs, generator=generator).to(logits.device) * 3
+    logits = torch.randn(*ids.shape, exam.output.shape[-1], generator=generator).to(exam.subject.device)
     try:
-        before, after = (float(_loss(exam)(t, labels)) for t in (logits, changed))
+        return _check_logits_at_padding(exam, logits) or _check_more_padding(exam, logits)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         exam.notes.append(f"the loss could not be called as loss(logits, labels): {error!s:.80}")
         return None
+
+
+def _check_logits_at_padding(exam: Examination, logits: Tensor) -> Finding | None:
+    (ids, labels), pad_id = _batch(exam), exam.subject.pad_id
+    padding = (ids == (-1 if pad_id is None else pad_id)) & (labels != IGNORED)
+    padding[:, 0] = False
+    if not bool(padding.any()):
+        return None
+    changed, others = logits.clone(), logits.roll(1, dims=-1)
+    changed[padding] = 3 * others[padding]
+    before, after = (float(_loss(exam)(t, labels)) for t in (logits, changed))
     if math.isclose(before, after, rel_tol=1e-6):
         return None
     share = float(padding.sum()) / float((labels != IGNORED).sum())
@@ -130,6 +133,27 @@ def check_pad_in_loss(exam: Examination) -> Finding | None:
         {"padding_share_of_the_loss": share, "loss": before, "loss_with_other_logits_at_padding": after},
         f"padding takes part in the loss: {share:.0%} of the tokens it averages are padding, which is easy to predict",
         f"set the labels of padding to -100, or write cross_entropy(…, ignore_index={pad_id})",
+    )
+
+
+def _check_more_padding(exam: Examination, logits: Tensor) -> Finding | None:
+    """Double the length by padding: a mean over tokens stays the same, a mean over all places does not."""
+    labels, pad_id = _batch(exam)[1], exam.subject.pad_id
+    fill = IGNORED if bool((labels == IGNORED).any()) else pad_id
+    if fill is None or not bool((labels == fill).any()):
+        return None
+    longer = torch.cat((labels, torch.full_like(labels, fill)), 1)
+    before = float(_loss(exam)(logits, labels))
+    after = float(_loss(exam)(torch.cat((logits, logits), 1), longer))
+    if math.isclose(before, after, rel_tol=1e-5):
+        return None
+    return finding(
+        "pad_in_loss",
+        "fail",
+        {"loss": before, "loss_with_twice_the_length_in_padding": after},
+        "the loss is divided by a number that counts the padding: the more padding a batch has, the smaller its loss "
+        "and its gradient",
+        "divide by the number of tokens: cross_entropy(…, reduction='sum') / (labels != ignore_index).sum()",
     )
 
 

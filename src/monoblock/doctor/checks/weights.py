@@ -77,14 +77,22 @@ def check_dropout(exam: Examination) -> Finding | None:
 def _check_probabilities(exam: Examination, module: nn.Module) -> Finding | None:
     """Look for dropouts whose probability is not the declared one: it was not passed on."""
     declared = exam.subject.declared.dropout
-    if declared is None:
-        return None
-    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.Dropout)}
+    found = {name: m.p for name, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
     found |= {
         name: float(m.dropout)
         for name, m in module.named_modules()
         if name and isinstance(getattr(m, "dropout", None), float)
     }
+    if total := [name for name, p in found.items() if p >= 1]:
+        return finding(
+            "dropout",
+            "fail",
+            {"probability": found[total[0]], "where": total[0], "dropouts": len(total)},
+            f"{total[0]} drops everything: with p = {found[total[0]]:g} its output in training is 0",
+            "p is the share that is dropped, not kept: nn.Dropout(0.1)",
+        )
+    if declared is None:
+        return None
     other = {name: p for name, p in found.items() if p > 0 and abs(p - declared) > 1e-9}  # 0 is switched off
     active = [p for p in found.values() if p > 0]
     if declared > 0 and not active:

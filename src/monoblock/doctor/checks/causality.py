@@ -1,0 +1,190 @@
+"""The check of causality: nothing up to a place may depend on later tokens; the recorded weights tell the cause."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.records import AttentionRecord
+from monoblock.doctor.report import Finding
+
+SEEN = 1e-7  # weights on later keys below this are rounding: exp(-16)
+CONSEQUENCE = "In training the model can copy the answer; in generation there is nothing to copy"
+MASK_FIX = (
+    "allow a query at position i the keys j <= i in every layer: scores.masked_fill(j > i, -inf) before the softmax"
+)
+
+
+def check_causality(exam: Examination) -> Finding | None:
+    """Change the tokens after a place, in short texts and in a long one: nothing up to that place may change."""
+    ids = exam.ids
+    worst, place = _largest_change(exam, ids)
+    if not worst and (leak := _gradient_leak(exam)):
+        return finding(
+            "causality",
+            "fail",
+            {"gradient_from_the_future": leak},
+            "the output at a token has a gradient with respect to later tokens, so training uses the future",
+            "apply the causal mask in every layer, before the softmax",
+        )
+    if not worst and exam.long_ids is not None:
+        ids = exam.long_ids
+        worst, place = _largest_change(exam, ids)
+    if not worst:
+        return None
+    T, reach = ids.shape[1], _reach_ahead(exam, ids)
+    ahead = "all later tokens" if reach >= T - 2 else f"{reach} token{'s' if reach > 1 else ''} ahead"
+    cause, fix = _cause(exam, ids, reach)
+    if ids is not exam.ids:
+        cause += f"; texts of {exam.ids.shape[1]} tokens are right, texts of {T} are not"
+    presumed = getattr(exam.subject, "kind_is_presumed", False)
+    unless = ". If the model is meant to read in both directions, pass kind='bidirectional'" if presumed else ""
+    return finding(
+        "causality",
+        "fail",
+        {"max_difference": worst, "at_position": place, "tokens_ahead": reach, "length": T},
+        f"a token sees {ahead} (counted over all layers): {cause}. {CONSEQUENCE}{unless}",
+        fix,
+    )
+
+
+def _largest_change(exam: Examination, ids: Tensor) -> tuple[float, int]:
+    """Change the tokens after one place in each row; return the largest change up to it, and the place."""
+    T = ids.shape[1]
+    cuts = (T // 2, T - 2, 0)[: len(ids)]
+    changed, others = ids.clone(), exam.subject.other_tokens(ids)
+    for row, cut in enumerate(cuts):
+        changed[row, cut + 1 :] = others[row, cut + 1 :]
+    new, old = exam.states(changed), exam.states(ids)
+    found = [(exam.is_off(new[row, : cut + 1], old[row, : cut + 1]), cut) for row, cut in enumerate(cuts)]
+    return max(found, key=lambda pair: pair[0])
+
+
+def _reach_ahead(exam: Examination, ids: Tensor) -> int:
+    """Return how many positions before a changed token the first changed output lies."""
+    ids = ids[:1]
+    changed = ids.clone()
+    changed[:, -1] = exam.subject.other_tokens(ids)[:, -1]
+    new, old = exam.states(changed), exam.states(ids)
+    moved = [i for i in range(ids.shape[1] - 1) if exam.is_off(new[:, i], old[:, i])]
+    return ids.shape[1] - 1 - min(moved) if moved else 1
+
+
+# -- causes ---------------------------------------------------------------------------------------------------------
+
+
+def _cause(exam: Examination, ids: Tensor, reach: int) -> tuple[str, str]:
+    """Tell a missing, shifted, partial or weak mask from a path outside attention by the weights on later keys."""
+    T, source = ids.shape[1], exam.subject.source
+    records = exam.record(ids[:2].clone()).attentions if source is None or source.shape[1] != T else []
+    records = [record for record in records if record.weights.shape[-2:] == (T, T)]
+    leaking = [layer for layer, record in enumerate(records) if bool(_later(record).any())]
+    if not records:
+        what = "no causal mask is applied" if reach >= T - 2 else "a mask that is off by one, or a convolution"
+        return f"{what} (no attention was recorded that could tell)", MASK_FIX
+    if not leaking:
+        if reach < T - 2:
+            what = "a convolution or a shift reads later tokens"
+            fix = "pad convolutions on the left only: F.pad(x, (kernel - 1, 0)); shift to the right only"
+        else:
+            what = "a norm or a mean over the sequence, or a reshape without a transpose that mixes heads and positions"
+            fix = (
+                "normalize over the features only, x.mean(-1, keepdim=True); merge heads by "
+                ".transpose(1, 2).reshape(B, T, width)"
+            )
+        return f"the mask of attention is right, but information crosses positions outside attention: {what}", fix
+    where = "" if len(leaking) == len(records) else f" in layer {leaking[0]}"
+    return _mask_cause(records[leaking[0]], where)
+
+
+def _later(record: AttentionRecord) -> Tensor:
+    """Return which weights on later keys are not 0, (T, S), of any row and head."""
+    used = record.used_weights
+    weights = used if used is not None and used.shape == record.weights.shape else record.weights
+    return (weights.float().nan_to_num() > SEEN).any(0).triu(1)
+
+
+def _mask_cause(record: AttentionRecord, where: str) -> tuple[str, str]:
+    later, T = _later(record), record.weights.shape[-1]
+    distance = (torch.arange(T)[None, :] - torch.arange(T)[:, None]).to(later.device)
+    farthest = int(distance[later].max())
+    if farthest <= 2 < T - 1:
+        return (
+            f"the mask is off by {'one' if farthest == 1 else 'two'}{where}: query i also sees key i + {farthest}",
+            MASK_FIX + "; torch.triu(ones, diagonal=1) is what must be hidden",
+        )
+    value = _value_of_mask(record, distance > 0)
+    if value is not None:
+        return (
+            f"the mask is too weak{where}: it sets or lowers masked scores by the finite value {value:.3g}, which "
+            "leaves later keys a weight above 0",
+            "use -inf in place of it: scores.masked_fill(j > i, float('-inf')); do not multiply scores by the mask",
+        )
+    queries = later.any(1)[:-1]
+    first = int(queries.int().argmax())
+    if first and bool(queries[first:].all()):
+        return (
+            f"the mask covers only the first {first} queries{where}, and later ones see what follows them",
+            "build the mask for the length of the text, torch.ones(T, T).tril(), not for a fixed size",
+        )
+    if float(later.sum()) < 0.9 * T * (T - 1) / 2:
+        return f"the mask hides only a part of the later keys{where}", MASK_FIX
+    return f"no causal mask is applied{where}", MASK_FIX
+
+
+def _value_of_mask(record: AttentionRecord, later: Tensor) -> float | None:
+    """Return the constant that later scores were set to, or that was added to them; None if there is none."""
+    scores = record.scores.float()
+    if record.query.shape[0] != scores.shape[0] or record.key.shape[0] != scores.shape[0]:
+        return None
+    if float(scores[:, later].std()) < 1e-6:
+        return float(scores[:, later].mean())
+    if record.scale is None:
+        return None
+    added = scores - record.query.float() @ record.key.float().mT * _own_scale(record)
+    constant = float(added[:, later].mean())
+    is_constant = float((added[:, later] - constant).abs().max()) < 1e-3 * max(1.0, abs(constant))
+    return constant if is_constant and constant < -0.1 and float(added[:, ~later].abs().max()) < 1e-3 else None
+
+
+def _own_scale(record: AttentionRecord) -> float:
+    """Return the factor between the recorded queries and keys and the scores, from the scores that are not masked."""
+    products = (record.query.float() @ record.key.float().mT)[:, 0, 0]
+    place = int(products.abs().argmax())
+    return float(record.scores.float()[place, 0, 0] / products[place])
+
+
+def _gradient_leak(exam: Examination) -> float:
+    """Return the size of the gradient from a later token, relative to that from the token itself."""
+    module = exam.subject.module
+    tables = [] if module is None else [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    captured: list[Tensor] = []
+
+    def hook(table: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if output.dim() == 3 and output.shape[1] == exam.ids.shape[1] and torch.equal(inputs[0], exam.ids[:1]):
+            captured.append(output.detach().requires_grad_())
+            return captured[-1]
+        return None
+
+    handles = [table.register_forward_hook(hook) for table in tables]
+    try:
+        with exam.subject.evaluating(), torch.enable_grad():
+            output = exam.subject.logits(exam.ids[:1])
+            if not captured or not output.requires_grad or not exam.is_per_token:
+                return 0.0
+            place = exam.ids.shape[1] // 2
+            weights = torch.linspace(-1, 1, output.shape[-1], device=output.device, dtype=output.dtype)
+            total = (output[:, place] * weights).sum()
+            gradients = torch.autograd.grad(total, captured, allow_unused=True)
+    except (RuntimeError, NotImplementedError):  # no gradient: the output may be computed without one
+        return 0.0
+    finally:
+        for handle in handles:
+            handle.remove()
+    leak = 0.0
+    for gradient in gradients:
+        if gradient is not None and bool(gradient.isfinite().all()):
+            own = float(gradient[:, : place + 1].abs().max())
+            leak = max(leak, float(gradient[:, place + 1 :].abs().max()) / max(own, 1e-30))
+    return leak if leak > exam.subject.tolerance else 0.0
