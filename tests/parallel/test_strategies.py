@@ -89,6 +89,7 @@ def test_the_losses_are_those_of_one_process(family, strategy, alone, together):
         assert seen["losses"] == pytest.approx([event.loss for event in steps], rel=1e-7)
         assert seen["norms"] == pytest.approx([event.grad_norm for event in steps], rel=1e-5)
         assert seen["evaluations"] == pytest.approx(evaluations, rel=1e-7)
+        assert seen["metrics"] == pytest.approx(alone[family][0].metrics, rel=1e-7), "all divide the last validation"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
