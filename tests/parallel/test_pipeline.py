@@ -236,7 +236,7 @@ def test_all_parts_of_a_batch_run_their_micro_batches_in_the_same_order():
 
 def test_what_cannot_be_a_pipeline_is_refused_in_one_line():
     model = mb.Transformer(mb.gpt(width=16, depth=3, heads=2, vocab=11, context=9))
-    with pytest.raises(ConfigError, match=r"has 3 blocks, fewer than the 4 pipeline stages; write"):
+    with pytest.raises(ConfigError, match=r"has 3 blocks, fewer than the 4 pipeline stages; lower parallel.pipeline"):
         plan_stages(model, 4)
     with pytest.raises(ConfigError, match=r"layers of this model share weights"):
         plan_stages(mb.Transformer(tiny("albert-xxlarge")), 2)
