@@ -18,7 +18,7 @@ from monoblock.parallel.strategy import Strategy, TensorParallel
 from monoblock.parallel.whole_model import call_with_whole_model, has_room
 from monoblock.parallel.world import SINGLE_PROCESS
 
-WORKER = Path(__file__).parent.parent / "long_work_worker.py"
+WORKER = Path(__file__).with_name("long_work_worker.py")
 SHORT = {"model": {"dropout": 0.0}, "train": {"steps": 2, "save_every": 1, "eval_every": 0, "sample_every": 2}}
 
 
