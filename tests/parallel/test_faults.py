@@ -1,18 +1,25 @@
 """A process that dies, hangs or runs out of memory: one line, a log of every process, and a run that can be resumed."""
 
 import os
+import platform
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import RendezvousError
 from training_support import last_logged_step, launch_training, read_log, read_metrics, write_recipe
 
-from monoblock.errors import ConfigError, InputError
-from monoblock.parallel.faults import is_restarted, translate_fault
+import monoblock
+from monoblock.errors import ConfigError, InputError, MonoblockError
+from monoblock.parallel.faults import has_log_of_launcher, is_restarted, translate_fault
+from monoblock.parallel.launch import launch
 from monoblock.parallel.world import defer_worker_errors
 from monoblock.runs.run_folder import check_run_folder
 from monoblock.training import checkpoint
@@ -187,6 +194,37 @@ def test_processes_whose_launcher_is_killed_save_and_stop(tmp_path):
     assert checkpoint.find_newest(out / "checkpoints")[0].name == f"step-{last_logged_step(out)}"
     assert "Resume with" in read_log(out)
     assert "Traceback" not in read_log(out)
+
+
+@pytest.mark.parametrize(("own", "launcher"), [(True, 0), (True, 1), (False, 0)])
+def test_logs_of_another_machine_do_not_hide_a_failed_connection(own, launcher, tmp_path, monkeypatch):
+    """All machines write their logs in the same folder."""
+    node = platform.node() if own else "another"
+
+    def fail(arguments):
+        (tmp_path / "logs").mkdir()
+        start = f"--- 2026-01-01 00:00:00 {node}, process id 5, started by process {os.getpid() + launcher}"
+        (tmp_path / "logs/rank-0.log").write_text(f"{start}, rank 0 of 2: monoblock train x\n")
+        raise RendezvousError("closed")
+
+    monkeypatch.setattr(torchrun, "run", fail)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    if own and not launcher:
+        assert launch(["train"], 1, "cpu", tmp_path, machines=2, head="node1:29500") == 1
+    else:
+        with pytest.raises(MonoblockError, match="could not connect at --head node1:29500: closed"):
+            launch(["train"], 1, "cpu", tmp_path, machines=2, head="node1:29500")
+
+
+def test_the_log_of_a_process_names_its_launcher(tmp_path):
+    code = "import os, sys; from pathlib import Path; from monoblock.parallel.faults import log_output\n"
+    code += "with log_output(Path(sys.argv[1]), ['x'], os.environ): pass"
+    source = str(Path(monoblock.__file__).parent.parent)
+    environment = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": source}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, timeout=60)
+    assert has_log_of_launcher(tmp_path, os.getpid(), 0)
+    assert not has_log_of_launcher(tmp_path, os.getpid() + 1, 0)
+    assert not has_log_of_launcher(tmp_path, os.getpid(), time.time() + 60)
 
 
 # -- several machines ------------------------------------------------------------------------------------------------

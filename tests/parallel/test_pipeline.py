@@ -19,8 +19,10 @@ import monoblock as mb
 from monoblock.config.presets import tiny
 from monoblock.errors import ConfigError
 from monoblock.nn.embedding import PatchEmbedding
+from monoblock.parallel.pipeline_parallel import _group_by_rows, _sum_together
 from monoblock.parallel.pipeline_stage import Stage, plan_stages
 from monoblock.parallel.strategy import pipeline_size
+from monoblock.training.collate import TensorBatch
 from monoblock.training.events import EvaluationEvent, StepEvent
 
 SHORT = {
@@ -200,9 +202,41 @@ def test_the_stages_of_a_model_compute_what_it_computes(name, stages):
         torch.testing.assert_close(gradients[key], weight.grad, atol=1e-4, rtol=1e-3)
 
 
+def test_gradients_are_summed_in_buckets(monkeypatch):
+    weights = [torch.nn.Parameter(torch.full((size, 2), 1.0)) for size in range(1, 31)]
+    weights[3].requires_grad_(False)
+    half = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    for weight in weights[:-1]:
+        weight.grad = weight.detach().T.contiguous().T * 3 if weight.requires_grad else None
+    half.grad = half.detach() * 5
+    calls = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: calls.append(tensor.mul_(2)))
+    _sum_together([*weights, half], None)
+    assert len(calls) == 2, "one for each dtype"
+    assert weights[3].grad is None
+    assert not weights[-1].grad.any(), "a process without a gradient takes part"
+    trained = [weight for weight in weights[:-1] if weight.requires_grad]
+    assert all(torch.equal(weight.grad, torch.full_like(weight, 6)) for weight in trained)
+    assert torch.equal(half.grad, torch.full_like(half, 10))
+
+
+def test_all_parts_of_a_batch_run_their_micro_batches_in_the_same_order():
+    """The load-balancing loss sums over the parts, so that the n-th micro-batch of each has to be the same one."""
+    rows = [(2, 2), (1, 1), (1, 2), (2, 2)]  # of each micro-batch in the first part of the batch and in the second
+    orders = []
+    for part in (0, 1):
+        batches = [TensorBatch({}, torch.full((counts[part], 1), n), 0, []) for n, counts in enumerate(rows)]
+        groups = _group_by_rows(batches, rows)
+        assert all(len({batch.labels.shape for batch in group}) == 1 for group in groups)
+        orders.append([int(batch.labels[0]) for group in groups for batch in group])
+        own = [int(batch.labels[0]) for group in _group_by_rows(batches) for batch in group]
+        assert own == [[0, 3, 1, 2], [0, 2, 3, 1]][part], "by its own rows alone, each part has another order"
+    assert orders[0] == orders[1] == [0, 3, 1, 2]
+
+
 def test_what_cannot_be_a_pipeline_is_refused_in_one_line():
     model = mb.Transformer(mb.gpt(width=16, depth=3, heads=2, vocab=11, context=9))
-    with pytest.raises(ConfigError, match=r"has 3 blocks, fewer than the 4 pipeline stages; write"):
+    with pytest.raises(ConfigError, match=r"has 3 blocks, fewer than the 4 pipeline stages; lower parallel.pipeline"):
         plan_stages(model, 4)
     with pytest.raises(ConfigError, match=r"layers of this model share weights"):
         plan_stages(mb.Transformer(tiny("albert-xxlarge")), 2)

@@ -91,8 +91,9 @@ def log_output(
     rank = int(environment["RANK"])
     log = _open_log(log_path(folder, rank) if create or folder.is_dir() else Path(os.devnull))
     start = f"restart {environment['TORCHELASTIC_RESTART_COUNT']}, " if is_restarted(environment) else ""
-    time_and_place = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {platform.node()}, process id {os.getpid()}"
-    log.write(f"--- {time_and_place}, {start}rank {rank} of {environment['WORLD_SIZE']}: {shlex.join(words)}\n")
+    place = f"{platform.node()}, process id {os.getpid()}, {_launcher_words(os.getppid())}"
+    place += f", {start}rank {rank} of {environment['WORLD_SIZE']}"
+    log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {place}: {shlex.join(words)}\n")
     terminal = [os.fdopen(os.dup(stream.fileno()), "w", buffering=1) for stream in (sys.stdout, sys.stderr)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -116,6 +117,25 @@ def _open_log(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a", buffering=1, encoding="utf-8", errors="replace")
     return open(os.devnull, "w", encoding="utf-8")
+
+
+def has_log_of_launcher(folder: Path, launcher: int, since: float) -> bool:
+    """Return whether a process that a launcher of this machine started has written to its log since a time.
+
+    launcher: the process id of the launcher; other machines may write logs in the same folder.
+    """
+    words = f" {platform.node()}, process id "
+    for path in log_path(folder, 0).parent.glob("rank-*.log"):
+        if path.stat().st_mtime >= since:
+            with open(path, encoding="utf-8", errors="replace") as lines:
+                starts = [line for line in lines if line.startswith("--- ") and words in line]
+            if any(f", {_launcher_words(launcher)}, " in line for line in starts):
+                return True
+    return False
+
+
+def _launcher_words(launcher: int) -> str:
+    return f"started by process {launcher}"
 
 
 # -- torchrun -----------------------------------------------------------------------------------------------------

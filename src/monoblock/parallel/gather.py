@@ -33,6 +33,18 @@ def copy_without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, replaced)
 
 
+def count_bytes(model: nn.Module) -> int:
+    """Return the number of bytes of the weights and buffers of a model."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the number of bytes that this process can still allocate on a CUDA device."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def clip_gradients(weights: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before."""
     trained = [weight for weight in weights if weight.grad is not None]

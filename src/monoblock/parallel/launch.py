@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from monoblock.errors import ConfigError, MonoblockError
-from monoblock.parallel.faults import log_path
+from monoblock.parallel.faults import has_log_of_launcher, log_path
 from monoblock.parallel.world import uses_cuda
 
 
@@ -67,8 +67,7 @@ def launch(
     except SignalException as problem:
         return 128 + int(problem.sigval)
     except (RendezvousError, dist.DistError) as problem:
-        logs = [] if folder is None else log_path(folder, 0).parent.glob("rank-*.log")
-        if any(path.stat().st_mtime >= start for path in logs):
+        if folder is not None and has_log_of_launcher(folder, os.getpid(), start):
             return 1  # a process of this machine has reported its end
         reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise MonoblockError(f"the machines could not connect at --head {head}: {reason}") from None

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from monoblock.errors import MonoblockError
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.gather import copy_without_weights
+from monoblock.parallel.gather import copy_without_weights, count_bytes
 from monoblock.parallel.pipeline_stage import INPUT_PREFIX, LABELS, Objective, Stage, plan_stages
 from monoblock.parallel.strategy import Metrics, MicroBatch, ShardedStrategy
 from monoblock.parallel.world import DATA, PIPELINE, World
 
 CPU = torch.device("cpu")
+BUCKET_BYTES = 64 * 2**20  # of the gradients that are summed at once
 MICRO_BATCHES_PER_STAGE = 2  # by default, if the batch has as many rows
 
 
@@ -47,7 +49,7 @@ class PipelineParallel(ShardedStrategy):
         self.device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else CPU
         plans = plan_stages(model, self.world.pipeline_size)
         assert isinstance(model, Transformer)
-        self._without_weights = copy_without_weights(model)
+        self._without_weights, self.split_bytes = copy_without_weights(model), count_bytes(model)
         names = {name for name, _ in model.named_parameters()}
         self.stage = Stage(model, plans, self.world.pipeline_rank, dtype)
         self.has_experts = any(self._gather(bool(self.stage.own_routers)))
@@ -105,11 +107,16 @@ class PipelineParallel(ShardedStrategy):
         backward: Callable[[MicroBatch], Tensor],
         loss: Objective,
     ) -> float:
-        losses = [
-            value for group in _group_by_rows(micro_batches) for value in self._run_schedule(group, loss, backward=True)
-        ]
+        groups = _group_by_rows(micro_batches, self._rows_of_parts(micro_batches) if self.has_experts else None)
+        losses = [value for group in groups for value in self._run_schedule(group, loss, backward=True)]
         self._sum_gradients(module)
         return float(sum(self._gather(float(sum(losses)))))
+
+    def _rows_of_parts(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, ...]]:
+        """Return, for each micro-batch, its number of rows in every part of the batch."""
+        rows = torch.zeros(self.world.data_size, len(micro_batches), dtype=torch.float64)
+        rows[self.world.data_rank] = torch.tensor([batch.labels.shape[0] for batch in micro_batches])
+        return [tuple(map(int, counts)) for counts in self.world.sum_tensor_over_data(rows).T.tolist()]
 
     def _run_schedule(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, *, backward: bool
@@ -213,17 +220,28 @@ class PipelineParallel(ShardedStrategy):
 
 
 def _sum_together(weights: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of weights over the processes of a group; a process may lack some of them."""
-    for weight in weights:
-        if weight.requires_grad:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            dist.all_reduce(weight.grad, group=group)
+    """Sum the gradients of weights over the processes of a group, in buckets; a process may lack some of them."""
+    trained = [weight for weight in weights if weight.requires_grad]
+    for weight in trained:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    gradients = [weight.grad for weight in trained if weight.grad is not None]
+    for bucket in _take_tensors(gradients, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
-def _group_by_rows(micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-    """Group micro-batches of the same size, which have the same shapes, because they are parts of one batch."""
-    groups: dict[int, list[MicroBatch]] = {}
-    for batch in micro_batches:
-        groups.setdefault(batch.labels.shape[0], []).append(batch)
+def _group_by_rows(
+    micro_batches: Sequence[MicroBatch], rows_of_parts: Sequence[tuple[int, ...]] | None = None
+) -> list[list[MicroBatch]]:
+    """Group micro-batches of the same size, which have the same shapes, because they are parts of one batch.
+
+    rows_of_parts: the number of rows of each micro-batch in every part of the batch; with it, the processes of all
+        parts run their micro-batches in the same order, because the load-balancing loss of experts sums over them.
+    """
+    groups: dict[object, list[MicroBatch]] = {}
+    for number, batch in enumerate(micro_batches):
+        key = batch.labels.shape[0] if rows_of_parts is None else rows_of_parts[number]
+        groups.setdefault(key, []).append(batch)
     return list(groups.values())

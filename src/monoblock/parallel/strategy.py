@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from monoblock.errors import ConfigError
 from monoblock.nn.transformer import Transformer
-from monoblock.parallel.gather import clip_gradients, copy_without_weights, gather_tensors
+from monoblock.parallel.gather import clip_gradients, copy_without_weights, count_bytes, gather_tensors
 from monoblock.parallel.tensor_parallel import check_splittable, split_model
 from monoblock.parallel.vocabulary import to_local
 from monoblock.parallel.world import DATA, SINGLE_PROCESS, TENSOR, World
@@ -58,6 +58,7 @@ class Strategy:
     is_sharded = False  # whether a process stores only a part of the weights
     description = "a single process"
     notes: Sequence[str] = ()  # what could not be split, known after `prepare`
+    split_bytes = 0  # the size of the whole model, if its weights are split, known after `prepare`
     weights_elsewhere: frozenset[str] = frozenset()  # names of weights of which this process has no part
 
     def __init__(self, world: World = SINGLE_PROCESS) -> None:
@@ -115,7 +116,10 @@ class Strategy:
         """Free what a forward pass without a backward pass has gathered."""
 
     def whole_model(self, model: nn.Module) -> nn.Module | None:
-        """Return the model with all weights in the main process, and None in the others; all must call this."""
+        """Return the model with all weights in the main process, and None in the others; all must call this.
+
+        A model whose weights were split is in CPU memory.
+        """
         return model if self.world.is_main else None
 
     def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -201,7 +205,7 @@ class ShardedStrategy(Strategy):
 
     def prepare(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         assert self.world.mesh is not None
-        self._without_weights = copy_without_weights(model)
+        self._without_weights, self.split_bytes = copy_without_weights(model), count_bytes(model)
         if self.world.mesh[TENSOR].size() > 1:
             self.notes = split_model(model, self.world.mesh[TENSOR], sequence=self.sequence)
         return self._place(model, self.world.mesh, dtype)
@@ -216,7 +220,7 @@ class ShardedStrategy(Strategy):
             return None
         whole = copy.deepcopy(self._without_weights)
         whole.load_state_dict(weights, assign=True)
-        return whole.to(next(model.parameters()).device).train(model.training)
+        return whole.train(model.training)
 
     def whole_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return gather_tensors(tensors, keep=self.world.is_main)

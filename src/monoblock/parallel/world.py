@@ -7,6 +7,7 @@ decision depends on is summed over all processes first. Only the main process, r
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from monoblock.parallel.faults import is_lost_connection, translate_fault
 PIPELINE, DATA, TENSOR = "pipeline", "data", "tensor"  # the dimensions of the mesh
 DEFAULT_TIMEOUT = 1800.0  # seconds
 FAILURE_GRACE_SECONDS = 5.0  # for torchrun to end a process after another one failed
+SECONDS_BETWEEN_REPORTS = 5.0  # of a process that the others wait for
 SECONDS_BETWEEN_RANKS = 0.5  # for torchrun to end the other processes of a machine
 
 
@@ -102,6 +104,11 @@ class World:
         dist.broadcast(buffer, src=0, group=self.group)
         return int(buffer)
 
+    def broadcast_list(self, numbers: list[int]) -> list[int]:
+        """Return, in every process, the numbers of the main process."""
+        count = self.broadcast(len(numbers))
+        return [self.broadcast(number) for number in (numbers if self.is_main else [0] * count)]
+
     def all_gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the CPU tensors of all processes in the order of ranks; all must have the same names and shapes."""
         if self.size == 1:
@@ -132,10 +139,49 @@ class World:
     def main_process_first(self) -> Iterator[None]:
         """Run the `with` block in the main process first, so that the other processes find the files that it wrote."""
         if not self.is_main:
-            self.barrier()
-        yield
+            self._wait_for_others()
+        with self.long_work():
+            yield
         if self.is_main:
-            self.barrier()
+            self._wait_for_others()
+
+    def _wait_for_others(self) -> None:
+        with self.long_work():
+            pass
+
+    @contextmanager
+    def long_work(self) -> Iterator[None]:
+        """Run the `with` block, which may take one process much longer than another, then wait for all processes.
+
+        The time-out does not limit the block: while a process works, a thread of it tells the others so. A process that
+        has ended, or was stopped, is still noticed. The block must not communicate with other processes.
+        """
+        if self.size == 1:
+            yield
+            return
+        done, failed, problems = threading.Event(), threading.Event(), list[Exception]()
+
+        def report() -> None:
+            try:
+                while True:
+                    done.wait(min(SECONDS_BETWEEN_REPORTS, self.timeout / 4))
+                    if failed.is_set() or not self.all_reduce_sum(not done.is_set())[0]:
+                        return
+            except Exception as problem:
+                problems.append(problem)
+
+        thread = threading.Thread(target=report, name="long work", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            done.set()
+        thread.join()
+        if problems:
+            raise problems[0]
 
     def barrier(self) -> None:
         """Wait until all processes reach this point."""

@@ -18,6 +18,7 @@ from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
+from monoblock.parallel.whole_model import has_room
 from monoblock.quantization.convert import merge_adapters
 from monoblock.recipes.parse import recipe_path
 from monoblock.recipes.schema import Recipe
@@ -81,7 +82,7 @@ class Run:
                     yield from self._update_recipe()
                 self.metrics_writer.write(event)
                 if isinstance(event, FinishedEvent) and not event.interrupted:
-                    self._finish()
+                    yield from self._finish()
                 yield event
         finally:
             self.metrics_writer.close()
@@ -113,71 +114,108 @@ class Run:
                     "scale the embeddings as in the paper, with model.embedding_scale=sqrt_width"
                 )
 
-    def _finish(self) -> None:
-        """Collect the weights of all processes in the main process, which saves the final model."""
-        strategy, average = self.trainer.strategy, self.trainer.average
-        model = strategy.whole_model(self.model)
-        averages = None if average is None else strategy.whole_tensors(average.tensors)
-        if model is not None:
-            self.model = cast(Transformer | Recurrent, model)
-            self._save_final_model(averages)
+    def _finish(self) -> Iterator[WarningEvent]:
+        """Save the final model in the main process, and compute its metrics; every process must call this.
 
-    def _save_final_model(self, averages: Mapping[str, Tensor] | None) -> None:
-        """Save the final weights, the configuration and the model card."""
-        self._load_final_weights(averages)
+        The processes validate together. What only the main process does is not limited by parallel.timeout.
+        """
+        strategy, world, folder = self.trainer.strategy, self.trainer.world, self.folder
+        self._load_final_weights()
         labels = self.task_data.labels or ()
-        model = finalize_model(self.model, self.folder, self.recipe, self.base_digest, labels).eval()
-        self.model = model
-        save_model(model, self.folder)
-        write_atomically(self.folder / CONFIG_FILE, format_config(model.config, self.task_data.tokenizer))
+        model = finalize_model(self.model, folder, self.recipe, self.base_digest, labels, save_adapters=world.is_main)
+        self.model = model.eval()
+        whole = cast(Transformer | Recurrent | None, strategy.whole_model(self.model))
+        with world.long_work():
+            if whole is not None:
+                save_model(whole, folder)
+                write_atomically(folder / CONFIG_FILE, format_config(whole.config, self.task_data.tokenizer))
         self.metrics = self.validate() if self.task_data.evaluation_batches is not None else {}
-        self.metrics |= self.evaluate_generation()
+        can_generate = not self._scores_generation() or has_room(strategy, self.trainer.runtime.device)
+        if not can_generate and world.is_main:
+            yield WarningEvent(
+                "the metrics of generated texts are left out: the whole model does not fit on the device of the main "
+                "process"
+            )
+        with world.long_work():
+            if whole is not None:
+                self._write_card(whole, can_generate=can_generate)
+
+    def _write_card(self, model: Transformer | Recurrent, *, can_generate: bool) -> None:
+        if can_generate:
+            self.metrics |= self.evaluate_generation(model)
         card = render_model_card(
             self.recipe, self.task, model.config, self.metrics, self.task_data, self.custom_optimizer
         )
         write_atomically(self.folder / CARD_FILE, card)
 
-    def _load_final_weights(self, averages: Mapping[str, Tensor] | None) -> None:
-        """Load the final weights that the recipe asks for.
+    def _load_final_weights(self) -> None:
+        """Load the final weights that the recipe asks for; each process loads its part of them.
 
         They are the mean of the last checkpoints, the best checkpoint, the moving average, or the current weights.
         """
-        trainer, section = self.trainer, self.recipe.train
-        steps, best = checkpoint.list_steps(trainer.folder), trainer.best["step"]
-        if section.average_checkpoints:
-            last = [trainer.folder / f"step-{step}" for step in steps[-section.average_checkpoints :]]
-            mean = average_checkpoints(last)
-            self.model.load_state_dict(mean, strict=not trainer.save_trainable_only)
-        elif section.load_best and best in steps:
-            tensors = sharded_checkpoint.load(trainer.folder / f"step-{best}").tensors
-            self._load_tensors(tensors["model"] if averages is None else tensors["average"])
-        elif averages is not None:
-            self._load_tensors(averages)
+        trainer, section, average = self.trainer, self.recipe.train, self.trainer.average
+        count, best = section.average_checkpoints, trainer.best["step"]
+        if not count and not section.load_best:
+            self._load_tensors({} if average is None else average.tensors)
+            return
+        steps = trainer.world.broadcast_list(checkpoint.list_steps(trainer.folder) if trainer.world.is_main else [])
+        if count:
+            last = [trainer.folder / f"step-{step}" for step in steps[-count:]]
+            self._load_tensors(average_checkpoints(last, lambda path: self._read_checkpoint(path, "model")))
+        elif best in steps:
+            self._load_tensors(
+                self._read_checkpoint(trainer.folder / f"step-{best}", "model" if average is None else "average")
+            )
+        elif average is not None:
+            self._load_tensors(average.tensors)
 
+    def _read_checkpoint(self, path: Path, group: str) -> Mapping[str, Tensor]:
+        """Return the tensors of a checkpoint, of which each process reads its part if the model is split."""
+        if not self.trainer.strategy.is_sharded:
+            return sharded_checkpoint.load(path).tensors[group]
+        index, own = sharded_checkpoint.read_index(path), self.model.state_dict()
+        tensors = {name: torch.empty_like(tensor) for name, tensor in own.items() if f"{group}/{name}" in index}
+        sharded_checkpoint.load_into(path, index, {group: tensors})
+        return tensors
+
+    @torch.no_grad()
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        names = set(self.model.state_dict())
-        self.model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in names}, strict=False)
+        own = self.model.state_dict()
+        for name, tensor in tensors.items():
+            if name in own:
+                own[name].copy_(tensor)
 
     def validate(self) -> dict[str, float]:
-        """Return loss and accuracy of the current model on all validation batches."""
-        runtime = self.trainer.runtime
+        """Return loss and accuracy of the current model on all validation batches; every process must call this."""
+        runtime, strategy, loss = self.trainer.runtime, self.trainer.strategy, self.trainer.loss.evaluation_loss()
+        divided: dict[str, Any] = {"world": strategy.world, "evaluate_batch": strategy.evaluate_batch}
         with runtime.autocast():
-            return validate(self.model, self.task_data, self.trainer.loss.evaluation_loss(), runtime.device)
+            metrics = validate(self.model, self.task_data, loss, runtime.device, **divided)
+        strategy.free_gathered_weights(self.model)
+        return metrics
 
-    def evaluate_generation(self) -> dict[str, float]:
+    def _scores_generation(self) -> bool:
+        """Return whether the task has metrics of generated texts."""
+        has_rows = bool(self.recipe.generate.scored_rows and self.task_data.validation_rows)
+        return has_rows and self.task.score_validation is not None and self.task_data.tokenizer is not None
+
+    def evaluate_generation(self, model: Transformer | Recurrent | None = None) -> dict[str, float]:
         """Return the metrics of the task on the first validation rows, decoded with the defaults of the run folder.
 
         Return {} if the task has no such metrics, or if generate.scored_rows is 0.
+
+        model: the whole model; None is that of the run.
         """
-        tokenizer, count = self.task_data.tokenizer, self.recipe.generate.scored_rows
-        score = self.task.score_validation
-        if score is None or tokenizer is None or not (count and self.task_data.validation_rows):
+        if not self._scores_generation():
             return {}
+        tokenizer, score, recipe = self.task_data.tokenizer, self.task.score_validation, self.recipe
+        assert tokenizer is not None
+        assert score is not None
+        model = (self.model if model is None else model).to(self.trainer.runtime.device)
         defaults = read_generation_defaults(self.folder, tokenizer)
-        recipe, labels = self.recipe, self.task_data.labels
-        section = recipe.task
-        loaded = LoadedModel(self.model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
-        return score(loaded, self.task_data.validation_rows, count)
+        labels, section = self.task_data.labels, recipe.task
+        loaded = LoadedModel(model, tokenizer, defaults, recipe.data, labels=labels, task_section=section)
+        return score(loaded, self.task_data.validation_rows, recipe.generate.scored_rows)
 
     def sample_text(self, model: Any) -> str:
         """Return a text sampled from a decoder-only model with the settings of the recipe; "" for other models."""
@@ -187,7 +225,7 @@ class Run:
             return ""
         model = merge_adapters(model)
         prompt = tokenizer.encode(section.prompt) or [tokenizer.eos_id or 0]
-        ids = torch.tensor([prompt], device=self.trainer.runtime.device)
+        ids = torch.tensor([prompt], device=model.device)
         settings: dict[str, Any] = {
             "max_new_tokens": section.max_new_tokens,
             "temperature": section.temperature,

@@ -105,17 +105,25 @@ def _freeze_layers(model: nn.Module, layers: int) -> None:
 
 
 def finalize_model(
-    model: Any, folder: Path, recipe: Recipe, base_digest: str | None = None, labels: Sequence[str] = ()
+    model: Any,
+    folder: Path,
+    recipe: Recipe,
+    base_digest: str | None = None,
+    labels: Sequence[str] = (),
+    *,
+    save_adapters: bool = True,
 ) -> Any:
     """Return the model to save at the end of a run; adapters are saved in the subfolder `adapter` and merged into it.
 
     base_digest: the digest of the frozen weights that the adapters were trained with.
     labels: the class names of the head.
+    save_adapters: False in all processes but the main one.
     """
     if not any(True for _ in lora_layers(model)):
         for weight in model.parameters():
             weight.requires_grad_(True)
         return model
     base = str(recipe.model.get("folder", "")) or None
-    save_adapter(model, folder / ADAPTER_FOLDER, base=base, digest=base_digest, labels=labels)
+    if save_adapters:
+        save_adapter(model, folder / ADAPTER_FOLDER, base=base, digest=base_digest, labels=labels)
     return dequantize(fold_lora(model))

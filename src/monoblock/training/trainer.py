@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.parallel.strategy import MicroBatch, Strategy
+from monoblock.parallel.whole_model import call_with_whole_model
 from monoblock.parallel.world import World
 from monoblock.training import checkpoint, resume_state
 from monoblock.training.arguments import TrainingArguments
@@ -36,6 +37,7 @@ from monoblock.training.update_guard import UpdateGuard
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 from monoblock.untrusted_files import reading
 
+NO_SAMPLE = "(no sample: the whole model does not fit on the device of the main process)"
 NO_CHECKPOINT = -1  # stands for None when a step is broadcast
 MAX_SAMPLES_SHOWN = 8  # how many samples of a bad batch a message lists
 
@@ -119,9 +121,9 @@ class Trainer:
         if self._is_due(self.args.eval_every) or (self.evaluate and self.args.eval_every and is_last):
             yield from self._evaluate()
         if self._is_due(self.args.sample_every) and self.sample is not None:
-            model = self.strategy.whole_model(self.model)
-            if model is not None:
-                yield SampleEvent(self.step, self.sample(model))
+            text = call_with_whole_model(self.strategy, self.model, self.runtime.device, self.sample, NO_SAMPLE)
+            if text is not None:
+                yield SampleEvent(self.step, text)
         yield from self.saver.poll()
         if self._is_due(self.args.save_every):
             yield from self._save()

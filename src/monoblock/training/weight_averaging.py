@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,15 +58,24 @@ def _trainable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
 
 
-def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the mean of the model weights in several checkpoints, computed in fp64."""
+def _read_model(path: Path) -> Mapping[str, Tensor]:
+    return sharded_checkpoint.load(path).tensors["model"]
+
+
+def average_checkpoints(
+    checkpoints: Sequence[Path], read: Callable[[Path], Mapping[str, Tensor]] = _read_model
+) -> dict[str, Tensor]:
+    """Return the mean of the model weights in several checkpoints, computed in fp64.
+
+    read: a function that returns the weights in a checkpoint, or the part of each that this process stores.
+    """
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     for path in checkpoints:
         problem = find_problem(path)
         if problem is not None:
             raise FileError(f"{problem}; the checkpoints cannot be averaged")
-        for name, tensor in sharded_checkpoint.load(path).tensors["model"].items():
+        for name, tensor in read(path).items():
             dtypes[name] = tensor.dtype
             sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
     return {name: (total / len(checkpoints)).to(dtypes[name]) for name, total in sums.items()}
