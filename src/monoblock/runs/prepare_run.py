@@ -32,6 +32,7 @@ from monoblock.tasks.task_data import TaskData
 from monoblock.training.checkpoint import list_steps
 from monoblock.training.events import DecisionEvent
 from monoblock.training.metrics_file import MetricsWriter
+from monoblock.training.resume_state import seed_generators
 from monoblock.training.runtime import choose_runtime
 
 DEFAULT_LSTM_CONTEXT = 64  # length of training blocks for an LSTM, whose context is unlimited
@@ -113,7 +114,7 @@ class _InitialModel(NamedTuple):
 
 def _build_model(plan: _Plan, parts: CustomParts) -> _InitialModel:
     """Build the model with its initial weights on the CPU."""
-    torch.manual_seed(plan.recipe.train.seed)
+    seed_generators(plan.recipe.train.seed)
     model, event, fresh = build_model(plan.config, parts.model_class), None, list[str]()
     if plan.start is not None:
         event, fresh = _copy_initial_weights(plan.start, model, plan.recipe, plan.task.head)

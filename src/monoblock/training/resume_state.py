@@ -115,6 +115,13 @@ class ResumeTarget:
         return sharded_checkpoint.load_rest(path)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed all random generators that a checkpoint stores, so that the checkpoints of two equal runs are equal."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_tensors() -> dict[str, Tensor]:
     """Return the states of all random generators: Python, NumPy, torch and each CUDA device."""
     version, internal, gauss = random.getstate()
