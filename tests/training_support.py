@@ -234,6 +234,6 @@ def run_jobs(folder, jobs, processes=2, dtype="float32"):
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     script = [f"--nproc-per-node={processes}", str(here / "strategy_worker.py"), str(folder)]
-    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]
