@@ -278,7 +278,7 @@ def test_an_error_is_one_line_and_leaves_no_files(arguments, code, message, work
 
 
 def test_the_resume_command_names_the_folder_of_corpora(capsys):
-    print_resume_command(Path("runs/toy"), 3, ["train", "toy.toml"], Path("my data"), 2)
+    print_resume_command(Path("runs/toy"), 3, ["train", "toy.toml"], Path("my data"), {"LOCAL_WORLD_SIZE": "2"})
     expected = "Resume with: monoblock train toy.toml --resume --out runs/toy --data 'my data' --nproc 2\n"
     assert capsys.readouterr().err.endswith(expected)
 

@@ -180,7 +180,8 @@ def num_candidates(searches: list[BeamSearch]) -> int:
 
 def beam_scores(searches: list[BeamSearch], device: torch.device) -> Tensor:
     """Return the scores (rows,) of the running beams of all searches."""
-    return torch.tensor([score for search in searches for score in search.scores], device=device)
+    scores = [score for search in searches for score in search.scores]
+    return torch.tensor(scores, dtype=torch.float32, device=device)
 
 
 def _advance_group(

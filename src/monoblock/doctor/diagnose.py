@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from monoblock.doctor.examination import Examination, Handed, TrainingHistory
+from monoblock.doctor.examination import Examination, Handed
 from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
 from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
-from monoblock.doctor.subject import KINDS, Kind, Subject
+from monoblock.doctor.subject import KINDS, Subject
 from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
 from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
+
+PLAIN_FIELDS = [field.name for field in fields(PlainOptions)]
 
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:
@@ -44,60 +48,28 @@ def make_subject(model: Any, options: PlainOptions) -> Subject:
 def diagnose_model(
     model: Any,
     *,
-    vocab: int | None = None,
-    length: int | None = None,
-    kind: Kind | None = None,
-    pad_id: int | None = None,
-    mask_argument: str | None = None,
-    source: Tensor | None = None,
-    source_mask_argument: str | None = None,
-    cached: Callable[..., Any] | None = None,
-    window: int | None = None,
-    tied: bool | None = None,
-    documents_argument: str | None = None,
-    prefix_argument: str | None = None,
-    tokenizer: Any = None,
-    texts: Sequence[str] = (),
-    batch: tuple[Tensor, Tensor] | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    step: Callable[[], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    objective: str | None = None,
-    labels: Sequence[str] = (),
-    generation: Mapping[str, Any] | None = None,
-    history: TrainingHistory | None = None,
     checks: str | Sequence[str] | None = None,
     cheap: bool = False,
     max_seconds: float = float("inf"),
+    **options: Any,
 ) -> Report:
     """Examine a model, and return a report of what is wrong with it.
 
-    The arguments are those of `mb.diagnose`, and: `history` of a training run; `cheap`, run only the checks that take a
-    few passes; `max_seconds`, after which no further check is begun.
+    checks: as in `mb.diagnose`.
+    cheap: run only the checks that take a few passes.
+    max_seconds: begin no further check after this time.
+    options: the fields of `PlainOptions` and `Handed`.
     """
     started = time.perf_counter()
     names = _names_of_checks(checks)
-    _check_arguments(kind, length, window, batch)
-    named_pad_id = pad_id
-    if pad_id is None and tokenizer is not None:
-        pad_id = getattr(tokenizer, "pad_id", None)
-    options = PlainOptions(
-        vocab,
-        length,
-        kind,
-        pad_id,
-        mask_argument,
-        source,
-        source_mask_argument,
-        cached,
-        window,
-        tied,
-        documents_argument,
-        prefix_argument,
-    )
-    handed = Handed(batch, loss, step, optimizer, tokenizer, texts, objective, labels, generation, history)
-    subject = make_subject(model, options)
-    subject.asked_length = length
+    about_model = PlainOptions(**{name: options.pop(name) for name in PLAIN_FIELDS if name in options})
+    handed = Handed(**options)
+    _check_arguments(about_model.kind, about_model.length, about_model.window, handed.batch)
+    named_pad_id = about_model.pad_id
+    if named_pad_id is None and handed.tokenizer is not None:
+        about_model = replace(about_model, pad_id=getattr(handed.tokenizer, "pad_id", None))
+    subject = make_subject(model, about_model)
+    subject.asked_length = about_model.length
     if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
         raise InputError(f"pad_id={named_pad_id} is no id of the model, which knows 0 to {subject.vocab - 1}")
     chosen = [c for c in CHECKS if (names is None or c.name in names) and (c.cheap or not cheap)]
@@ -142,25 +114,14 @@ def run_checks(
     report = Report(exam.subject.name, notes=exam.notes, pictures=exam.pictures)
     rng_state = torch.get_rng_state()
     _check_runs(exam)
-    first_check = time.perf_counter()  # the first pass also loads libraries, which training would do as well
+    importlib.import_module("torch._dynamo")  # recording operations imports it, as the first step of an optimizer does
+    deadline = time.perf_counter() + max_seconds
     found: dict[str, tuple[Finding, Check, float]] = {}
-    parameters = 0 if exam.subject.module is None else sum(p.numel() for p in exam.subject.module.parameters())
     try:
         for check in checks:
-            missing = next((name for name in check.needs if not REQUIREMENTS[name][0](exam)), None)
-            if missing is not None:
-                _, reason, how = REQUIREMENTS[missing]
-                if how and not (missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)):
-                    report.not_checked.append(NotChecked(check.name, reason, how))
-                continue
-            if time.perf_counter() - first_check > max_seconds:
-                report.not_checked.append(NotChecked(check.name, "time was up", "run monoblock doctor on the model"))
-                continue
-            if parameters > check.max_parameters:
-                reason = f"the model has {parameters:,} parameters, for which it takes long"
-                report.not_checked.append(
-                    NotChecked(check.name, reason, f"pass checks=['{check.name}'] to a small copy")
-                )
+            skipped = _why_skipped(check, exam, deadline)
+            if skipped is not None:
+                report.not_checked += [skipped] if skipped.how else []
                 continue
             begin = time.perf_counter()
             try:
@@ -183,6 +144,23 @@ def run_checks(
         report.lengths = (exam.ids.shape[1], *(() if long is None else (long.shape[1],)))
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked | None:
+    """Return why a check cannot run now, with an empty `how` if it does not concern the model; None if it can run."""
+    missing = next((name for name in check.needs if not REQUIREMENTS[name][0](exam)), None)
+    if missing is not None:
+        _, reason, how = REQUIREMENTS[missing]
+        is_known = missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)
+        return NotChecked(check.name, reason, "" if is_known else how)
+    if time.perf_counter() > deadline:
+        return NotChecked(check.name, "time was up", "run monoblock doctor on the model")
+    module = exam.subject.module
+    parameters = 0 if module is None else sum(p.numel() for p in module.parameters())
+    if parameters > check.max_parameters:
+        reason = f"the model has {parameters:,} parameters, for which it takes long"
+        return NotChecked(check.name, reason, f"pass checks=['{check.name}'] to a small copy")
+    return None
 
 
 def _check_runs(exam: Examination) -> None:

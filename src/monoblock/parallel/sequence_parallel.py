@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.nn.attention_context import AttentionContext
+from monoblock.parallel.collectives import exchange
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -40,51 +41,7 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _select(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the positions (B, T, D) of this process of x (B, n · T, D)."""
-    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
-
-
-class _GatherForParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter_sum(grad, ctx.group), None
-
-
-class _GatherForAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _select(grad, ctx.group).contiguous(), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-class _Select(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _select(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
 
 class DividedPositions:
@@ -102,23 +59,19 @@ class DividedPositions:
 
     def gather_for_parts(self, x: Tensor) -> Tensor:
         """Gather all positions, of which each process then computes a part; the gradients of the parts are summed."""
-        result: Tensor = _GatherForParts.apply(x, self.group)
-        return result[:, : self.length]
+        return exchange(x, self.group, _gather, _scatter_sum)[:, : self.length]
 
     def gather_for_all(self, x: Tensor) -> Tensor:
         """Gather all positions, with which every process then computes the same."""
-        result: Tensor = _GatherForAll.apply(x, self.group)
-        return result[:, : self.length]
+        return exchange(x, self.group, _gather, _select)[:, : self.length]
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """Sum what the processes have computed for all positions, and return the positions of this process."""
-        result: Tensor = _ScatterSum.apply(self._pad(x), self.group)
-        return result
+        return exchange(self._pad(x), self.group, _scatter_sum, _gather)
 
     def select(self, x: Tensor) -> Tensor:
         """Return the positions of this process of x, which every process has."""
-        result: Tensor = _Select.apply(self._pad(x), self.group)
-        return result
+        return exchange(self._pad(x), self.group, _select, _gather)
 
     def _pad(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 0, -x.shape[1] % self.size))

@@ -85,30 +85,7 @@ def diagnose(
     objective, labels, generation: the task (such as "causal_lm"), names of classes, default decoding options.
     checks: names of checks, as a list or separated by commas; by default all.
     """
-    options: dict[str, Any] = {
-        "vocab": vocab,
-        "length": length,
-        "kind": kind,
-        "pad_id": pad_id,
-        "mask_argument": mask_argument,
-        "source": source,
-        "source_mask_argument": source_mask_argument,
-        "cached": cached,
-        "window": window,
-        "tied": tied,
-        "documents_argument": documents_argument,
-        "prefix_argument": prefix_argument,
-        "tokenizer": tokenizer,
-        "texts": texts,
-        "batch": batch,
-        "loss": loss,
-        "step": step,
-        "optimizer": optimizer,
-        "objective": objective,
-        "labels": labels,
-        "generation": generation,
-        "checks": checks,
-    }
+    options = {name: value for name, value in locals().items() if name != "model"}  # all other arguments
     if not isinstance(model, str | Path):
         return diagnose_model(model, **options)
     folder = resolve_model_path(model)

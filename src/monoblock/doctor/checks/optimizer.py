@@ -12,6 +12,9 @@ from monoblock.doctor.checks.training_start import restoring
 from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.report import Finding
 
+MAX_WEIGHT_DECAY = 0.3
+MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.02 (GPT-2 at the start) to 0.1
+
 
 def check_optimizer(exam: Examination) -> Finding | None:
     """Compare the tensors of the optimizer with the weights of the model; with a step only, see whether they move."""
@@ -123,17 +126,23 @@ def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
 
 def check_optimizer_settings(exam: Examination) -> Finding | None:
     """Compare beta2 and weight decay with what trains Transformers."""
-    rows: list[tuple[Any, Any]] = []
+    rows: list[tuple[Any, Any, Any]] = []
     if exam.handed.optimizer is not None:
         for group in exam.handed.optimizer.param_groups:
-            rows.append((group.get("betas", (None, None))[1], group.get("weight_decay")))
+            rows.append((group.get("betas", (None, None))[1], group.get("weight_decay"), group.get("lr")))
     elif exam.handed.history is not None:
-        rows.append((exam.handed.history.beta2, exam.handed.history.weight_decay))
-    for beta2, decay in rows:
+        rows.append((exam.handed.history.beta2, exam.handed.history.weight_decay, exam.handed.history.lr))
+    for beta2, decay, lr in rows:
         if isinstance(beta2, float) and not 0.9 <= beta2 <= 0.999:
             reason = f"beta2={beta2:g} is out of the usual: GPTs use 0.95, the paper 0.98, PyTorch 0.999"
             return finding("optimizer_settings", "warn", {"beta2": beta2}, reason, "write betas=(0.9, 0.95)")
-        if isinstance(decay, float) and decay > 0.3:
-            reason = f"weight_decay={decay:g} is out of the usual 0 to 0.3: it pulls the weights to zero"
-            return finding("optimizer_settings", "warn", {"weight_decay": decay}, reason, "write weight_decay=0.1")
+        if isinstance(decay, float) and decay > MAX_WEIGHT_DECAY and _weight_size(decay, lr) < MIN_WEIGHT_SIZE:
+            reason = f"weight_decay={decay:g} is out of the usual 0 to {MAX_WEIGHT_DECAY}: it pulls the weights to zero"
+            evidence = {"weight_decay": decay, "size_of_a_weight": _weight_size(decay, lr)}
+            return finding("optimizer_settings", "warn", evidence, reason, "write weight_decay=0.1")
     return None
+
+
+def _weight_size(decay: float, lr: Any) -> float:
+    """Return the root mean square that AdamW's weights tend to, √(lr / (2 · weight decay)); 0 without a rate."""
+    return math.sqrt(lr / (2 * decay)) if isinstance(lr, float) else 0.0
