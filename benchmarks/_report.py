@@ -17,6 +17,14 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
 
+def print_report(lines: list[str], out: Path | None) -> None:
+    """Print a report and, if `out` is given, write it there."""
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+
+
 def write_section(path: Path, heading: str, section: str) -> None:
     """Write a section into a file of results; it replaces the section with the same first line."""
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# {heading}\n"

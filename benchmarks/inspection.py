@@ -3,16 +3,19 @@
     python benchmarks/inspection.py MODEL --tagged FILE.txt --out benchmarks/results/inspection.md
 
 MODEL is a folder of all-MiniLM-L6-v2 or of another encoder; FILE has one word and its label per line (CoNLL-2003).
+--smoke takes an encoder of the recipe masked-kjv that was trained for two steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from _report import print_report
 
 import monoblock as mb
 from monoblock.runs.inspect.attention import coreference_part
@@ -78,12 +81,22 @@ def unused_trace_lines(rounds: int = 12, passes: int = 10) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--tagged", type=Path)
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    pipe = mb.load(arguments.model, device="cpu")
+    if arguments.model is None and not arguments.smoke:
+        parser.error("give the folder of a model, or --smoke")
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.smoke:
+            sizes = {"train.steps": 2, "train.eval_batches": 1, "data.limit": 40, "model.width": 16, "model.depth": 1}
+            mb.train("masked-kjv", sizes, out=f"{folder}/run", progress=False)
+        print_report(measure(arguments, mb.load(arguments.model or f"{folder}/run", device="cpu")), arguments.out)
+
+
+def measure(arguments: argparse.Namespace, pipe: mb.Pipeline) -> list[str]:
     labelled = None if arguments.tagged is None else str(arguments.tagged)
     request = Request(pipe, encode_input(pipe, TEXT), labelled_data=labelled, limit=arguments.limit)
     lines = coreference_lines(coreference_part(request).data)
@@ -91,12 +104,9 @@ def main() -> None:
         lines += probe_lines(
             probes_part(request).data, f"the first {arguments.limit} sentences of {arguments.tagged.name}"
         )
-    lines += unused_trace_lines()
+    lines += unused_trace_lines(*([1, 1] if arguments.smoke else []))
     lines.append(f"\n{pipe!r}; CPU, {torch.get_num_threads()} threads, torch {torch.__version__}.")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.out is not None:
-        arguments.out.write_text(text, encoding="utf-8")
+    return lines
 
 
 if __name__ == "__main__":

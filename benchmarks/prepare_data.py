@@ -2,8 +2,8 @@
 
 The text is drawn from a vocabulary of made-up words with Zipf's law. The command is killed (SIGKILL) several times at
 random moments and run again until it ends. An uninterrupted run over the first files must have written the same bytes:
-all of its full token files are compared with those of the interrupted run. A quick check is --gigabytes 0.05
---shard-tokens 500000; --write saves the table.
+all of its full token files are compared with those of the interrupted run. --smoke prepares 50 MB;
+--write saves the table.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def main() -> None:
     parser.add_argument("--shard-tokens", type=int, default=2**27)
     parser.add_argument("--folder", type=Path, help="keep the text and the tokens here")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="prepare 50 MB")
     options = parser.parse_args()
+    if options.smoke:
+        options.gigabytes, options.shard_tokens = 0.05, 500_000
     folder = options.folder or Path(tempfile.mkdtemp(prefix="monoblock-prepare-"))
     (folder / "text").mkdir(parents=True, exist_ok=True)
     write_text(folder / "text", int(options.gigabytes * 1e9), options.files)
