@@ -184,7 +184,7 @@ def test_processes_that_share_matrices_drop_the_same_elements_after_a_resume(tmp
 
 def test_every_group_of_processes_has_the_time_out_of_the_recipe(tmp_path):
     recipe = write_recipe(tmp_path, EXACT, {"train": {"steps": 1}})
-    overrides = ["train.parallel=fsdp+tp", "parallel.tensor=2", "parallel.timeout=77"]
+    overrides = ["train.parallel=fsdp+tp", "parallel.tensor=2", "parallel.timeout=77", "parallel.offload=true"]
     job = {"recipe": str(recipe), "folder": str(tmp_path / "run"), "overrides": overrides}
     for seen in run_jobs(tmp_path, [job], processes=4):
         assert seen[0]["timeouts"] == [77.0, 77.0]

@@ -254,7 +254,7 @@ class FullySharded(ShardedStrategy):
             "mesh": mesh[DATA],
             "shard_placement_fn": lambda weight: _choose_dimension(weight, self.world.data_size),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self.offload and mesh.device_type != "cpu" else OffloadPolicy(),
         }
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # of two small sums
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # it is not written to

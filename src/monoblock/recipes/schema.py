@@ -205,7 +205,7 @@ class ParallelSection:
     pipeline: int = 0  # pp: number of stages, each some of the blocks; 0: that of the processes
     microbatches: int = 0  # pp: micro-batches of a step, at least train.accumulate; 0: about two for each stage
     schedule: Literal["1f1b", "gpipe"] = "1f1b"  # pp: alternate forward and backward passes, or forward passes first
-    offload: bool = False  # fsdp: keep weights, gradients and optimizer states in CPU memory
+    offload: bool = False  # fsdp on GPUs: keep weights, gradients and optimizer states in CPU memory
     timeout: float = 1800.0  # seconds after which a process that waits for another one ends the run
 
     def __post_init__(self) -> None:
