@@ -13,7 +13,7 @@ from monoblock.plots.tokens import MISSING_GLYPH, check_length, drawable, readab
 
 pytest.importorskip("matplotlib")
 
-from monoblock.plots.attention import draw_attention, draw_head_grid, draw_patch_attention
+from monoblock.plots.attention import draw_attention, draw_head_grid, draw_layer, draw_patch_attention
 from monoblock.plots.curves import draw_bars, draw_curves, draw_head_statistics, draw_lens
 from monoblock.plots.figure import save_figure
 from monoblock.plots.page import AttentionMap, Section, save_page
@@ -63,6 +63,26 @@ def test_a_grid_has_a_map_for_every_head_and_long_texts_are_reduced():
     assert canvas.shape == (2 * 96 + 6, 3 * 96 + 2 * 6)
     assert canvas[95, 96 + 6] == 1  # the largest weight of head 1, at the left below
     assert np.isnan(canvas[102:, 204:]).all()  # layer 1 has no third head
+
+
+@pytest.mark.parametrize("count", [8, 40])
+def test_the_heads_of_a_layer_have_their_tokens_and_own_scales(count):
+    weights = np.stack([np.eye(count) * scale for scale in (1.0, 0.5, 0.1, 0.0, 1.0)])
+    figure = draw_layer(weights, tokens(count), tokens(count), "encoder.0.attention")
+    maps = figure.axes[:5]
+    assert [axis.get_title() for axis in maps] == [f"head {number}" for number in range(5)]
+    assert [float(axis.images[0].get_array().max()) for axis in maps] == [1, 1, 1, 0, 1]
+    edges = sorted((box.y0, box.y1) for box in label_boxes(figure, "y"))
+    assert len(edges) == count
+    assert all(first[1] <= second[0] + 1 for first, second in itertools.pairwise(edges))
+
+
+def test_long_texts_have_a_square_root_scale_that_says_so():
+    label = {count: draw_attention(np.eye(count), tokens(count), tokens(count), "").axes[1] for count in (40, 400)}
+    assert [label[count].get_ylabel() for count in (40, 400)] == [
+        "attention weight",
+        "attention weight (square-root scale)",
+    ]
 
 
 def test_masked_cells_are_grey():

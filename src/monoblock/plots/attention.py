@@ -15,6 +15,8 @@ WEIGHT_COLORS = "cividis"  # its lightness grows steadily, and it looks the same
 MASKED = "#d8d8d8"
 CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 16.0  # of the map of one head
 TILE_INCHES, MAX_TILE_PIXELS = 0.95, 96  # of a head in the grid
+MAX_LABELLED = 40  # tokens of the maps of a layer that are labelled with their tokens
+MAX_LINEAR = 100  # tokens of a map whose colours are linear; weights that spread over more are drawn by their root
 Array = NDArray[np.floating[Any]]
 MaskArray = NDArray[np.bool_]
 
@@ -23,22 +25,50 @@ def draw_attention(
     weights: Array, queries: Sequence[str], keys: Sequence[str], title: str, *, mask: MaskArray | None = None
 ) -> Any:
     """Draw the weights (T, S) of one head: a row is a query, a column a key; cells where `mask` is False are grey."""
+    from matplotlib.colors import PowerNorm
+
     check_length(max(len(queries), len(keys)))
     height, width = (min(MAX_SIDE, max(MIN_SIDE, CELL_INCHES * len(tokens))) for tokens in (queries, keys))
     if len(queries) == len(keys):
         height = width = max(height, width)
     figure = create_figure((width + 2.2, height + 1.7))
     axis = figure.subplots()
-    image = axis.imshow(
-        _hide(weights, mask), cmap=_colors(), vmin=0, vmax=float(weights.max()), aspect="auto", interpolation="nearest"
-    )
-    bar = figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02, label="attention weight")
+    is_long = max(weights.shape) > MAX_LINEAR
+    scale = PowerNorm(0.5 if is_long else 1.0, vmin=0, vmax=float(weights.max()))
+    image = axis.imshow(_hide(weights, mask), cmap=_colors(), norm=scale, aspect="auto", interpolation="nearest")
+    label = "attention weight (square-root scale)" if is_long else "attention weight"
+    bar = figure.colorbar(image, ax=axis, shrink=0.7, pad=0.02, label=label)
     bar.ax.tick_params(labelsize=8)
     axis.set_title(title, fontsize=11, parse_math=False)
     axis.set_xlabel("key: the token attended to", fontsize=9)
     axis.set_ylabel("query: the token that attends", fontsize=9)
     label_axis(axis, "y", queries, height)
     label_axis(axis, "x", keys, width)
+    return figure
+
+
+def draw_layer(
+    weights: Array, queries: Sequence[str], keys: Sequence[str], title: str, *, mask: MaskArray | None = None
+) -> Any:
+    """Draw the weights (H, T, S) of all heads of a layer, each with its tokens and on its own scale from 0."""
+    columns = min(4, len(weights))
+    rows = -(-len(weights) // columns)
+    height, width = (max(1.6, 0.17 * len(tokens)) for tokens in (queries, keys))
+    figure = create_figure((columns * width + 2.4, rows * (height + 0.3) + 1.6))
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for number, axis in enumerate(axes.flat):
+        if number >= len(weights):
+            axis.axis("off")
+            continue
+        scaled = weights[number] / max(float(weights[number].max()), 1e-9)
+        image = axis.imshow(_hide(scaled, mask), cmap=_colors(), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axis.set_title(f"head {number}", fontsize=9)
+        label_axis(axis, "y", queries, height)
+        label_axis(axis, "x", keys, width)
+    figure.colorbar(image, ax=axes, shrink=0.7, pad=0.02, label="weight / largest weight of the head")
+    figure.suptitle(title, fontsize=11)
+    figure.supxlabel("key: the token attended to", fontsize=9)
+    figure.supylabel("query: the token that attends", fontsize=9)
     return figure
 
 

@@ -14,7 +14,7 @@ from monoblock.inspection.head_scores import repeated_token_scores, text_scores
 from monoblock.inspection.head_statistics import head_statistics
 from monoblock.inspection.pruning import attention_layers
 from monoblock.inspection.trace import Trace, trace
-from monoblock.plots.attention import draw_attention, draw_head_grid, draw_patch_attention
+from monoblock.plots.attention import MAX_LABELLED, draw_attention, draw_head_grid, draw_layer, draw_patch_attention
 from monoblock.plots.curves import draw_head_statistics
 from monoblock.plots.page import AttentionMap, Section, metrics_table
 from monoblock.plots.tokens import readable_tokens
@@ -43,8 +43,15 @@ def attention_part(request: Request) -> Part:
     )
     if request.head is not None:
         return _one_head(request, section, chosen, weights, maps)
+    shapes = {name: list(one.shape) for name, one in weights.items()}
+    data = {"shapes": shapes, "queries": request.input.tokens, "keys": request.input.source_tokens}
     if request.input.pixels is not None:
         section.figures.append(_patch_figure(request, weights, chosen))
+    heads: Any = None if chosen is None else weights[chosen]
+    if chosen is not None and max(heads.shape) <= MAX_LABELLED:
+        tokens = _token_names(chosen, request.input)
+        section.figures.append((draw_layer(heads, *tokens, chosen, mask=(heads > 0).any(0)), chosen))
+        return Part(section, data, maps)
     groups: dict[str, dict[str, Any]] = {}
     for name, one in weights.items():
         stack, number, kind = name.split(".")
@@ -53,8 +60,7 @@ def attention_part(request: Request) -> Part:
         masks = {name: (one > 0).any(0) for name, one in grid.items()}
         title = GRID_TITLES[group] if chosen is None else chosen
         section.figures.append((draw_head_grid(grid, title, mask=masks), title))
-    shapes = {name: list(one.shape) for name, one in weights.items()}
-    return Part(section, {"shapes": shapes, "queries": request.input.tokens, "keys": request.input.source_tokens}, maps)
+    return Part(section, data, maps)
 
 
 def _one_head(
