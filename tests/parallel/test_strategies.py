@@ -20,10 +20,10 @@ from monoblock.training.events import EvaluationEvent, StepEvent
 run_jobs = functools.partial(training_support.run_jobs, dtype="float64")
 STRATEGIES = ("ddp", "fsdp", "tp", "fsdp+tp", "pp")
 # The other families are trained in test_fifty_steps.py.
-FAMILIES = {name: strategy_families.FAMILIES[name] for name in ("gpt", "bert", "divisible", "experts")}
+FAMILIES = {name: strategy_families.FAMILIES[name] for name in ("gpt", "divisible", "experts")}
 STEPS = {"experts": 12}  # for the resumed runs
 BACKGROUND = ("fsdp", "pp")  # also saved in the background
-DIVIDED = ("divisible", "experts", "bert")  # tensor parallelism divides the positions too
+DIVIDED = ("divisible", "experts")  # tensor parallelism divides the positions too
 
 
 @contextmanager

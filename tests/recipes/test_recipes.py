@@ -15,6 +15,7 @@ import torch
 import monoblock as mb
 from monoblock.accounting.report import account
 from monoblock.cli.main import run
+from monoblock.data.corpora import docstrings
 from monoblock.data.corpora.load import CORPORA, corpus_location, install_hint, load_corpus
 from monoblock.interop.folder import load_model
 from monoblock.nn.lstm import Recurrent
@@ -40,9 +41,13 @@ def _restore_determinism():
 
 @pytest.fixture
 def short_validation(monkeypatch):
-    """Truncate validation splits, and read every corpus once."""
+    """Truncate validation splits, read every corpus once, and docstrings of two packages instead of six."""
     for module in ("data.corpora.load", "tasks.splits"):
         monkeypatch.setattr(f"monoblock.{module}.load_corpus", load_short_corpus)
+    monkeypatch.setattr("monoblock.data.corpora.docstrings.PACKAGES", ("networkx", "numpy"))
+    docstrings._read_split.cache_clear()
+    yield
+    docstrings._read_split.cache_clear()
 
 
 @cache

@@ -140,6 +140,7 @@ def train_and_record(folder, out, steps, processes, *, resume):
     return [tuple(map(int, line.split())) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_ranks_then_one_then_two_see_every_sample_once(tmp_path):
     prepare(tmp_path)
     write_recipe(tmp_path, TOKENS, EXACT)
