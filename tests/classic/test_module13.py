@@ -131,7 +131,8 @@ def test_the_block_of_table_6_has_3_2_million_parameters():
 
 def test_the_gpt_has_64_453_632_parameters():
     """The course says 60 M and 64 M."""
-    model = GPT(50_000, 512, 12, 8, 2048)
+    with torch.device("meta"):
+        model = GPT(50_000, 512, 12, 8, 2048)
     assert isinstance(model.parameters(), list)
     assert sum(p.numel() for p in model.parameters()) == 64_453_632
 
@@ -164,10 +165,10 @@ def test_frequencies_of_samples_are_the_probabilities_of_the_model():
     with torch.no_grad():
         model.get_parameter("input.token.weight").mul_(40)
     prompt = torch.tensor([[1, 2]])
-    drawn = model.generate(prompt, 1, seed=0, num_return_sequences=2000)[:, -1]
+    drawn = model.generate(prompt, 1, seed=0, num_return_sequences=1000)[:, -1]
     expected = model(prompt)[0, -1].softmax(-1)
     assert expected.max() < 0.95
-    torch.testing.assert_close(drawn.bincount(minlength=6) / 2000, expected, atol=0.04, rtol=0)
+    torch.testing.assert_close(drawn.bincount(minlength=6) / 1000, expected, atol=0.05, rtol=0)
 
 
 def test_a_step_of_training_lowers_the_loss():

@@ -50,7 +50,7 @@ def test_merging_ends_when_every_word_is_one_symbol():
 def test_without_ties_the_tokenizers_library_learns_the_same_merges():
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    words = ["LOW"] * 5 + ["LOWER"] * 2 + ["NEWEST"] * 6 + ["WIDEST"] * 4
+    words = ["ABX"] * 5 + ["ABY"] * 3 + ["XYX"] * 2
     steps = byte_pair_merges(words, 2)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -79,7 +79,7 @@ def next_token_model(probabilities: Sequence[Sequence[float]]) -> Transformer:
         for weight in model.parameters():
             weight.zero_()
         _set_one_hot(model, vocab)
-        model.get_parameter("head.output.weight").copy_(table.log().clamp(min=-1e4).T)
+        model.get_parameter("head.output.weight").copy_(table.log().clamp(min=-50).T)
     return model.eval()
 
 
