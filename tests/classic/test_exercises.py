@@ -18,8 +18,26 @@ def test_no_exercise_is_missing_and_each_has_an_assertion():
     )
 
 
+def code_blocks(title):
+    return re.findall(r"```python\n(.*?)```", SECTIONS[title], flags=re.S)
+
+
+def run_code(code, title):
+    exec(compile(code, f"docs/exercises.md, {title}", "exec"), {})
+
+
 @pytest.mark.parametrize("title", SECTIONS)
 def test_the_code_of_an_exercise_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for code in re.findall(r"```python\n(.*?)```", SECTIONS[title], flags=re.S):
-        exec(compile(code, f"docs/exercises.md, {title}", "exec"), {})
+    for code in code_blocks(title):
+        if not code.startswith("# Slow"):
+            run_code(code, title)
+
+
+@pytest.mark.slow
+def test_the_slow_code_of_the_exercises_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    slow = [(code, title) for title in SECTIONS for code in code_blocks(title) if code.startswith("# Slow")]
+    assert slow
+    for code, title in slow:
+        run_code(code, title)
