@@ -136,6 +136,9 @@ def test_parameters_of_the_example_block():
     assert sum(count for name, count in matrices.items() if "attention" in name) == 1_048_576
     assert sum(count for name, count in matrices.items() if "feedforward" in name) == 2_097_152
     assert sum(p.numel() for name, p in block.named_parameters() if "norm" in name) == 2_048
+    total = 1_048_576 + 2_097_152 + 2_048
+    shares = [round(100 * part / total, 2) for part in (1_048_576, 2_097_152, 2_048)]
+    assert (round(total / 1e6, 2), shares) == (3.15, [33.31, 66.62, 0.07])
 
 
 def test_the_gpt_has_2_743_680_parameters_and_predicts_for_each_token():

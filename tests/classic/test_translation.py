@@ -24,7 +24,7 @@ def model():
 def test_the_three_merges_of_the_slides_and_the_words_after_each():
     steps = byte_pair_merges(WORDS, 3)
     assert ["".join(step.pair) for step in steps] == ["AD", "EE", "ADD"]
-    assert [step.count for step in steps] == [3, 2, 2]
+    assert [step.frequency for step in steps] == [3, 2, 2]
     assert [" ".join("·".join(word) for word in step.words) for step in steps] == [
         "B·AD·D F·AD F·E·E·D·E AD·D·E·E·F",
         "B·AD·D F·AD F·EE·D·E AD·D·EE·F",
@@ -65,6 +65,13 @@ def test_the_model_has_the_probabilities_of_the_table(model):
     probabilities = model(torch.tensor([[START, 1, 2]])).softmax(-1)[0]
     expected = torch.tensor([FIRST, AFTER_FIRST_WORD, AFTER_SECOND_WORD])
     torch.testing.assert_close(probabilities[:, 1:REST], expected, atol=1e-5, rtol=0)
+
+
+def test_the_first_table_is_a_distribution_and_greedy_decoding_takes_its_second_word():
+    table = [0.03, 0.7, 0.05, 0.1, 0.08, 0.04]
+    assert sum(table) == pytest.approx(1)
+    rows = [[0.0, *table], *[[0.0] * 6 + [1.0]] * 6]
+    assert next_token_model(rows).generate(torch.tensor([[START]]), max_new_tokens=1).tolist() == [[START, 2]]
 
 
 def test_greedy_decoding_finds_015_and_beam_search_016(model):

@@ -25,7 +25,7 @@ class Merge(NamedTuple):
     """One step of byte-pair encoding."""
 
     pair: tuple[str, str]  # the most frequent pair of neighbouring symbols
-    count: int  # how often it occurs
+    frequency: int  # how often the pair occurs
     words: list[Word]  # all words after the pair was merged
 
 
