@@ -174,6 +174,16 @@ def test_queries_keys_and_values_may_differ():
     torch.testing.assert_close(attention(q, k, v, padding[:, None, None]), expected, atol=1e-5, rtol=0)
 
 
+def test_the_parts_have_the_names_of_the_listing():
+    attention = MultiHeadAttention(12, 3)
+    assert (attention.d_model, attention.num_heads) == (12, 3)
+    assert [attention.W_q, attention.W_k, attention.W_v, attention.W_o] == [*attention.children()][:4]
+    encoder, decoder = EncoderBlock(12, 3, 20), DecoderBlock(12, 3, 20)
+    assert {encoder.self_attn, encoder.norm1, encoder.ffn, encoder.norm2} == set(encoder.children())
+    names = ("self_attn", "norm1", "cross_attn", "norm2", "ffn", "norm3")
+    assert {getattr(decoder, name) for name in names} == set(decoder.children())
+
+
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ConfigError, match="does not divide"):
         MultiHeadAttention(d_model=10, num_heads=3)

@@ -132,6 +132,7 @@ def test_the_block_takes_the_weights_of_the_listing_and_gives_its_output(mask):
     block, reference, x = TransformerBlock(d_model=32, h=4, d_ff=128), PlainBlock(32, 4, 128), torch.randn(1, 6, 32)
     block.load_state_dict(reference.state_dict())
     assert block(x, mask).shape == (1, 6, 32)
+    assert torch.equal(block.ff1.weight, reference.ff1.weight)
     torch.testing.assert_close(block(x, mask), reference(x, mask), atol=1e-5, rtol=0)
 
 

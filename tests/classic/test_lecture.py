@@ -144,6 +144,8 @@ def test_parameters_of_the_example_block():
 def test_the_gpt_has_2_743_680_parameters_and_predicts_for_each_token():
     model = GPT(65)
     assert sum(p.numel() for p in model.parameters()) == 2_743_680
+    assert (model.tok_emb.weight.shape, model.pos_emb.weight.shape) == ((65, 192), (256, 192))
+    assert len(model.blocks) == 6
     assert model(torch.zeros(2, 11, dtype=torch.long)).shape == (2, 11, 65)
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from monoblock.classic.shared import accept_listing_names, attention_context, scaled_dot_product_attention
+from monoblock.classic.shared import accept_listing_names, alias, attention_context, scaled_dot_product_attention
 from monoblock.config.families import build_encoder_decoder
 from monoblock.config.model import (
     AttentionConfig,
@@ -83,6 +83,9 @@ class MultiHeadAttention(Attention):
         num_heads: number of heads; it divides `d_model`.
     """
 
+    W_q, W_k, W_v, W_o = alias("query"), alias("key"), alias("value"), alias("output")
+    d_model, num_heads = alias("query.in_features"), alias("config.heads")
+
     def __init__(self, d_model: int, num_heads: int) -> None:
         config = AttentionConfig(heads=num_heads, bias="", mask="full")
         config.check_width(d_model)
@@ -121,6 +124,9 @@ class EncoderBlock(Block):
         dropout: dropout probability of the output of each sublayer and inside the feed-forward network.
     """
 
+    norm1, norm2 = alias("attention_norm"), alias("feedforward_norm")
+    self_attn, ffn = alias("attention"), alias("feedforward")
+
     def __init__(self, d_model: int, num_heads: int, d_ff: int, dropout: float = 0.1) -> None:
         super().__init__(_block_config(d_model, num_heads, d_ff, dropout))
         names = {"norm1": "attention_norm", "norm2": "feedforward_norm"}
@@ -136,6 +142,9 @@ class DecoderBlock(Block):
 
     The arguments are those of `EncoderBlock`.
     """
+
+    norm1, norm2, norm3 = alias("attention_norm"), alias("cross_norm"), alias("feedforward_norm")
+    self_attn, cross_attn, ffn = alias("attention"), alias("cross"), alias("feedforward")
 
     def __init__(self, d_model: int, num_heads: int, d_ff: int, dropout: float = 0.1) -> None:
         config = _block_config(d_model, num_heads, d_ff, dropout)

@@ -15,6 +15,7 @@ from torch import Tensor
 from monoblock.classic.shared import (
     WeightsRecorder,
     accept_listing_names,
+    alias,
     attention_context,
     scaled_dot_product_attention,
 )
@@ -41,6 +42,9 @@ class MultiHeadAttention(Attention):
         h: number of heads; it divides `d_model`.
     """
 
+    W_Q, W_K, W_V, W_O = alias("query"), alias("key"), alias("value"), alias("output")
+    h = alias("config.heads")
+
     def __init__(self, d_model: int, h: int) -> None:
         config = AttentionConfig(heads=h, bias="", mask="full")
         config.check_width(d_model)
@@ -61,6 +65,9 @@ class TransformerBlock(Block):
         h: number of heads.
         d_ff: hidden size of the feed-forward network.
     """
+
+    norm1, norm2, attn = alias("attention_norm"), alias("feedforward_norm"), alias("attention")
+    ff1, ff2 = alias("feedforward.up"), alias("feedforward.down")
 
     def __init__(self, d_model: int, h: int, d_ff: int) -> None:
         config = BlockConfig(

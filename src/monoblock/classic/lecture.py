@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from monoblock.classic.shared import SizedTransformer, accept_listing_names, attention_context, layer_names
+from monoblock.classic.shared import SizedTransformer, accept_listing_names, alias, attention_context, layer_names
 from monoblock.config.families import LAYER_NORM, build_stack
 from monoblock.config.model import (
     AttentionConfig,
@@ -64,6 +64,9 @@ class TransformerBlock(Block):
     Weights of the lecture's listing, whose attention is an `nn.MultiheadAttention`, load into it.
     """
 
+    norm1, norm2 = alias("attention_norm"), alias("feedforward_norm")
+    attn, ffn = alias("attention"), alias("feedforward")
+
     def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
         super().__init__(_block_config(d_model, n_heads, d_ff, "full"))
         accept_listing_names(self, BLOCK_NAMES)
@@ -96,6 +99,9 @@ class GPT(SizedTransformer):
 
     It is a `monoblock.Transformer`, with `generate`, `stream` and `save_pretrained`.
     """
+
+    tok_emb, pos_emb = alias("input.token"), alias("input.position")
+    blocks, norm_f = alias("decoder.blocks"), alias("decoder.norm")
 
     def __init__(self, vocab: int, d_model: int = 192, n_heads: int = 6, n_layers: int = 6, max_len: int = 256) -> None:
         block = _block_config(d_model, n_heads, 4 * d_model, "causal")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from monoblock.classic.shared import SizedTransformer, accept_listing_names, attention_context, layer_names
+from monoblock.classic.shared import SizedTransformer, accept_listing_names, alias, attention_context, layer_names
 from monoblock.config.families import LAYER_NORM, build_stack
 from monoblock.config.model import (
     AttentionConfig,
@@ -65,21 +65,11 @@ class LayerNorm(ListOfParameters, Norm):
         eps: added to the variance.
     """
 
+    gamma, beta = alias("weight"), alias("bias")
+
     def __init__(self, normalized_shape: int, eps: float = 1e-5) -> None:
         super().__init__(normalized_shape, NormConfig(eps=eps))
         accept_listing_names(self, NORM_NAMES)
-
-    @property
-    def gamma(self) -> nn.Parameter:
-        """The scale (normalized_shape,)."""
-        assert self.weight is not None
-        return self.weight
-
-    @property
-    def beta(self) -> nn.Parameter:
-        """The shift (normalized_shape,)."""
-        assert self.bias is not None
-        return self.bias
 
 
 class MLP(ListOfParameters, FeedForward):
@@ -90,6 +80,8 @@ class MLP(ListOfParameters, FeedForward):
         hidden_dim: size in between, by default 4 · embed_dim.
         dropout_prob: dropout probability after the activation.
     """
+
+    linear1, linear2 = alias("up"), alias("down")
 
     def __init__(self, embed_dim: int, hidden_dim: int | None = None, dropout_prob: float = 0.1) -> None:
         hidden = 4 * embed_dim if hidden_dim is None else hidden_dim
@@ -118,6 +110,8 @@ class TransformerBlock(ListOfParameters, Block):
         ff_dim: hidden size of the MLP, in place of `mlp_ratio`.
         dropout_prob: dropout probability of the output of each sublayer and inside the MLP.
     """
+
+    ln1, ln2, mlp = alias("attention_norm"), alias("feedforward_norm"), alias("feedforward")
 
     def __init__(
         self,
@@ -154,6 +148,8 @@ class GPT(ListOfParameters, SizedTransformer):
 
     It is a `monoblock.Transformer`: it can also stream, be saved, traced and examined.
     """
+
+    blocks = alias("decoder.blocks")
 
     def __init__(
         self, vocab_size: int, embed_dim: int, num_layers: int, num_heads: int, max_seq_len: int = 1024

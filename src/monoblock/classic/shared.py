@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,7 +74,12 @@ class SizedTransformer(Transformer):
         )
 
 
-# -- names of weights -------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def alias(path: str) -> Any:
+    """Return a property that reads an attribute under a listing's name, as in `norm1 = alias("attention_norm")`."""
+    return property(attrgetter(path), doc=f"The document's name of `{path}`.")
 
 
 def accept_listing_names(module: nn.Module, names: Mapping[str, str]) -> None:
