@@ -50,10 +50,14 @@ class AttentionContext:
         return self
 
     def uses_flex(self, x: Tensor) -> bool:
-        """Return whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries."""
+        """Return whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries.
+
+        It computes the mask from positions, so it is of no use for a mask that was given as a matrix.
+        """
         return (
             x.is_cuda
             and self.resolved_mask.kind == "dense"
+            and self.resolved_mask.matrix is None
             and self.bias is None
             and self.resolved_mask.q.length >= FLEX_MIN_QUERIES
         )

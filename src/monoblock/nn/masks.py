@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.token_positions import TokenPositions
+from monoblock.nn.token_positions import TokenPositions, arange_positions
 
 MaskPredicate = Callable[[TokenPositions, TokenPositions], Tensor | bool]
 
@@ -114,10 +114,11 @@ class ResolvedMask:
     mask: Mask
     q: TokenPositions
     k: TokenPositions
+    matrix: Tensor | None = None  # the mask itself, if it was given as a matrix (see `mask_from_matrix`)
 
     def dense(self) -> Tensor:
-        """Return the mask as booleans (B, 1, T, S)."""
-        return self.mask.dense(self.q, self.k)
+        """Return the mask as booleans (B, 1, T, S), or as the matrix that was given."""
+        return self.mask.dense(self.q, self.k) if self.matrix is None else self.matrix
 
 
 # -- masks --------------------------------------------------------------------------------------------------------
@@ -166,6 +167,16 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
         return linked
 
     return Mask((MaskTerm(f"random_blocks({count}, {size})", predicate),))
+
+
+def mask_from_matrix(allowed: Tensor) -> ResolvedMask:
+    """Return a mask given as booleans that broadcast to (B, H, T, S), True where a query may see a key.
+
+    A mask that follows from positions is better built from the masks above: it then holds in cached decoding as well.
+    """
+    matrix = allowed[(None,) * (4 - allowed.dim())]
+    q, k = (arange_positions(length, device=allowed.device) for length in matrix.shape[-2:])
+    return ResolvedMask("dense", everything, q, k, matrix)
 
 
 def mask_from_config(config: AttentionConfig) -> Mask:
