@@ -106,7 +106,8 @@ def command(
     options["resume"] = resume = resume or (is_restarted(os.environ) and has_run(folder))
     stop_with_launcher(os.environ)
     command_line = ["monoblock", *sys.argv[1:]]
-    with defer_worker_errors(os.environ), log_output(folder, command_line, os.environ, create=not resume):
+    log_file = log_output(folder, command_line, os.environ, create=not resume)
+    with log_file as log, defer_worker_errors(os.environ, log):
         world = join_processes(resolved)
         notes = [] if resume else _list_unchanged(recipe, overrides, resolved)
         notes += list_unused_keys(resolved, world.size)

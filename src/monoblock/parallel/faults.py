@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from monoblock.errors import MonoblockError
 
 LOGS_FOLDER = "logs"
+END = "--- end: "  # begins the last line of a log
 LAUNCHER_POLL_SECONDS = 1.0
 TIMEOUT_WORDS = ("timed out", "timeout")
 CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
@@ -76,17 +76,17 @@ def log_path(folder: Path, rank: int) -> Path:
 @contextmanager
 def log_output(
     folder: Path, words: Sequence[str], environment: Mapping[str, str], *, create: bool = True
-) -> Iterator[None]:
-    """Write the output of this process to its log in a run folder, if torchrun has started it.
+) -> Iterator[TextIO | None]:
+    """Write the output of this process to its log in a run folder, if torchrun has started it; the block gets the log.
 
     What Python prints in the main process still goes to the terminal. After the `with` block, all processes print to
-    the terminal again.
+    the terminal again. The last line of the log says how the block ended.
 
     words: the command line, for the first line of the log.
     create: create the run folder; otherwise, if there is none, the output of the other processes is dropped.
     """
     if "LOCAL_RANK" not in environment:
-        yield
+        yield None
         return
     rank = int(environment["RANK"])
     log = _open_log(log_path(folder, rank) if create or folder.is_dir() else Path(os.devnull))
@@ -102,9 +102,10 @@ def log_output(
         sys.stdout, sys.stderr = terminal
     faulthandler.enable(log)
     try:
-        yield
-    except Exception:
-        log.write(traceback.format_exc())
+        yield log
+        log.write(f"{END}completed\n")
+    except Exception as problem:
+        log.write(f"{END}{problem}\n")
         raise
     finally:
         sys.stdout.flush()
@@ -119,19 +120,21 @@ def _open_log(path: Path) -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")
 
 
-def has_log_of_launcher(folder: Path, launcher: int, since: float) -> bool:
-    """Return whether a process that a launcher of this machine started has written to its log since a time.
+def has_ended(folder: Path, launcher: int, since: float) -> bool | None:
+    """Return whether a process that a launcher of this machine started has written how it ended to its log.
+
+    Return None if no process of the launcher has written to a log since a time: it did not start.
 
     launcher: the process id of the launcher; other machines may write logs in the same folder.
     """
-    words = f" {platform.node()}, process id "
+    start = (f" {platform.node()}, process id ", f", {_launcher_words(launcher)}, ")
+    ends = []
     for path in log_path(folder, 0).parent.glob("rank-*.log"):
         if path.stat().st_mtime >= since:
-            with open(path, encoding="utf-8", errors="replace") as lines:
-                starts = [line for line in lines if line.startswith("--- ") and words in line]
-            if any(f", {_launcher_words(launcher)}, " in line for line in starts):
-                return True
-    return False
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            starts = [n for n, line in enumerate(lines) if line.startswith("--- ") and all(w in line for w in start)]
+            ends += [any(line.startswith(END) for line in lines[n:]) for n in starts[-1:]]
+    return any(ends) if ends else None
 
 
 def _launcher_words(launcher: int) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from monoblock.errors import ConfigError, MonoblockError
-from monoblock.parallel.faults import has_log_of_launcher, log_path
+from monoblock.parallel.faults import has_ended, log_path
 from monoblock.parallel.world import uses_cuda
 
 
@@ -67,8 +67,11 @@ def launch(
     except SignalException as problem:
         return 128 + int(problem.sigval)
     except (RendezvousError, dist.DistError) as problem:
-        if folder is not None and has_log_of_launcher(folder, os.getpid(), start):
-            return 1  # a process of this machine has reported its end
+        ended = None if folder is None else has_ended(folder, os.getpid(), start)
+        if ended:
+            return 1  # a process of this machine has reported why
+        if ended is not None:
+            raise MonoblockError("the connection to another machine was lost; continue with --resume") from None
         reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
         raise MonoblockError(f"the machines could not connect at --head {head}: {reason}") from None
     return 0

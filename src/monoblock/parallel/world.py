@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -242,7 +244,7 @@ def uses_cuda(device: str) -> bool:
 
 
 @contextmanager
-def defer_worker_errors(environment: Mapping[str, str]) -> Iterator[None]:
+def defer_worker_errors(environment: Mapping[str, str], log: TextIO | None = None) -> Iterator[None]:
     """Delay the errors of all processes but the main one, so that a failure is reported once.
 
     When a process fails, the others fail too, with the same error or because of the broken connection. A MonoblockError
@@ -251,10 +253,13 @@ def defer_worker_errors(environment: Mapping[str, str]) -> Iterator[None]:
     PyTorch because of missing memory, a time-out or a lost connection becomes a MonoblockError.
 
     environment: the environment variables, which torchrun has set.
+    log: a file that gets the traceback at once.
     """
     try:
         yield
     except Exception as problem:
+        if log is not None:
+            log.write(traceback.format_exc())
         if int(environment.get("WORLD_SIZE", 1)) == 1:
             raise
         rank, local_rank = int(environment.get("RANK", 0)), int(environment.get("LOCAL_RANK", 0))
