@@ -145,9 +145,10 @@ def format_section(rows: list[dict[str, Any]], args: argparse.Namespace, load: f
     lines = [
         title,
         "",
-        f"`python benchmarks/window_attention.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit}: {where}, "
-        f"torch {torch.__version__}. One layer with {HEADS} heads of {HEAD_DIM}, window {WINDOW}, batch 1. {clock}, the "
-        f"best of {args.repeats} passes. Load average of the machine {load:.1f} before and {os.getloadavg()[0]:.1f} after.",
+        f"`python benchmarks/window_attention.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit}: "
+        f"{where}, torch {torch.__version__}. One layer with {HEADS} heads of {HEAD_DIM}, window {WINDOW}, batch 1. "
+        f"{clock}, the best of {args.repeats} passes. Load average of the machine {load:.1f} before and "
+        f"{os.getloadavg()[0]:.1f} after.",
         "",
         "| pattern | tokens | forward, ms | backward, ms | peak memory, MiB | factor of the doubling |",
         "|---|---|---|---|---|---|",

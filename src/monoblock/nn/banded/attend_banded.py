@@ -52,9 +52,10 @@ class _BandedFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: TilePlan, options: ChunkOptions
     ) -> Tensor:
         tiles = _Tiles(q, k, v, plan)
-        out = tiles.q.new_zeros(*tiles.q.shape[:-1], v.shape[-1])
+        allocate = torch.empty if plan.has_all_queries else torch.zeros
+        out = allocate(*tiles.q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
         wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
-        logs = tiles.q.new_zeros(tiles.q.shape[:-1], dtype=wide)  # (B, tiles, tile, H)
+        logs = allocate(tiles.q.shape[:-1], dtype=wide, device=q.device)  # (B, tiles, tile, H)
         generator = options.make_generator(q.device)
         with torch.autocast(q.device.type, enabled=False):
             for row in range(q.shape[0]):
@@ -75,8 +76,9 @@ class _BandedFunction(torch.autograd.Function):
         tiles = _Tiles(q, k, v, plan)
         grad_tiles, out_tiles = (split_tiles(t, plan.tile, plan.q_order) for t in (grad, out))
         wide = torch.float32 if q.dtype in HALF_DTYPES else q.dtype
-        q_grad = torch.zeros_like(tiles.q)
-        k_grad, v_grad = (torch.zeros_like(t, dtype=wide) for t in (tiles.k, tiles.v))
+        allocate = torch.empty if plan.has_all_queries else torch.zeros
+        q_grad = allocate(tiles.q.shape, dtype=q.dtype, device=q.device)
+        k_grad, v_grad = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (tiles.k, tiles.v))
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
         generator = options.make_generator(q.device)
         groups = k.shape[1]

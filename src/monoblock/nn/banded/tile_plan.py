@@ -6,6 +6,7 @@ follows from the ranges of their positions (`Mask.may_allow`), without writing o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -39,12 +40,18 @@ class TilePlan:
     """The tiles to compute, the same for all blocks with the same mask."""
 
     tile: int
+    q_tiles: int  # the number of query tiles in a row
     rows: list[list[TileChunk]]  # the chunks of each row, or of all rows if there is only one element
     q_order: Tensor | None = None  # (B or 1, T): the order in which tokens are cut into tiles; None: as they come
     k_order: Tensor | None = None  # (B or 1, S)
 
     def chunks(self, row: int) -> list[TileChunk]:
         return self.rows[row if len(self.rows) > 1 else 0]
+
+    @functools.cached_property
+    def has_all_queries(self) -> bool:
+        """Whether every tile of queries is in a chunk; the output of the others is zero."""
+        return all(sum(chunk.q_tiles.numel() for chunk in chunks) == self.q_tiles for chunks in self.rows)
 
     @property
     def num_pairs(self) -> int:
@@ -87,7 +94,7 @@ def plan_tiles(
     if best.row.numel() * best.tile**2 > max_density * rows * q.length * k.length:
         return None
     chunks: list[list[TileChunk]] = [_build_chunks(mask, best, row) for row in range(rows)]
-    return TilePlan(best.tile, chunks, best.q_order, best.k_order)
+    return TilePlan(best.tile, -(-q.length // best.tile), chunks, best.q_order, best.k_order)
 
 
 def _flagged_first(tokens: TokenPositions) -> Tensor | None:
