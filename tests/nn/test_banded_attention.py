@@ -133,8 +133,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("value_size", [K, 5])
+@pytest.mark.parametrize(("kv_heads", "value_size"), [(1, K), (2, 5), (4, K)])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("positions", ["no padding", "everything"])
 def test_options_and_grouped_heads_are_those_of_dense_attention(name, kv_heads, value_size, positions):
@@ -199,8 +198,8 @@ def test_dropout_has_the_mean_of_attention_without_it():
     plan = small_plan(resolved)
     torch.manual_seed(0)
     with torch.no_grad():
-        dropped = torch.stack([attend_banded(q, k, v, plan, dropout=0.3) for _ in range(400)])
-        torch.testing.assert_close(dropped.mean(0), attend_banded(q, k, v, plan), atol=0.25, rtol=0)
+        dropped = torch.stack([attend_banded(q, k, v, plan, dropout=0.3) for _ in range(150)])
+        torch.testing.assert_close(dropped.mean(0), attend_banded(q, k, v, plan), atol=0.4, rtol=0)
         assert 0 < dropped.std(0).mean() < 1
         assert not attend_banded(q, k, v, plan, dropout=1.0).any()
 
@@ -255,6 +254,36 @@ def test_forward_mode_differentiation_and_vmap_take_the_dense_path():
         tangent = forward_ad.unpack_dual(run(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
     step = 1e-3
     torch.testing.assert_close(tangent, (run(x + step) - run(x - step)) / (2 * step), atol=1e-3, rtol=1e-3)
+
+
+def test_a_compiled_layer_takes_the_dense_path():
+    config = AttentionConfig(heads=2, window=10)
+    layer, x, tokens = Attention(8, config), randn(1, 520, 8, dtype=torch.float32), arange_positions(520)
+
+    def run(x):
+        return layer(x, AttentionContext(mask_from_config(config).resolve(tokens, tokens)).prepare(x))
+
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(x), run(x))
+
+
+def test_a_tap_that_only_reads_does_not_change_a_bit():
+    config = AttentionConfig(heads=2, window=10, sinks=True)
+    layer, x, seen = Attention(8, config), randn(1, 520, 8, dtype=torch.float32), {}
+
+    class Reader:
+        def __call__(self, name, tensor):
+            seen[name] = tensor.shape
+            return tensor
+
+        def changes(self, name):
+            return False
+
+    def run(tap):
+        tokens = arange_positions(520)
+        return layer(x, AttentionContext(mask_from_config(config).resolve(tokens, tokens)), tap=tap)
+
+    assert torch.equal(run(Reader()), run(None))
+    assert seen["weights"] == (1, 2, 520, 520)
 
 
 def dense_only(monkeypatch):
