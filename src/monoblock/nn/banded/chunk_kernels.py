@@ -115,8 +115,7 @@ def _has_flash_kernel(q: Tensor, v: Tensor, options: ChunkOptions) -> bool:
 
 def _flash_bias(chunk: TileChunk, q: Tensor) -> Tensor:
     """Return the mask as 0 and -inf (U, 1, R, S)."""
-    bias = q.new_zeros(chunk.visible.shape).masked_fill_(~chunk.visible, -math.inf)
-    return _repeat_queries(bias, q)
+    return _repeat_queries(torch.where(chunk.visible, 0.0, -math.inf).to(q.dtype), q)
 
 
 def _masked_scores(q: Tensor, k: Tensor, chunk: TileChunk, options: ChunkOptions) -> tuple[Tensor, Tensor | None]:
