@@ -1,10 +1,11 @@
 """Time and peak memory of one attention layer, forward and backward: full causal attention beside sparse attention.
 
 The patterns are a causal window of 128 (Beltagy et al. 2020), the same with a global token, and with a global token and
-three random blocks (Zaheer et al. 2020), at 4,096 to 32,768 tokens on a CPU and to 131,072 on a GPU. Each row runs in a
-process of its own. Its peak is that of the process (on a GPU: of allocated memory) above the state before the layer and
-its input were made, after a short text has run. The last column is the time divided by that of half the length. On a
-CPU that others use, --cpu-time with --threads 1 measures the processor time of the process instead of elapsed time.
+three random blocks (Zaheer et al. 2020), at 4,096 to 32,768 tokens on a CPU and to 131,072 on a GPU. The lengths of a
+pattern run in turn, several times, and the best time of each counts. The peak memory of each is that of a process (on a
+GPU: of allocated memory) above the state before layer and input were made, after a short text has run. The last column
+is the time divided by that of half the length. On a CPU that others use, --cpu-time with --threads 1 measures the
+processor time of the process instead of elapsed time.
 --smoke takes toy sizes; --write saves the table.
 """
 
@@ -73,19 +74,23 @@ def read_clock(device: str, clock: Callable[[], float]) -> float:
     return clock()
 
 
-def measure(pattern: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the best times of some passes, and the peak memory of the first one, in this process."""
+def measure(pattern: str, lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the best times of passes over all lengths in turn; with one pass over one length also its peak memory."""
     torch.manual_seed(0)
     device, clock = args.device, time.process_time if args.cpu_time else time.perf_counter
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    run_layer(pattern, min(length, 1024), device, dtype, clock)
+    run_layer(pattern, 1024, device, dtype, clock)
     gc.collect()
     before = start_peak(device)
-    times = [run_layer(pattern, length, device, dtype, clock)]
+    rounds = [[run_layer(pattern, length, device, dtype, clock) for length in lengths] for _ in range(args.repeats)]
     peak = read_peak(device) - before
-    times += [run_layer(pattern, length, device, dtype, clock) for _ in range(args.repeats - 1)]
-    forward, backward = min(t[0] for t in times), min(t[1] for t in times)
-    return {"pattern": pattern, "length": length, "forward": forward, "backward": backward, "peak_bytes": peak}
+    rows = []
+    for length, times in zip(lengths, zip(*rounds, strict=True), strict=True):
+        forward, backward = min(t[0] for t in times), min(t[1] for t in times)
+        rows.append(
+            {"pattern": pattern, "length": length, "forward": forward, "backward": backward, "peak_bytes": peak}
+        )
+    return rows
 
 
 def start_peak(device: str) -> int:
@@ -106,27 +111,29 @@ def _read_status(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure_in_process(pattern: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
-    options = ["--device", args.device, "--repeats", str(args.repeats), "--threads", str(args.threads)]
+def measure_in_process(
+    pattern: str, lengths: list[int], repeats: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    options = ["--device", args.device, "--repeats", str(repeats), "--threads", str(args.threads)]
     options += ["--cpu-time"] if args.cpu_time else []
-    command = [sys.executable, __file__, "--row", pattern, "--lengths", str(length), *options]
+    command = [sys.executable, __file__, "--row", pattern, "--lengths", *map(str, lengths), *options]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def measure_all(patterns: list[str], lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for pattern in patterns:
-        previous: dict[str, Any] = {}
-        for length in lengths:
-            if pattern == DENSE and length > DENSE_LENGTH:
-                continue
-            row = measure_in_process(pattern, length, args)
-            total, half = (r.get("forward", 0.0) + r.get("backward", 0.0) for r in (row, previous))
-            row["factor"] = total / half if previous and length == 2 * previous["length"] else None
-            rows.append(row)
-            previous = row
-            print(format_row(row), file=sys.stderr, flush=True)
+def measure_pattern(pattern: str, lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the times of all lengths in one process, and the peak memory of each in a process of its own."""
+    lengths = [length for length in lengths if pattern != DENSE or length <= DENSE_LENGTH]
+    rows = measure_in_process(pattern, lengths, args.repeats, args)
+    for row, previous in zip(rows, [None, *rows[:-1]], strict=True):
+        row["peak_bytes"] = measure_in_process(pattern, [row["length"]], 1, args)[0]["peak_bytes"]
+        is_double = previous is not None and row["length"] == 2 * previous["length"]
+        row["factor"] = _total(row) / _total(previous) if previous is not None and is_double else None
+        print(format_row(row), file=sys.stderr, flush=True)
     return rows
+
+
+def _total(row: dict[str, Any]) -> float:
+    return row["forward"] + row["backward"]
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -172,11 +179,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.row is not None:
-        print(json.dumps(measure(args.row, args.lengths[0], args)))
+        print(json.dumps(measure(args.row, args.lengths, args)))
         return
     load = os.getloadavg()[0]
     lengths = args.lengths or ([512, 1024] if args.smoke else LENGTHS[args.device])
-    rows = measure_all(["window"] if args.smoke else args.patterns, lengths, args)
+    patterns = ["window"] if args.smoke else args.patterns
+    rows = [row for pattern in patterns for row in measure_pattern(pattern, lengths, args)]
     section = format_section(rows, args, load)
     print(json.dumps(rows, indent=2) if args.json else f"## {section}")
     if args.write and not args.smoke:
