@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import monoblock as mb
+from monoblock.classic.module13 import create_causal_mask
 from monoblock.config.model import Alibi, Learned, Rotary, Sinusoid
 from monoblock.nn.attention import attend
 from monoblock.nn.masks import causal, everything
@@ -199,3 +200,83 @@ def test_a_deviation_outside_autograd_cuts_the_gradient():
     detached = centred / (centred.square().mean() + 1e-5).detach().sqrt()
     assert torch.autograd.gradcheck(lambda t: layer_norm(t), x)
     assert (gradient(detached) - gradient(layer_norm(x))).abs().max() > 1e-2
+
+
+def test_the_class_token_comes_first():
+    from tokenizers import Tokenizer, models, processors
+
+    bert = Tokenizer(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "word": 3}, unk_token="[UNK]"))
+    bert.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    assert bert.encode("word").tokens == ["[CLS]", "word", "[SEP]"]
+    ours = mb.Tokenizer.train("wordpiece", ["a b c d"], 64, specials="masked_lm")
+    assert ours.special_tokens_template(1)[0][0] == ours.id("<cls>")
+    assert mb.preset("bert-base").head.pooling == "first"
+
+
+def test_the_causal_mask_of_what_may_be_seen_is_lower_triangular():
+    mask = create_causal_mask(4)[0]
+    assert torch.equal(mask, mask.tril())
+    assert torch.equal(mask.bool(), causal.dense(arange_positions(4), arange_positions(4))[0, 0])
+    scores = torch.zeros(4, 4).masked_fill(mask == 0, -math.inf)  # what is upper triangular is what is added to scores
+    assert torch.equal(scores.isinf(), torch.ones(4, 4).triu(1).bool())
+
+
+def test_the_first_llama_has_a_gated_feed_forward_layer_with_silu():
+    layers = mb.preset("llama-7b").decoder.layers()
+    assert {(block.feedforward.gated, block.feedforward.activation) for block in layers} == {(True, "silu")}
+
+
+def test_rotary_positions_fail_beyond_the_length_that_was_trained():
+    """Copy the token five places back: perfect up to the 16 positions of training, worse than chance at 32 and 128."""
+    torch.manual_seed(0)
+    config = mb.llama(vocab=12, width=32, depth=1, heads=2, hidden=64, context=128)
+    model = mb.Transformer(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(200):
+        ids = torch.randint(12, (32, 16))
+        loss = F.cross_entropy(model(ids)[:, 5:].flatten(0, 1), ids[:, :-5].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    ids = torch.randint(12, (64, 128))
+    logits = model.eval()(ids)
+    losses = {position: F.cross_entropy(logits[:, position], ids[:, position - 5]) for position in (10, 15, 31, 127)}
+    assert losses[10] < 0.1
+    assert losses[15] < 0.1
+    assert losses[31] > math.log(12)
+    assert losses[127] > math.log(12)
+
+
+def reversal_accuracy(length, *, attention):
+    """Train an LSTM encoder-decoder to reverse strings of eight symbols, and return its accuracy by symbol."""
+    torch.manual_seed(0)
+    config = mb.RecurrentConfig(kind="encoder_decoder", vocab=9, width=48, depth=1, attention=attention)
+    model = mb.Recurrent(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def batch(rows):
+        source = torch.randint(1, 9, (rows, length))
+        return source, F.pad(source.flip(1)[:, :-1], (1, 0)), source.flip(1)
+
+    for _ in range(130):
+        source, inputs, reversed_source = batch(32)
+        loss = F.cross_entropy(model(source, inputs).flatten(0, 1), reversed_source.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    source, inputs, reversed_source = batch(200)
+    return float((model.eval()(source, inputs).argmax(-1) == reversed_source).float().mean())
+
+
+def test_an_lstm_reverses_short_strings_and_with_attention_longer_ones():
+    assert reversal_accuracy(3, attention=False) > 0.97
+    assert reversal_accuracy(8, attention=False) < 0.9
+    assert reversal_accuracy(8, attention=True) > 0.95
+
+
+def test_batch_norm_has_one_mean_for_each_feature_not_for_each_position():
+    batch = nn.BatchNorm1d(768)
+    batch(torch.randn(3, 768, 10))
+    assert batch.running_mean.shape == batch.running_var.shape == (768,)
+    x = torch.randn(3, 10, 768)
+    assert x.mean(-1).shape == (3, 10)  # the statistics of layer norm

@@ -25,7 +25,7 @@ FLOORS = [
     "tasks",
     "doctor",
     "runs",
-    "experiments",
+    "experiments classic",
     "cli",
     "__main__ __init__",
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from monoblock.accounting.flops import block_flops
+from monoblock.accounting.flops import block_flops, gpu_hours
 from monoblock.accounting.memory import attention_matrix_bytes
 from monoblock.accounting.parameters import block_parameters
 from monoblock.accounting.report import account
@@ -100,6 +100,14 @@ def test_b_an_attention_matrix_in_fp32(tokens, mib):
     assert attention_matrix_bytes(queries=tokens, dtype="fp32") == mib * MIB
 
 
+@pytest.mark.parametrize(
+    ("tokens", "entries"),
+    [(512, 262_144), (1_000, 10**6), (2048, 4_194_304), (8192, 67_108_864), (10_000, 10**8), (128_000, 16_384_000_000)],
+)
+def test_b_an_attention_matrix_has_the_square_of_the_length_as_entries(tokens, entries):
+    assert attention_matrix_bytes(queries=tokens, dtype="fp32") == 4 * entries
+
+
 def test_b_128_000_tokens_take_65_5_gb():
     """The document says about 64 GB."""
     size = attention_matrix_bytes(queries=128_000, dtype="fp32")
@@ -130,6 +138,10 @@ def test_c_the_gpt_of_64_million():
     mlp = model.components["decoder.feedforward"]
     rest = model.components["decoder.attention"] + model.components["input.token"] + model.components["input.position"]
     assert (round(mlp / 1e6, 1), round(rest / 1e6, 1)) == (25.2, 39.2)
+
+
+def test_c_twelve_blocks_have_37_8_million():
+    assert 12 * sum(block_parameters(block(bias=True)).values()) == pytest.approx(37.8e6, abs=0.05e6)
 
 
 def test_c_gpt_2_small_has_124_million():
@@ -209,6 +221,15 @@ def test_c_gpt_3_takes_2_8_tb_to_train():
     assert model.training_bytes(1, 1, "fp16").state / 10**12 == pytest.approx(2.8, abs=0.01)
 
 
+def test_c_training_gpt_3_costs_4_6_million_dollars():
+    """The usual estimate: 300 billion tokens at 28 TFLOP/s and 1.50 dollars an hour; 10,000 GPUs take two weeks."""
+    model = account("gpt3-175b")
+    assert model.parameters == pytest.approx(175e9, rel=0.01)
+    hours = gpu_hours(6 * 175e9 * 300e9, peak=28e12, mfu=1.0)
+    assert 1.50 * hours == pytest.approx(4.6e6, rel=0.03)
+    assert hours / 10_000 / 24 == pytest.approx(13, abs=0.1)
+
+
 def test_c_from_2k_to_32k_attention_matrices_grow_256_fold_and_doubling_quadruples():
     size = {n: attention_matrix_bytes(heads=96, queries=n, dtype="fp16") for n in (2048, 4096, 32_768)}
     assert size[32_768] == 256 * size[2048]
@@ -236,6 +257,30 @@ def test_d_the_feed_forward_is_the_largest_part_of_every_block():
 
 
 # -- E -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "millions"), [("vaswani-base", 65), ("vaswani-big", 213)])
+def test_e_the_sizes_of_the_two_models_of_the_paper(name, millions):
+    """The paper does not say how many rows its matrix has: 37,000 give 63.1 and 214.2 million."""
+    assert account(name).parameters / 1e6 == pytest.approx(millions, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "width", "heads", "context"),
+    [
+        ("bert-base", 12, 768, 12, 512),
+        ("gpt2", 12, 768, 12, 1024),
+        ("gpt2-xl", 48, 1600, 25, 1024),
+        ("gpt3-175b", 96, 12_288, 96, 2048),
+        ("llama-7b", 32, 4096, 32, 2048),
+        ("vaswani-base", 6, 512, 8, None),
+    ],
+)
+def test_e_8_6_the_sizes_of_published_models(name, depth, width, heads, context):
+    config = preset(name)
+    stack = config.decoder or config.encoder
+    sizes = (stack.depth, config.width, next(stack.layers()).attention.heads, config.context)
+    assert sizes == (depth, width, heads, context)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64])

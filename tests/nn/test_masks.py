@@ -5,11 +5,14 @@ import torch
 from support import assert_bit_equal
 
 from monoblock.config.model import AttentionConfig
+from monoblock.nn.attention import attend, attend_fused
+from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.masks import (
     causal,
     everything,
     global_tokens,
     mask_from_config,
+    mask_from_matrix,
     prefix,
     random_blocks,
     same_document,
@@ -191,3 +194,18 @@ def test_masks_print_their_terms():
     assert str(causal & window(3) & same_document) == "causal & window(3) & same_document"
     assert str(causal | prefix) == "(causal | prefix)"
     assert str(everything) == "everything"
+
+
+@pytest.mark.parametrize("shape", [(T, S), (1, T, S), (B, 1, 1, S), (B, 3, T, S)])
+def test_a_mask_given_as_a_matrix_is_applied_by_the_fused_kernel_too(shape):
+    generator = torch.Generator().manual_seed(1)
+    allowed = torch.rand(shape, generator=generator) < 0.5
+    allowed[..., 0, :] = False  # a query, or with one row all queries, without a visible key
+    q, k, v = (torch.randn(B, 3, length, 4, generator=generator) for length in (T, S, S))
+    context = AttentionContext(mask_from_matrix(allowed))
+    expected = attend(q, k, v, allowed.expand(B, 3, T, S))
+    assert torch.equal(context.dense_mask().expand(B, 3, T, S), allowed.expand(B, 3, T, S))
+    out = attend_fused(q, k, v, context.prepare(q), scale=None, dropout=0.0, bias=None)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    assert (out[:, :, 0] == 0).all()
+    assert not context.uses_flex(q)

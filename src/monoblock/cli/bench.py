@@ -146,7 +146,7 @@ def measure_runners(
     from monoblock.accounting.report import account
     from monoblock.cli._shared.bench_runners import BenchSetup
 
-    parameter = next(model.parameters())
+    parameter = next(iter(model.parameters()))
     setup = BenchSetup(model, folder, str(parameter.device), torch.get_num_threads())
     runners, unavailable = _build_runners(setup, names)
     vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))

@@ -106,7 +106,7 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        parameter = next(self.module.parameters(), None) if self.module is not None else None
+        parameter = next(iter(self.module.parameters()), None) if self.module is not None else None
         return torch.device("cpu") if parameter is None else parameter.device
 
     @property

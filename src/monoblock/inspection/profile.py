@@ -177,7 +177,7 @@ def _seconds(costs: dict[str, ComponentCost]) -> float:
 def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...], backward: bool) -> dict[str, ComponentCost]:
     """Measure one pass; return the cost of every timed module by its full name, of the rest, and in total."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    clock = Clock(next(model.parameters()).device)
+    clock = Clock(next(iter(model.parameters())).device)
     forward = ComponentTimer(clock, seen_storages=weights)
     reverse = ComponentTimer(clock)
     handles: list[Any] = []

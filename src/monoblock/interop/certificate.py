@@ -294,7 +294,7 @@ def _decode_with_cache(ours: Transformer, source: Tensor, target: Tensor) -> Ten
 def _random_inputs(ours: Transformer, *shape: int) -> Tensor:
     """Return random pixels or audio frames in the model's dtype; the numbers are the same for every dtype."""
     inputs = torch.rand(BATCH_SIZE, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return inputs.to(next(ours.parameters()).dtype)
+    return inputs.to(next(iter(ours.parameters())).dtype)
 
 
 def _position_ids(theirs: Any, mask: Tensor, first: int) -> dict[str, Tensor]:

@@ -55,10 +55,14 @@ class AttentionContext:
         return self
 
     def uses_flex(self, x: Tensor) -> bool:
-        """Return whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries."""
+        """Return whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries.
+
+        It computes the mask from positions, so it is of no use for a mask that was given as a matrix.
+        """
         return (
             x.is_cuda
             and self.resolved_mask.kind == "dense"
+            and self.resolved_mask.matrix is None
             and self.bias is None
             and self.resolved_mask.q.length >= FLEX_MIN_QUERIES
         )
@@ -69,8 +73,8 @@ class AttentionContext:
         It is used for a dense mask without bias, many queries, and few tiles that are not empty.
         """
         resolved = self.resolved_mask
-        is_sparse = resolved.kind == "dense" and self.bias is None and resolved.q.length >= BANDED_MIN_QUERIES
-        if not is_sparse or not supports_banded(x):
+        has_positions = resolved.kind == "dense" and resolved.matrix is None and self.bias is None
+        if not has_positions or resolved.q.length < BANDED_MIN_QUERIES or not supports_banded(x):
             return None
         if not self._is_planned:
             self._tile_plan, self._is_planned = plan_tiles(resolved), True

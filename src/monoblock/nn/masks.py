@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.token_positions import TokenPositions, TokenRanges
+from monoblock.nn.token_positions import TokenPositions, TokenRanges, arange_positions
 
 MaskPredicate = Callable[[TokenPositions, TokenPositions], Tensor | bool]
 TilePredicate = Callable[[TokenRanges, TokenRanges], Tensor | bool]
@@ -137,10 +137,11 @@ class ResolvedMask:
     mask: Mask
     q: TokenPositions
     k: TokenPositions
+    matrix: Tensor | None = None  # the mask itself, if it was given as a matrix (see `mask_from_matrix`)
 
     def dense(self) -> Tensor:
-        """Return the mask as booleans (B, 1, T, S)."""
-        return self.mask.dense(self.q, self.k)
+        """Return the mask as booleans (B, 1, T, S), or as the matrix that was given."""
+        return self.mask.dense(self.q, self.k) if self.matrix is None else self.matrix
 
 
 # -- masks --------------------------------------------------------------------------------------------------------
@@ -273,6 +274,16 @@ def _block_span(tiles: TokenRanges, size: int) -> tuple[Tensor, int]:
     first = tiles.low.positions // size
     num_blocks = tiles.high.positions // size - first + 1
     return first.masked_fill(num_blocks < 1, 0), max(int(num_blocks.max()), 1)
+
+
+def mask_from_matrix(allowed: Tensor) -> ResolvedMask:
+    """Return a mask given as booleans that broadcast to (B, H, T, S), True where a query may see a key.
+
+    A mask that follows from positions is better built from the masks above: it then holds in cached decoding as well.
+    """
+    matrix = allowed[(None,) * (4 - allowed.dim())]
+    q, k = (arange_positions(length, device=allowed.device) for length in matrix.shape[-2:])
+    return ResolvedMask("dense", everything, q, k, matrix)
 
 
 def mask_from_config(config: AttentionConfig) -> Mask:

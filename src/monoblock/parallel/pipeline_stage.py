@@ -176,7 +176,7 @@ class Stage(nn.Module):
 
     @property
     def _sent_dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return next(iter(self.model.parameters())).dtype
 
     # -- a forward pass --------------------------------------------------------------------------------------------
 

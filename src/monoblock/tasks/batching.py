@@ -90,7 +90,7 @@ def run_image_batches(
     outputs = []
     for start in range(0, len(images), batch):
         pixels = torch.stack([torch.as_tensor(image) for image in images[start : start + batch]]).float()
-        weight = next(loaded.model.parameters())
+        weight = next(iter(loaded.model.parameters()))
         outputs.append(forward(loaded.image_normalization(pixels).to(weight.device, weight.dtype)).float().cpu())
         progress(len(pixels))
     return outputs

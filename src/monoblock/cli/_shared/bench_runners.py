@@ -47,7 +47,7 @@ class BenchSetup(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return next(iter(self.model.parameters())).dtype
 
 
 # -- this package -----------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def refresh(copied: Transformer) -> None:
 
 
 def is_cpu_fp32(model: nn.Module) -> bool:
-    weight = next(model.parameters())
+    weight = next(iter(model.parameters()))
     return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 

@@ -52,7 +52,8 @@ def lens_part(request: Request) -> Part:
 
 def norms_part(request: Request) -> Part:
     model, options = request.model, request.input.options
-    has_gradients = all(p.requires_grad for p in model.parameters()) and next(model.parameters(), None) is not None
+    weights = list(model.parameters())
+    has_gradients = bool(weights) and all(weight.requires_grad for weight in weights)
     measure = gradient_norms if has_gradients else residual_norms
     stacks = measure(model, *request.input.arguments, **options)
     section = Section(
