@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from support import random_pixels, random_tokens
 
+from monoblock.accounting import attention_tiles
 from monoblock.accounting.activations import block_activations
+from monoblock.accounting.attention_tiles import count_tiles
 from monoblock.accounting.flops import BatchShape
 from monoblock.accounting.memory import activation_bytes, attention_matrix_bytes, stored_bytes
 from monoblock.accounting.report import account
@@ -27,8 +29,11 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn import attention_context
+from monoblock.nn import attention_context, linear
+from monoblock.nn.banded import tile_plan
 from monoblock.nn.feedforward import ACTIVATIONS
+from monoblock.nn.masks import mask_from_config
+from monoblock.nn.token_positions import arange_positions
 from monoblock.nn.transformer import Transformer
 
 SMALL = {"vocab": 53, "width": 30, "depth": 2, "heads": 3, "context": 29}
@@ -408,6 +413,61 @@ def test_long_texts_with_a_window_use_flexattention_which_saves_no_mask():
     assert FLEX_FROM == attention_context.FLEX_MIN_QUERIES
     assert costs.training_bytes(2, FLEX_FROM - 1).attention_matrices == 2 * 2 * (FLEX_FROM - 1) ** 2
     assert costs.training_bytes(2, FLEX_FROM).attention_matrices == 0
+
+
+LONG = 640
+BANDED = {
+    "softcap": vary(GPT, window=50, softcap=5.0, context=LONG),
+    "sinks on grouped heads": change_fields(vary(LLAMA, window=50, context=LONG), AttentionConfig={"sinks": True}),
+    "values of another size": vary(GPT, window=50, value_dim=7, context=LONG),
+    "dropout": vary(GPT, window=50, attention_dropout=0.1, context=LONG),
+}
+
+
+@pytest.mark.parametrize("config", BANDED.values(), ids=list(BANDED))
+def test_banded_attention_saves_neither_weights_nor_a_matrix(config, minimal_kernels, monkeypatch):
+    """What FlexAttention does not support; the mask of the tiles is kept beside what autograd saves."""
+    monkeypatch.setattr(linear, "FUSE_MIN_TOKENS", 1 << 40)
+    costs = account(config).training_bytes(1, LONG, dtype="fp32")
+    assert costs.attention_matrices == 0
+    (attention,) = {block.attention for block in config.decoder.layers()}
+    model, ids = Transformer(config).train(), random_tokens(1, LONG)
+    saved, out = saved_bytes(lambda: model(ids), model)
+    assert costs.activations == saved + 8 * out.numel() + count_tiles(attention, LONG).query_key_pairs + LONG
+
+
+SPARSE = {
+    "causal window": {"window": 128},
+    "window": {"window": 128, "mask": "full"},
+    "window of one": {"window": 1},
+    "wide window": {"window": 1500},
+    "too wide a window": {"window": 3000, "mask": "full"},
+    "global": {"window": 100, "global_tokens": True},
+    "global on both sides": {"window": 100, "global_tokens": True, "mask": "full"},
+    "random": {"window": 100, "global_tokens": True, "random_blocks": 3},
+    "random on both sides": {"window": 100, "random_blocks": 2, "block_size": 32, "random_seed": 5, "mask": "full"},
+}
+
+
+@pytest.mark.parametrize("length", [500, 640, 4096, 5001])
+@pytest.mark.parametrize("options", SPARSE.values(), ids=list(SPARSE))
+def test_the_tiles_that_are_counted_are_those_that_are_computed(options, length):
+    attention, tokens = AttentionConfig(heads=1, **options), arange_positions(length)
+    context = attention_context.AttentionContext(mask_from_config(attention).resolve(tokens, tokens))
+    plan, counted = context.tile_plan(torch.zeros(1)), count_tiles(attention, length)
+    if plan is None:
+        assert counted is None or context.resolved_mask.kind != "dense"
+        return
+    for name in ("TILE_SIZES", "COPY_COST", "MAX_DENSITY"):
+        assert getattr(attention_tiles, name) == getattr(tile_plan, name)
+    assert attention_tiles.BANDED_FROM == attention_context.BANDED_MIN_QUERIES
+    (chunks,) = plan.rows
+    used = sum(
+        int((chunk.visible & ~chunk.blind).unflatten(-1, (-1, plan.tile)).any((1, 2, 4)).sum()) for chunk in chunks
+    )
+    assert (plan.tile, used) == counted
+    if length > 4000:  # a chunk has as many key tiles as its densest query tile
+        assert plan.num_pairs <= 1.2 * counted.query_key_pairs
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from monoblock.accounting.attention_tiles import count_tiles
 from monoblock.accounting.parameters import attention_linears
 from monoblock.config.model import Alibi, AttentionConfig, Buckets, NormConfig, Rotary
 
@@ -42,7 +43,7 @@ def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActi
 
 
 def needs_plain_attention(attention: AttentionConfig) -> bool:
-    """Return whether no fused kernel supports this attention, so that attention weights are always computed."""
+    """Return whether no fused kernel supports this attention; without banded attention, weights are then computed."""
     return attention.softcap is not None or attention.sinks
 
 
@@ -57,12 +58,24 @@ def _has_score_bias(attention: AttentionConfig) -> bool:
     return isinstance(attention.positions, Alibi | Buckets)
 
 
+def _supports_flex(attention: AttentionConfig, width: int, queries: int) -> bool:
+    has_kernel = attention.dropout == 0.0 and attention.key_size(width) == attention.value_size(width)
+    return has_kernel and not needs_plain_attention(attention) and queries >= FLEX_FROM
+
+
+def _is_banded(attention: AttentionConfig, width: int, queries: int) -> bool:
+    """Return whether banded attention computes this sparse mask, because FlexAttention does not support it."""
+    if _has_score_bias(attention) or _supports_flex(attention, width, queries):
+        return False
+    return count_tiles(attention, queries) is not None
+
+
 def _has_kernel_mask(attention: AttentionConfig, width: int, queries: int) -> bool:
     """Return whether the fused kernel is passed a mask; the output of queries that see no key is then set to zero."""
     if _has_score_bias(attention):
         return attention.mask != "full" or _has_mask_pattern(attention, queries)
-    supports_flex = attention.dropout == 0.0 and attention.key_size(width) == attention.value_size(width)
-    return _has_mask_pattern(attention, queries) and not (supports_flex and queries >= FLEX_FROM)
+    is_sparse = _supports_flex(attention, width, queries) or _is_banded(attention, width, queries)
+    return _has_mask_pattern(attention, queries) and not is_sparse
 
 
 def attention_activations(
@@ -70,7 +83,9 @@ def attention_activations(
 ) -> SavedActivations:
     """Count the activations that attention saves, from its normalized input to the input of its output matrix."""
     query, key, value, output = attention_linears(attention, width)
-    copies = attention.heads // attention.num_kv_heads if needs_plain_attention(attention) else 1
+    is_banded = fused and queries == keys and _is_banded(attention, width, queries)
+    is_plain = needs_plain_attention(attention) and not is_banded
+    copies = attention.heads // attention.num_kv_heads if is_plain else 1
     keys_and_values = keys * (key.outputs + value.outputs)
     saved = add_activations(
         SavedActivations(batch * (queries * (width + query.outputs + output.inputs) + copies * keys_and_values)),
@@ -78,8 +93,10 @@ def attention_activations(
         _qk_norm_activations(attention, batch * queries, query.outputs, attention.heads),
         _qk_norm_activations(attention, batch * keys, key.outputs, attention.num_kv_heads),
     )
-    if needs_plain_attention(attention):
+    if is_plain:
         return add_activations(saved, _plain_attention_activations(attention, batch, queries, keys))
+    if is_banded:
+        return add_activations(saved, SavedActivations(fp32_elements=batch * attention.heads * queries))
     if fused:
         copies_output = isinstance(attention.positions, Rotary) or _has_kernel_mask(attention, width, queries)
         outputs = batch * queries * output.inputs if copies_output else 0
@@ -146,6 +163,7 @@ def shared_attention_activations(
 ) -> SavedActivations:
     """Count what blocks with the same attention share: rotary angles, a bias, and a mask of queries that see no key."""
     saved, positions = [], attention.positions
+    is_banded = fused and _is_banded(attention, width, length)
     fused = fused and not needs_plain_attention(attention)
     if isinstance(positions, Rotary):
         size = attention.key_size(width)
@@ -154,6 +172,9 @@ def shared_attention_activations(
         saved.append(SavedActivations(2 * length * (rotated // 2)))
     elif isinstance(positions, Alibi) or (isinstance(positions, Buckets) and positions.shared):
         saved.append(_bias_activations(attention, length, length, fused=fused))
-    if fused and _has_kernel_mask(attention, width, length):
+    tiles = count_tiles(attention, length) if is_banded else None
+    if tiles is not None:
+        saved.append(SavedActivations(raw_bytes=tiles.query_key_pairs + length))  # the mask of these tiles
+    elif fused and _has_kernel_mask(attention, width, length):
         saved.append(SavedActivations(raw_bytes=length))
     return add_activations(*saved)

@@ -1,7 +1,7 @@
 """Scaled dot-product attention, and multi-head self- and cross-attention built on it (MHA, GQA and MQA).
 
-`attend` computes equation 1 of Vaswani et al. (2017) step by step; `attend_fused` computes the same with a fused
-kernel.
+`attend` computes equation 1 of Vaswani et al. (2017) step by step.  `attend_fused` computes the same with a fused
+kernel, and `attend_banded` (nn/banded) only over the tiles of a sparse mask that are not empty.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
 from monoblock.nn.attention_context import AttentionContext, compile_once
+from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import fused_linear, should_fuse
@@ -70,6 +71,11 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
+def supports_flex(q: Tensor, v: Tensor, context: AttentionContext, *, dropout: float, bias: Tensor | None) -> bool:
+    """Return whether `attend_flex` can be used and is worth its setup."""
+    return bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and context.uses_flex(q)
+
+
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, *, scale: float | None) -> Tensor:
     """Compute `attend` with FlexAttention (Dong et al. 2024), which skips masked blocks and stores no scores."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -93,7 +99,7 @@ def attend_fused(
     The result of a fused kernel is undefined for a query that sees no key.  Such a query is shown every key, and its
     output is set to zero afterwards.
     """
-    if bias is None and dropout == 0.0 and 16 <= q.shape[-1] == v.shape[-1] and context.uses_flex(q):
+    if supports_flex(q, v, context, dropout=dropout, bias=bias):
         return attend_flex(q, k, v, context, scale=scale)
     mask, blind = context.fused_mask(bias, q.dtype)
     causal = mask is None and context.resolved_mask.kind == "causal"
@@ -232,13 +238,19 @@ class Attention(nn.Module):
         bias = context.bias if self.position_bias is None else self._layer_position_bias(context)
         dropout = config.dropout if self.training else 0.0
         wanted = [name for name in ("scores", "weights") if tap_wants(tap, name)]
-        has_fused_kernel = config.softcap is None and self.sinks is None
-        if wanted or not has_fused_kernel:
-            mask, scale, softcap = context.dense_mask(), config.scale, config.softcap
-            out = attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=self.sinks, dropout=dropout, tap=tap)
-            if not has_fused_kernel or dropout > 0 or any(tap_changes(tap, name) for name in wanted):
-                return out  # else the tap only reads: the output is that of the fused kernel, as without a tap
-        return attend_fused(q, k, v, context, scale=config.scale, dropout=dropout, bias=bias)
+        is_plain = config.softcap is None and self.sinks is None
+        uses_flex = is_plain and supports_flex(q, v, context, dropout=dropout, bias=bias)
+        plan = None if bias is not None or uses_flex else context.tile_plan(q)
+        has_kernel = is_plain or plan is not None
+        scale, softcap, sinks = config.scale, config.softcap, self.sinks
+        if wanted or not has_kernel:
+            mask = context.dense_mask()
+            out = attend(q, k, v, mask, bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, tap=tap)
+            if not has_kernel or dropout > 0 or any(tap_changes(tap, name) for name in wanted):
+                return out  # else the tap only reads: the output is that of the kernel, as without a tap
+        if plan is not None:
+            return attend_banded(q, k, v, plan, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+        return attend_fused(q, k, v, context, scale=scale, dropout=dropout, bias=bias)
 
     def _layer_position_bias(self, context: AttentionContext) -> Tensor:
         """Return the relative-position bias (B, H, T, S) from this block's own embedding."""

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monoblock.nn.banded.attend_banded import supports_banded
+from monoblock.nn.banded.tile_plan import TilePlan, plan_tiles
 from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.positions import RotaryAngles
 
 FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
+BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
 
 
 @functools.cache
@@ -35,6 +38,8 @@ class AttentionContext:
         self._safe_mask: tuple[Tensor, Tensor] | None = None
         self._prepared_bias: tuple[Tensor, Tensor | None] | None = None
         self._block_mask: Any = None
+        self._tile_plan: TilePlan | None = None
+        self._is_planned = False
 
     def prepare(self, x: Tensor) -> AttentionContext:
         """Compute the mask or bias that `attend_fused` will need, and return self.
@@ -45,7 +50,7 @@ class AttentionContext:
             self._prepared_bias = self._masked_bias(self.bias, _autocast_dtype(x))
         elif self.uses_flex(x):
             self._block_mask = self._build_block_mask()
-        elif self.resolved_mask.kind == "dense":
+        elif self.resolved_mask.kind == "dense" and self.tile_plan(x) is None:
             self.safe_mask()
         return self
 
@@ -61,6 +66,19 @@ class AttentionContext:
             and self.bias is None
             and self.resolved_mask.q.length >= FLEX_MIN_QUERIES
         )
+
+    def tile_plan(self, x: Tensor) -> TilePlan | None:
+        """Return the tiles that `attend_banded` computes, or None if it cannot be used or is not faster.
+
+        It is used for a dense mask without bias, many queries, and few tiles that are not empty.
+        """
+        resolved = self.resolved_mask
+        has_positions = resolved.kind == "dense" and resolved.matrix is None and self.bias is None
+        if not has_positions or resolved.q.length < BANDED_MIN_QUERIES or not supports_banded(x):
+            return None
+        if not self._is_planned:
+            self._tile_plan, self._is_planned = plan_tiles(resolved), True
+        return self._tile_plan
 
     def dense_mask(self) -> Tensor | None:
         """Return the mask as booleans (B, 1, T, S), or None if every key is visible."""

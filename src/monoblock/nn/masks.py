@@ -2,7 +2,8 @@
 
 A mask compares the `TokenPositions` of queries and keys, not rows and columns of a matrix, so the same mask holds in
 training, under padding, for packed documents and in cached decoding.  `dense` writes it out as a matrix, `to_mask_mod`
-passes it to FlexAttention, and `resolve` finds the cases that need no matrix.
+passes it to FlexAttention, and `resolve` finds the cases that need no matrix.  `may_allow` finds the tiles of the
+matrix in which a query may see a key, so that `nn/banded` need not compute the others.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from monoblock.config.model import AttentionConfig
-from monoblock.nn.token_positions import TokenPositions, arange_positions
+from monoblock.nn.token_positions import TokenPositions, TokenRanges, arange_positions
 
 MaskPredicate = Callable[[TokenPositions, TokenPositions], Tensor | bool]
+TilePredicate = Callable[[TokenRanges, TokenRanges], Tensor | bool]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class MaskTerm:
     name: str
     predicate: MaskPredicate  # of queries and keys, whose fields broadcast against each other
     reach: int | None = None  # the term allows every pair of positions closer than this
+    # whether the term may allow a pair in these tiles of queries and keys; None: it may in every tile
+    tile_predicate: TilePredicate | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,15 @@ class Mask:
         return Mask(self.terms + other.terms)
 
     def __or__(self, other: Mask) -> Mask:
-        return Mask((MaskTerm(f"({self} | {other})", lambda q, k: self.allows(q, k) | other.allows(q, k)),))
+        return Mask(
+            (
+                MaskTerm(
+                    f"({self} | {other})",
+                    lambda q, k: self.allows(q, k) | other.allows(q, k),
+                    tile_predicate=lambda q, k: self.may_allow(q, k) | other.may_allow(q, k),
+                ),
+            )
+        )
 
     def __str__(self) -> str:
         return " & ".join(term.name for term in self.terms) or "everything"
@@ -48,6 +60,17 @@ class Mask:
         for term in self.terms:
             allowed = allowed & term.predicate(q, k)
         return allowed
+
+    def may_allow(self, q: TokenRanges, k: TokenRanges) -> Tensor | bool:
+        """Return False where no query of a tile may see any key of a tile; fields of q and k broadcast.
+
+        The result may be True although no pair is allowed: it only says which tiles need not be computed.
+        """
+        possible: Tensor | bool = True
+        for term in self.terms:
+            if term.tile_predicate is not None:
+                possible = possible & term.tile_predicate(q, k)
+        return possible
 
     def dense(self, q: TokenPositions, k: TokenPositions) -> Tensor:
         """Return the mask as booleans (B, 1, T, S), True where a query may see a key; padding keys are never seen."""
@@ -124,11 +147,44 @@ class ResolvedMask:
 # -- masks --------------------------------------------------------------------------------------------------------
 
 everything = Mask()
-causal = Mask((MaskTerm("causal", lambda q, k: k.positions <= q.positions),))
-same_document = Mask(
-    (MaskTerm("same_document", lambda q, k: q.document is None or k.document is None or q.document == k.document),)
+causal = Mask(
+    (
+        MaskTerm(
+            "causal",
+            lambda q, k: k.positions <= q.positions,
+            tile_predicate=lambda q, k: k.low.positions <= q.high.positions,
+        ),
+    )
 )
-prefix = Mask((MaskTerm("prefix", lambda q, k: False if k.prefix_or_global is None else k.prefix_or_global),))
+prefix = Mask(
+    (
+        MaskTerm(
+            "prefix",
+            lambda q, k: False if k.prefix_or_global is None else k.prefix_or_global,
+            tile_predicate=lambda q, k: False if k.high.prefix_or_global is None else k.high.prefix_or_global,
+        ),
+    )
+)
+
+
+def _share_document(q: TokenRanges, k: TokenRanges) -> Any:
+    """Return whether tiles may hold tokens of the same document."""
+    if q.low.document is None or k.low.document is None:
+        return True
+    assert q.high.document is not None
+    assert k.high.document is not None
+    return (k.low.document <= q.high.document) & (q.low.document <= k.high.document)
+
+
+same_document = Mask(
+    (
+        MaskTerm(
+            "same_document",
+            lambda q, k: q.document is None or k.document is None or q.document == k.document,
+            tile_predicate=_share_document,
+        ),
+    )
+)
 
 
 def window(size: int) -> Mask:
@@ -136,7 +192,14 @@ def window(size: int) -> Mask:
 
     Together with `causal` a token sees the last `size` tokens including itself, without it `size - 1` to each side.
     """
-    return Mask((MaskTerm(f"window({size})", lambda q, k: (q.positions - k.positions).abs() < size, reach=size),))
+
+    def tile_predicate(q: TokenRanges, k: TokenRanges) -> Tensor:
+        return (k.low.positions - q.high.positions < size) & (q.low.positions - k.high.positions < size)
+
+    def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
+        return (q.positions - k.positions).abs() < size
+
+    return Mask((MaskTerm(f"window({size})", predicate, reach=size, tile_predicate=tile_predicate),))
 
 
 def _is_global(tokens: TokenPositions) -> Any:
@@ -144,8 +207,23 @@ def _is_global(tokens: TokenPositions) -> Any:
     return tokens.positions == 0 if tokens.prefix_or_global is None else tokens.prefix_or_global
 
 
+def _has_global(tiles: TokenRanges) -> Any:
+    """Return which tiles may hold a global token."""
+    if tiles.high.prefix_or_global is not None:
+        return tiles.high.prefix_or_global
+    return (tiles.low.positions <= 0) & (tiles.high.positions >= 0)
+
+
 # Longformer (Beltagy et al. 2020): global tokens see all tokens and are seen by all.
-global_tokens = Mask((MaskTerm("global_tokens", lambda q, k: _is_global(q) | _is_global(k)),))
+global_tokens = Mask(
+    (
+        MaskTerm(
+            "global_tokens",
+            lambda q, k: _is_global(q) | _is_global(k),
+            tile_predicate=lambda q, k: _has_global(q) | _has_global(k),
+        ),
+    )
+)
 
 
 def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
@@ -156,17 +234,46 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
     on the length of the text.
     """
 
-    def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
-        q_block, k_block = q.positions // size, k.positions // size
-        later, earlier = torch.maximum(q_block, k_block), torch.minimum(q_block, k_block)
-        linked = later == earlier
+    def draw_block(block: Tensor, draw: int) -> Tensor:
+        """Return a random block that is not later than `block`."""
+        hashed = block * 1_000_003 + (seed * 31 + draw + 1) * 777_767_777
+        hashed = ((hashed ^ (hashed >> 15)) * 2_654_435) & 0x7FFFFFFF
+        return (hashed ^ (hashed >> 13)) % (block + 1)
+
+    def are_linked(q_block: Tensor, k_block: Tensor) -> Tensor:
+        linked = q_block == k_block
         for draw in range(count):
-            hashed = later * 1_000_003 + (seed * 31 + draw + 1) * 777_767_777
-            hashed = ((hashed ^ (hashed >> 15)) * 2_654_435) & 0x7FFFFFFF
-            linked = linked | ((hashed ^ (hashed >> 13)) % (later + 1) == earlier)
+            linked = linked | (draw_block(q_block, draw) == k_block) | (draw_block(k_block, draw) == q_block)
         return linked
 
-    return Mask((MaskTerm(f"random_blocks({count}, {size})", predicate),))
+    def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
+        return are_linked(q.positions // size, k.positions // size)
+
+    def tile_predicate(q: TokenRanges, k: TokenRanges) -> Tensor | bool:
+        (q_first, q_blocks), (k_first, k_blocks) = _block_span(q, size), _block_span(k, size)
+        if q_blocks * k_blocks > MAX_BLOCK_PAIRS:
+            return True
+        linked: Tensor | bool = False
+        for i in range(q_blocks):
+            for j in range(k_blocks):
+                linked = linked | are_linked(q_first + i, k_first + j)
+        return linked
+
+    name = f"random_blocks({count}, {size})"
+    return Mask((MaskTerm(name, predicate, tile_predicate=tile_predicate),))
+
+
+MAX_BLOCK_PAIRS = 32  # tiles that span more pairs of random blocks are not examined, but assumed to be linked
+
+
+def _block_span(tiles: TokenRanges, size: int) -> tuple[Tensor, int]:
+    """Return the first block of `size` positions in each tile, and in how many blocks at most the tokens of a tile lie.
+
+    Tiles of padding only, whose ranges are empty, have the first block 0.
+    """
+    first = tiles.low.positions // size
+    num_blocks = tiles.high.positions // size - first + 1
+    return first.masked_fill(num_blocks < 1, 0), max(int(num_blocks.max()), 1)
 
 
 def mask_from_matrix(allowed: Tensor) -> ResolvedMask:

@@ -57,6 +57,21 @@ class TokenPositions:
         return self.map_tensors(change)
 
 
+@dataclass(frozen=True)
+class TokenRanges:
+    """The smallest and the largest value of every field in each tile of successive tokens, (B, tiles) each.
+
+    Padding is left out of the ranges; `high.valid` is False for a tile of padding only.
+    """
+
+    low: TokenPositions
+    high: TokenPositions
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> TokenRanges:
+        """Return a copy with a function applied to every tensor."""
+        return TokenRanges(self.low.map_tensors(fn), self.high.map_tensors(fn))
+
+
 def arange_positions(length: int, start: int = 0, device: torch.device | None = None) -> TokenPositions:
     """Return the positions start, start + 1, …, which are the same in every row."""
     return TokenPositions(torch.arange(start, start + length, device=device)[None], start=start)
