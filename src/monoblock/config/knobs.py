@@ -96,6 +96,8 @@ class SetSelfAttention:
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
     """Scale the hidden size of the feed-forward network by the same factor as the width."""
     width = check_positive_int("width", values["width"])
+    if not block.feedforward.hidden:
+        return
     hidden = max(1, round(Fraction(block.feedforward.hidden * width, block.width)))
     values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
 
@@ -132,7 +134,7 @@ def _set_depth(stack: StackConfig, values: FieldValues, depth: int) -> None:
 
 def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
     if kind != part.kind:
-        values["kind"], values["affine"] = kind, "scale" if kind == "rms" else "scale_shift"
+        values["kind"], values["affine"] = kind, {"rms": "scale", "none": "none"}.get(kind, "scale_shift")
 
 
 def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
@@ -238,6 +240,7 @@ KNOBS: dict[str, tuple[KnobSetter, ...]] = {
     "class_token": (((PatchConfig,), SetField("class_token")),),
     "width": (((BlockConfig,), SetField("width")),),
     "depth": (((StackConfig,), _set_depth),),
+    "attention": (((BlockConfig,), SetSelfAttention("kind")),),
     "heads": (((AttentionConfig,), SetField("heads")),),
     "kv_heads": (((AttentionConfig,), SetField("kv_heads")),),
     "head_dim": (((AttentionConfig,), SetField("head_dim")),),
@@ -246,6 +249,9 @@ KNOBS: dict[str, tuple[KnobSetter, ...]] = {
     "softcap": (((AttentionConfig,), SetField("softcap")),),
     "mask": (((BlockConfig,), SetSelfAttention("mask")),),
     "window": (((BlockConfig,), SetSelfAttention("window")),),
+    "global_tokens": (((BlockConfig,), SetSelfAttention("global_tokens")),),
+    "random_blocks": (((BlockConfig,), SetSelfAttention("random_blocks")),),
+    "block_size": (((BlockConfig,), SetSelfAttention("block_size")),),
     "qk_norm": (((BlockConfig,), _set_qk_norm),),
     "positions": (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
     "rotary_base": (((Rotary,), SetField("base")),),
