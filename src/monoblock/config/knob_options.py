@@ -42,7 +42,7 @@ class StyleKnobs(TypedDict, total=False):
     norm: Literal["layer", "rms", "batch", "none"]  # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
     eps: float  # added to the variance or mean square in a norm
     norm_place: Literal["pre", "post", "output", "sandwich"]  # where a sublayer is normalized
-    residual: Literal["sequential", "parallel", "parallel_shared", "none"]  # how sublayers are added; none: they are not
+    residual: Literal["sequential", "parallel", "parallel_shared", "none"]  # how sublayers are added; none: not
     bias: bool  # biases in attention and feed-forward projections
     dropout: float  # dropout probability everywhere except in the head
     attention_dropout: float  # dropout probability of the attention weights; overrides dropout

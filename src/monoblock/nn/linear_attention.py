@@ -85,14 +85,10 @@ def attend_causal_chunks(q: Features, k: Features, v: Tensor, state: LinearState
     (B, H, T, K), G, V = q.rotated.shape, v.shape[1], v.shape[-1]
     size = min(CHUNK, T)
     missing, ratio = -T % size, H // G
-    q, k, v = (
-        Features(*(F.pad(features, (0, 0, 0, missing)) for features in q)),
-        Features(*(F.pad(features, (0, 0, 0, missing)) for features in k)),
-        F.pad(v, (0, 0, 0, missing)),
-    )
+    q_rotated, k_rotated, v = (F.pad(t, (0, 0, 0, missing)) if missing else t for t in (q.rotated, k.rotated, v))
     count = (T + missing) // size
-    keys, values = k.rotated.view(B, G, count, size, K), v.view(B, G, count, size, V)
-    queries = q.rotated.view(B, G, ratio, count, size, K).transpose(2, 3).flatten(3, 4)  # (B, G, n, H/G · C, K)
+    keys, values = k_rotated.view(B, G, count, size, K), v.view(B, G, count, size, V)
+    queries = q_rotated.view(B, G, ratio, count, size, K).transpose(2, 3).flatten(3, 4)  # (B, G, n, H/G · C, K)
     is_visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(ratio, 1)
     scores = (queries @ keys.mT).masked_fill(~is_visible, 0)  # (B, G, n, H/G · C, C)
     numerator = scores @ values
@@ -101,9 +97,9 @@ def attend_causal_chunks(q: Features, k: Features, v: Tensor, state: LinearState
         sums = sums + state.keys.unsqueeze(2)
     if count > 1 or state is not None:
         numerator = numerator + queries @ _earlier_chunks(keys, values, state)
-    numerator = numerator.unflatten(3, (ratio, size)).transpose(2, 3).reshape(B, H, -1, V)
+    numerator = numerator.unflatten(3, (ratio, size)).transpose(2, 3).reshape(B, H, -1, V)[:, :, :T]
     denominator = (q.plain.unflatten(1, (G, ratio)) * sums.unsqueeze(2)).sum(-1).flatten(1, 2)
-    return _divide(numerator, denominator)[:, :, :T]
+    return _divide(numerator, denominator)
 
 
 def _earlier_chunks(keys: Tensor, values: Tensor, state: LinearState | None) -> Tensor:

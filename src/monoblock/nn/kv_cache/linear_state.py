@@ -53,7 +53,7 @@ class LinearWrite(NamedTuple):
         token_index = summed + (column - summed) % capacity  # (B, R) of the token in each column
         in_ring = token_index < before
         skips_ring = None
-        if T > capacity:
+        if capacity < T:
             ones = torch.ones(1, T, dtype=torch.long, device=lengths.device) if valid is None else valid.long()
             skips_ring = (before + ones.cumsum(-1) - 1 < summed_after) & ones.bool()
         return cls(in_ring, in_ring & (token_index < summed_after), skips_ring, summed[:, 0] > 0)
@@ -71,7 +71,9 @@ class LinearLayerCache(LayerCache):
         if self.keys is None or self.values is None or self.state is None:
             self.keys, self.values = self._allocate(keys), self._allocate(values)
             self.plain_keys = None if plain_keys is keys else self._allocate(plain_keys)
-            self.state = LinearState(torch.zeros_like(keys[:, :, 0, :, None] * values[:, :, 0, None]), keys[:, :, 0] * 0)
+            self.state = LinearState(
+                torch.zeros_like(keys[:, :, 0, :, None] * values[:, :, 0, None]), keys[:, :, 0] * 0
+            )
         elif self.keys.dtype != keys.dtype:
             self.map_tensors(lambda t: t.to(keys.dtype))
         is_started = write.linear.is_started[:, None, None]
