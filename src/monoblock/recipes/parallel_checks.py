@@ -23,6 +23,11 @@ def check_parallel(recipe: Recipe, processes: int, *, has_own_loss: bool = False
     has_own_loss: whether the loss of the task is another function than the cross-entropy.
     """
     section = recipe.train
+    if processes > 1 and recipe.data.packing == "contiguous":
+        raise ConfigError(
+            "data.packing=contiguous keeps the state of an LSTM in one process; write data.packing=stream, or train in "
+            "one process"
+        )
     if processes == 1 or section.parallel == "ddp":
         return
     name = f"train.parallel={section.parallel}"

@@ -110,6 +110,8 @@ def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
 def _build_encoder(encoder: Stack | None) -> Any:
     if encoder is None or not all(_is_plain_encoder_block(block) for block in encoder.blocks):
         return None
+    if encoder.config.norm is not None and encoder.config.norm.kind not in NATIVE_NORMS:
+        return None
     stack = FusedStack(encoder).native_stack
     return stack if stack.supports_batches() else None
 

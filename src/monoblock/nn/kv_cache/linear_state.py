@@ -71,13 +71,13 @@ class LinearLayerCache(LayerCache):
         if self.keys is None or self.values is None or self.state is None:
             self.keys, self.values = self._allocate(keys), self._allocate(values)
             self.plain_keys = None if plain_keys is keys else self._allocate(plain_keys)
-            self.state = LinearState(
-                torch.zeros_like(keys[:, :, 0, :, None] * values[:, :, 0, None]), keys[:, :, 0] * 0
-            )
+            rows, size = keys.shape[:2], keys.shape[-1]
+            self.state = LinearState(keys.new_zeros(*rows, size, values.shape[-1]), keys.new_zeros(*rows, size))
         elif self.keys.dtype != keys.dtype:
             self.map_tensors(lambda t: t.to(keys.dtype))
-        is_started = write.linear.is_started[:, None, None]
-        state = LinearState(*(torch.where(is_started.view(-1, *[1] * (t.dim() - 1)), t, 0) for t in self.state))
+        started = write.linear.is_started[:, None, None]
+        products, sums = self.state
+        state = LinearState(products.where(started[..., None], 0), sums.where(started, 0))
         state = self._add_columns(state, write.linear.leaving)
         before = self._add_columns(state, write.linear.in_ring & ~write.linear.leaving)
         if write.linear.skips_ring is not None:
