@@ -254,9 +254,10 @@ def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivat
     saved = SavedActivations(rows * config.depth * 7 * width + rows * width)
     if config.kind == "encoder_decoder":
         encoder = SavedActivations(source_rows * 2 * config.depth * 7 * width + source_rows * 3 * width)
-        attention = SavedActivations(
-            rows * 6 * width + rows * shape.source * width, attention_elements=rows * shape.source
-        )
+        attention = SavedActivations(rows * 6 * width)
+        if config.attention:
+            pairs = rows * shape.source
+            attention = add_activations(attention, SavedActivations(pairs * width, attention_elements=pairs))
         saved = add_activations(saved, encoder, attention)
     logits = rows * (config.target_vocab or config.vocab)
     return add_activations(saved, SavedActivations(logits, fp32_elements=logits))
