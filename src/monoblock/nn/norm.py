@@ -91,9 +91,9 @@ class Norm(nn.Module):
         """Normalize each feature with the statistics of this batch or, in evaluation, with the running statistics."""
         assert self.running_mean is not None
         assert self.running_var is not None
-        updates = self.training and self.updates_statistics
-        running = (self.running_mean, self.running_var) if updates or not self.training else (None, None)
-        mean, variance = (None if statistic is None else statistic.flatten() for statistic in running)
+        mean, variance = self.running_mean.flatten(), self.running_var.flatten()
+        if not self.updates_statistics:
+            mean, variance = mean.clone(), variance.clone()
         scale = None if weight is None else weight.to(self.running_mean.dtype).flatten()
         shift = None if self.bias is None else self.bias.flatten()
         features = x.reshape(-1, self.running_mean.numel())  # (B · T, D)
