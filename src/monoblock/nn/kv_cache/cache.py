@@ -23,7 +23,8 @@ from monoblock.config.model import AttentionConfig, StackConfig
 from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache_index import CacheIndex, CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
-from monoblock.nn.kv_cache.linear_state import LinearLayerCache, LinearWrite
+from monoblock.nn.kv_cache.linear_state import LinearLayerCache
+from monoblock.nn.kv_cache.linear_write import LinearWrite
 from monoblock.nn.token_positions import TokenPositions
 
 
@@ -90,9 +91,9 @@ class Cache:
                 f"the cache holds at most {self.capacity} tokens per row, but {self.max_length} are in it and "
                 f"{new_positions.length} more were given; make it with capacity={required} or more"
             )
-        linear = {layer.capacity: None for layer in self.layers if isinstance(layer, LinearLayerCache)}
         linear_writes = {
-            size: LinearWrite.prepare(new_positions, self.lengths, self.max_written, size) for size in linear
+            size: LinearWrite.prepare(new_positions, self.lengths, self.max_written, size)
+            for size in {layer.capacity for layer in self.layers if isinstance(layer, LinearLayerCache)}
         }
         if not self.is_static:
             self.max_written = torch.maximum(self.max_written, self.lengths + counts)

@@ -7,15 +7,13 @@ every token or, for windowed attention, a ring of window + chunk - 1 columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from monoblock.nn.kv_cache.linear_write import LinearWrite
 from monoblock.nn.token_positions import TokenPositions
-
-if TYPE_CHECKING:
-    from monoblock.nn.kv_cache.linear_state import LinearWrite
 
 POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
 OPTIONAL_FIELDS = ("document", "prefix_or_global")
