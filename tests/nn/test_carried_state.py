@@ -1,5 +1,7 @@
 """The state of an LSTM language model is carried from batch to batch, and a text is divided into rows that continue."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_every_row_of_a_plan_continues_and_each_sample_is_visited_once():
     plan = ContiguousBatchPlan(14, 4)
     batches = [plan.batch_at(step).indices for step in range(plan.batches)]
     assert plan.batches == 3
-    assert all((after == before + 1).all() for before, after in zip(batches, batches[1:], strict=False))
+    assert all((after == before + 1).all() for before, after in itertools.pairwise(batches))
     assert len(np.unique(np.concatenate(batches))) == 12
     assert plan.batch_at(3).epoch == 1
 
