@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from monoblock.config.families import bert, gpt, llama, vaswani
 from monoblock.config.model import EmbeddingConfig, ModelConfig
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.nn.norm import Norm
@@ -25,6 +26,36 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}
 def preset_names(keep=lambda config: True):
     """The names of the presets whose configuration passes `keep`."""
     return [name for name, row in PRESETS.items() if keep(row.config)]
+
+
+# Tiny models with knobs that no published model sets.
+VARIANTS = {
+    "linear attention": llama(
+        vocab=61, width=36, depth=2, heads=6, context=64, hidden=46, kv_heads=3, attention="linear", qk_norm=True
+    ),
+    "linear encoder-decoder": vaswani(
+        vocab=61, target_vocab=61, width=36, depth=2, heads=3, context=64, hidden=46, attention="linear"
+    ),
+    "sparse encoder": bert(
+        **{"vocab": 61, "width": 36, "depth": 2, "heads": 3, "context": 64, "hidden": 46, "head": "masked_lm"},
+        **{"window": 3, "global_tokens": True, "random_blocks": 1, "block_size": 2},
+    ),
+    "batch norm": gpt(vocab=61, width=36, depth=2, heads=3, context=64, hidden=46, norm="batch"),
+    "attention only": gpt(
+        **{"vocab": 61, "width": 36, "depth": 2, "heads": 3, "context": 64, "norm": "none", "residual": "none"},
+        hidden=0,
+    ),
+}
+
+
+def law_names(keep=lambda config: True):
+    """The names of the presets and variants whose configuration passes `keep`."""
+    return preset_names(keep) + [name for name, config in VARIANTS.items() if keep(config)]
+
+
+def tiny_config(name):
+    """The tiny configuration of a preset, or a variant."""
+    return VARIANTS[name] if name in VARIANTS else tiny(name)
 
 
 def has_decoder(config):
@@ -60,11 +91,14 @@ def randomize_weights(model, seed=0):
     """Randomize every weight: matrices by fan in, norms around their start, biases and gains around 0."""
     generator = torch.Generator().manual_seed(seed)
     norms = {id(p) for m in model.modules() if isinstance(m, Norm) for p in m.parameters(recurse=False)}
+    variances = {id(m.running_var) for m in model.modules() if isinstance(m, Norm)}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for weight in [*model.parameters(), *model.buffers()]:
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype)
         if id(weight) in norms:
             weight.add_(0.3 * noise)
+        elif id(weight) in variances:
+            weight.copy_(16 * torch.exp(0.3 * noise))
         elif weight.dim() < 2:
             weight.copy_(0.5 * noise)
         else:
@@ -81,7 +115,7 @@ def build_model(config: ModelConfig, dtype=torch.float32, seed=0):
 @functools.cache
 def tiny_model(name, dtype=torch.float32):
     """The cached tiny model of a preset."""
-    return build_model(tiny(name), dtype)
+    return build_model(tiny_config(name), dtype)
 
 
 # -- input ----------------------------------------------------------------------------------------------------------

@@ -62,6 +62,12 @@ RECIPE_VARIATIONS = {
     "accumulation": {"train": {"accumulate": 4, "batch": 2}},
     "a moving average": {"train": {"ema": 0.99}},
     "an average of checkpoints": {"train": {"average_checkpoints": 2}},
+    "a carried LSTM state": {
+        "data": {"packing": "contiguous"},
+        "model": {"family": "lstm", "width": 21, "depth": 2, "context": 13, "dropout": 0.1},
+        "train": {"accumulate": 2, "batch": 2},
+    },
+    "batch norm, recomputed": {"model": {"norm": "batch"}, "train": {"activation_checkpointing": True}},
     "Muon": {"train": {"optimizer": "muon"}},
     "pairs by length with cut words": SEQ2SEQ_RECIPE,
     "masked tokens": MASKED_LM_RECIPE,

@@ -72,7 +72,7 @@ _HOME = {
     "export_hf": "interop.huggingface.export",
     "fold_lora": "nn.lora",
     "gpt": "config.families",
-    "interpolate": "nn.interpolate",
+    "interpolate": "nn.inputs.interpolate",
     "join_processes": "parallel.inference",
     "llama": "config.families",
     "load": "runs.load",

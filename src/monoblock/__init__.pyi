@@ -51,7 +51,7 @@ from monoblock.interop.account import account as account
 from monoblock.interop.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from monoblock.interop.huggingface.export import export_hf as export_hf
 from monoblock.nn.block import Block as Block
-from monoblock.nn.interpolate import interpolate as interpolate
+from monoblock.nn.inputs.interpolate import interpolate as interpolate
 from monoblock.nn.kv_cache.cache import Cache as Cache
 from monoblock.nn.lora import (
     add_lora as add_lora,

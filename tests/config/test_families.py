@@ -119,9 +119,9 @@ SIZES_OF = {"vit": {"image": 6, "patch": 2, "width": 12, "depth": 2, "heads": 3,
 
 
 @pytest.mark.parametrize("name", ["llama", "vaswani", "t5", "bart", "vit"])
-def test_a_hidden_size_of_zero_is_an_error_and_not_the_default(name):
-    with pytest.raises(ConfigError, match="hidden=0 is too small"):
-        BUILDERS[name](**SIZES_OF.get(name, SIZES | {"context": 37}), hidden=0)
+def test_a_hidden_size_of_zero_is_no_feed_forward_network_and_not_the_default(name):
+    config = BUILDERS[name](**SIZES_OF.get(name, SIZES | {"context": 37}), hidden=0)
+    assert all(block.sublayers[-1] != "feedforward" for stack in config.stacks.values() for block in stack.layers())
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import block_configs, is_encoder_decoder, preset_names
 
+from monoblock.accounting.report import account
 from monoblock.config.families import bert, gpt, llama, t5, vaswani, vit
-from monoblock.config.knobs import KNOBS, POSITION_SCHEMES, rebuild, resize_pattern, vary
+from monoblock.config.knobs import KNOBS, POSITION_SCHEMES, rebuild, vary
 from monoblock.config.model import Alibi, Buckets, HeadConfig, Learned, Repeat, Rotary, Sinusoid, StackConfig
 from monoblock.config.presets import tiny
+from monoblock.config.resize import resize_pattern
 from monoblock.config.schema import nearest_divisor
 from monoblock.errors import ConfigError
 from monoblock.nn.transformer import Transformer
@@ -18,6 +20,7 @@ GPT = gpt(vocab=11, width=12, depth=4, heads=3, context=13)
 LLAMA = llama(vocab=11, width=12, depth=4, heads=3, hidden=7, context=13)
 T5 = t5(vocab=11, width=12, depth=2, heads=3, hidden=7, context=13)
 VIT = vit(image=6, patch=2, width=12, depth=1, heads=3, classes=5)
+WINDOWED = vary(GPT, window=3)
 EXPERTS = vary(LLAMA, experts=3)
 BERT = bert(vocab=11, width=12, depth=1, heads=3, context=13, head="classifier", classes=2)
 
@@ -34,6 +37,7 @@ CASES = {
     "class_token": (VIT, False, lambda c: c.input.class_token),
     "width": (GPT, 24, lambda c: c.width),
     "depth": (GPT, 7, lambda c: c.depth),
+    "attention": (GPT, "linear", lambda c: block_configs(c)[0].attention.kind),
     "heads": (GPT, 4, lambda c: block_configs(c)[0].attention.heads),
     "kv_heads": (GPT, 1, lambda c: block_configs(c)[0].attention.num_kv_heads),
     "head_dim": (GPT, 5, lambda c: block_configs(c)[0].attention.key_size(12)),
@@ -42,6 +46,9 @@ CASES = {
     "softcap": (GPT, 5.0, lambda c: block_configs(c)[0].attention.softcap),
     "mask": (GPT, "prefix", lambda c: block_configs(c)[0].attention.mask),
     "window": (GPT, 3, lambda c: block_configs(c)[0].attention.window),
+    "global_tokens": (WINDOWED, True, lambda c: block_configs(c)[0].attention.global_tokens),
+    "random_blocks": (WINDOWED, 2, lambda c: block_configs(c)[0].attention.random_blocks),
+    "block_size": (WINDOWED, 3, lambda c: block_configs(c)[0].attention.block_size),
     "qk_norm": (GPT, True, lambda c: block_configs(c)[0].attention.qk_norm is not None),
     "positions": (GPT, "rotary", lambda c: block_configs(c)[0].attention.positions.kind),
     "rotary_base": (LLAMA, 7.0, lambda c: block_configs(c)[0].attention.positions.base),
@@ -70,6 +77,44 @@ CASES = {
     "init": (GPT, "small", lambda c: c.init.kind),
     "std": (GPT, 0.5, lambda c: c.init.std),
 }
+
+
+@pytest.mark.parametrize(
+    ("knobs", "removed"),
+    [
+        ({"norm": "none"}, (2 * 4 + 1) * 2 * 12),
+        ({"hidden": 0}, 4 * (2 * 12 * 48 + 48 + 12 + 2 * 12)),
+        ({"residual": "none"}, 0),
+        ({"norm": "batch"}, 0),
+        ({"attention": "linear"}, 0),
+        ({"scale": 1.0}, 0),
+    ],
+)
+def test_a_part_is_removed_or_swapped(knobs, removed):
+    """The number of parameters, by hand, and that of the model; the part comes back with the knob."""
+    config = vary(GPT, **knobs)
+    count = sum(p.numel() for p in Transformer(config).parameters())
+    assert count == account(config).parameters == account(GPT).parameters - removed
+    originals = {"norm": "layer", "hidden": 48, "residual": "sequential", "attention": "softmax", "scale": None}
+    assert vary(config, **{name: originals[name] for name in knobs}) == GPT
+
+
+def test_a_width_leaves_a_removed_feed_forward_network_removed():
+    assert block_configs(vary(GPT, hidden=0, width=24))[0].feedforward.hidden == 0
+    assert block_configs(vary(vary(GPT, hidden=0), width=24))[0].feedforward.hidden == 0
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"hidden": 0, "residual": "parallel"}, "hidden=0 leaves no"),
+        ({"hidden": 0, "experts": 2}, "hidden=0 is too small"),
+        ({"global_tokens": True}, "reach beyond a window"),
+    ],
+)
+def test_parts_that_need_each_other_are_checked(knobs, message):
+    with pytest.raises(ConfigError, match=message):
+        vary(GPT, **knobs)
 
 
 def test_the_norm_of_the_embedding_is_that_of_the_blocks():

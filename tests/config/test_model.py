@@ -118,7 +118,9 @@ INVALID = {
     r"AttentionConfig.heads='3' is not a whole number": lambda: AttentionConfig(heads="3"),
     r"AttentionConfig.heads=True is not a whole number": lambda: AttentionConfig(heads=True),
     r"kv_heads=1.5 is not a whole number or none": lambda: AttentionConfig(heads=3, kv_heads=1.5),
-    r"NormConfig.kind='layre' is not one of 'layer', 'rms'; did you mean 'layer'": lambda: NormConfig(kind="layre"),
+    r"NormConfig.kind='layre' is not one of 'layer', 'rms', 'batch', 'none'; did you mean 'layer'": lambda: NormConfig(
+        kind="layre"
+    ),
     r"activation='swish' is not one of": lambda: FeedForwardConfig(hidden=7, activation="swish"),
     r"eps=nan is not a number": lambda: NormConfig(eps=float("nan")),
 }

@@ -38,8 +38,9 @@ def optional(strategy):
 
 @st.composite
 def norm_configs(draw):
-    kind = draw(st.sampled_from(("layer", "rms")))
-    affine = draw(st.sampled_from(("scale_shift", "scale", "none") if kind == "layer" else ("scale", "none")))
+    kind = draw(st.sampled_from(("layer", "layer", "rms", "rms", "batch", "none")))
+    affines = {"rms": ("scale", "none"), "none": ("none",)}.get(kind, ("scale_shift", "scale", "none"))
+    affine = draw(st.sampled_from(affines))
     return NormConfig(
         kind=kind,
         affine=affine,
@@ -93,13 +94,16 @@ def attention_configs(draw, heads, mask, positions):
     size = WIDTH // heads if head_dim is None else head_dim
     bias = None if positions == "none" or mask == "cross" else positions
     window = draw(st.sampled_from((None, None, 1, 3, 6))) if mask in ("causal", "full") else None
+    is_linear = mask in ("causal", "full") and positions in ("none", "rotary") and draw(RARE_FLAG)
+    window = None if is_linear else window
     return AttentionConfig(
+        kind="linear" if is_linear else "softmax",
         heads=heads,
         kv_heads=draw(st.sampled_from((None, *(d for d in range(1, heads + 1) if heads % d == 0)))),
         head_dim=head_dim,
         value_dim=draw(st.sampled_from((None, None, 3))),
         bias="".join(letter for letter in "qkvo" if draw(st.booleans())),
-        scale=draw(st.sampled_from((None, None, 1.0, 0.3))),
+        scale=None if is_linear else draw(st.sampled_from((None, None, 1.0, 0.3))),
         mask="full" if mask == "cross" else mask,
         window=window,
         global_tokens=window is not None and draw(st.booleans()),
@@ -108,21 +112,21 @@ def attention_configs(draw, heads, mask, positions):
         positions=draw(rotary_configs(size)) if is_rotary else bias,
         qk_norm=draw(optional(norm_configs())),
         qk_norm_over=draw(st.sampled_from(("head", "each_head", "width"))),
-        softcap=5.0 if draw(RARE_FLAG) else None,
+        softcap=5.0 if draw(RARE_FLAG) and not is_linear else None,
         clip=0.7 if draw(RARE_FLAG) else None,
-        sinks=draw(RARE_FLAG),
+        sinks=draw(RARE_FLAG) and not is_linear,
     )
 
 
 @st.composite
-def feedforward_configs(draw):
-    experts = None
-    if draw(RARE_FLAG):
+def feedforward_configs(draw, *, required=True):
+    experts, hidden = None, HIDDEN if required else draw(st.sampled_from((HIDDEN, HIDDEN, HIDDEN, 0)))
+    if hidden and draw(RARE_FLAG):
         router = draw(st.sampled_from(("softmax_renormalized", "softmax", "top_k_softmax")))
         top_k = draw(st.integers(1, 3))
         experts = ExpertsConfig(count=3, top_k=top_k, router=router, router_bias=draw(st.booleans()))
     return FeedForwardConfig(
-        hidden=HIDDEN,
+        hidden=hidden,
         activation=draw(st.sampled_from(get_args(Activation))),
         gated=draw(st.booleans()),
         bias=draw(st.booleans()),
@@ -133,12 +137,13 @@ def feedforward_configs(draw):
 @st.composite
 def block_configs(draw, heads, mask, positions, cross):
     norm_place = draw(st.sampled_from(("pre", "post", "output", "sandwich")))
-    residuals = ("sequential", "parallel", "parallel_shared") if norm_place == "pre" and not cross else ("sequential",)
-    residual = draw(st.sampled_from(residuals))
+    can_be_parallel = norm_place == "pre" and not cross
+    parallel = ("parallel", "parallel_shared") if can_be_parallel else ()
+    residual = draw(st.sampled_from(("sequential", "sequential", *parallel, "none")))
     return BlockConfig(
         width=WIDTH,
         attention=draw(attention_configs(heads, mask, positions)),
-        feedforward=draw(feedforward_configs()),
+        feedforward=draw(feedforward_configs(required=residual in parallel)),
         cross=draw(attention_configs(draw(st.sampled_from((1, 3, 4))), "cross", "none")) if cross else None,
         norm=draw(norm_configs()),
         norm_place=norm_place,

@@ -9,8 +9,8 @@ from support import (
     chunk_lengths,
     has_decoder,
     is_encoder_decoder,
+    law_names,
     pad_rows,
-    preset_names,
     random_source,
     random_tokens,
     run_cached,
@@ -18,7 +18,7 @@ from support import (
     tiny_model,
 )
 
-DECODERS = preset_names(has_decoder)
+DECODERS = law_names(has_decoder)
 LONG = 23  # several windows, and longer than any ring below
 CHUNKS = {  # sizes of the chunks, and the chunk size the cache is made for
     "steps": ((1,), 1),
@@ -175,7 +175,7 @@ def test_a_forked_row_continues_independently(name):
     assert_near(torch.cat(actual, 1), run_model(model, text, source_ids=source[rows])[:, 12:])
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", law_names(is_encoder_decoder))
 def test_the_source_is_encoded_and_its_keys_are_computed_once(name):
     model, ids, source = tiny_model(name), random_tokens(), random_source()
     calls = []
@@ -195,7 +195,7 @@ def step_through(cache, ids):
         cache.advance(1)
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", law_names(is_encoder_decoder))
 def test_a_padded_source_stays_padded_in_the_cache(name):
     model, ids, source = tiny_model(name), random_tokens(), random_source()
     width, valid = pad_rows(source, 2, 3)

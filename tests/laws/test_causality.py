@@ -11,13 +11,13 @@ from support import (
     has_decoder,
     has_experts,
     is_encoder_decoder,
-    preset_names,
+    law_names,
     random_tokens,
     run_model,
     tiny_model,
 )
 
-DECODERS = preset_names(has_decoder)
+DECODERS = law_names(has_decoder)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -40,7 +40,7 @@ def test_all_future_tokens_together_never_change_a_past_logit(name):
     assert_bit_equal(after[:, :5], before[:, :5])
 
 
-@pytest.mark.parametrize("name", preset_names(lambda config: has_decoder(config) and has_experts(config)))
+@pytest.mark.parametrize("name", law_names(lambda config: has_decoder(config) and has_experts(config)))
 def test_gathered_experts_are_causal_up_to_rounding(name):
     model, ids = tiny_model(name), random_tokens()
     changed = ids.index_fill(1, torch.tensor([7]), 0)
@@ -57,7 +57,7 @@ def test_past_logits_have_no_gradient_in_future_embeddings(name):
     assert tap.leaf.grad[:, : index + 1].abs().amax((0, 2)).gt(0).all()
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", law_names(is_encoder_decoder))
 def test_every_target_token_sees_the_whole_source(name):
     model, tap = tiny_model(name), LeafTap("input.output")
     run_model(model, random_tokens(), tap=tap)[:, :1].sin().sum().backward()

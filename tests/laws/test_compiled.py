@@ -13,8 +13,9 @@ from support import (
     example_inputs,
     has_experts,
     is_text,
-    preset_names,
+    law_names,
     random_tokens,
+    tiny_config,
     tiny_model,
 )
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 import monoblock as mb
 from monoblock.config.model import Rotary, Scaling
 
-WITHOUT_EXPERTS = preset_names(lambda config: not has_experts(config))
+WITHOUT_EXPERTS = law_names(lambda config: not has_experts(config))
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_a_model_is_traced_as_one_graph(name):
     assert_near(compiled(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize("name", preset_names(lambda config: is_text(config) and not has_experts(config)))
+@pytest.mark.parametrize("name", law_names(lambda config: is_text(config) and not has_experts(config)))
 def test_a_padded_pass_is_traced_as_one_graph(name):
     model = tiny_model(name)
     mask = torch.ones(B, T, dtype=torch.bool)
@@ -50,16 +51,16 @@ def test_a_padded_pass_is_traced_as_one_graph(name):
     assert_near(compiled(*inputs, **options), model(*inputs, **options))
 
 
-@pytest.mark.parametrize("name", preset_names(has_experts))
+@pytest.mark.parametrize("name", law_names(has_experts))
 def test_experts_compile_with_graph_breaks(name):
     model = tiny_model(name)
     with torch.no_grad():
         assert_near(torch.compile(model, backend="eager")(*example_inputs(model)), model(*example_inputs(model)))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_recomputed_activations_change_no_gradient(name):
-    model = mb.Transformer(mb.tiny(name)).double().train()
+    model = mb.Transformer(tiny_config(name)).double().train()
     inputs = [i.double() if i.is_floating_point() else i for i in example_inputs(model)]
     runs = []
     for mode in (False, True):
@@ -71,7 +72,7 @@ def test_recomputed_activations_change_no_gradient(name):
         assert_bit_equal(plain, recomputed)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_a_model_survives_pickling(name):
     model = tiny_model(name)
     assert_bit_equal(pickle.loads(pickle.dumps(model))(*example_inputs(model)), model(*example_inputs(model)))

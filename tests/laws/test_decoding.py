@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import has_decoder, is_encoder_decoder, preset_names, tiny_model
+from support import has_decoder, is_encoder_decoder, law_names, tiny_model
 
 from monoblock.decoding.beam import BeamSearch
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 
-DECODERS = preset_names(has_decoder)
+DECODERS = law_names(has_decoder)
 ROWS, SHORTEST, NEW, VOCAB = 7, 2, 8, 61
 CAPACITY = SHORTEST + ROWS - 1 + NEW
 START, PAD = 5, 0

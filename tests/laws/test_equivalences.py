@@ -21,9 +21,11 @@ from support import (
     is_encoder_decoder,
     is_single_text,
     is_text,
+    law_names,
     preset_names,
     random_tokens,
     run_model,
+    tiny_config,
     tiny_model,
 )
 
@@ -38,7 +40,7 @@ def hidden_states(model, ids, **options):
     return model.encode(ids, **options) if model.encoder is not None else model(ids, **options)
 
 
-@pytest.mark.parametrize("name", preset_names(is_single_text))
+@pytest.mark.parametrize("name", law_names(is_single_text))
 def test_packed_documents_are_separate_documents(name):
     model, lengths = tiny_model(name), (7, 11, 2)
     texts = [random_tokens(length=length, seed=seed) for seed, length in enumerate(lengths)]
@@ -65,10 +67,10 @@ def test_a_window_shorter_than_the_text_changes_the_result(name):
         assert not torch.allclose(windowed(*arguments), full(*arguments), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 @pytest.mark.parametrize("groups", [1, 2])
 def test_grouped_heads_are_full_heads_with_keys_and_values_repeated(name, groups):
-    config = vary(tiny(name), heads=6, kv_heads=groups)
+    config = vary(tiny_config(name), heads=6, kv_heads=groups)
     grouped, full = build_model(config), Transformer(vary(config, kv_heads=None)).eval()
     weights = dict(grouped.state_dict())
     for key, expected in full.state_dict().items():
@@ -81,7 +83,7 @@ def test_grouped_heads_are_full_heads_with_keys_and_values_repeated(name, groups
         assert_near(full(*arguments), grouped(*arguments))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_plain_attention_is_fused_attention(name):
     model, tap = tiny_model(name), ActivationTap("attention.weights", "cross.weights")
     with torch.no_grad():
@@ -99,14 +101,14 @@ def test_attention_weights_are_distributions(name):
         assert_near(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
 
-@pytest.mark.parametrize("name", preset_names(has_experts))
+@pytest.mark.parametrize("name", law_names(has_experts))
 def test_gathered_experts_equal_all_experts_weighted(name):
     model = tiny_model(name)
     with torch.no_grad():
         assert_near(model(*example_inputs(model)), model(*example_inputs(model), tap=all_experts_tap()))
 
 
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", law_names(has_decoder))
 def test_logits_at_some_tokens_are_those_of_the_full_pass(name):
     model, ids = tiny_model(name), random_tokens()
     index = torch.randint(0, T, (B, 3), generator=torch.Generator().manual_seed(1))
@@ -114,25 +116,25 @@ def test_logits_at_some_tokens_are_those_of_the_full_pass(name):
         assert_near(run_model(model, ids, logits_at=index), run_model(model, ids)[torch.arange(B)[:, None], index])
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_a_rerun_gives_the_same_bits(name):
     model = tiny_model(name)
     with torch.no_grad():
         assert_bit_equal(model(*example_inputs(model)), model(*example_inputs(model)))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_the_seed_decides_every_weight(name):
     models = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        models.append(Transformer(tiny(name)).state_dict())
+        models.append(Transformer(tiny_config(name)).state_dict())
     first, same, other = models
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_saved_then_loaded_is_the_same_model_bit_for_bit(name, tmp_path):
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
@@ -166,7 +168,7 @@ def test_an_encoder_without_positions_is_permutation_equivariant(name):
         assert_near(model.encode(ids[:, order]), model.encode(ids)[:, order])
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 def test_every_text_preset_depends_on_positions(name):
     """Swapping the different tokens 3 and 6 changes the last token by more than rounding."""
     model, order = tiny_model(name), torch.arange(T)
@@ -180,7 +182,7 @@ def test_every_text_preset_depends_on_positions(name):
     assert (before - after).abs().amax(-1).gt(1e-4).all()
 
 
-@pytest.mark.parametrize("name", preset_names(lambda config: has_decoder(config) and not is_encoder_decoder(config)))
+@pytest.mark.parametrize("name", law_names(lambda config: has_decoder(config) and not is_encoder_decoder(config)))
 def test_given_positions_are_the_counted_ones(name):
     model, ids = tiny_model(name), random_tokens()
     with torch.no_grad():

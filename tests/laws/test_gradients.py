@@ -9,14 +9,14 @@ from support import (
     example_inputs,
     is_encoder_decoder,
     is_text,
+    law_names,
     pad_rows,
     preset_names,
     random_source,
     random_tokens,
     run_model,
+    tiny_config,
 )
-
-from monoblock.config.presets import tiny
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -26,10 +26,10 @@ def weighted_mean(out):
     return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).mean()
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 @pytest.mark.parametrize("tap", [None, ActivationTap("weights", "outputs")], ids=["fused", "plain"])
 def test_every_parameter_has_a_gradient(name, tap):
-    model = build_model(tiny(name)).train()
+    model = build_model(tiny_config(name)).train()
     weighted_mean(model(*example_inputs(model), tap=tap)).backward()
     for key, weight in model.named_parameters():
         assert weight.grad is not None, key
@@ -37,12 +37,12 @@ def test_every_parameter_has_a_gradient(name, tap):
         assert weight.grad.any(), key
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tap", [None, ActivationTap("weights")], ids=["fused", "plain"])
 def test_rows_that_see_nothing_give_no_nan(name, dtype, tap):
     """One row is all padding; the others begin and end with it."""
-    model = build_model(tiny(name), dtype)
+    model = build_model(tiny_config(name), dtype)
     padded, valid = pad_rows(random_tokens(), 2, 3)
     valid[4] = False
     out = run_model(model, padded, valid, tap=tap)
@@ -51,11 +51,11 @@ def test_rows_that_see_nothing_give_no_nan(name, dtype, tap):
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", law_names(is_encoder_decoder))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tap", [None, ActivationTap("weights")], ids=["fused", "plain"])
 def test_an_empty_source_gives_no_nan(name, dtype, tap):
-    model, source = build_model(tiny(name), dtype), random_source()
+    model, source = build_model(tiny_config(name), dtype), random_source()
     valid = torch.ones_like(source)
     valid[2] = 0
     out = model(source, random_tokens(), source_mask=valid, tap=tap)
@@ -64,10 +64,10 @@ def test_an_empty_source_gives_no_nan(name, dtype, tap):
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_token_and_the_last_of_the_vocabulary_are_fine(name, dtype):
-    model = build_model(tiny(name), dtype)
+    model = build_model(tiny_config(name), dtype)
     ids = torch.tensor([[0], [model.config.input.vocab - 1]])
     out = run_model(model, ids)
     assert out.dtype == dtype
@@ -83,7 +83,7 @@ def has_norm_before_every_sublayer(config):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embeddings_near_the_largest_fp16_number_give_no_nan(name, dtype):
     """Activations of up to 6e4 enter the first block (fp16 ends at 65,504)."""
-    model = build_model(tiny(name), dtype)
+    model = build_model(tiny_config(name), dtype)
     size = 6e4 if dtype != torch.float16 or has_norm_before_every_sublayer(model.config) else 1e2
 
     def tap(name, tensor):

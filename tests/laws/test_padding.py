@@ -9,8 +9,8 @@ from support import (
     example_inputs,
     is_encoder_decoder,
     is_text,
+    law_names,
     pad_rows,
-    preset_names,
     random_source,
     random_tokens,
     run_model,
@@ -19,7 +19,7 @@ from support import (
 )
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 @pytest.mark.parametrize("side", PADDINGS)
 def test_padding_changes_nothing_for_real_tokens(name, side):
     model, ids = tiny_model(name), random_tokens()
@@ -29,7 +29,7 @@ def test_padding_changes_nothing_for_real_tokens(name, side):
     assert_near(unpad_rows(actual, valid), expected)
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 def test_padding_changes_nothing_in_double_precision(name):
     model, ids = tiny_model(name, torch.float64), random_tokens()
     padded, valid = pad_rows(ids, *PADDINGS["ragged"])
@@ -38,7 +38,7 @@ def test_padding_changes_nothing_in_double_precision(name):
     assert_near(unpad_rows(actual, valid), expected)
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", law_names(is_encoder_decoder))
 @pytest.mark.parametrize("side", PADDINGS)
 def test_padding_of_the_source_changes_nothing(name, side):
     model, ids, source = tiny_model(name), random_tokens(), random_source()
@@ -48,7 +48,7 @@ def test_padding_of_the_source_changes_nothing(name, side):
         assert_near(model(padded, ids, source_mask=valid), model(source, ids))
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", law_names(is_encoder_decoder))
 def test_padding_of_source_and_target_together_changes_nothing(name):
     model, ids, source = tiny_model(name), random_tokens(), random_source()
     padded, valid = pad_rows(source, *PADDINGS["ragged"])
@@ -58,7 +58,7 @@ def test_padding_of_source_and_target_together_changes_nothing(name):
         assert_near(unpad_rows(actual, valid_ids), model(source, ids))
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 def test_the_ids_of_padding_do_not_matter(name):
     model = tiny_model(name)
     padded, valid = pad_rows(random_tokens(), *PADDINGS["ragged"])
@@ -69,14 +69,14 @@ def test_the_ids_of_padding_do_not_matter(name):
         )
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", law_names(is_text))
 def test_a_mask_of_ones_is_no_mask(name):
     model, ids = tiny_model(name), random_tokens()
     with torch.no_grad():
         assert torch.equal(run_model(model, ids, torch.ones_like(ids)), run_model(model, ids))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_permuting_the_batch_permutes_the_output(name):
     model = tiny_model(name)
     order = torch.randperm(B, generator=torch.Generator().manual_seed(1))
@@ -84,7 +84,7 @@ def test_permuting_the_batch_permutes_the_output(name):
         assert_near(model(*(t[order] for t in example_inputs(model))), model(*example_inputs(model))[order])
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_a_row_alone_gives_what_it_gives_in_a_batch(name):
     model = tiny_model(name)
     with torch.no_grad():

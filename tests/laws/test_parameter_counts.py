@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import preset_names, tiny_model
+from support import law_names, preset_names, tiny_config, tiny_model
 
 from monoblock.accounting.report import account
-from monoblock.config.presets import PRESETS, tiny
+from monoblock.config.presets import PRESETS
 from monoblock.nn.transformer import Transformer
 
 
@@ -21,9 +21,9 @@ def test_the_published_count_is_the_closed_form_and_the_built_model(name):
     assert row.parameters == account(row.config).parameters == count_built(row.config)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", law_names())
 def test_the_closed_form_counts_tiny_models_too(name):
-    config = tiny(name)
+    config = tiny_config(name)
     assert (
         account(config).parameters
         == count_built(config)

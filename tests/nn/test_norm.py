@@ -1,4 +1,4 @@
-"""The two norms against their formulas in fp64, against torch's modules, and with large 16-bit inputs."""
+"""The norms against their formulas in fp64, against torch's modules, and with large 16-bit inputs."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ from support import assert_near
 from torch import nn
 from torch.autograd import gradcheck
 
+from monoblock.config.families import gpt
 from monoblock.config.model import NormConfig
 from monoblock.nn.norm import Norm, layer_norm, rms_norm
+from monoblock.nn.transformer import Transformer
 
 HALF = [torch.float16, torch.bfloat16]
 CONFIGS = [
@@ -121,3 +123,67 @@ def test_a_vector_of_zeros_gives_zeros_and_finite_gradients():
     out.sum().backward()
     assert not out.any()
     assert x.grad.isfinite().all()
+
+
+# -- batch norm, and none ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norm_is_torchs_over_rows_and_positions(dtype):
+    norm, reference = Norm(7, NormConfig(kind="batch")).to(dtype), nn.BatchNorm1d(7).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(randn(7, seed=1))
+        norm.bias.copy_(randn(7, seed=2))
+        reference.weight.copy_(norm.weight)
+        reference.bias.copy_(norm.bias)
+    for seed in (3, 4):
+        x = randn(2, 5, 7, seed=seed, dtype=dtype)
+        mean, variance = x.mean((0, 1)), x.var((0, 1), unbiased=False)
+        assert_near(norm(x), (x - mean) / (variance + 1e-5) ** 0.5 * norm.weight + norm.bias)
+        reference(x.mT)
+    assert_near(norm.running_mean, reference.running_mean)
+    assert_near(norm.running_var, reference.running_var)
+    assert_near(norm.eval()(x), reference.eval()(x.mT).mT)
+
+
+def test_batch_norm_has_the_right_gradient():
+    norm = Norm(3, NormConfig(kind="batch")).double()
+    assert gradcheck(norm, randn(2, 4, 3).requires_grad_())
+
+
+def test_padding_changes_the_statistics_of_batch_norm_in_training_and_not_in_evaluation():
+    """Rows of 10, 50 and 100 tokens: 140 of 300 positions are padding, and the statistics include them."""
+    x, valid = randn(3, 100, 7) + 2, torch.arange(100) < torch.tensor([10, 50, 100])[:, None]
+    padded = torch.where(valid[..., None], x, 0)
+    batch, layer = (Norm(7, NormConfig(kind=kind)).double() for kind in ("batch", "layer"))
+    alone = batch(x[valid])
+    assert (batch(padded)[valid] - alone).abs().max() > 0.5
+    assert_near(batch.eval()(padded)[valid], batch(x[valid]))
+    assert_near(layer(padded)[valid], layer(x[valid]))
+
+
+def test_a_row_depends_on_its_batch_in_training_only():
+    norm, x = Norm(7, NormConfig(kind="batch")).double(), randn(3, 5, 7)
+    assert (norm(x)[:1] - norm(x[:1])).abs().max() > 0.1
+    norm.eval()
+    assert_near(norm(x)[:1], norm(x[:1]))
+
+
+def test_recomputed_blocks_count_a_batch_once():
+    torch.manual_seed(0)
+    model = Transformer(gpt(vocab=11, width=12, depth=2, heads=3, context=13, norm="batch")).train()
+    ids, states = torch.randint(11, (2, 13)), []
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for recompute in (False, True):
+        model.load_state_dict(start)
+        model.recompute(recompute)(ids).sum().backward()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items() if "running" in name})
+    assert states[0]
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    assert any(not torch.equal(start[name], tensor) for name, tensor in states[0].items())
+
+
+def test_no_norm_returns_its_input():
+    norm, x = Norm(7, NormConfig(kind="none", affine="none")), randn(2, 7)
+    assert norm(x) is x
+    assert not list(norm.parameters())

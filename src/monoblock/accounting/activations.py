@@ -3,13 +3,15 @@
 The table lists what is saved for each token, in elements of the computing dtype (statistics of norms and of the fused
 softmax are fp32). Sizes are named as in parameters.py, and S is the number of keys:
 
-    norm                     its input, D, and its statistics: 2 (layer) or 1 (rms)
+    norm                     its input, D, and its statistics: 2 (layer) or 1 (rms); batch: 2·D for the whole batch
     self-attention           its input, D, queries H·K, keys G·K, values G·Kv, and the input of the output matrix, H·Kv
       plain                  the attention weights, H·S for each token, counted separately as `attention_elements`
       fused                  instead the log-sum-exp, one element a head; H·Kv once more with rotary positions, or if
                              queries that see no key are zeroed
       softcap, sinks         no fused kernel: the plain path always runs, with keys and values repeated to H heads, the
                              masked weights, the capped scores, and two masks of one byte an element
+      linear                 features of queries and keys, their sums, and K·Kv for each chunk (see
+                             `linear_attention_activations`)
     cross-attention          the same; keys and values are per source token, and the encoder output is saved once
     feed-forward             its input, D, the tensors of the activation (ACTIVATION_TENSORS), and the input of the last
                              matrix, F
@@ -81,6 +83,8 @@ ACTIVATION_TENSORS = {
 
 
 def feedforward_activations(feedforward: FeedForwardConfig, width: int, rows: int) -> SavedActivations:
+    if not feedforward.hidden:
+        return SavedActivations()
     experts = feedforward.experts
     routed_rows = rows * experts.top_k if experts else rows
     saved = SavedActivations(
@@ -122,8 +126,8 @@ def block_activations(block: BlockConfig, shape: BatchShape, length: int, *, fus
     ]
     if block.cross:
         saved.append(attention_activations(block.cross, width, shape.batch, length, shape.source, fused=fused))
-    sublayers = 3 if block.cross else 2
-    if block.residual != "sequential":
+    sublayers = len(block.sublayers)
+    if block.is_parallel:
         saved.append(SavedActivations(-rows * width))  # both branches read one tensor
     if block.layer_scale is not None:
         saved.append(SavedActivations(sublayers * rows * width))
@@ -250,9 +254,10 @@ def lstm_activations(config: RecurrentConfig, shape: BatchShape) -> SavedActivat
     saved = SavedActivations(rows * config.depth * 7 * width + rows * width)
     if config.kind == "encoder_decoder":
         encoder = SavedActivations(source_rows * 2 * config.depth * 7 * width + source_rows * 3 * width)
-        attention = SavedActivations(
-            rows * 6 * width + rows * shape.source * width, attention_elements=rows * shape.source
-        )
+        attention = SavedActivations(rows * 6 * width)
+        if config.attention:
+            pairs = rows * shape.source
+            attention = add_activations(attention, SavedActivations(pairs * width, attention_elements=pairs))
         saved = add_activations(saved, encoder, attention)
     logits = rows * (config.target_vocab or config.vocab)
     return add_activations(saved, SavedActivations(logits, fp32_elements=logits))

@@ -54,7 +54,7 @@ def count_tensor_all_reduces(config: ModelConfig, *, checkpointing: bool) -> dic
     """Count the all-reduces of a tensor-parallel group in a pass, by stack; those of embedding and head are `ends`."""
     passes = 3 if checkpointing else 2
     counts = {
-        name: passes * sum(3 if block.cross else 2 for block in stack.layers()) for name, stack in config.stacks.items()
+        name: passes * sum(len(block.sublayers) for block in stack.layers()) for name, stack in config.stacks.items()
     }
     return {**counts, "ends": 2}
 

@@ -21,12 +21,13 @@ from monoblock.accounting.flops import (
     BatchShape,
     count_visible_keys,
     feedforward_flops,
+    linear_attention_flops,
     matrix_flops,
     pair_flops,
     resolve_batch_shape,
     stack_flops,
 )
-from monoblock.accounting.memory import kv_elements_per_position, stored_bytes
+from monoblock.accounting.memory import kv_elements_per_position, linear_state_elements, stored_bytes
 from monoblock.accounting.parameters import attention_linears, block_matrix_weights, count_blocks, head_linears
 from monoblock.accounting.quantization import block_bytes, head_bytes
 from monoblock.config.model import BlockConfig, ModelConfig, RecurrentConfig
@@ -100,7 +101,7 @@ def _sum_of_squares(number: int) -> int:
 
 def _block_flops(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
     flops = matrix_flops(attention_linears(block.attention, block.width), setup.positions)
-    flops += setup.attention_pairs(block.attention.window) * pair_flops(block.attention, block.width)
+    flops += _attention_flops(block, setup)
     flops += feedforward_flops(block, setup.positions)
     if block.cross:
         query, key, value, output = attention_linears(block.cross, block.width)
@@ -108,6 +109,28 @@ def _block_flops(block: BlockConfig, setup: DecodingSetup, source: int) -> int:
         flops += matrix_flops((query, output), setup.positions) + matrix_flops((key, value), source_passes * source)
         flops += setup.positions * source * pair_flops(block.cross, block.width)
     return flops
+
+
+def _attention_flops(block: BlockConfig, setup: DecodingSetup) -> int:
+    """Count the FLOPs of self-attention without its projections; linear attention with a cache updates its sums."""
+    attention, width = block.attention, block.width
+    if attention.kind != "linear":
+        return setup.attention_pairs(attention.window) * pair_flops(attention, width)
+    end = setup.prompt_length + setup.new_tokens - 1
+    flops = linear_attention_flops(attention, width, setup.prompt_length)
+    if setup.use_cache:
+        steps = setup.num_beams * (setup.new_tokens - 1)
+        return flops + steps * linear_attention_flops(attention, width, 1, needed_only=True)
+    lengths = range(setup.prompt_length + 1, end + 1)
+    return flops + setup.num_beams * sum(linear_attention_flops(attention, width, length) for length in lengths)
+
+
+def _sums_moved(config: ModelConfig, setup: DecodingSetup) -> int:
+    """Count the fp32 elements of the sums of linear attention that one sequence writes, and reads in later steps."""
+    assert config.decoder is not None
+    blocks = count_blocks(config.decoder).items()
+    sums = sum(times * linear_state_elements(block.attention, block.width) for block, times in blocks)
+    return sums * (1 + 2 * setup.num_beams * (setup.new_tokens - 1)) if setup.use_cache else 0
 
 
 def _block_weights_read(block: BlockConfig, rows: int) -> int:
@@ -124,6 +147,8 @@ def _block_cache_traffic(block: BlockConfig, setup: DecodingSetup, source: int) 
     """Count the elements of keys and values that a block writes and reads for one sequence."""
     positions = setup.positions + setup.keys_read(block.attention.window)
     elements = positions * kv_elements_per_position(block.attention, block.width)
+    if block.attention.kind == "linear" and setup.use_cache:
+        elements = 0  # see `_sums_moved`
     if block.cross:
         written = source * (1 if setup.use_cache else setup.logit_positions)
         elements += (written + setup.logit_positions * source) * kv_elements_per_position(block.cross, block.width)
@@ -197,7 +222,7 @@ def decoding_cost(
         flops += sum(stack_flops(config.encoder, batch, shape.source, 0).values())
         for block, times in count_blocks(config.encoder).items():
             elements += times * _block_weights_read(block, batch * shape.source)
-    moved = stored_bytes(elements, dtype)
+    moved = stored_bytes(elements, dtype) + 4 * batch * _sums_moved(config, setup)
     if config.quantize:
         moved -= _quantization_savings(config, setup, shape, dtype)
     return DecodingCost(steps=new, positions=batch * setup.positions, flops=flops, bytes_moved=moved)

@@ -3,9 +3,15 @@
     R rows times an M × N matrix        2·R·M·N
     attention of T queries to S keys    2·H·T·S·K for the scores and 2·H·T·S·Kv for the weighted sum
 
+Linear attention computes no pairs. With L = min(T, CHUNK) tokens in a chunk, and T rounded up to n whole chunks:
+
+    full        2·(G + H)·T·K·Kv
+    causal      2·H·T·L·(K + Kv) inside chunks, and for n > 1 between them 2·H·T·K·Kv + 2·G·(n - 1)·L·K·Kv
+
 `forward` counts all T·S pairs, as a dense computation does and as the FLOP counter of torch counts. `forward_needed`
 counts only the pairs that the mask allows: about half of them for a causal mask, fewer in a window. (It leaves out
-pairs that a prefix, global tokens or random blocks allow in addition.) Of the experts only those that a token is routed
+pairs that a prefix, global tokens or random blocks allow in addition.) Of linear attention it counts 2·(G + H)·T·K·Kv,
+what a pass token by token needs. Of the experts only those that a token is routed
 to are counted. Norms, activations, softmax and biases are not counted, because memory bandwidth limits their speed.
 
 The backward pass computes two products for each product of the forward pass, for the gradients of both factors; the
@@ -45,6 +51,7 @@ from monoblock.config.model import (
 )
 from monoblock.errors import InputError
 
+CHUNK = 64  # tokens in a chunk of causal linear attention, as in nn/linear_attention.py
 DEFAULT_LENGTH = 512  # for a model without a context
 NO_INPUT_GRADIENT = ("input.patch", "input.first")  # products whose input is data, which needs no gradient
 
@@ -119,6 +126,28 @@ def pair_flops(attention: AttentionConfig, width: int) -> int:
     return 2 * attention.heads * (attention.key_size(width) + attention.value_size(width))
 
 
+def linear_attention_flops(attention: AttentionConfig, width: int, length: int, *, needed_only: bool = False) -> int:
+    """Count the FLOPs of linear attention over `length` tokens; `needed_only` leaves out what chunks add."""
+    size, value_size = attention.key_size(width), attention.value_size(width)
+    if attention.mask == "full" or needed_only:
+        return 2 * (attention.num_kv_heads + attention.heads) * length * size * value_size
+    chunk = min(length, CHUNK)
+    chunks = -(-length // chunk)
+    flops = 2 * attention.heads * chunks * chunk * chunk * (size + value_size)
+    if chunks > 1:
+        flops += 2 * attention.heads * chunks * chunk * size * value_size
+        flops += 2 * attention.num_kv_heads * (chunks - 1) * chunk * size * value_size
+    return flops
+
+
+def self_attention_flops(attention: AttentionConfig, width: int, length: int, *, visible_only: bool) -> int:
+    """Count the FLOPs of self-attention over `length` tokens, without its projections."""
+    if attention.kind == "linear":
+        return linear_attention_flops(attention, width, length, needed_only=visible_only)
+    pairs = count_attention_pairs(attention, length) if visible_only else length * length
+    return pairs * pair_flops(attention, width)
+
+
 def feedforward_flops(block: BlockConfig, rows: int) -> int:
     experts = block.feedforward.experts
     router = router_linear(block.feedforward, block.width)
@@ -136,10 +165,10 @@ def block_flops(
     """
     width = block.width
     rows = batch * length
-    pairs = count_attention_pairs(block.attention, length) if visible_only else length * length
+    scores = self_attention_flops(block.attention, width, length, visible_only=visible_only)
     flops = {
         "attention.projections": matrix_flops(attention_linears(block.attention, width), rows),
-        "attention.scores": batch * pairs * pair_flops(block.attention, width),
+        "attention.scores": batch * scores,
     }
     if block.cross:
         query, key, value, output = attention_linears(block.cross, width)

@@ -51,16 +51,39 @@ def kv_elements_per_position(attention: AttentionConfig, width: int) -> int:
 
 
 def kv_cache_elements(config: ModelConfig | RecurrentConfig, shape: BatchShape) -> int:
-    """Count the cached elements after `shape.target` tokens; a block with a window caches at most that many tokens."""
+    """Count the cached elements after `shape.target` tokens; a block with a window caches at most that many tokens.
+
+    Those of linear attention are counted by `linear_state_elements`.
+    """
     if isinstance(config, RecurrentConfig) or config.decoder is None:
         return 0
     elements = 0
     for block, times in count_blocks(config.decoder).items():
         positions = min(shape.target, block.attention.window or shape.target)
+        positions = 0 if block.attention.kind == "linear" else positions
         elements += times * positions * kv_elements_per_position(block.attention, block.width)
         if block.cross:
             elements += times * shape.source * kv_elements_per_position(block.cross, block.width)
     return shape.batch * elements
+
+
+def linear_state_elements(attention: AttentionConfig, width: int) -> int:
+    """Count the elements that linear attention caches for a sequence of any length: two sums for each key/value head.
+
+    The last tokens, which `Cache` also keeps so that they can be dropped again, are not counted.
+    """
+    if attention.kind != "linear":
+        return 0
+    return attention.num_kv_heads * attention.key_size(width) * (attention.value_size(width) + 1)
+
+
+def kv_cache_bytes(config: ModelConfig | RecurrentConfig, shape: BatchShape, dtype: str) -> int:
+    """Return the size of the cache in bytes; the sums of linear attention are fp32 in any dtype."""
+    sums = 0
+    if isinstance(config, ModelConfig) and config.decoder is not None:
+        blocks = count_blocks(config.decoder).items()
+        sums = sum(times * linear_state_elements(block.attention, block.width) for block, times in blocks)
+    return stored_bytes(kv_cache_elements(config, shape), dtype) + 4 * shape.batch * sums
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ The formulas, for width D, H heads, G key/value heads, key size K, value size Kv
 E experts and norms over N features:
 
     attention     D·H·K + D·G·K + D·G·Kv + H·Kv·D    query, key, value, output, and the biases that `bias` names
-    feedforward   2·D·F, gated 3·D·F                 with experts E times as many, and D·E for the router
+    feedforward   2·D·F, gated 3·D·F                 with experts E times as many, and D·E for the router; F = 0: none
     norm          2·N with scale and shift, N with scale alone, 0 without
     embedding     V·D                                a shared table is counted once, where it is first used
 
-Tied matrices and later repetitions of tied blocks are counted once. A fixed output bias is stored with the model but
-not trained and not counted.
+Tied matrices and later repetitions of tied blocks are counted once. A fixed output bias and the running statistics of a
+batch norm are stored with the model but not trained and not counted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def attention_linears(
 
 
 def feedforward_linears(feedforward: FeedForwardConfig, width: int) -> tuple[LinearShape, ...]:
-    """Return the linear layers of one feed-forward network, or of one expert."""
+    """Return the linear layers of one feed-forward network, or of one expert; without a hidden size there are none."""
+    if not feedforward.hidden:
+        return ()
     up = LinearShape("up", width, feedforward.hidden, feedforward.bias)
     down = LinearShape("down", feedforward.hidden, width, feedforward.bias)
     return (up, up._replace(name="gate"), down) if feedforward.gated else (up, down)
@@ -221,7 +223,7 @@ def count_blocks(stack: StackConfig, *, owned_only: bool = False) -> Counter[Blo
 
 def count_norms(block: BlockConfig) -> int:
     """Count the norms of a block."""
-    sublayers = 3 if block.cross else 2
+    sublayers = len(block.sublayers)
     if block.residual == "parallel_shared":
         return 1
     if block.norm_place == "sandwich":
@@ -237,7 +239,7 @@ def block_parameters(block: BlockConfig, *, active: bool = False) -> ParameterCo
         counts.update(dict(_attention_parameters("cross", block.cross, width)))
     counts.update(dict(_feedforward_parameters(block.feedforward, width, active)))
     counts["norm"] = count_norms(block) * norm_parameters(block.norm, width)
-    counts["layer_scale"] = (3 if block.cross else 2) * width if block.layer_scale is not None else 0
+    counts["layer_scale"] = len(block.sublayers) * width if block.layer_scale is not None else 0
     return dict(counts)
 
 

@@ -60,9 +60,9 @@ class Precision(NamedTuple):
 
     def norm_extra(self, norm: NormConfig | None, elements: int) -> int:
         """Return the bytes that a norm saves for its input beyond two an element."""
-        if norm is None:
+        if norm is None or norm.kind == "none":
             return 0
-        return elements * ((self.layer_norm if norm.kind == "layer" else self.rms_norm) - 2)
+        return elements * ((self.rms_norm if norm.kind == "rms" else self.layer_norm) - 2)
 
     def norm_working(self, norm: NormConfig | None, elements: int) -> int:
         """Return the bytes that the backward pass of a norm needs: an RMS norm of 16-bit input is computed in fp32."""
@@ -98,7 +98,7 @@ def block_bytes(block: BlockConfig, shape: BatchShape, length: int, tensor: int,
     saved = _bytes(block_activations(narrow, shape, length, fused=True))
     saved += precision.norm_extra(block.norm, count_norms(block) * rows * width)
     saved += _extra_attention_bytes(narrow.attention, width, length, length, shape.batch)
-    if block.residual != "sequential":
+    if block.is_parallel:
         saved += 2 * rows * width  # each branch converts the input
     if block.cross:
         saved += 2 * 2 * shape.batch * shape.source * width  # keys and values convert the encoder output

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from monoblock.accounting.decoding import DecodingCost, decoding_cost
 from monoblock.accounting.flops import Flops, flops, gpu_hours, resolve_batch_shape, rule_of_six
 from monoblock.accounting.lstm import recurrent_parameters
-from monoblock.accounting.memory import TRAINING_DTYPES, TrainingBytes, kv_cache_elements, stored_bytes, training_bytes
+from monoblock.accounting.memory import TRAINING_DTYPES, TrainingBytes, kv_cache_bytes, stored_bytes, training_bytes
 from monoblock.accounting.parallel import plan_ranks
 from monoblock.accounting.parameters import count_parameters
 from monoblock.accounting.quantization import weight_bytes
@@ -86,7 +86,7 @@ class Account:
         In an encoder-decoder `length` counts source tokens, and the cache also holds `target_length` target tokens.
         """
         shape = resolve_batch_shape(self.config, batch, length, target_length)
-        return stored_bytes(kv_cache_elements(self.config, shape), dtype)
+        return kv_cache_bytes(self.config, shape, dtype)
 
     def training_bytes(
         self,

@@ -33,10 +33,11 @@ def scale_activations(factor: int, saved: SavedActivations) -> SavedActivations:
 
 
 def norm_activations(norm: NormConfig | None, rows: int, size: int) -> SavedActivations:
-    if norm is None:
+    if norm is None or norm.kind == "none":
         return SavedActivations()
     offset = size if norm.unit_offset and norm.affine != "none" else 0  # 1 + weight
-    return SavedActivations(rows * size + offset, fp32_elements=rows * (2 if norm.kind == "layer" else 1))
+    statistics = {"layer": 2 * rows, "rms": rows, "batch": 2 * size}[norm.kind]
+    return SavedActivations(rows * size + offset, fp32_elements=statistics)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

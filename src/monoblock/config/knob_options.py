@@ -20,12 +20,16 @@ class StyleKnobs(TypedDict, total=False):
     embedding_scale: float | Literal["sqrt_width"]  # factor on the token embedding; sqrt_width with sinusoid positions
     embedding_norm: bool  # normalize the embedding
     class_token: bool  # put a learned token before the image patches
+    attention: Literal["softmax", "linear"]  # weights by a softmax of scores, or by products of features (linear time)
     kv_heads: int | None  # number of key/value heads, which query heads share; None: one per query head
     value_dim: int | None  # size of a value head; None: head_dim
-    scale: float | None  # factor on the attention scores; None: 1 / sqrt(head_dim)
+    scale: float | None  # factor on the attention scores; None: 1 / sqrt(head_dim); 1: not scaled
     softcap: float | None  # attention scores become cap * tanh(score / cap); None: no cap
     mask: Literal["causal", "prefix", "full"]  # a token sees earlier tokens, also the whole prefix, or all tokens
     window: int | None  # a token sees only keys closer than this; None: all that the mask allows
+    global_tokens: bool  # tokens that flags mark, by default the first, see and are seen beyond the window
+    random_blocks: int  # number of random earlier blocks that each block of positions sees beyond the window
+    block_size: int  # number of positions in a random block
     qk_norm: bool  # normalize queries and keys
     positions: Literal["none", "sinusoid", "learned", "rotary", "alibi", "buckets"]  # how positions are encoded
     rotary_base: float  # base of the rotary wavelengths
@@ -35,10 +39,10 @@ class StyleKnobs(TypedDict, total=False):
     gated: bool  # multiply the activation by a second projection (GLU, SwiGLU, GeGLU)
     experts: int  # number of experts in each feed-forward network; without this knob there are none
     top_k: int  # number of experts for each token
-    norm: Literal["layer", "rms"]  # LayerNorm or RMSNorm
+    norm: Literal["layer", "rms", "batch", "none"]  # LayerNorm, RMSNorm, BatchNorm over rows and positions, or no norm
     eps: float  # added to the variance or mean square in a norm
     norm_place: Literal["pre", "post", "output", "sandwich"]  # where a sublayer is normalized
-    residual: Literal["sequential", "parallel", "parallel_shared"]  # attention, then feed-forward, or both at once
+    residual: Literal["sequential", "parallel", "parallel_shared", "none"]  # how sublayers are added; none: not
     bias: bool  # biases in attention and feed-forward projections
     dropout: float  # dropout probability everywhere except in the head
     attention_dropout: float  # dropout probability of the attention weights; overrides dropout
@@ -61,7 +65,7 @@ class HeadSizeKnobs(StyleKnobs, total=False):
 class SizeKnobs(HeadSizeKnobs, total=False):
     """The knobs of a family whose constructor has neither `hidden` nor `head_dim`."""
 
-    hidden: int  # hidden size of the feed-forward network
+    hidden: int  # hidden size of the feed-forward network; 0: no feed-forward network
 
 
 class Knobs(SizeKnobs, total=False):
@@ -95,6 +99,7 @@ KNOB_PAPERS: dict[str, str] = {
     "width": "Vaswani et al. 2017",
     "depth": "Vaswani et al. 2017",
     "heads": "Vaswani et al. 2017",
+    "attention": "softmax: Vaswani et al. 2017; linear: Katharopoulos et al. 2020",
     "kv_heads": "1: Shazeer 2019; more: Ainslie et al. 2023",
     "head_dim": "Vaswani et al. 2017",
     "value_dim": "Vaswani et al. 2017",
@@ -102,6 +107,9 @@ KNOB_PAPERS: dict[str, str] = {
     "softcap": "Gemma Team 2024",
     "mask": "causal, full: Vaswani et al. 2017; prefix: Raffel et al. 2020",
     "window": "Beltagy et al. 2020",
+    "global_tokens": "Beltagy et al. 2020",
+    "random_blocks": "Zaheer et al. 2020",
+    "block_size": "Zaheer et al. 2020",
     "qk_norm": "Dehghani et al. 2023",
     "positions": "sinusoid: Vaswani et al. 2017; learned: Gehring et al. 2017; rotary: Su et al. 2021; "
     "alibi: Press et al. 2022; buckets: Raffel et al. 2020",
@@ -115,11 +123,11 @@ KNOB_PAPERS: dict[str, str] = {
     "gated": "Shazeer 2020",
     "experts": "Shazeer et al. 2017",
     "top_k": "Shazeer et al. 2017",
-    "norm": "layer: Ba et al. 2016; rms: Zhang and Sennrich 2019",
+    "norm": "layer: Ba et al. 2016; rms: Zhang and Sennrich 2019; batch: Ioffe and Szegedy 2015",
     "eps": NO_PAPER,
     "norm_place": "post: Vaswani et al. 2017; pre: Xiong et al. 2020; output: OLMo Team 2024; "
     "sandwich: Ding et al. 2021",
-    "residual": "parallel: Wang and Komatsuzaki 2021",
+    "residual": "sequential: He et al. 2016; parallel: Wang and Komatsuzaki 2021",
     "bias": NO_PAPER,
     "dropout": "Srivastava et al. 2014",
     "attention_dropout": NO_PAPER,

@@ -13,7 +13,6 @@ from fractions import Fraction
 from typing import Any, TypeVar, Unpack
 
 from monoblock.config.knob_options import Knobs
-from monoblock.config.limits import MAX_LAYERS
 from monoblock.config.model import (
     Alibi,
     AttentionConfig,
@@ -28,13 +27,12 @@ from monoblock.config.model import (
     ModelConfig,
     NormConfig,
     PatchConfig,
-    Repeat,
     Rotary,
     Sinusoid,
     StackConfig,
 )
 from monoblock.config.parts import HEADS_WITH_CLASSES
-from monoblock.config.schema import shorten_int
+from monoblock.config.resize import check_positive_int, resize_pattern
 from monoblock.errors import ConfigError, did_you_mean
 
 FieldValues = dict[str, Any]  # the arguments from which a part of a configuration is rebuilt
@@ -66,13 +64,6 @@ def rebuild(config: ConfigT, edit: Callable[[Any, FieldValues], None]) -> Config
     return type(config)(**values)
 
 
-def check_positive_int(name: str, value: Any) -> int:
-    """Return `value` if it is a positive whole number, else raise a ConfigError that calls it `name`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not a positive whole number; write 1 or more")
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class SetField:
     """A function that sets the field `name`."""
@@ -96,34 +87,10 @@ class SetSelfAttention:
 def _scale_hidden(block: BlockConfig, values: FieldValues) -> None:
     """Scale the hidden size of the feed-forward network by the same factor as the width."""
     width = check_positive_int("width", values["width"])
+    if not block.feedforward.hidden:
+        return
     hidden = max(1, round(Fraction(block.feedforward.hidden * width, block.width)))
     values["feedforward"] = dataclasses.replace(values["feedforward"], hidden=hidden)
-
-
-def resize_pattern(pattern: tuple[Repeat, ...], depth: int) -> tuple[Repeat, ...]:
-    """Cut a pattern to `depth` blocks, or repeat its last entry until it has `depth` blocks."""
-    check_positive_int("depth", depth)
-    if depth > MAX_LAYERS:
-        raise ConfigError(f"depth={shorten_int(depth)} is too large; write {MAX_LAYERS} or less")
-    runs: list[Repeat] = []
-    left = depth
-    for number, run in enumerate(pattern, start=1):
-        times, rest = divmod(left, len(run.blocks))
-        is_last = number == len(pattern) or times < run.times or (times == run.times and not rest)
-        if not is_last:
-            runs.append(run)
-            left -= run.times * len(run.blocks)
-            continue
-        if times:
-            runs.append(dataclasses.replace(run, times=times))
-        if rest and run.tied:
-            size = len(run.blocks)
-            fix = depth - rest or size
-            raise ConfigError(f"depth={depth} would cut a group of {size} blocks with tied weights; write depth={fix}")
-        if rest:
-            runs.append(Repeat(blocks=run.blocks[:rest]))
-        break
-    return tuple(runs)
 
 
 def _set_depth(stack: StackConfig, values: FieldValues, depth: int) -> None:
@@ -132,7 +99,7 @@ def _set_depth(stack: StackConfig, values: FieldValues, depth: int) -> None:
 
 def _set_norm_kind(part: NormConfig, values: FieldValues, kind: str) -> None:
     if kind != part.kind:
-        values["kind"], values["affine"] = kind, "scale" if kind == "rms" else "scale_shift"
+        values["kind"], values["affine"] = kind, {"rms": "scale", "none": "none"}.get(kind, "scale_shift")
 
 
 def _set_final_norm(stack: StackConfig, values: FieldValues, norm_place: str) -> None:
@@ -238,6 +205,7 @@ KNOBS: dict[str, tuple[KnobSetter, ...]] = {
     "class_token": (((PatchConfig,), SetField("class_token")),),
     "width": (((BlockConfig,), SetField("width")),),
     "depth": (((StackConfig,), _set_depth),),
+    "attention": (((BlockConfig,), SetSelfAttention("kind")),),
     "heads": (((AttentionConfig,), SetField("heads")),),
     "kv_heads": (((AttentionConfig,), SetField("kv_heads")),),
     "head_dim": (((AttentionConfig,), SetField("head_dim")),),
@@ -246,6 +214,9 @@ KNOBS: dict[str, tuple[KnobSetter, ...]] = {
     "softcap": (((AttentionConfig,), SetField("softcap")),),
     "mask": (((BlockConfig,), SetSelfAttention("mask")),),
     "window": (((BlockConfig,), SetSelfAttention("window")),),
+    "global_tokens": (((BlockConfig,), SetSelfAttention("global_tokens")),),
+    "random_blocks": (((BlockConfig,), SetSelfAttention("random_blocks")),),
+    "block_size": (((BlockConfig,), SetSelfAttention("block_size")),),
     "qk_norm": (((BlockConfig,), _set_qk_norm),),
     "positions": (((EmbeddingConfig, PatchConfig), _set_input_positions), ((BlockConfig,), _set_attention_positions)),
     "rotary_base": (((Rotary,), SetField("base")),),

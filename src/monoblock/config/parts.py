@@ -30,9 +30,10 @@ SEQUENCE_HEADS = ("classifier", "regression", "pooled")  # one output for a sequ
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
+    """Layer norm (Ba et al. 2016), RMS norm (Zhang and Sennrich 2019), batch norm (Ioffe and Szegedy 2015) or none."""
 
-    kind: Literal["layer", "rms"] = "layer"  # layer norm or RMS norm
+    # layer norm, RMS norm, batch norm with statistics over all rows and positions, or no normalization
+    kind: Literal["layer", "rms", "batch", "none"] = "layer"
     eps: float = 1e-5  # added to the variance or to the mean square
     # which learned vectors are applied after normalization
     affine: Literal["scale_shift", "scale", "none"] = "scale_shift"
@@ -44,6 +45,8 @@ class NormConfig:
         check_at_least(self, 0, "eps")
         if self.kind == "rms" and self.affine == "scale_shift":
             raise ConfigError("an RMS norm has no shift; write affine='scale' (or 'none')")
+        if self.kind == "none" and self.affine != "none":
+            raise ConfigError("kind='none' has nothing to scale or shift; write affine='none'")
 
 
 # -- attention and feed-forward -----------------------------------------------------------------------------------
@@ -53,6 +56,8 @@ class NormConfig:
 class AttentionConfig:
     """Self- or cross-attention."""
 
+    # "softmax": weights are a softmax of the scores; "linear": products of features, in time linear in the length
+    kind: Literal["softmax", "linear"] = "softmax"
     heads: int  # H, the number of query heads
     kv_heads: int | None = None  # G, the number of key/value heads; None: one per query head
     head_dim: int | None = None  # K, the size of a query and key head; None: width / heads
@@ -75,7 +80,7 @@ class AttentionConfig:
     sinks: bool = False  # for each head a learned extra score in the denominator of the softmax (gpt-oss)
     kept_heads: tuple[int, ...] = ()  # indices of the heads left after pruning; (): all
     unpruned_heads: int | None = None  # number of heads before pruning, for which position biases are computed
-    dropout: float = 0.0  # dropout probability of the attention weights
+    dropout: float = 0.0  # dropout probability of the attention weights, which linear attention does not compute
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -107,6 +112,25 @@ class AttentionConfig:
                 "a window cannot be combined with mask='prefix', with which every token sees the whole prefix; "
                 "write window=None or mask='causal'"
             )
+        if self.kind == "linear":
+            self._check_linear()
+
+    def _check_linear(self) -> None:
+        """Raise ConfigError if linear attention is combined with an option of the scores, which it does not compute."""
+        if self.mask == "prefix":
+            raise ConfigError("linear attention has no prefix mask; write mask='causal', or kind='softmax'")
+        if isinstance(self.positions, Alibi | Buckets):
+            raise ConfigError(
+                f"positions {self.positions.kind!r} add a bias to scores, which linear attention does not compute; "
+                "write rotary positions, positions of the input, or kind='softmax'"
+            )
+        options = {name: getattr(self, name) for name in ("window", "scale", "softcap", "sinks")}
+        for name, value in options.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={value} acts on scores, which linear attention does not compute; "
+                    f"leave {name} out, or write kind='softmax'"
+                )
 
     @property
     def num_kv_heads(self) -> int:
@@ -174,7 +198,7 @@ class ExpertsConfig:
 class FeedForwardConfig:
     """The feed-forward network, or each of its experts."""
 
-    hidden: int  # F, the hidden size
+    hidden: int  # F, the hidden size; 0: no feed-forward network
     activation: Activation = "gelu"  # the nonlinearity
     gated: bool = False  # down(activation(gate(x)) * up(x)), as in GLU, SwiGLU, GeGLU
     clamp: float | None = None  # only if gated: gate and up are clamped to this, and 1 is added to up (gpt-oss)
@@ -184,7 +208,7 @@ class FeedForwardConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "hidden")
+        check_at_least(self, 0 if self.experts is None else 1, "hidden")
         check_at_most(self, MAX_HIDDEN, "hidden")
         check_fraction(self, "dropout")
         check_positive(self, "clamp")

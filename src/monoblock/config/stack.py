@@ -24,9 +24,8 @@ class BlockConfig:
     # "pre": on the input of a sublayer; "post": after the residual sum; "output": on its output; "sandwich": on both
     norm_place: Literal["pre", "post", "output", "sandwich"] = "pre"
     attention_norm: bool = True  # False: the input is normalized already (first block of ModernBERT)
-    residual: Literal["sequential", "parallel", "parallel_shared"] = (
-        "sequential"  # attention, then feed-forward, or both at once
-    )
+    # attention, then feed-forward; both at once; "none": one after the other, and the input is not added to the output
+    residual: Literal["sequential", "parallel", "parallel_shared", "none"] = "sequential"
     residual_scale: float = 1.0  # factor on the output of each sublayer (Granite)
     layer_scale: float | None = None  # initial value of a learned gain for each output channel (DINOv2)
     dropout: float = 0.0  # dropout probability of the output of each sublayer
@@ -37,15 +36,31 @@ class BlockConfig:
         check_at_most(self, MAX_WIDTH, "width")
         check_fraction(self, "dropout")
         self.attention.check_width(self.width)
-        if self.residual != "sequential" and (self.norm_place != "pre" or self.cross is not None):
+        if self.is_parallel and (self.norm_place != "pre" or self.cross is not None):
             raise ConfigError(
                 f"residual={self.residual!r} is possible only with pre-norm and without cross-attention; "
                 "write norm_place='pre' and cross=None, or residual='sequential'"
+            )
+        if self.is_parallel and not self.feedforward.hidden:
+            raise ConfigError(
+                f"residual={self.residual!r} runs attention and feed-forward at once, but hidden=0 leaves no "
+                "feed-forward network; write residual='sequential'"
             )
         if not self.attention_norm and (self.norm_place != "pre" or self.residual == "parallel_shared"):
             raise ConfigError("attention_norm=False needs norm_place='pre', and residual='sequential' or 'parallel'")
         if self.cross is not None:
             self._check_cross(self.cross)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether attention and feed-forward read the same input."""
+        return self.residual in ("parallel", "parallel_shared")
+
+    @property
+    def sublayers(self) -> tuple[str, ...]:
+        """The names of the sublayers, in the order they run."""
+        cross = ("cross",) if self.cross is not None else ()
+        return ("attention", *cross, *(("feedforward",) if self.feedforward.hidden else ()))
 
     def _check_cross(self, cross: AttentionConfig) -> None:
         cross.check_width(self.width)
@@ -53,6 +68,8 @@ class BlockConfig:
             raise ConfigError(
                 "cross-attention has no window: source and target positions are not comparable; write window=None"
             )
+        if cross.kind != "softmax":
+            raise ConfigError("cross-attention is computed with a softmax only; write kind='softmax' for it")
         if cross.mask != "full" or cross.positions is not None:
             raise ConfigError(
                 "cross-attention sees the whole source and has no relative positions; "

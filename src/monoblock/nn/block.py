@@ -8,6 +8,8 @@ output     x + norm(f(x))             sandwich x + norm'(f(norm(x)))
 With `residual` "parallel" or "parallel_shared", attention and feed-forward read the same x:
 
 parallel   x + attention(norm(x)) + feedforward(norm'(x)), where norm' is norm if it is shared
+
+With `residual` "none" the sublayers run one after the other and x is not added: pre is f(norm(x)), post norm(f(x)).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.linear_attention import LinearAttention
 from monoblock.nn.norm import Norm
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
 
@@ -33,15 +36,14 @@ class Block(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config = config
-        self.attention = Attention(config.width, config.attention)
+        attention_class = LinearAttention if config.attention.kind == "linear" else Attention
+        self.attention = attention_class(config.width, config.attention)
         self.cross = Attention(config.width, config.cross) if config.cross is not None else None
         kind = FeedForward if config.feedforward.experts is None else Experts
-        self.feedforward = kind(config.width, config.feedforward)
-        shared = config.residual == "parallel_shared"
-        self._add_norms_and_gain("attention", has_norm=config.attention_norm)
-        if config.cross is not None:
-            self._add_norms_and_gain("cross", has_norm=True)
-        self._add_norms_and_gain("feedforward", has_norm=not shared)
+        self.feedforward = kind(config.width, config.feedforward) if config.feedforward.hidden else None
+        without_norm = {"attention": not config.attention_norm, "feedforward": config.residual == "parallel_shared"}
+        for name in config.sublayers:
+            self._add_norms_and_gain(name, has_norm=not without_norm.get(name, False))
 
     def _add_norms_and_gain(self, name: str, *, has_norm: bool) -> None:
         """Register the norms and the gain of one sublayer under its name."""
@@ -78,14 +80,17 @@ class Block(nn.Module):
             return self.cross(h, memory_context, memory=memory, layer_cache=cross_cache, **options)
 
         def feedforward(h: Tensor) -> Tensor:
+            assert self.feedforward is not None
             return self.feedforward(h, **tap_argument(self.feedforward, tap, "feedforward"))
 
-        if self.config.residual != "sequential":
+        if self.config.is_parallel:
             return apply_tap(tap, "output", self._apply_parallel(x, attention, feedforward, tap))
         x = self._apply_sublayer(x, "attention", attention, tap)
         if self.cross is not None:
             x = self._apply_sublayer(x, "cross", cross, tap)
-        return apply_tap(tap, "output", self._apply_sublayer(x, "feedforward", feedforward, tap))
+        if self.feedforward is not None:
+            x = self._apply_sublayer(x, "feedforward", feedforward, tap)
+        return apply_tap(tap, "output", x)
 
     def _apply_sublayer(self, x: Tensor, name: str, sublayer: Callable[[Tensor], Tensor], tap: Tap | None) -> Tensor:
         """Apply one sublayer with its norm and residual connection."""
@@ -95,7 +100,8 @@ class Block(nn.Module):
             update = norm(update)
         elif norm_place == "sandwich":
             update = getattr(self, f"{name}_output_norm")(update)
-        x = x + self._scale_residual(name, update, tap)
+        update = self._scale_residual(name, update, tap)
+        x = update if self.config.residual == "none" else x + update
         return norm(x) if norm_place == "post" else x
 
     def _apply_parallel(

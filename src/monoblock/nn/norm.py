@@ -1,6 +1,9 @@
-"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019)."""
+"""LayerNorm (Ba et al. 2016), RMSNorm (Zhang and Sennrich 2019) and BatchNorm (Ioffe and Szegedy 2015)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from monoblock.config.model import NormConfig
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+MOMENTUM = 0.1  # the part of the running statistics of a batch norm that each training batch replaces
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -35,27 +39,46 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cast
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm over the last axis; if `shape` is (heads, size), each head has its own weights."""
+    """A norm over the last axis; if `shape` is (heads, size), each head has its own weights.
+
+    A batch norm computes mean and variance of each feature over all rows and positions of a training batch.  Padding is
+    not left out, so it changes the statistics, and with them the output for every token.  Evaluation uses running
+    averages of these statistics, which are stored with the weights but not trained.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    updates_statistics = True  # False while a block is recomputed: its batch has been counted already
 
     def __init__(self, shape: int | tuple[int, ...], config: NormConfig) -> None:
         super().__init__()
         self.config = config
+        is_batch = config.kind == "batch"
+        self.register_buffer("running_mean", torch.empty(shape) if is_batch else None)
+        self.register_buffer("running_var", torch.empty(shape) if is_batch else None)
         self.weight = nn.Parameter(torch.empty(shape)) if config.affine != "none" else None
         self.bias = nn.Parameter(torch.empty(shape)) if config.affine == "scale_shift" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the scale to one and the shift to zero."""
+        """Set scale and running variance to one, shift and running mean to zero."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.config.unit_offset else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        if self.running_mean is not None and self.running_var is not None:
+            nn.init.zeros_(self.running_mean)
+            nn.init.ones_(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
         config = self.config
+        if config.kind == "none":
+            return x
         weight: Tensor | None = self.weight
         if weight is not None and config.unit_offset:
             weight = 1 + weight.float() if x.dtype in HALF_DTYPES else 1 + weight
+        if self.running_mean is not None:
+            return self._batch_norm(x, weight)
         if weight is not None and weight.dim() > 1:
             return self._norm_per_head(x, weight)
         if config.kind == "layer":
@@ -64,8 +87,34 @@ class Norm(nn.Module):
             return layer_norm(x, weight, self.bias, config.eps)
         return rms_norm(x, weight, config.eps, cast_after_scale=config.cast == "after_scale")
 
+    def _batch_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Normalize each feature with the statistics of this batch or, in evaluation, with the running statistics."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        mean, variance = self.running_mean.flatten(), self.running_var.flatten()
+        if not self.updates_statistics:
+            mean, variance = mean.clone(), variance.clone()
+        scale = None if weight is None else weight.to(self.running_mean.dtype).flatten()
+        shift = None if self.bias is None else self.bias.flatten()
+        features = x.reshape(-1, self.running_mean.numel())  # (B · T, D)
+        out = F.batch_norm(features, mean, variance, scale, shift, self.training, MOMENTUM, self.config.eps)
+        return out.to(x.dtype).view(x.shape)
+
     def _norm_per_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalize each head of x (B, T, H, K) and scale it by its row of weight (H, K)."""
         normed = layer_norm(x, eps=self.config.eps) if self.config.kind == "layer" else rms_norm(x, eps=self.config.eps)
         normed = normed * weight.to(x.dtype)
         return normed if self.bias is None else normed + self.bias
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Keep the running statistics of all batch norms in a module as they are, while its forward pass is repeated."""
+    norms = [part for part in module.modules() if isinstance(part, Norm)]
+    for norm in norms:
+        norm.updates_statistics = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.updates_statistics = True

@@ -6,6 +6,7 @@ In a forward pass, blocks with the same attention configuration share an `Attent
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.masks import Mask, everything, mask_from_config
 from monoblock.nn.module_hooks import weight_if_plain
-from monoblock.nn.norm import Norm
+from monoblock.nn.norm import Norm, frozen_statistics
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
 from monoblock.nn.tap import Tap, apply_tap, tap_argument
 from monoblock.nn.token_positions import TokenPositions
@@ -131,7 +132,9 @@ class Stack(nn.Module):
     def _run_block(self, block: Block, *inputs: Any, **options: Any) -> Tensor:
         if not (self.recompute and self.training and torch.is_grad_enabled()):
             return block(*inputs, **options)
-        return checkpoint(block, *inputs, use_reentrant=False, **options)
+        return checkpoint(
+            block, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), frozen_statistics(block)), **options
+        )
 
     @staticmethod
     def _memory_context(
@@ -168,7 +171,8 @@ class Stack(nn.Module):
             bias = bucket_bias(positions, table, q.positions, k.positions, bidirectional=config.mask == "full")
             context.bias = select_kept_heads(bias, config)
         # `attend` and the kernels for a single token may not need what `prepare` computes for `attend_fused`.
-        is_lazy = config.softcap is not None or config.sinks or context.cached_lengths is not None
+        is_lazy = config.softcap is not None or config.sinks or config.kind == "linear"
+        is_lazy = is_lazy or context.cached_lengths is not None
         return context if is_lazy else context.prepare(x)
 
 

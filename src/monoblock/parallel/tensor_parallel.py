@@ -79,7 +79,8 @@ class _Splitter:
             self.split_attention(block.attention)
             if block.cross is not None:
                 self.split_attention(block.cross)
-            self.split_feedforward(block.feedforward)
+            if block.feedforward is not None:
+                self.split_feedforward(block.feedforward)
             self.divide_block(block)
         if self.positions is not None:
             self.positions.divide_stack(stack)

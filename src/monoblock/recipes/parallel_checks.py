@@ -23,11 +23,21 @@ def check_parallel(recipe: Recipe, processes: int, *, has_own_loss: bool = False
     has_own_loss: whether the loss of the task is another function than the cross-entropy.
     """
     section = recipe.train
+    if processes > 1 and recipe.data.packing == "contiguous":
+        raise ConfigError(
+            "data.packing=contiguous keeps the state of an LSTM in one process; write data.packing=stream, or train in "
+            "one process"
+        )
     if processes == 1 or section.parallel == "ddp":
         return
     name = f"train.parallel={section.parallel}"
     if section.adversarial:
         raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
+    if recipe.model.get("norm") == "batch":
+        raise ConfigError(
+            f"model.norm=batch cannot be used with {name}, which does not share running statistics among processes; "
+            "write train.parallel=ddp, or model.norm=layer"
+        )
     if section.precision == "fp16":
         raise ConfigError(f"train.precision=fp16 cannot be used with {name}; write train.precision=bf16")
     if section.parallel == "pp" and has_own_loss:

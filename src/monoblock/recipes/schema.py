@@ -73,7 +73,8 @@ class DataSection:
     """The data to train on."""
 
     corpus: str  # the name of a corpus (monoblock ls corpora), or the path of a file or folder
-    packing: Literal["stream", "documents"] = "stream"  # train on one running text, or on separate documents
+    # train on one running text or on separate documents; contiguous: on a text in order, with the state of an LSTM
+    packing: Literal["stream", "contiguous", "documents"] = "stream"
     limit: int | None = None  # train on at most this many rows
     # number of training rows to hold out for validation; 0: use the split `valid`, or a tenth of a single file
     validation_rows: int = 0

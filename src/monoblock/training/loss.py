@@ -7,8 +7,8 @@ processes, padding and bucketing do not change the loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.nn.experts import load_balancing_loss
+from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 from monoblock.parallel import vocabulary
@@ -82,10 +83,11 @@ class CrossEntropyLoss:
     accuracy_name: str = "accuracy"  # what the share of correct predictions is called
     sum_over_data: Callable[[Tensor], Tensor] | None = None  # of a tensor, over the processes with parts of the batch
     over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
+    carried: CarriedState = field(default_factory=CarriedState)  # of an LSTM, if rows continue those of the last batch
 
     def evaluation_loss(self) -> CrossEntropyLoss:
-        """Return the loss that evaluation reports, without label smoothing and load balancing."""
-        return replace(self, label_smoothing=0.0, balance=0.0)
+        """Return the loss that evaluation reports, without label smoothing, load balancing and states of training."""
+        return replace(self, label_smoothing=0.0, balance=0.0, carried=CarriedState())
 
     def __call__(
         self,
@@ -122,11 +124,22 @@ class CrossEntropyLoss:
         With `over_positions` they have shape (B, 2, T): the logits of each position to be the start or the end of the
         answer.
         """
+        if "lanes" in inputs:
+            return self._continue_rows(model, **inputs, **options)
         logits: Tensor = model(**inputs, **options)
         if not self.over_positions:
             return logits
         valid = inputs.get("attention_mask")
         return logits.mT if valid is None else logits.mT.masked_fill(~valid[:, None], -torch.inf)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _continue_rows(self, model: Any, source: Tensor, lanes: Tensor, blocks: Tensor, **options: Any) -> Tensor:
+        """Return the logits of an LSTM language model, run from the state that each row had after the batch before."""
+        config, dtype = model.config, next(model.parameters()).dtype
+        state = self.carried.start(lanes, blocks, config.depth, config.width, dtype)
+        logits, state = model.forward_with_state(source, None, state, **options)
+        self.carried.finish(lanes, blocks, state)
+        return cast(Tensor, logits)
 
     def from_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy summed over all labels that are not IGNORE_INDEX.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from monoblock.errors import FileError
 from monoblock.kernels.cpu import library
+from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.sharded_checkpoint import StoredTensor
@@ -84,6 +85,19 @@ def restore_optimizer(model: nn.Module, optimizers: Optimizers, tensors: Mapping
         weight = weights[weight_name]
         device = weight.device if key != "step" or weight.is_cuda else torch.device("cpu")
         owners[weight].state[weight][key] = tensor.clone().to(device)
+
+
+def carried_tensors(loss: object) -> dict[str, dict[str, Tensor]]:
+    """Return the states that an LSTM keeps between batches, as a group of tensors; {} if there are none."""
+    carried = getattr(loss, "carried", None)
+    return {"carried": carried.tensors} if isinstance(carried, CarriedState) and carried.tensors else {}
+
+
+def restore_carried(loss: object, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Restore the states that `carried_tensors` returned."""
+    carried = getattr(loss, "carried", None)
+    if isinstance(carried, CarriedState):
+        carried.tensors = {name: tensor.clone() for name, tensor in tensors.get("carried", {}).items()}
 
 
 @dataclass(frozen=True)

@@ -244,8 +244,7 @@ class Trainer:
             "model": resume_state.model_tensors(self.model, trainable_only=self.save_trainable_only),
             "optimizer": resume_state.optimizer_tensors(self.model, self.optimizers),
         }
-        if self.average is not None:
-            tensors["average"] = self.average.tensors
+        tensors |= ({"average": self.average.tensors} if self.average else {}) | resume_state.carried_tensors(self.loss)
         rng_states = self.world.all_gather(resume_state.rng_tensors() | {"part": torch.tensor(self.world.random_part)})
         tensors |= {resume_state.rng_name(int(state.pop("part"))): state for state in rng_states}
         metadata = {
@@ -290,6 +289,7 @@ class Trainer:
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
         self.best, self.last_good_step = metadata["best"], metadata["sound"]
         self.guard.load_state_dict(metadata["guard"])
+        resume_state.restore_carried(self.loss, state.tensors)
         if self.scaler.is_enabled() and metadata["scaler"]:
             self.scaler.load_state_dict(metadata["scaler"])
         current = resume_state.environment(self.runtime.device, self.runtime.compiled, self.world.size)

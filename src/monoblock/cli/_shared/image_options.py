@@ -22,6 +22,6 @@ def set_image_size(pipe: Pipeline, pixels: int | None) -> Pipeline:
     """Return the pipeline with position embeddings interpolated for images of `pixels` × `pixels`; None: unchanged."""
     if pixels is None:
         return pipe
-    from monoblock.nn.interpolate import interpolate
+    from monoblock.nn.inputs.interpolate import interpolate
 
     return replace(pipe, loaded=replace(pipe.loaded, model=interpolate(pipe.model, pixels)))  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """Samples for language models: blocks of context + 1 token ids, where ids[:-1] are the input and ids[1:] the targets.
 
-There are two ways to fill blocks, called packing:
+There are three ways to fill blocks, called packing:
 
     stream      concatenate all documents and cut them into blocks, from a different offset in every epoch
+    contiguous  the blocks of "stream", in the order of the text: each row of a batch continues that of the batch before
     documents   pack several documents into a block, and split long ones; tokens attend only within their document
 
 A sample depends only on (index, epoch, seed).
@@ -11,7 +12,7 @@ A sample depends only on (index, epoch, seed).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from monoblock.data.batching.packing import TokenRange, pack_best_fit, split_doc
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.errors import InputError
 
-Packing = Literal["stream", "documents"]
+Packing = Literal["stream", "contiguous", "documents"]
 MAX_CACHED_EPOCHS = 2  # around the end of an epoch, a loader that runs ahead needs two
 NO_DOCUMENT = -1  # the document index of padding
 
@@ -37,8 +38,8 @@ class BlockDataset:
     def __init__(self, tokens: TokenDataset, context: int, *, packing: Packing = "stream") -> None:
         if context < 1:
             raise InputError(f"context={context} is too small; write 1 or more")
-        if packing not in ("stream", "documents"):
-            raise InputError(f"packing={packing!r} is unknown; write 'stream' or 'documents'")
+        if packing not in get_args(Packing):
+            raise InputError(f"packing={packing!r} is unknown; write 'stream', 'contiguous' or 'documents'")
         self.tokens, self.context, self.packing = tokens, context, packing
         self._packed_rows: list[list[TokenRange]] = []
         if packing == "documents":

@@ -59,6 +59,25 @@ class FixedBatchPlan:
         return BatchIndices(epoch, order[index * self.batch : (index + 1) * self.batch])
 
 
+class ContiguousBatchPlan:
+    """Batches of `batch` samples each; every sample continues the sample in the same row of the batch before.
+
+    The samples are divided into `batch` lanes of equal length, and up to batch - 1 samples at the end are left out.  An
+    epoch visits the samples of each lane in order.
+    """
+
+    for_rank = staticmethod(batch_for_rank)
+
+    def __init__(self, count: int, batch: int) -> None:
+        if batch < 1 or count < batch:
+            raise InputError(f"batch={batch} does not fit {count} samples; write 1 to {count}")
+        self.batch, self.batches = batch, count // batch
+
+    def batch_at(self, step: int) -> BatchIndices:
+        epoch, index = _epoch_and_index(step, self.batches)
+        return BatchIndices(epoch, np.arange(self.batch, dtype=np.int64) * self.batches + index)
+
+
 class BucketBatchPlan:
     """Batches of samples with similar lengths, which need little padding.
 

@@ -14,11 +14,13 @@ from monoblock.decoding.backends.supported_fields import (
     HEADS,
     NATIVE_ACTIVATIONS,
     NATIVE_NORMS,
+    NATIVE_RESIDUALS,
     NORM,
     SCORES,
     AllowList,
     allow,
     one_of,
+    positive,
     unsupported_field,
 )
 from monoblock.nn.block import Block
@@ -31,7 +33,9 @@ ENCODER_SUPPORTED: AllowList = {
     "cross": one_of(None),
     **allow(NORM, "norm."),
     "norm.kind": one_of(*NATIVE_NORMS),
+    "residual": one_of(*NATIVE_RESIDUALS),
     **allow(f"{HEADS} {SCORES} block_size random_seed", "attention."),
+    "attention.kind": one_of("softmax"),
     "attention.mask": one_of("full"),
     "attention.window": one_of(None),
     "attention.global_tokens": one_of(False),
@@ -40,6 +44,7 @@ ENCODER_SUPPORTED: AllowList = {
     **allow(NORM, "attention.qk_norm."),
     "attention.qk_norm.kind": one_of(*NATIVE_NORMS),
     **allow(FEEDFORWARD, "feedforward."),
+    "feedforward.hidden": positive,
     "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
     "feedforward.experts": one_of(None),
 }
@@ -104,6 +109,8 @@ def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
 
 def _build_encoder(encoder: Stack | None) -> Any:
     if encoder is None or not all(_is_plain_encoder_block(block) for block in encoder.blocks):
+        return None
+    if encoder.config.norm is not None and encoder.config.norm.kind not in NATIVE_NORMS:
         return None
     stack = FusedStack(encoder).native_stack
     return stack if stack.supports_batches() else None

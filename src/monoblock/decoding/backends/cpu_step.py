@@ -22,12 +22,14 @@ from monoblock.decoding.backends.supported_fields import (
     NATIVE_ACTIVATIONS,
     NATIVE_NORMS,
     NATIVE_POSITIONS,
+    NATIVE_RESIDUALS,
     NORM,
     POSITIONS,
     SCALING,
     AllowList,
     allow,
     one_of,
+    positive,
     unsupported_field,
 )
 from monoblock.nn.block import Block
@@ -51,7 +53,9 @@ SUPPORTED: AllowList = {
     **allow(f"{BLOCK} cross"),
     **allow(NORM, "norm."),
     "norm.kind": one_of(*NATIVE_NORMS),
+    "residual": one_of(*NATIVE_RESIDUALS),
     **allow(ATTENTION, "attention."),
+    "attention.kind": one_of("softmax"),
     "attention.mask": one_of("causal"),
     "attention.global_tokens": one_of(False),
     "attention.random_blocks": one_of(0),
@@ -68,6 +72,7 @@ SUPPORTED: AllowList = {
     **{f"cross.{name}": one_of(False) for name in ("global_tokens", "sinks")},
     "cross.random_blocks": one_of(0),
     **allow(FEEDFORWARD, "feedforward."),
+    "feedforward.hidden": positive,
     "feedforward.activation": one_of(*NATIVE_ACTIVATIONS),
     "feedforward.experts": one_of(None),
 }
@@ -104,7 +109,8 @@ class InferenceStack(Stack):
 
 def fuse_stack(stack: Stack) -> FusedStack | None:
     """Build the C++ operator for a stack; return None if it does not support one of the blocks."""
-    return FusedStack(stack) if all(supports_block(block) for block in stack.blocks) else None
+    has_native_norm = stack.config.norm is None or stack.config.norm.kind in NATIVE_NORMS
+    return FusedStack(stack) if has_native_norm and all(supports_block(block) for block in stack.blocks) else None
 
 
 def supports_block(block: Block) -> bool:

@@ -37,6 +37,7 @@ SUPPORTED: AllowList = {
     **allow(f"{BLOCK} cross"),
     **allow(NORM, "norm."),
     **allow(ATTENTION, "attention."),
+    "attention.kind": one_of("softmax"),  # the cache of linear attention cannot be static
     **allow(NORM, "attention.qk_norm."),
     **allow(POSITIONS, "attention.positions."),
     **allow(SCALING, "attention.positions.scaling."),

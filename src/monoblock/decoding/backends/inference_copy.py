@@ -35,6 +35,7 @@ from monoblock.decoding.backends.supported_fields import (
     SCALING,
     AllowList,
     allow,
+    one_of,
     unsupported_field,
 )
 from monoblock.kernels.cpu.library import load_kernels
@@ -66,6 +67,7 @@ SUPPORTED: AllowList = {
     **allow(f"{BLOCK} cross"),
     **allow(NORM, "norm."),
     **allow(ATTENTION, "attention."),
+    "attention.kind": one_of("softmax"),
     **allow(NORM, "attention.qk_norm."),
     **allow(POSITIONS, "attention.positions."),
     **allow(SCALING, "attention.positions.scaling."),

@@ -58,6 +58,7 @@ class InferenceBlock(Block):
         layers = {"attention": self.attention.output, "feedforward": getattr(self.feedforward, "down", None)}
         last, norm, config = layers.get(name), getattr(self, f"{name}_norm"), self.config
         plain = config.norm_place == "pre" and config.residual_scale == 1.0 and config.layer_scale is None
+        plain = plain and config.residual != "none"
         if tap is not None or not plain or norm is None or not isinstance(last, InferenceLinear):
             return super()._apply_sublayer(x, name, sublayer, tap)
         if not is_single_gpu_vector(x, last.weight):

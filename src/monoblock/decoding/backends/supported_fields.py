@@ -21,7 +21,7 @@ AllowList = Mapping[str, Rule]
 # that a new field is not allowed before somebody adds it here or in the table of one backend.
 BLOCK = "width norm_place attention_norm residual residual_scale layer_scale dropout"
 NORM = "kind eps affine unit_offset cast"
-HEADS = "heads kv_heads head_dim value_dim kept_heads unpruned_heads bias scale dropout"
+HEADS = "kind heads kv_heads head_dim value_dim kept_heads unpruned_heads bias scale dropout"
 PATTERN = "mask window global_tokens random_blocks block_size random_seed"
 SCORES = "qk_norm qk_norm_over softcap clip sinks"
 ATTENTION = f"{HEADS} {PATTERN} {SCORES} positions"
@@ -35,6 +35,7 @@ EXPERTS = "count top_k router router_bias"
 
 # The kinds that the C++ operators implement.
 NATIVE_NORMS = ("layer", "rms")
+NATIVE_RESIDUALS = ("sequential", "parallel", "parallel_shared")
 NATIVE_POSITIONS = ("rotary", "alibi", "buckets")
 NATIVE_ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh", "identity")
 
@@ -47,6 +48,11 @@ def anything(value: object) -> bool:
 def one_of(*values: object) -> Rule:
     """Return a rule that allows only these values."""
     return lambda value: value in values
+
+
+def positive(value: object) -> bool:
+    """Allow numbers above 0."""
+    return isinstance(value, int | float) and value > 0
 
 
 def allow(names: str, prefix: str = "") -> dict[str, Rule]:

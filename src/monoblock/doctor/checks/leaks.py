@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.report import Finding
@@ -67,13 +66,14 @@ def check_batch(exam: Examination) -> Finding | None:
     alone = exam.is_off(exam.run(ids[:1]), exam.output[:1])
     if not neighbours and not alone:
         module = exam.subject.module
-        norms = [] if module is None or not exam.subject.reads_tokens else list(module.modules())
-        if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
+        modules = [] if module is None or not exam.subject.reads_tokens else module.modules()
+        norms = [m for m in modules if getattr(m, "running_mean", None) is not None]
+        if not norms:
             return None
         return finding(
             "batch",
             "warn",
-            {"batch_norms": sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms)},
+            {"batch_norms": len(norms)},
             "a batch norm averages over rows and positions while it trains, also over padding and later tokens, and "
             "uses other numbers in evaluation",
             "use nn.LayerNorm or nn.RMSNorm, which normalize each token by itself",

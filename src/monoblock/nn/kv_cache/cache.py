@@ -8,6 +8,7 @@ What is stored depends on the attention of a block:
 
     full      a column for every token up to the capacity
     windowed  a ring of window + chunk - 1 columns: what a window still sees while `chunk` tokens are written
+    linear    sums over the tokens, and a ring of the last `chunk` tokens (linear_state.py)
     cross     keys and values of the source, computed once
 """
 
@@ -22,6 +23,8 @@ from monoblock.config.model import AttentionConfig, StackConfig
 from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache_index import CacheIndex, CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.linear_state import LinearLayerCache
+from monoblock.nn.kv_cache.linear_write import LinearWrite
 from monoblock.nn.token_positions import TokenPositions
 
 
@@ -58,16 +61,17 @@ class Cache:
         self.memory_positions: TokenPositions | None = None  # positions of the source
         for block in stack_config.layers():
             size, window = self._layer_capacity(block.attention, chunk)
-            self.layers.append(LayerCache(size))
+            self.layers.append((LinearLayerCache if block.attention.kind == "linear" else LayerCache)(size))
             self.cross_layers.append(CrossAttentionCache() if block.cross is not None else None)
             self.index_by_capacity.setdefault(size, CacheIndex(batch, size, window, device))
 
     def _layer_capacity(self, config: AttentionConfig, chunk: int) -> tuple[int, int | None]:
         """Return the number of columns a block needs, and its window if the columns form a ring, else None."""
         sees_beyond_window = config.global_tokens or config.random_blocks
-        if config.window is None or sees_beyond_window or config.window + chunk - 1 >= self.capacity:
+        window = 1 if config.kind == "linear" else config.window  # earlier tokens are in the sums of linear attention
+        if window is None or sees_beyond_window or window + chunk - 1 >= self.capacity:
             return self.capacity, None
-        return config.window + chunk - 1, config.window
+        return window + chunk - 1, window
 
     @property
     def batch(self) -> int:
@@ -87,12 +91,17 @@ class Cache:
                 f"the cache holds at most {self.capacity} tokens per row, but {self.max_length} are in it and "
                 f"{new_positions.length} more were given; make it with capacity={required} or more"
             )
+        linear_writes = {
+            size: LinearWrite.prepare(new_positions, self.lengths, self.max_written, size)
+            for size in {layer.capacity for layer in self.layers if isinstance(layer, LinearLayerCache)}
+        }
         if not self.is_static:
             self.max_written = torch.maximum(self.max_written, self.lengths + counts)
         writes = {
             size: index.prepare_write(new_positions, self.lengths, self.max_length, self.is_static)
             for size, index in self.index_by_capacity.items()
         }
+        writes = {size: write._replace(linear=linear_writes.get(size)) for size, write in writes.items()}
         return [writes[layer.capacity] for layer in self.layers]
 
     def advance(self, counts: int | Tensor) -> None:
@@ -143,7 +152,7 @@ class Cache:
             index.select(rows)
         for layer in self.layers:
             # Beam search reorders rows at every step, so only columns in use are copied; in a ring all are in use.
-            copies_prefix = keeps_batch and layer.capacity == self.capacity
+            copies_prefix = keeps_batch and layer.capacity == self.capacity and type(layer) is LayerCache
             layer.map_tensors((lambda t: self._reorder_rows(t, rows)) if copies_prefix else (lambda t: t[rows]))
         if self.rows_per_source == 1:
             sources = rows
@@ -235,6 +244,8 @@ class Cache:
 
     def make_static(self) -> None:
         """Give every pass the same shapes, so that a CUDA graph can replay it; empty columns are then masked."""
+        if any(isinstance(layer, LinearLayerCache) for layer in self.layers):
+            raise InputError("the cache of linear attention cannot be static; use it as it is")
         self.is_static, self.common_length, self.max_length = True, None, self.capacity - 1
 
     def make_dynamic(self) -> None:
@@ -281,10 +292,11 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """The size of the cached keys and values in bytes."""
+        """The size of the cached keys, values and sums in bytes."""
         layers = [t[:, :, :-1] for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
         sources = [t for layer in self.cross_layers if layer for t in (layer.keys, layer.values) if t is not None]
-        return sum(t.numel() * t.element_size() for t in layers + sources)
+        sums = [t for layer in self.layers if isinstance(layer, LinearLayerCache) for t in layer.list_sums()]
+        return sum(t.numel() * t.element_size() for t in layers + sources + sums)
 
 
 def _pad_axis(t: Tensor, length: int, axis: int, fill: float) -> Tensor:

@@ -16,13 +16,13 @@ from torch import Tensor
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.blocks import BlockDataset, EvaluationWindow, Packing, ResampledBlocks, evaluation_windows
 from monoblock.data.batching.encode import IGNORE_INDEX
-from monoblock.data.batching.plans import BatchIndices, FixedBatchPlan
+from monoblock.data.batching.plans import BatchIndices, BatchPlan, ContiguousBatchPlan, FixedBatchPlan
 from monoblock.data.batching.shards import TokenDataset
 from monoblock.data.corpora.load import Corpus, load_corpus
 from monoblock.errors import ConfigError
 from monoblock.recipes.schema import Recipe
 from monoblock.tasks.special_tokens import special_token_ids
-from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, TaskInputs, build_fixed_plan
+from monoblock.tasks.task_data import EVALUATION_SEED, TaskData, TaskInputs, build_fixed_plan, samples_per_step
 from monoblock.tokenizers.tokenizer import Tokenizer
 from monoblock.training.collate import TensorBatch, collate_causal_lm
 
@@ -91,21 +91,46 @@ def build_causal_lm_data(inputs: TaskInputs) -> TaskData:
     blocks = build_blocks(inputs, tokens, context, recipe.data.packing)
     seed = recipe.train.seed
 
+    plan: BatchPlan = build_fixed_plan(recipe, len(blocks))
+    is_contiguous = recipe.data.packing == "contiguous"
+    if is_contiguous:
+        _check_contiguous(inputs)
+        plan = ContiguousBatchPlan(len(blocks), samples_per_step(recipe))
+
     def build_batch(batch: BatchIndices) -> TensorBatch:
         samples = [blocks.sample(int(index), batch.epoch, seed) for index in batch.indices]
-        return TensorBatch(*collate_causal_lm(samples, special), batch.epoch, batch.indices.tolist())
+        tensors, labels = collate_causal_lm(samples, special)
+        if isinstance(plan, ContiguousBatchPlan):
+            indices = torch.from_numpy(batch.indices)
+            tensors |= {"lanes": indices // plan.batches, "blocks": indices % plan.batches}
+        return TensorBatch(tensors, labels, batch.epoch, batch.indices.tolist())
 
     num_validation, evaluation = 0, None
     options: dict[str, Any] = {}
     if valid is not None:
         validation = tokenize_corpus(valid, tokenizer)
         num_validation = len(validation)
-        evaluation = partial(iterate_windows, validation, context, recipe.train.batch)
+        iterate = iterate_lanes if is_contiguous else iterate_windows
+        evaluation = partial(iterate, validation, context, recipe.train.batch)
         options["bytes_per_token"] = count_bytes(valid) / num_validation
         options["baseline_losses"] = _baseline_losses(tokens, validation)
     summary = f"{len(tokens):,} tokens to train on, {num_validation:,} to validate"
-    plan = build_fixed_plan(recipe, len(blocks))
     return TaskData(tokenizer, special, plan, build_batch, evaluation, summary=summary, **options)
+
+
+def _check_contiguous(inputs: TaskInputs) -> None:
+    """Raise ConfigError if a recipe cannot carry the state of its model from batch to batch."""
+    section = inputs.recipe.train
+    if isinstance(inputs.config, ModelConfig):
+        raise ConfigError(
+            "data.packing=contiguous carries the state of an LSTM, which a Transformer does not have; write "
+            "data.packing=stream, or model.family=lstm"
+        )
+    if inputs.sampler is not None or section.adversarial:
+        raise ConfigError(
+            "data.packing=contiguous cannot be used with tokenizer.dropout, tokenizer.alpha or train.adversarial; "
+            "leave them out, or write data.packing=stream"
+        )
 
 
 def _baseline_losses(train: TokenDataset, validation: TokenDataset) -> dict[str, float]:
@@ -147,7 +172,11 @@ def build_test_data(
     """
     tokens = tokenize_corpus(load_corpus(recipe.data.corpus, "test", folder=data), tokenizer)
     context = config.context if isinstance(config, ModelConfig) else int(recipe.model.get("context", 64))
-    evaluation = partial(iterate_windows, tokens, _require_context(context), recipe.train.batch, stride)
+    context = _require_context(context)
+    if isinstance(config, RecurrentConfig) and recipe.data.packing == "contiguous" and stride is None:
+        evaluation = partial(iterate_lanes, tokens, context, recipe.train.batch)
+    else:
+        evaluation = partial(iterate_windows, tokens, context, recipe.train.batch, stride)
     return TaskData(tokenizer, special_token_ids(tokenizer), FixedBatchPlan(1, 1, 0), _refuse_training, evaluation)
 
 
@@ -171,6 +200,25 @@ def iterate_windows(tokens: TokenDataset, context: int, batch: int, stride: int 
         yield _collate_windows(pending)
 
 
+def iterate_lanes(tokens: TokenDataset, context: int, batch: int) -> Iterator[TensorBatch]:
+    """Yield batches for a model that keeps its state: each row continues the row of the batch before.
+
+    The text is divided into at most `batch` rows of equal length.  Every token but the first is a label exactly once.
+    """
+    targets = len(tokens) - 1
+    lanes = max(1, min(batch, targets // context))
+    size = -(-targets // lanes)  # of a lane
+    for block, start in enumerate(range(0, size, context)):
+        length = min(context, size - start)
+        source, labels = torch.zeros(lanes, length, dtype=torch.long), torch.full((lanes, length), IGNORE_INDEX)
+        for lane in range(lanes):
+            first = lane * size + start
+            ids = torch.from_numpy(tokens.read(min(first, targets), min(first + length, targets) + 1))
+            source[lane, : len(ids) - 1], labels[lane, : len(ids) - 1] = ids[:-1], ids[1:]
+        rows = {"lanes": torch.arange(lanes), "blocks": torch.full((lanes,), block)}
+        yield TensorBatch({"source": source, **rows}, labels, 0, [])
+
+
 def _collate_windows(windows: list[EvaluationWindow]) -> TensorBatch:
     ids = torch.from_numpy(np.stack([window.ids for window in windows]))
     labels = ids[:, 1:].clone()
@@ -183,6 +231,8 @@ def build_denoising_data(inputs: TaskInputs, *, collate: Callable[..., tuple[dic
     """Build the training data of a recipe: blocks of fixed length, some tokens of which `collate` corrupts."""
     recipe, tokenizer, train, valid = inputs.recipe, inputs.text_tokenizer, inputs.train, inputs.valid
     context, special, section = _require_context(inputs.max_length), special_token_ids(tokenizer), recipe.train
+    if recipe.data.packing == "contiguous":
+        raise ConfigError(f"data.packing=contiguous is not for train.objective={section.objective}; write stream")
 
     def build(blocks: Blocks, samples: Sequence[int], epoch: int, seed: int) -> TensorBatch:
         rows = [{"ids": blocks.sample(n, epoch, seed)["ids"][:-1], "sample": n} for n in samples]

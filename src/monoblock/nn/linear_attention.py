@@ -1,0 +1,233 @@
+"""Linear attention (Katharopoulos et al. 2020): weights are products of positive features, in place of a softmax.
+
+    out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j),      φ(x) = elu(x) + 1
+
+The sums over j do not depend on i except through the last key that a query sees.  So keys and values are summed once,
+into a `LinearState` of constant size, and each query reads the sums: time and memory are linear in the length.  The
+causal pass runs in chunks of CHUNK tokens: a query sees its own chunk through a small matrix of weights, and all
+earlier chunks through their sum.  Rotary positions rotate the features in the numerator only (Su et al. 2021, eq. 19).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monoblock.nn.attention import Attention
+from monoblock.nn.attention_context import AttentionContext
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
+from monoblock.nn.kv_cache.linear_state import LinearLayerCache, LinearState
+from monoblock.nn.norm import HALF_DTYPES
+from monoblock.nn.positions import apply_rotary
+from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
+
+CHUNK = 64  # number of tokens in a chunk of the causal pass
+
+
+class Features(NamedTuple):
+    """The features of queries or keys: those of the numerator, which may be rotated, and those of the denominator."""
+
+    rotated: Tensor  # (B, heads, T, K)
+    plain: Tensor  # (B, heads, T, K)
+
+    def slice(self, start: int, stop: int) -> Features:
+        return Features(self.rotated[:, :, start:stop], self.plain[:, :, start:stop])
+
+    def flip(self) -> Features:
+        return Features(self.rotated.flip(2), self.plain.flip(2))
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """Return elu(x) + 1, which is positive; 16-bit input gives fp32, since many features are summed."""
+    return F.elu(x.float() if x.dtype in HALF_DTYPES else x) + 1
+
+
+def sum_keys_values(k: Features, v: Tensor) -> LinearState:
+    """Return the sums over all tokens of k (B, G, T, K) and v (B, G, T, V)."""
+    return LinearState(k.rotated.mT @ v, k.plain.sum(2))
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide (…, V) by (…); the result is 0 where the denominator is 0, for a query that sees no key."""
+    return numerator / torch.where(denominator > 0, denominator, 1).unsqueeze(-1)
+
+
+def _fold_heads(q: Tensor, groups: int) -> Tensor:
+    """Reshape queries (B, H, T, K) to (B, G, H/G · T, K), so that those of one key head are one matrix."""
+    return q.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _fold_queries(q: Features, groups: int) -> Features:
+    return Features(*(_fold_heads(features, groups) for features in q))
+
+
+def attend_full(q: Features, k: Features, v: Tensor) -> Tensor:
+    """Compute linear attention in which every query sees every key.
+
+    The shapes are q (B, H, T, K), k (B, G, S, K), v (B, G, S, V) and the output (B, H, T, V).
+    """
+    state, (B, H, T, _) = sum_keys_values(k, v), q.rotated.shape
+    folded = _fold_queries(q, k.rotated.shape[1])
+    denominator = (folded.plain * state.keys.unsqueeze(2)).sum(-1)
+    return _divide(folded.rotated @ state.products, denominator).view(B, H, T, -1)
+
+
+def attend_causal_chunks(q: Features, k: Features, v: Tensor, state: LinearState | None = None) -> Tensor:
+    """Compute causal linear attention in chunks; `state` sums tokens before the first, which every query sees.
+
+    The shapes are those of `attend_full`, with S = T.
+    """
+    (B, H, T, K), G, V = q.rotated.shape, v.shape[1], v.shape[-1]
+    size = min(CHUNK, T)
+    missing, ratio = -T % size, H // G
+    q_rotated, k_rotated, v = (F.pad(t, (0, 0, 0, missing)) if missing else t for t in (q.rotated, k.rotated, v))
+    count = (T + missing) // size
+    keys, values = k_rotated.view(B, G, count, size, K), v.view(B, G, count, size, V)
+    queries = q_rotated.view(B, G, ratio, count, size, K).transpose(2, 3).flatten(3, 4)  # (B, G, n, H/G · C, K)
+    is_visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(ratio, 1)
+    scores = (queries @ keys.mT).masked_fill(~is_visible, 0)  # (B, G, n, H/G · C, C)
+    numerator = scores @ values
+    sums = k.plain.cumsum(2)  # (B, G, T, K)
+    if state is not None:
+        sums = sums + state.keys.unsqueeze(2)
+    if count > 1 or state is not None:
+        numerator = numerator + queries @ _earlier_chunks(keys, values, state)
+    numerator = numerator.unflatten(3, (ratio, size)).transpose(2, 3).reshape(B, H, -1, V)[:, :, :T]
+    denominator = (q.plain.unflatten(1, (G, ratio)) * sums.unsqueeze(2)).sum(-1).flatten(1, 2)
+    return _divide(numerator, denominator)
+
+
+def _earlier_chunks(keys: Tensor, values: Tensor, state: LinearState | None) -> Tensor:
+    """Return for each chunk the sum of products before it: (B, G, n, K, V) for keys (B, G, n, C, K)."""
+    products = keys[:, :, :-1].mT @ values[:, :, :-1]  # those of the last chunk are not read
+    start = products.new_zeros(*products.shape[:2], 1, *products.shape[3:])
+    if state is not None:
+        start = state.products.unsqueeze(2)
+    return torch.cat((start, products), 2).cumsum(2)
+
+
+def attend_documents(q: Features, k: Features, v: Tensor, document: Tensor, *, causal: bool) -> Tensor:
+    """Compute linear attention among tokens of the same document; `document` is (B, T), and documents are contiguous.
+
+    Chunks are computed one after the other, and the sums start again where a document starts.  A query that sees all
+    tokens of its document sees those up to itself, and, in a second pass from the end, those after itself.
+    """
+    numerator, denominator = _scan_documents(q, k, v, document, 0)
+    if not causal:
+        later = _scan_documents(q.flip(), k.flip(), v.flip(2), document.flip(1), -1)
+        numerator, denominator = numerator + later[0].flip(2), denominator + later[1].flip(2)
+    return _divide(numerator, denominator)
+
+
+def _scan_documents(q: Features, k: Features, v: Tensor, document: Tensor, diagonal: int) -> tuple[Tensor, Tensor]:
+    """Return numerator (B, H, T, V) and denominator (B, H, T); with diagonal -1 a query does not see itself."""
+    H, G, T = q.rotated.shape[1], v.shape[1], v.shape[2]
+    products = v.new_zeros(v.shape[0], G, k.rotated.shape[-1], v.shape[-1])
+    sums, last = products[..., 0], document[:, :1]  # of the document that the last token belongs to
+    numerators, denominators = [], []
+    for start in range(0, T, CHUNK):
+        queries, keys, values = (
+            Features(*(part.unflatten(1, (G, H // G)) for part in q.slice(start, start + CHUNK))),
+            Features(*(part.unsqueeze(2) for part in k.slice(start, start + CHUNK))),
+            v[:, :, None, start : start + CHUNK],
+        )
+        here = document[:, start : start + CHUNK]  # (B, C)
+        continues = (here == last)[:, None, None, :, None].to(v.dtype)
+        is_visible = ((here[:, :, None] == here[:, None, :]).tril(diagonal))[:, None, None].to(v.dtype)
+        scores = queries.rotated @ keys.rotated.mT * is_visible
+        numerators.append(scores @ values + continues * (queries.rotated @ products.unsqueeze(2)))
+        seen = is_visible @ keys.plain + continues * sums[:, :, None, None]
+        denominators.append((queries.plain * seen).sum(-1))
+        newest, goes_on = here[:, -1:], (here[:, -1:] == last).to(v.dtype)[:, :, None, None]
+        kept = (here == newest)[:, None, :, None].to(v.dtype)
+        products = products * goes_on + (keys.rotated.squeeze(2) * kept).mT @ values.squeeze(2)
+        sums = sums * goes_on[..., 0] + (keys.plain.squeeze(2) * kept).sum(2)
+        last = newest
+    return torch.cat(numerators, 3).flatten(1, 2), torch.cat(denominators, 3).flatten(1, 2)
+
+
+class LinearAttention(Attention):
+    """Multi-head linear attention, causal or full; it has the weights of `Attention`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        *,
+        memory: Tensor | None = None,
+        layer_cache: LayerCache | CrossAttentionCache | None = None,
+        cache_write: CacheWrite | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        """Attend from x (B, T, D) to x and to the tokens that the cache has summed; the output has the shape of x."""
+        assert memory is None
+        projected, new_keys, new_values = self.project_qkv(x, x, False)
+        assert new_keys is not None
+        assert new_values is not None
+        heads = self.config.num_kv_heads
+        q = apply_tap(tap, "query", self._split_heads(projected, self.config.heads, self.query_norm))
+        k = apply_tap(tap, "key", self._split_heads(new_keys, heads, self.key_norm))
+        v = apply_tap(tap, "value", self._split_heads(new_values, heads))
+        with _full_precision(x):
+            out = self._attend_features(q, k, v, context, layer_cache, cache_write, tap)
+        out = apply_tap(tap, "heads", out.to(v.dtype)).transpose(1, 2).flatten(2)
+        return self.output(out)
+
+    def _attend_features(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: AttentionContext,
+        layer_cache: LayerCache | CrossAttentionCache | None,
+        cache_write: CacheWrite | None,
+        tap: Tap | None,
+    ) -> Tensor:
+        """Compute the output (B, H, T, V) of all heads; that of 16-bit input is fp32."""
+        tokens, causal = context.resolved_mask.q, self.config.mask == "causal"
+        q, k = self._features(query, context), self._features(key, context, tokens.valid)
+        v = value.to(q.plain.dtype)
+        if isinstance(layer_cache, LinearLayerCache):
+            assert cache_write is not None
+            return attend_causal_chunks(q, k, v, layer_cache.update_state(*k, v, cache_write))
+        if tap_wants(tap, "weights"):
+            weights = apply_tap(tap, "weights", compute_weights(q, k, context.dense_mask()))
+            if tap_changes(tap, "weights"):
+                return weights @ v.repeat_interleave(q.plain.shape[1] // v.shape[1], 1)
+        if tokens.document is not None:
+            document = tokens.document.expand(v.shape[0], -1)
+            return attend_documents(q, k, v, document, causal=causal)
+        return attend_causal_chunks(q, k, v) if causal else attend_full(q, k, v)
+
+    @staticmethod
+    def _features(x: Tensor, context: AttentionContext, valid: Tensor | None = None) -> Features:
+        """Return the features of queries or keys x (B, heads, T, K); padding has the features 0."""
+        features = feature_map(x)
+        if valid is not None:
+            features = features * valid[:, None, :, None].to(features.dtype)
+        if context.rotary_angles is None:
+            return Features(features, features)
+        return Features(apply_rotary(features, context.rotary_angles), features)
+
+
+def compute_weights(q: Features, k: Features, mask: Tensor | None) -> Tensor:
+    """Compute the attention weights (B, H, T, S) that linear attention applies without computing them."""
+    copies = q.plain.shape[1] // k.plain.shape[1]
+    rotated, plain = (
+        queries @ keys.repeat_interleave(copies, 1).mT for queries, keys in zip(q, k, strict=True)
+    )  # (B, H, T, S)
+    if mask is not None:
+        rotated, plain = rotated.masked_fill(~mask, 0), plain.masked_fill(~mask, 0)
+    return _divide(rotated, plain.sum(-1))
+
+
+def _full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which autocast does not lower the precision of sums over many tokens."""
+    kind = x.device.type
+    is_lowered = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_lowered else nullcontext()

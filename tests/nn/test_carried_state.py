@@ -1,0 +1,71 @@
+"""The state of an LSTM language model is carried from batch to batch, and a text is divided into rows that continue."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support import assert_near
+
+import monoblock as mb
+from monoblock.config.model import RecurrentConfig
+from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.data.batching.plans import ContiguousBatchPlan
+from monoblock.data.batching.shards import TokenDataset
+from monoblock.nn.lstm import Recurrent
+from monoblock.tasks.language_modeling.data import iterate_lanes
+from monoblock.training.loss import CrossEntropyLoss
+
+
+def rows(ids, block):
+    count = len(ids)
+    return {"source": ids, "lanes": torch.arange(count), "blocks": torch.full((count,), block)}
+
+
+def test_logits_in_pieces_are_those_of_the_whole_text_and_of_torchs_lstm():
+    model, loss = Recurrent(RecurrentConfig(vocab=11, width=6)).double().eval(), CrossEntropyLoss()
+    ids = torch.randint(11, (3, 20))
+    pieces = [loss.compute_logits(model, rows(piece, n)) for n, piece in enumerate(ids.split(5, 1))]
+    reference = torch.nn.LSTM(6, 6, 2, batch_first=True).double()
+    reference.load_state_dict(model.decoder.state_dict())
+    expected = reference(model.input(ids))[0] @ model.input.weight.T + model.bias
+    assert_near(torch.cat(pieces, 1), expected)
+    assert_near(torch.cat(pieces, 1), model(ids))
+
+
+def test_gradients_stop_at_the_batch_and_a_repeated_batch_starts_from_the_same_state():
+    model, loss = Recurrent(RecurrentConfig(vocab=11, width=6)).double(), CrossEntropyLoss()
+    ids = torch.randint(11, (2, 10))
+    loss.compute_logits(model, rows(ids[:, :5], 0))
+    first = loss.compute_logits(model, rows(ids[:, 5:], 1))
+    again = torch.cat([loss.compute_logits(model, {k: v[[n]] for k, v in rows(ids[:, 5:], 1).items()}) for n in (0, 1)])
+    assert_near(again, first)
+    assert all(not tensor.requires_grad for tensor in loss.carried.tensors.values())
+    assert not loss.evaluation_loss().carried.tensors
+    assert_near(loss.compute_logits(model, rows(ids[:, :5], 0)), model(ids[:, :5]))  # block 0 starts from zeros
+
+
+def test_every_row_of_a_plan_continues_and_each_sample_is_visited_once():
+    plan = ContiguousBatchPlan(14, 4)
+    batches = [plan.batch_at(step).indices for step in range(plan.batches)]
+    assert plan.batches == 3
+    assert all((after == before + 1).all() for before, after in itertools.pairwise(batches))
+    assert len(np.unique(np.concatenate(batches))) == 12
+    assert plan.batch_at(3).epoch == 1
+
+
+@pytest.mark.parametrize(("length", "batch"), [(50, 3), (49, 4), (7, 3), (2, 1)])
+def test_every_token_but_the_first_is_a_label_once(length, batch):
+    tokens = TokenDataset.from_documents([list(range(length))], 64)
+    labels = torch.cat([part.labels.flatten() for part in iterate_lanes(tokens, 5, batch)])
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, length))
+
+
+def test_the_doctor_warns_of_batch_norm_and_of_nothing_else_that_was_swapped():
+    sizes = {"vocab": 61, "width": 24, "depth": 2, "heads": 4, "context": 64}
+    findings = {}
+    for name, knobs in {"batch": {"norm": "batch"}, "linear": {"attention": "linear"}, "no ff": {"hidden": 0}}.items():
+        torch.manual_seed(0)
+        report = mb.diagnose(mb.Transformer(mb.gpt(**sizes, **knobs)))
+        findings[name] = [(finding.check, finding.verdict) for finding in report.findings]
+    assert findings == {"batch": [("batch", "warn")], "linear": [], "no ff": []}
