@@ -10,8 +10,7 @@ softmax are fp32). Sizes are named as in parameters.py, and S is the number of k
                              queries that see no key are zeroed
       softcap, sinks         no fused kernel: the plain path always runs, with keys and values repeated to H heads, the
                              masked weights, the capped scores, and two masks of one byte an element
-      linear                 features of queries and keys, their sums, and K·Kv for each chunk (see
-                             `linear_attention_activations`)
+      linear                 an estimate: as fused attention
     cross-attention          the same; keys and values are per source token, and the encoder output is saved once
     feed-forward             its input, D, the tensors of the activation (ACTIVATION_TENSORS), and the input of the last
                              matrix, F
