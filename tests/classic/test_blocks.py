@@ -138,7 +138,9 @@ def test_the_numerical_demo():
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("mask", [torch.ones(5, 5).tril(), torch.tensor([1, 1, 1, 0, 0]).view(1, 1, 1, 5)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [torch.ones(5, 5).tril(), torch.tensor([1, 1, 1, 0, 0]).view(1, 1, 1, 5)], ids=["causal", "padding"]
+)
 def test_masked_keys_get_no_weight(mask):
     q, k, v = torch.randn(3, 2, 3, 5, 4)
     out, weights = scaled_dot_product_attention(q, k, v, mask)

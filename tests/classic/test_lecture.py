@@ -101,7 +101,10 @@ def test_a_rotation_by_two_turns_position_5_into_position_7():
     torch.testing.assert_close(rotation.double() @ table[1], table[3])  # the same matrix at every position
 
 
-@pytest.mark.parametrize("mask", [None, blocked(7), torch.randn(7, 7), torch.randn(6, 7, 7)], ids=str)
+MASK_KINDS = ["none", "blocked", "added to scores", "added to scores of each head"]
+
+
+@pytest.mark.parametrize("mask", [None, blocked(7), torch.randn(7, 7), torch.randn(6, 7, 7)], ids=MASK_KINDS)
 def test_the_block_takes_the_weights_of_the_listing_and_gives_its_output(mask):
     torch.manual_seed(1)
     reference, block, x = PlainBlock(12, 3, 20), TransformerBlock(d_model=12, n_heads=3, d_ff=20), torch.randn(2, 7, 12)

@@ -184,6 +184,8 @@ def test_a_step_of_training_lowers_the_loss():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("tool", [mb.diagnose, lambda model: mb.trace(model, torch.tensor([[1, 2, 3]]))])
+@pytest.mark.parametrize(
+    "tool", [mb.diagnose, lambda model: mb.trace(model, torch.tensor([[1, 2, 3]]))], ids=["doctor", "trace"]
+)
 def test_the_tools_of_monoblock_take_a_model_whose_parameters_are_a_list(tool):
     assert tool(GPT(23, 12, 1, 3, 16)) is not None
