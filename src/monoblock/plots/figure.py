@@ -59,3 +59,26 @@ def check_plot_path(path: Path, formats: str = ".png, .svg or .pdf") -> None:
         raise FileError(f"{path} does not end in an image format; write {formats}")
     if not path.absolute().parent.is_dir():
         raise FileError(f"there is no folder {path.parent} for {path.name}; create it first")
+
+
+class Picture:
+    """A figure as a PNG image, which a notebook displays if it is the last value of a cell."""
+
+    def __init__(self, png: bytes) -> None:
+        self.png = png
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+    def __repr__(self) -> str:
+        return "Picture()"
+
+
+def show(figure: Any, *, dpi: int = 80) -> Picture:
+    """Return a figure as a picture for a notebook, of at most 256 colours, so that stored outputs stay small."""
+    from PIL import Image  # matplotlib requires it
+
+    drawn, content = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi, facecolor="white")
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(content, "PNG", optimize=True)
+    return Picture(content.getvalue())
