@@ -78,11 +78,8 @@ def write_outputs(path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(
-            notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": folder}}
-        )
-        client.record_timing = False
-        client.execute()
+        options = {"kernel_name": "python3", "timeout": TIMEOUT, "record_timing": False, "coalesce_streams": True}
+        NotebookClient(notebook, resources={"metadata": {"path": folder}}, **options).execute()
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -1,4 +1,4 @@
-"""Every notebook of the course runs, and its file is as it should be: questions, exercises, outputs, no traces of a run."""
+"""Every notebook of the course runs, and its file is in order: questions, exercises, outputs, no traces of a run."""
 
 import importlib.util
 import json
