@@ -320,3 +320,25 @@ def test_a_class_is_refused_and_a_string_names_checks():
         mb.diagnose(GPT)
     report = mb.diagnose(GPT(), checks="causality, dropout")
     assert {result.name for result in report.checks} == {"causality", "dropout"}
+
+
+class Table(nn.Module):
+    """Learned positions from a table with this many rows, of which the first used one is `first`."""
+
+    def __init__(self, rows, first):
+        super().__init__()
+        self.first, self.token, self.position = first, nn.Embedding(VOCAB, WIDTH), nn.Embedding(rows, WIDTH)
+        self.attention, self.head = Attention(), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1]) + self.first)
+        return self.head(x + self.attention(x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "found"), [(9, 0, False), (10, 0, False), (11, 2, False), (10, 1, False), (12, 1, True)]
+)
+def test_a_position_table_may_have_spare_rows(rows, first, found):
+    torch.manual_seed(0)
+    checks = [finding.check for finding in mb.diagnose(Table(rows, first), vocab=VOCAB, length=9).findings]
+    assert ("position_offset" in checks) is found

@@ -126,11 +126,10 @@ def check_position_offset(exam: Examination) -> Finding | None:
             if is_plain and 1 < len(row.unique()) < length:
                 return _repeated_finding(len(row.unique()), length)
             continue
-        expected = declared.table_offset
-        if expected is None:
+        first, expected = int(row[0]), declared.table_offset
+        if expected is None:  # there may be a few spare rows, before the first position or at the end
             spare = lookup.rows - declared.context if declared.context is not None else 0
-            expected = spare if 0 <= spare <= 3 else 0
-        first = int(row[0])
+            expected = first if first == spare <= 3 else 0
         if first != expected:
             return _offset_finding({"first_row": first, "expected": expected, "rows": lookup.rows})
     if declared.table_offset is None and is_plain:
