@@ -80,7 +80,6 @@ def test_an_old_python_is_a_one_line_error(project):
 def test_every_requirement_is_pinned():
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = (
-        project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["plot"]
-    )
+    extras = project["optional-dependencies"]
+    requirements = project["dependencies"] + extras["dev"] + extras["plot"] + extras["docs"]
     assert {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements} <= pinned
