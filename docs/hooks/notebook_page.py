@@ -24,9 +24,13 @@ def read_notebook(path: Path) -> tuple[str, dict[str, bytes]]:
         if cell["cell_type"] == "markdown":
             parts.append(source)
         elif cell["cell_type"] == "code" and source:
-            parts.append(fence(source, "python"))
+            code = [fence(source, "python")]
             for output in cell["outputs"]:
-                parts.extend(_write_output(output, path.stem, pictures))
+                code.extend(_write_output(output, path.stem, pictures))
+            is_hidden = cell.get("metadata", {}).get("jupyter", {}).get("source_hidden", False)
+            parts += (
+                ['<details markdown="1"><summary>Show the code</summary>', *code, "</details>"] if is_hidden else code
+            )
     opening = (
         f"Open it in Jupyter with `bash scripts/course`: `notebooks/{path.name}`. Below are the outputs stored in it."
     )

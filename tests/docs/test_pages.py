@@ -45,6 +45,7 @@ def test_a_notebook_is_shown_with_its_stored_outputs_and_pictures(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "\n", "Text."]},
         {"cell_type": "code", "source": "print(1)", "outputs": outputs},
+        {"cell_type": "code", "source": "2", "outputs": [], "metadata": {"jupyter": {"source_hidden": True}}},
     ]
     path = tmp_path / "01_title.ipynb"
     path.write_text(json.dumps({"cells": cells}))
@@ -53,6 +54,7 @@ def test_a_notebook_is_shown_with_its_stored_outputs_and_pictures(tmp_path):
     assert "``` python\nprint(1)\n```\n" in page
     assert "```` { .text .output }\n1\n```\n````" in page  # longer than the fence in the output
     assert "<Picture>" not in page
+    assert "</summary>\n\n``` python\n2\n```\n\n</details>" in page
     assert list(pictures) == ["01_title-1.png"]
     assert "](01_title-1.png)" in page
 
