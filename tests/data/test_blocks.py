@@ -114,7 +114,7 @@ def test_evaluation_counts_every_target_once(count, stride):
         (lambda: BlockDataset(numbered_tokens(7), 7), "7 tokens are too few for context=7"),
         (lambda: BlockDataset(numbered_tokens(9), 0), "context=0"),
         (lambda: BlockDataset(numbered_tokens(1, 1), 4, packing="documents"), "nothing to predict"),
-        (lambda: BlockDataset(numbered_tokens(9), 4, packing="rows"), "'stream' or 'documents'"),
+        (lambda: BlockDataset(numbered_tokens(9), 4, packing="rows"), "'stream', 'contiguous' or 'documents'"),
         (lambda: BlockDataset(numbered_tokens(9), 4).sample(2, 0, 0), "index=2 is out of range; write 0 to 1"),
         (lambda: list(evaluation_windows(numbered_tokens(9), 4, 5)), "stride=5"),
     ],

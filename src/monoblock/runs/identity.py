@@ -34,8 +34,7 @@ CHANGEABLE_ON_RESUME = (
 )
 
 # Fields of configurations that were added after runs had been stored, with their defaults.
-LATER_FIELDS = {"multi_label": False, "attention": True}
-MISSING = object()
+LATER_FIELDS: dict[str, Any] = {"multi_label": False, "attention": True, "kind": "softmax"}
 
 
 def run_identity(
@@ -77,7 +76,10 @@ def _config_dict(config: ModelConfig | RecurrentConfig) -> Any:
             return [strip(item) for item in value]
         if not isinstance(value, dict):
             return value
-        return {key: strip(item) for key, item in value.items() if item is not LATER_FIELDS.get(key, MISSING)}
+        return {key: strip(item) for key, item in value.items() if not is_later_default(key, item)}
+
+    def is_later_default(key: str, item: Any) -> bool:
+        return key in LATER_FIELDS and type(item) is type(LATER_FIELDS[key]) and item == LATER_FIELDS[key]
 
     return strip(to_dict(config))
 

@@ -83,7 +83,8 @@ class CrossEntropyLoss:
     accuracy_name: str = "accuracy"  # what the share of correct predictions is called
     sum_over_data: Callable[[Tensor], Tensor] | None = None  # of a tensor, over the processes with parts of the batch
     over_positions: bool = False  # for question answering: the classes are the positions of a row that are not padding
-    carried: CarriedState = field(default_factory=CarriedState)  # of an LSTM, if rows continue those of the last batch
+    # of an LSTM, if rows continue those of the last batch
+    carried: CarriedState = field(default_factory=CarriedState, compare=False)
 
     def evaluation_loss(self) -> CrossEntropyLoss:
         """Return the loss that evaluation reports, without label smoothing, load balancing and states of training."""
