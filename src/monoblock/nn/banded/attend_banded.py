@@ -20,13 +20,11 @@ from monoblock.nn.norm import HALF_DTYPES
 
 
 def supports_banded(x: Tensor) -> bool:
-    """Return whether `attend_banded` can run now: on plain tensors, without tracing, compilation or torch.func.
+    """Return whether `attend_banded` can run now: on plain CPU tensors, without tracing, compilation or torch.func.
 
-    Its plan depends on the values of tensors, which cannot be traced, or recorded in a CUDA graph.
+    Its plan depends on the values of tensors, which cannot be traced. It has not been tested on GPUs.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or x.device.type == "meta":
-        return False
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not Tensor or x.device.type != "cpu":
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
