@@ -8,7 +8,7 @@ import torch
 from support import build_model
 
 import monoblock as mb
-from monoblock.decoding.beam import BeamSearch, advance_from_log_probs
+from monoblock.decoding.beam import BeamSearch, advance_from_log_probs, beam_scores
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 
@@ -142,3 +142,13 @@ def test_a_diversity_penalty_makes_groups_differ():
     diverse = model.generate(ids, **options, num_beam_groups=4, diversity_penalty=1e3)
     assert len({tuple(row) for row in plain.tolist()}) == 1, "without a penalty all groups find the same text"
     assert len({tuple(row) for row in diverse.tolist()}) == 4
+
+
+def test_scores_are_float32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        scores = beam_scores([BeamSearch(Settings(num_beams=3))], torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert scores.dtype == torch.float32  # the C++ kernel takes no other
+    assert scores.shape == (3,)
