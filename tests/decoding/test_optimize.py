@@ -6,9 +6,9 @@ from support import preset_names
 
 from monoblock.config.families import gpt, llama
 from monoblock.config.presets import tiny
-from monoblock.decoding.backends.fused_linear import FusedLinear
+from monoblock.decoding.backends.inference.fused_linear import FusedLinear
+from monoblock.decoding.backends.inference.inference_modules import InferenceAttention, InferenceFeedForward
 from monoblock.decoding.backends.inference_copy import build_inference_copy, refresh
-from monoblock.decoding.backends.inference_modules import InferenceAttention, InferenceFeedForward
 from monoblock.decoding.backends.optimize import join_projection_storage
 from monoblock.decoding.backends.prepared_model import get_inference_copy
 from monoblock.nn.linear import can_join

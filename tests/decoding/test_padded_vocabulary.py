@@ -4,7 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from monoblock.decoding.backends.padded_vocabulary import ROW_MULTIPLE, PaddedVocabulary, make_room, padded_view
+from monoblock.decoding.backends.inference.padded_vocabulary import (
+    ROW_MULTIPLE,
+    PaddedVocabulary,
+    make_room,
+    padded_view,
+)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 50])

@@ -1,4 +1,4 @@
-"""Triton kernels for decoding one token on a GPU: matrix times vector, norm, gated activation, attention over a cache.
+"""Triton kernels for decoding one token on a GPU: linear layer, norm, gated activation, attention over a cache.
 
 A decoding step reads every weight once and computes little with it, so memory bandwidth and the number of kernel
 launches decide its speed.  Each function computes the same as a function in nn/, up to rounding.
@@ -16,6 +16,9 @@ ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 # Of the attention kernel: keys per block, warps, and blocks loaded ahead; the fastest measured on an H200.
 ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 64, 4, 2
+MAX_ROWS = 64  # of x in `linear`
+MAX_SMALL_WEIGHT = 1 << 22  # elements of a weight that `linear` multiplies by several rows; torch is faster for larger
+COLUMN_MULTIPLE = 256
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
 
 
@@ -36,38 +39,68 @@ def _triton_kernels() -> Any:
     return triton
 
 
-def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """Multiply weight (N, K) by x (…, K), which holds a single vector, and add bias (N,) and residual (…, N).
+@functools.cache
+def launch_options() -> dict[str, bool]:
+    """Return the options of every launch: whether the next kernel may start while this one runs (see triton.py)."""
+    has_pdl = torch.cuda.get_device_capability()[0] >= 9
+    return {"PDL": has_pdl, "launch_pdl": has_pdl}
 
-    The output is (…, N).
+
+def supports_linear(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `linear` can be used for x (…, K) and weight (N, K), and is faster than torch.
+
+    It is for a single vector, and for up to MAX_ROWS vectors if the weight is small, so that launches decide.
     """
-    N, K = weight.shape
+    if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.dtype == weight.dtype and is_available()):
+        return False
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        return False
+    rows = x.numel() // x.shape[-1]
+    is_small = weight.numel() <= MAX_SMALL_WEIGHT and weight.shape[-1] % COLUMN_MULTIPLE == 0
+    return rows == 1 or (1 < rows <= MAX_ROWS and is_small)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Compute activation(x weight^T + bias) + residual for x (…, K), weight (N, K), bias (N,) and residual (…, N).
+
+    The output is (…, N).  Every intermediate result is rounded to the dtype of x, as by separate kernels.
+    """
+    (N, K), M = weight.shape, x.numel() // x.shape[-1]
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    rows, columns, warps = _tile_sizes(N, K)
-    _triton_kernels().matvec_kernel[(-(-N // rows),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        weight if residual is None else residual,
-        out,
-        N,
-        K,
-        bias is not None,
-        residual is not None,
-        rows,
-        columns,
-        num_warps=warps,
-    )
+    operands = (x, weight, weight if bias is None else bias, weight if residual is None else residual, out)
+    flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
+    kernels, options = _triton_kernels(), launch_options()
+    if M == 1:
+        rows, columns, warps = _vector_tile(N, K)
+        grid = (-(-N // rows),)
+        kernels.matvec_kernel[grid](*operands, N, K, *flags, rows, columns, num_warps=warps, **options)
+    else:
+        m, n, k, warps, stages = _matrix_tile(N, K)
+        shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
+        kernels.matmul_kernel[(-(-N // n), -(-M // m))](*operands, M, N, K, *flags, **shape, **options)
     return out
 
 
-def _tile_sizes(N: int, K: int) -> tuple[int, int, int]:
+def _vector_tile(N: int, K: int) -> tuple[int, int, int]:
     """Return the rows and columns of a tile and the number of warps, the fastest measured on an H200."""
     if K <= 1024:
-        return (8, 256, 2) if N > 16384 else (2, 1024, 4)
+        return (8, 256, 2) if N > 16384 else (4, 512, 4) if N >= 3072 else (2, 1024, 4)
     if K > 8192:
-        return 4, 1024, 2
-    return (2, 2048, 2) if N >= 2048 else (1, 1024, 8)
+        return 4, 1024, 4
+    return (2, 2048, 4) if N >= 8192 or N < 2048 else (4, 1024, 2)
+
+
+def _matrix_tile(N: int, K: int) -> tuple[int, int, int, int, int]:
+    """Return the sizes M, N and K of a tile, warps and stages, the fastest measured on an H200 for 64 rows."""
+    if K > 1024:
+        return 16, 16, 256, 2, 4
+    return (32, 64, 128, 4, 4) if N >= 2048 else (32, 16, 256, 4, 3)
 
 
 def norm(
@@ -80,7 +113,7 @@ def norm(
     _triton_kernels().norm_kernel[(x.numel() // K,)](
         x, *parameters, out, K, eps,
         CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, CAST_AFTER_SCALE=cast_after_scale,
-        BLOCK=block, num_warps=4,
+        BLOCK=block, num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -91,7 +124,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     blocks = -(-F // 512)
     _triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
-        gate_up, out, F, ACTIVATION_CODES[activation], 512, num_warps=4
+        gate_up, out, F, ACTIVATION_CODES[activation], 512, num_warps=4, **launch_options()
     )
     return out
 
@@ -132,9 +165,11 @@ def attend_step(
         pairs if cos_rows > 1 else 0, H, G, splits,
         HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
         BLOCK=ATTENTION_BLOCK if K <= 128 else ATTENTION_BLOCK // 2,
-        num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES,
+        num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES, **launch_options(),
     )  # fmt: skip
     if splits > 1:
         padded_splits = 1 << (splits - 1).bit_length()
-        _triton_kernels().combine_kernel[(B * H,)](partials, out, splits, padded_splits, K, num_warps=1)
+        _triton_kernels().combine_kernel[(B * H,)](
+            partials, out, splits, padded_splits, K, num_warps=1, **launch_options()
+        )
     return out

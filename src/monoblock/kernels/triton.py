@@ -1,4 +1,8 @@
-"""Triton source of the kernels in gpu.py; imported only if Triton is installed and there is a GPU."""
+"""Triton source of the kernels in gpu.py; imported only if Triton is installed and there is a GPU.
+
+With PDL (programmatic dependent launch, from compute capability 9.0 on) the next kernel starts while this one still
+runs, and loads what does not depend on it; `wait_for_previous` then waits until all kernels before have ended.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,60 @@ import triton.language as tl
 
 
 @triton.jit
+def launch_next(PDL: tl.constexpr) -> Any:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr) -> Any:
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr) -> Any:
+    """Apply an activation, given by its code in gpu.py; -1 is none."""
+    if ACTIVATION == 0:
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x * tl.sigmoid(2 * inner)
+    elif ACTIVATION == 2:
+        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 3:
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
 def matvec_kernel(
     x, weight, bias, residual, out, N, K,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program multiplies ROWS rows of the weight with x, COLUMNS at a time, accumulating in fp32."""
+    launch_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < N
     columns = tl.arange(0, COLUMNS)
     start = weight + rows.to(tl.int64)[:, None] * K
+    mask = row_mask[:, None] & (columns < K)[None, :]
+    w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    wait_for_previous(PDL)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, K, COLUMNS):
         index = first + columns
-        mask = index < K
-        w = tl.load(
-            start + index[None, :], mask=row_mask[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
-        )
-        x_block = tl.load(x + index, mask=mask, other=0.0)
+        x_block = tl.load(x + index, mask=index < K, other=0.0)
         total += w.to(tl.float32) * x_block.to(tl.float32)[None, :]
+        index += COLUMNS  # the weights of the next block are loaded while this one is multiplied
+        mask = row_mask[:, None] & (index < K)[None, :]
+        w = tl.load(start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     y = tl.sum(total, 1)
     if HAS_BIAS:
         y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if ACTIVATION >= 0:
+        y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
     if HAS_RESIDUAL:
         y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
         y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
@@ -37,21 +74,54 @@ def matvec_kernel(
 
 
 @triton.jit
+def matmul_kernel(
+    x, weight, bias, residual, out, M, N, K,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Each program multiplies BLOCK_N rows of the weight with BLOCK_M rows of x; BLOCK_K divides K."""
+    launch_next(PDL)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    n_mask, m_mask = n < N, m < M
+    wait_for_previous(PDL)
+    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        w = tl.load(weight + n[:, None] * K + (start + k)[None, :], mask=n_mask[:, None], other=0.0)
+        x_block = tl.load(x + m[None, :] * K + (start + k)[:, None], mask=m_mask[None, :], other=0.0)
+        y = tl.dot(w, x_block, y)
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION >= 0:
+        y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
+    offsets = m[None, :] * N + n[:, None]
+    mask = n_mask[:, None] & m_mask[None, :]
+    if HAS_RESIDUAL:
+        y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
+        y += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def norm_kernel(
     x, weight, bias, out, K, eps,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CAST_AFTER_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program normalizes one vector."""
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64) * K
     index = tl.arange(0, BLOCK)
     mask = index < K
+    if HAS_WEIGHT:
+        scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     wide = tl.load(x + row + index, mask=mask, other=0.0).to(tl.float32)
     if CENTERED:
         wide = tl.where(mask, wide - tl.sum(wide, 0) / K, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
     if HAS_WEIGHT:
-        scale = tl.load(weight + index, mask=mask, other=0.0).to(tl.float32)
         if CAST_AFTER_SCALE:
             wide = wide * scale
         else:
@@ -62,23 +132,16 @@ def norm_kernel(
 
 
 @triton.jit
-def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> Any:
     """Compute activation(gate) * up, rounding the activation before the product as two separate kernels would."""
+    launch_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < F
     gate = tl.load(x + row * 2 * F + index, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + index, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        gate = gate * tl.sigmoid(gate)
-    elif ACTIVATION == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate * tl.sigmoid(2 * inner)
-    elif ACTIVATION == 2:
-        gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    else:
-        gate = tl.maximum(gate, 0.0)
-    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * F + index, (gate * up).to(out.dtype.element_ty), mask=mask)
 
 
@@ -110,9 +173,11 @@ def attend_kernel(
     keys_row, keys_head, keys_column, values_row, values_head, values_column,
     cos_row, H, G, splits,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
     """Each program attends from one group of query heads to one split of a row's cache; split 0 adds the new token."""
+    launch_next(PDL)
+    wait_for_previous(PDL)
     row, group, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
     index = tl.arange(0, K)
     head = tl.arange(0, PADDED_HEADS)
@@ -168,8 +233,10 @@ def attend_kernel(
 
 
 @triton.jit
-def combine_kernel(partials, out, splits, SPLITS: tl.constexpr, K: tl.constexpr) -> Any:
+def combine_kernel(partials, out, splits, SPLITS: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr) -> Any:
     """Each program combines the partial results of all splits of the cache for one head; an empty split adds 0."""
+    launch_next(PDL)
+    wait_for_previous(PDL)
     head = tl.program_id(0)
     index, split = tl.arange(0, K), tl.arange(0, SPLITS)
     mask = split < splits

@@ -11,6 +11,7 @@ pooled           one vector for a sequence
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -23,6 +24,8 @@ from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.module_hooks import is_customized, is_plain
 from monoblock.nn.norm import Norm
 from monoblock.nn.tap import Tap, apply_tap
+
+OutputLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # input (…, D), weight (V, D) and bias (V,) or None
 
 
 def pool(hidden: Tensor, valid: Tensor | None, pooling: str) -> Tensor:
@@ -83,9 +86,12 @@ class Head(nn.Module):
         *,
         valid: Tensor | None = None,
         table: Tensor | nn.Module | None = None,
+        output_linear: OutputLinear | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """Apply the head to hidden states (B, T, D); `table` is the token embedding that a tied output multiplies by.
+
+        `output_linear` replaces the last matrix product, and its result is returned (see `takes_output_linear`).
 
         The output is (B, T, V) for a language_model or masked_lm head, (B, T, classes) for a tagger, (B, T, 2) for
         spans, (B, classes) for a classifier or regression head, and (B, D) for a pooled head.
@@ -104,10 +110,25 @@ class Head(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         x = F.dropout(x, config.dropout, self.training)
+        if output_linear is not None:
+            return output_linear(*self._output_operands(x, table))
         logits = self._logits(x, table)
         if self.teacher is not None:  # a second classifier, on the distillation token (Touvron et al. 2021)
             logits = (logits + self.teacher(hidden[:, 1])) / 2
         return apply_tap(tap, "logits", logits)
+
+    def takes_output_linear(self, table: Tensor | nn.Module | None) -> bool:
+        """Return whether the head only multiplies by a plain matrix at its end, so that a function can replace this."""
+        is_product = self.config.kind in VOCABULARY_HEADS and self.config.softcap is None and self.teacher is None
+        has_matrix = isinstance(table, Tensor) if self.output is None else is_plain(self.output, nn.Linear)
+        return is_product and has_matrix and is_plain(self, Head)
+
+    def _output_operands(self, x: Tensor, table: Tensor | nn.Module | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return input, weight and bias of the last matrix product."""
+        weight = table if self.output is None else self.output.weight
+        assert isinstance(weight, Tensor)
+        x = x if self.scale == 1.0 else x * self.scale
+        return x, weight, self.bias if self.bias is not None else self.fixed_bias
 
     def _pool(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
         x = pool(hidden, valid, self.config.pooling)

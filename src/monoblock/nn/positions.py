@@ -168,9 +168,21 @@ def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch
     frequencies, factor = rotary_frequencies(config, head_dim, positions)
     frequencies = frequencies.to(positions.device).unflatten(0, (-1, 1, 1)) if frequencies.dim() > 1 else frequencies
     angles = positions[:, None, :, None].float() * frequencies.to(positions.device)  # (B, 1, T, pairs)
-    return RotaryAngles(
-        (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), config.layout == "interleaved"
-    )
+    cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    if torch.compiler.is_compiling():
+        cos, sin = materialize(cos), materialize(sin)
+    return RotaryAngles(cos, sin, config.layout == "interleaved")
+
+
+@torch.library.custom_op("monoblock::materialize", mutates_args=())
+def materialize(x: Tensor) -> Tensor:
+    """Copy a tensor, so that a compiled graph stores it; else every kernel that reads it would compute it again."""
+    return x.clone()
+
+
+@materialize.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def apply_rotary(x: Tensor, angles: RotaryAngles) -> Tensor:

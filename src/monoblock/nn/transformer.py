@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
-from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.errors import ConfigError, InputError, with_article
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
-from monoblock.nn.heads import Head
+from monoblock.nn.heads import Head, OutputLinear
 from monoblock.nn.initialize import initialize
 from monoblock.nn.inputs.check_inputs import (
     check_cache,
-    check_logits_at,
     check_shape,
     check_target,
     either_argument,
     reject_arguments,
+    select_tokens,
 )
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.inputs.input_positions import memory_positions, token_positions
@@ -78,13 +77,14 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         memory: Tensor | None = None,
         logits_at: Tensor | None = None,
+        output_linear: OutputLinear | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """Return the logits of the head, (B, T, V) for a language model, or the hidden states (B, T, D) without a head.
 
         Masks are 1 or True for real tokens and 0 or False for padding.  `documents` (B, T) numbers packed documents,
         `flags` (B, T) marks a prefix or global tokens, `logits_at` (B, n) selects the tokens to compute logits for, and
-        `memory` (B, S, D) is an encoded source.
+        `memory` (B, S, D) is an encoded source.  `output_linear` replaces the last matrix product (see `Head.forward`).
         """
         if self.encoder is not None and self.decoder is not None:
             reject_arguments(self.config.family, segments=segments, documents=documents, flags=flags)
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
             if source is not None and not is_cached:
                 memory = self.encode(source, source_mask, tap=tap)
             options: dict[str, Any] = {"positions": positions, "cache": cache, "logits_at": logits_at, "tap": tap}
-            return self.decode(target, memory, source_mask, target_mask, **options)
+            return self.decode(target, memory, source_mask, target_mask, output_linear=output_linear, **options)
         reject_arguments(self.config.family, source_mask=source_mask, target_mask=target_mask, memory=memory)
         attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
         if source is None:
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
         hidden, input_positions = self._run_stack(
             source, attention_mask, segments, positions, documents, flags, cache, tap
         )
-        return self._apply_head(hidden, input_positions, logits_at, tap)
+        return self._apply_head(hidden, input_positions, logits_at, tap, output_linear=output_linear)
 
     if TYPE_CHECKING:  # nn.Module types a call as Any
         __call__ = forward
@@ -131,6 +131,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cache: Cache | None = None,
         logits_at: Tensor | None = None,
+        output_linear: OutputLinear | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """Return the logits of a target (B, T), given the encoded source.
@@ -155,7 +156,7 @@ class Transformer(nn.Module):
             cache=cache,
             tap=prefix_tap(tap, "decoder"),
         )
-        return self._apply_head(x, target_positions, logits_at, tap)
+        return self._apply_head(x, target_positions, logits_at, tap, output_linear=output_linear)
 
     def make_cache(self, batch: int, capacity: int | None = None, *, chunk: int = 16) -> Cache:
         """Make an empty cache for `batch` rows of at most `capacity` tokens, by default the model's context."""
@@ -242,17 +243,16 @@ class Transformer(nn.Module):
         return module(ids, positions, segments=segments, tied_token=tied_token, tap=prefix_tap(tap, side))
 
     def _apply_head(
-        self, hidden: Tensor, positions: TokenPositions, logits_at: Tensor | None, tap: Tap | None
+        self, hidden: Tensor, positions: TokenPositions, logits_at: Tensor | None, tap: Tap | None, **options: Any
     ) -> Tensor:
         if logits_at is not None:
-            if self.head is not None and self.head.config.kind in SEQUENCE_HEADS:
-                raise InputError("the head of this model gives one output for a sequence; leave logits_at=None")
-            check_logits_at(logits_at, hidden)
-            rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
-            hidden = hidden[rows, logits_at]
+            hidden = select_tokens(hidden, logits_at, self.config.head)
         if self.head is None:
             return hidden
-        return self.head(hidden, valid=positions.valid, table=self.output_embedding, tap=prefix_tap(tap, "head"))
+        options = {name: value for name, value in options.items() if value is not None}  # a head need not have them
+        return self.head(
+            hidden, valid=positions.valid, table=self.output_embedding, tap=prefix_tap(tap, "head"), **options
+        )
 
     @property
     def output_embedding(self) -> Tensor | nn.Module | None:
@@ -277,8 +277,8 @@ class Transformer(nn.Module):
 
         An encoder-decoder reads ids as the source and returns the target, which begins with `decoder_start_token_id`,
         else the padding token, else 0.  `options`: max_new_tokens (50 by default), temperature, top_k, top_p,
-        num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the others of `ModelOptions`.
-        With return_scores, the result also has the log-probability of each new token.
+        num_beams, num_return_sequences, eos_token_id, attention_mask, seed and the others of `ModelOptions`.  With
+        return_scores, the result also has the log-probability of each new token.
         """
         from monoblock.decoding.generate import generate
 

@@ -6,6 +6,7 @@ processes, padding and bucketing do not change the loss.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
+from monoblock.kernels.linear_cross_entropy import linear_cross_entropy, supports_linear_cross_entropy
 from monoblock.nn.experts import load_balancing_loss
 from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.nn.norm import HALF_DTYPES
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
+from monoblock.nn.transformer import Transformer
 from monoblock.parallel import vocabulary
 
 
@@ -100,7 +103,11 @@ class CrossEntropyLoss:
         router_tap = RouterTap(tap) if self.balance else None
         active_tap = tap if router_tap is None else router_tap
         options = {} if active_tap is None else {"tap": active_tap}
-        loss = self.from_logits(self.compute_logits(model, inputs, **options), labels)
+        if tap is None and self._can_fuse(model):
+            from_product = functools.partial(self._from_product, labels=labels)
+            loss: Tensor = model(**inputs, **options, output_linear=from_product)
+        else:
+            loss = self.from_logits(self.compute_logits(model, inputs, **options), labels)
         if router_tap is not None and router_tap.router_logits:
             is_target = labels != IGNORE_INDEX
             valid = is_target if labels.shape == router_tap.router_logits[0].shape[:-1] else None
@@ -141,6 +148,25 @@ class CrossEntropyLoss:
         logits, state = model.forward_with_state(source, None, state, **options)
         self.carried.finish(lanes, blocks, state)
         return cast(Tensor, logits)
+
+    def _can_fuse(self, model: nn.Module) -> bool:
+        """Return whether the last matrix product of a model and the loss can be computed together."""
+        if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward or self.over_positions:
+            return False
+        return model.head is not None and model.head.takes_output_linear(model.output_embedding)
+
+    def _from_product(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        """Return the loss of the logits x weight^T + bias, which are not stored where a kernel allows it."""
+        if not supports_linear_cross_entropy(x, weight):
+            return self.from_logits(F.linear(x, weight, bias), labels)
+        return linear_cross_entropy(
+            x.reshape(-1, x.shape[-1]),
+            weight,
+            bias,
+            labels.reshape(-1),
+            ignore_index=IGNORE_INDEX,
+            label_smoothing=self.label_smoothing,
+        )
 
     def from_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy summed over all labels that are not IGNORE_INDEX.

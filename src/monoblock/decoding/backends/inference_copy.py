@@ -17,7 +17,11 @@ from torch import nn
 
 from monoblock.decoding.backends.cpu_step import InferenceStack, fuse_stack
 from monoblock.decoding.backends.custom_modules import reason_to_run_as_is
-from monoblock.decoding.backends.inference_modules import (
+from monoblock.decoding.backends.inference.gpu_quantized_linear import (
+    InferenceQuantizedEmbedding,
+    InferenceQuantizedLinear,
+)
+from monoblock.decoding.backends.inference.inference_modules import (
     InferenceAttention,
     InferenceBlock,
     InferenceFeedForward,
@@ -48,6 +52,7 @@ from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.cpu_linear import KERNEL_ROWS, use_cpu_kernels
+from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,6 +66,8 @@ INFERENCE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     Norm: InferenceNorm,
     Head: InferenceHead,
     Stack: InferenceStack,
+    QuantizedLinear: InferenceQuantizedLinear,
+    QuantizedEmbedding: InferenceQuantizedEmbedding,
 }
 
 SUPPORTED: AllowList = {
@@ -117,7 +124,10 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
     """
     with torch.inference_mode(False), torch.no_grad():
         if model.config.quantize is not None:
-            return _use_fused_stack(_copy_module(use_cpu_kernels(model)))
+            copied = _copy_module(use_cpu_kernels(model))
+            if model.device.type == "cuda":
+                _fuse_weights(copied)
+            return _use_fused_stack(copied)
         copied = _copy_module(model)
         if fuse if fuse is not None else model.device.type == "cuda":
             _fuse_weights(copied)

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from monoblock.decoding.backends.fused_linear import join_storage
+from monoblock.decoding.backends.inference.fused_linear import join_storage
+from monoblock.decoding.backends.inference.padded_vocabulary import make_room, needs_padding, output_table
 from monoblock.decoding.backends.inference_copy import reason_for_no_copy
-from monoblock.decoding.backends.padded_vocabulary import make_room, needs_padding, output_table
 from monoblock.nn.attention import Attention
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.linear import can_join

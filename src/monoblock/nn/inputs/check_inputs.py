@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monoblock.config.model import StackConfig
+from monoblock.config.model import HeadConfig, StackConfig
+from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache import Cache
 
@@ -95,7 +96,15 @@ def check_shape(name: str, tensor: Tensor | None, ids: Tensor) -> None:
         )
 
 
-def check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
+def select_tokens(hidden: Tensor, logits_at: Tensor, head: HeadConfig | None) -> Tensor:
+    """Return the hidden states (B, n, D) of the tokens with the indices `logits_at` (B, n), after checking these."""
+    if head is not None and head.kind in SEQUENCE_HEADS:
+        raise InputError("the head of this model gives one output for a sequence; leave logits_at=None")
+    _check_logits_at(logits_at, hidden)
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device)[:, None], logits_at]
+
+
+def _check_logits_at(logits_at: Tensor, hidden: Tensor) -> None:
     B, T, _ = hidden.shape
     if logits_at.dim() != 2 or logits_at.shape[0] != B or logits_at.dtype not in INTEGER_DTYPES:
         raise InputError(

@@ -5,15 +5,16 @@ Where a module has no faster way (with a tap, a longer input, another dtype), it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monoblock.decoding.backends.cpu_attention import attend_one_query, supports_row_kernel
-from monoblock.decoding.backends.fused_linear import FusedLinear, fast_linear, is_single_gpu_vector
-from monoblock.decoding.backends.padded_vocabulary import PaddedVocabulary
+from monoblock.decoding.backends.inference.fused_linear import FusedLinear, fast_linear
+from monoblock.decoding.backends.inference.gpu_quantized_linear import FusedQuantizedLinear, InferenceQuantizedLinear
+from monoblock.decoding.backends.inference.padded_vocabulary import PaddedVocabulary
+from monoblock.decoding.backends.inference.pending_residual import pending_residual, take_residual
 from monoblock.decoding.backends.supported_fields import NATIVE_NORMS
 from monoblock.kernels import gpu as kernels
 from monoblock.nn.attention import Attention
@@ -28,30 +29,43 @@ from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.tap import Tap
 
 
-class _PendingResidual(threading.local):
-    """A residual that `layer` must add to its next output.  Each thread has its own."""
-
-    layer: nn.Module | None = None
-    residual: Tensor | None = None
-
-
-_pending = _PendingResidual()
-
-
 class InferenceLinear(nn.Linear):
     kernel_rows = range(0)  # numbers of input rows for which the CPU kernel is used
 
+    def supports_kernel(self, x: Tensor) -> bool:
+        """Return whether the GPU kernel is faster for x."""
+        return kernels.supports_linear(x, self.weight)
+
+    def run_kernel(self, x: Tensor, residual: Tensor | None = None, activation: str | None = None) -> Tensor:
+        return kernels.linear(x.contiguous(), self.weight, self.bias, residual, activation)
+
+    def can_add_residual(self, x: Tensor) -> bool:
+        """Return whether `forward` can add a residual x to its output."""
+        return self.supports_kernel(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        if _pending.layer is not self:
-            return fast_linear(x, self.weight, self.bias, self.kernel_rows)
-        residual, _pending.layer, _pending.residual = _pending.residual, None, None
-        return kernels.matvec(x, self.weight, self.bias, residual)
+        residual = take_residual(self)
+        if residual is not None:
+            return self.run_kernel(x, residual)
+        return fast_linear(x, self.weight, self.bias, self.kernel_rows)
+
+
+WITH_GPU_KERNEL = (InferenceLinear, InferenceQuantizedLinear)
+
+
+def fuse_layers(layers: list[nn.Module]) -> FusedLinear | FusedQuantizedLinear | None:
+    """Join layers with the same input, so that they are computed as one; return None if they cannot be joined."""
+    if can_join(layers):
+        return FusedLinear([layer for layer in layers if isinstance(layer, nn.Linear)])
+    if FusedQuantizedLinear.can_join(layers):
+        return FusedQuantizedLinear([layer for layer in layers if isinstance(layer, InferenceQuantizedLinear)])
+    return None
 
 
 class InferenceBlock(Block):
     """A block in which the last projection of each sublayer also adds the residual, in one kernel.
 
-    This is done for a pre-norm block and a single vector on a GPU.
+    This is done for a pre-norm block and a few vectors on a GPU.
     """
 
     def _apply_sublayer(self, x: Tensor, name: str, sublayer: Callable[[Tensor], Tensor], tap: Tap | None) -> Tensor:
@@ -59,15 +73,12 @@ class InferenceBlock(Block):
         last, norm, config = layers.get(name), getattr(self, f"{name}_norm"), self.config
         plain = config.norm_place == "pre" and config.residual_scale == 1.0 and config.layer_scale is None
         plain = plain and config.residual != "none"
-        if tap is not None or not plain or norm is None or not isinstance(last, InferenceLinear):
+        if tap is not None or not plain or norm is None or not isinstance(last, WITH_GPU_KERNEL):
             return super()._apply_sublayer(x, name, sublayer, tap)
-        if not is_single_gpu_vector(x, last.weight):
+        if not last.can_add_residual(x):
             return super()._apply_sublayer(x, name, sublayer, tap)
-        _pending.layer, _pending.residual = last, x
-        try:
+        with pending_residual(last, x):
             return sublayer(norm(x))
-        finally:  # also if the sublayer fails before its last projection
-            _pending.layer = _pending.residual = None
 
 
 class InferenceHead(Head):
@@ -84,7 +95,7 @@ class InferenceHead(Head):
         self.padded = PaddedVocabulary.build(weight) if isinstance(weight, Tensor) else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padded is not None and bias is None and not is_single_gpu_vector(x, weight):
+        if self.padded is not None and bias is None and not kernels.supports_linear(x, weight):
             return F.linear(x, self.padded.table)[..., : weight.shape[0]]
         return fast_linear(x, weight, bias, self.kernel_rows)
 
@@ -101,13 +112,17 @@ class InferenceNorm(Norm):
 
 
 class InferenceFeedForward(FeedForward):
-    fused: FusedLinear | None = None
+    fused: FusedLinear | FusedQuantizedLinear | None = None
 
     def fuse(self) -> None:
-        if self.gate is not None and self.config.clamp is None and can_join([self.gate, self.up]):
-            self.fused = FusedLinear([self.gate, self.up])
+        if self.gate is not None and self.config.clamp is None:
+            self.fused = fuse_layers([self.gate, self.up])
 
     def forward(self, x: Tensor, tap: Tap | None = None) -> Tensor:
+        if tap is None and self.gate is None and self.config.activation in kernels.ACTIVATION_CODES:
+            layer = self.up
+            if isinstance(layer, WITH_GPU_KERNEL) and layer.supports_kernel(x):
+                return self.down(layer.run_kernel(x, activation=self.config.activation))
         if self.fused is None or tap is not None:
             return super().forward(x, tap)
         both = self.fused(x)
@@ -118,13 +133,11 @@ class InferenceFeedForward(FeedForward):
 
 
 class InferenceAttention(Attention):
-    fused: FusedLinear | None = None
+    fused: FusedLinear | FusedQuantizedLinear | None = None
     uses_row_kernel = False  # whether to use the CPU kernel for one query per row
 
     def fuse(self) -> None:
-        layers = [self.query, self.key, self.value]
-        if can_join(layers):
-            self.fused = FusedLinear(layers)
+        self.fused = fuse_layers([self.query, self.key, self.value])
 
     def project_qkv(self, x: Tensor, source: Tensor, is_cached: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.fused is None or source is not x or is_cached:

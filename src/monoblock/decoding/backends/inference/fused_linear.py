@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from monoblock.kernels import gpu as kernels
 from monoblock.nn.linear import join_weights
-from monoblock.nn.norm import HALF_DTYPES
 from monoblock.quantization.cpu_linear import ROW_MULTIPLE
 
 
@@ -70,19 +69,13 @@ def join_storage(tensors: Sequence[Tensor]) -> None:
             tensor.data = part
 
 
-def is_single_gpu_vector(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is a single 16-bit vector on a GPU, for which this package has a matrix-vector kernel."""
-    single = x.is_cuda and x.numel() == x.shape[-1] and x.dtype in HALF_DTYPES and x.dtype == weight.dtype
-    return single and weight.is_contiguous() and kernels.is_available()
-
-
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel_rows: range = range(0)) -> Tensor:
     """Compute F.linear(x, weight, bias), with a kernel of this package where that is faster.
 
-    This is so for a single vector on a GPU and, on a CPU, if the number of rows of x is in `kernel_rows`.
+    This is so for a few vectors on a GPU and, on a CPU, if the number of rows of x is in `kernel_rows`.
     """
-    if is_single_gpu_vector(x, weight):
-        return kernels.matvec(x, weight, bias)
+    if kernels.supports_linear(x, weight):
+        return kernels.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1]
     if kernel_rows and rows in kernel_rows and x.shape[-1] % ROW_MULTIPLE == 0 and weight.is_contiguous():
         return torch.ops.monoblock.linear_dense(x, weight, bias)

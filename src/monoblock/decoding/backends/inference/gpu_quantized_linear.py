@@ -1,0 +1,117 @@
+"""Quantized layers of an inference copy on a GPU: a kernel multiplies one vector by the stored 8- or 4-bit weight.
+
+For several vectors, as in a prompt, the layers dequantize the weight and multiply with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from monoblock.decoding.backends.inference.fused_linear import adjacent_view
+from monoblock.decoding.backends.inference.pending_residual import take_residual
+from monoblock.kernels.gpu_quantized import (
+    GpuQuantizedMatrix,
+    prepare_matrix,
+    quantized_linear,
+    supports_quantized_linear,
+)
+from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+
+
+class JoinedMatrix:
+    """The quantized matrices (N, K) of layers with the same input as one matrix (ΣN, K), as the kernels read it.
+
+    It is made again when a layer's tensors were written in place.  Packed weights are copied if there are several
+    layers whose tensors are not next to each other in memory (see `mb.optimize`).
+    """
+
+    def __init__(self, layers: Sequence[QuantizedMatrix]) -> None:
+        self.layers = layers
+        self._matrix: GpuQuantizedMatrix | None = None
+        self._versions: list[int] = []
+
+    def get(self) -> GpuQuantizedMatrix:
+        versions = [t._version for layer in self.layers for t in layer.packed_matrix if t is not None]
+        if self._matrix is None or versions != self._versions:
+            with torch.inference_mode(False), torch.no_grad():
+                columns = zip(*(layer.packed_matrix for layer in self.layers), strict=True)
+                packed, scale, least = (_join([t for t in column if t is not None]) for column in columns)
+            assert packed is not None
+            assert scale is not None
+            self._matrix, self._versions = prepare_matrix(packed, scale, least), versions
+        return self._matrix
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor | None:
+    if len(tensors) <= 1:
+        return tensors[0] if tensors else None
+    view = adjacent_view(tensors)
+    return torch.cat(list(tensors)) if view is None else view
+
+
+class _WithKernel(QuantizedMatrix):
+    _joined: JoinedMatrix | None = None
+
+    @property
+    def joined(self) -> JoinedMatrix:
+        if self._joined is None:
+            self._joined = JoinedMatrix([self])
+        return self._joined
+
+    def supports_kernel(self, x: Tensor) -> bool:
+        """Return whether the kernel can multiply the last vectors of x (…, in_features)."""
+        return x.is_cuda and x.numel() == x.shape[-1] and supports_quantized_linear(x, self.joined.get())
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return quantized_linear(x, self.joined.get(), bias) if self.supports_kernel(x) else super().linear(x, bias)
+
+
+class InferenceQuantizedLinear(_WithKernel, QuantizedLinear):
+    def run_kernel(self, x: Tensor, residual: Tensor | None = None, activation: str | None = None) -> Tensor:
+        return quantized_linear(x, self.joined.get(), self.bias, residual, activation)
+
+    def can_add_residual(self, x: Tensor) -> bool:
+        """Return whether `forward` can add a residual x to its output."""
+        is_vector = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == self.dtype and x.is_contiguous()
+        return is_vector and supports_quantized_linear(x.new_empty(self.in_features), self.joined.get())
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = take_residual(self)
+        return self.linear(x, self.bias) if residual is None else self.run_kernel(x, residual)
+
+
+class InferenceQuantizedEmbedding(_WithKernel, QuantizedEmbedding):
+    pass
+
+
+class FusedQuantizedLinear:
+    """Several quantized layers with the same input, computed as one for a single vector."""
+
+    def __init__(self, layers: Sequence[InferenceQuantizedLinear]) -> None:
+        self.layers, self.joined = layers, JoinedMatrix(layers)
+        self.sizes = [layer.packed.shape[0] for layer in layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+
+    @staticmethod
+    def can_join(layers: Sequence[object]) -> bool:
+        """Return whether all layers are quantized alike, and either all of them or none have a bias."""
+        quantized = [layer for layer in layers if isinstance(layer, InferenceQuantizedLinear)]
+        kinds = {
+            (layer.packed.dtype, layer.packed.shape[-1], layer.scale.shape[-1], layer.bias is None)
+            for layer in quantized
+        }
+        return len(quantized) == len(layers) and len(kinds) == 1
+
+    def refresh(self) -> None:
+        """Copy the layers' current biases again; the matrices notice changes themselves."""
+        if self.bias is not None:
+            self.bias.copy_(torch.cat([layer.bias.detach() for layer in self.layers if layer.bias is not None]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.numel() == x.shape[-1] and supports_quantized_linear(x, self.joined.get()):
+            return quantized_linear(x, self.joined.get(), self.bias)
+        return torch.cat([layer(x) for layer in self.layers], -1)

@@ -1,0 +1,92 @@
+"""Triton kernels that multiply a weight stored in 8 or 4 bits by one vector on a GPU, without dequantizing the weight.
+
+The vector is rounded to 8 bits, with a scale for each block of 32 elements, so that one instruction adds four products
+of integers.  The rounding error is about as large as that of bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from monoblock.kernels.gpu import ACTIVATION_CODES, is_available, launch_options
+
+BLOCK = 32  # elements of a vector that share a scale
+BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
+
+
+class GpuQuantizedMatrix(NamedTuple):
+    """A quantized matrix (N, K) as the kernels read it; `scales` has the minima too if `bits` is 4."""
+
+    packed: Tensor  # int8 (N, K), or uint8 (N, K / 2)
+    scales: Tensor  # bfloat16 (N, groups), or int32 (N, groups) with a pair of bfloat16
+    bits: int
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    from monoblock.kernels import triton_quantized
+
+    return triton_quantized
+
+
+def prepare_matrix(packed: Tensor, scale: Tensor, least: Tensor | None) -> GpuQuantizedMatrix:
+    """Arrange a matrix of quantization/packing.py for the kernels; only the scales of 4-bit weights are copied."""
+    if least is None:
+        return GpuQuantizedMatrix(packed, scale, 8)
+    return GpuQuantizedMatrix(packed, torch.stack((scale, least), -1).view(torch.int32).squeeze(-1), 4)
+
+
+def supports_quantized_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
+    """Return whether `quantized_linear` can be used: for a single 16-bit vector on a GPU, and whole groups."""
+    K = x.shape[-1]
+    columns = matrix.packed.shape[-1] * (1 if matrix.bits == 8 else 2)
+    is_vector = x.is_cuda and x.numel() == K and x.dtype in (torch.float16, torch.bfloat16) and is_available()
+    return is_vector and columns == K and K % BLOCK == 0 and (K // matrix.scales.shape[-1]) % BLOCK == 0
+
+
+def quantized_linear(
+    x: Tensor,
+    matrix: GpuQuantizedMatrix,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Compute activation(x W^T + bias) + residual for a vector x (…, K) and a quantized matrix W (N, K).
+
+    The output is (…, N).
+    """
+    N, K = len(matrix.packed), x.shape[-1]
+    out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+    flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
+    added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
+    kernels = _triton_kernels()
+    kernel = kernels.int8_matvec_kernel if matrix.bits == 8 else kernels.int4_matvec_kernel
+    rows, blocks, warps = _tile(matrix.bits, N, K)
+    kernel[(-(-N // rows),)](
+        *_quantize(x.contiguous()), matrix.packed, matrix.scales, *added, out, N, K, K // matrix.scales.shape[-1],
+        *flags, ROWS=rows, BLOCKS=blocks, num_warps=warps, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a vector (…, K) to 8 bits; return integers (K,), and scales and sums (K / 32,) of the blocks."""
+    K = x.shape[-1]
+    integers = torch.empty(K, dtype=torch.int8, device=x.device)
+    scales, sums = torch.empty(2, K // BLOCK, dtype=torch.float32, device=x.device)
+    grid = (-(-K // (BLOCK * BLOCKS_PER_PROGRAM)),)
+    _triton_kernels().quantize_kernel[grid](
+        x, integers, scales, sums, K, BLOCKS_PER_PROGRAM, num_warps=4, **launch_options()
+    )
+    return integers, scales, sums
+
+
+def _tile(bits: int, N: int, K: int) -> tuple[int, int, int]:
+    """Return rows and blocks of a tile and the number of warps, the fastest measured on an H200."""
+    if bits == 8:
+        return (2, 128, 4) if N >= 8192 else (2, 64, 4)
+    return (2, 16, 1) if N >= 8192 else (4, 64, 4)

@@ -1,0 +1,163 @@
+"""The last matrix product of a language model and its cross-entropy on a GPU, without keeping the logits.
+
+The logits of a batch are far larger than all else: those of 32 × 1,024 tokens of GPT-2 take 3.3 GB in 16 bits.  Here
+they are computed for a part of the tokens at a time.  One kernel reads them, computes the loss, and writes their
+gradient in their place; two products then give the gradients of input and weight.  So the forward pass computes
+everything, and the backward pass only multiplies both gradients by that of the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.kernels.gpu import is_available
+
+MAX_LOGITS = 1 << 29  # logits computed at a time: 1 GiB in 16 bits
+MIN_CLASSES = 1024  # with fewer, the logits are small
+COLUMN_MULTIPLE = 64  # tensor cores are slow if the number of columns is not a multiple of 8
+BLOCK, WARPS = 2048, 4  # the fastest measured on an H200
+
+
+def supports_linear_cross_entropy(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `linear_cross_entropy` can be used for x (…, D) and weight (V, D), and saves time or memory.
+
+    It can on a GPU with Triton, if gradients are computed and the product is in bfloat16.
+    """
+    if not (x.is_cuda and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad) and is_available()):
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    is_plain = type(weight) in (Tensor, torch.nn.Parameter)  # not split among processes
+    return dtype == torch.bfloat16 and is_plain and weight.shape[0] >= MIN_CLASSES
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the cross-entropy of the logits x weight^T + bias, summed over all labels that are not `ignore_index`.
+
+    x (N, D), weight (V, D), bias (V,), labels (N,).  The product is computed in bfloat16, the rest in fp32.
+    """
+    with torch.autocast("cuda", enabled=False):
+        loss, *_ = torch.ops.monoblock.linear_cross_entropy(
+            x.to(torch.bfloat16), weight, bias, labels, ignore_index, label_smoothing, weight.requires_grad
+        )
+    return loss
+
+
+@torch.library.custom_op("monoblock::linear_cross_entropy", mutates_args=())
+def _loss_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    trains_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss and the gradients of x, weight and bias; a gradient that is not needed is empty."""
+    (N, D), V = x.shape, weight.shape[0]
+    table = _pad_table(weight)
+    columns = table.shape[0]
+    losses = torch.empty(N, dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x)
+    dweight = torch.empty(columns if trains_weight else 0, D, dtype=torch.float32, device=x.device)
+    dbias = torch.zeros(0 if bias is None else columns, dtype=torch.float32, device=x.device)
+    rows = _rows_at_a_time(N, columns)
+    for start in range(0, N, rows):
+        part = slice(start, min(start + rows, N))
+        logits = x[part] @ table.T
+        if bias is not None:
+            logits[:, :V] += bias
+        _replace_by_gradient(logits, labels[part], losses[part], V, ignore_index, label_smoothing)
+        torch.mm(logits, table, out=dx[part])
+        if trains_weight:
+            _add_product(dweight, logits, x[part], is_first=start == 0)
+        if bias is not None:
+            dbias += logits.sum(0, dtype=torch.float32)
+        del logits
+    return losses.sum(), dx, dweight[:V].to(weight.dtype), dbias[:V].to(x.dtype if bias is None else bias.dtype)
+
+
+@_loss_and_gradients.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, label_smoothing: float,
+    trains_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dweight = torch.empty_like(weight) if trains_weight else weight.new_empty(0, x.shape[1])
+    dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), dweight, dbias
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.has_bias, ctx.trains_weight = inputs[2] is not None, inputs[6]
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight, dbias = ctx.saved_tensors
+    return (
+        dx * grad.to(dx.dtype),
+        dweight * grad.to(dweight.dtype) if ctx.trains_weight else None,
+        dbias * grad.to(dbias.dtype) if ctx.has_bias else None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_loss_and_gradients.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+def _pad_table(weight: Tensor) -> Tensor:
+    """Return weight (V, D) in bfloat16, with rows of zeros added up to a multiple of COLUMN_MULTIPLE."""
+    V, D = weight.shape
+    rows = -(-V // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    if rows == V:
+        return weight.to(torch.bfloat16)
+    table = torch.empty(rows, D, dtype=torch.bfloat16, device=weight.device)
+    table[:V] = weight
+    table[V:] = 0
+    return table
+
+
+def _rows_at_a_time(N: int, columns: int) -> int:
+    """Return the number of rows of which the logits are computed at a time, a multiple of 128 if not all."""
+    parts = math.ceil(N * columns / MAX_LOGITS)
+    return math.ceil(N / parts / 128) * 128 if parts > 1 else N
+
+
+def _add_product(total: Tensor, gradient: Tensor, x: Tensor, *, is_first: bool) -> None:
+    """Add gradient^T x to `total`, or store it if it is the first; the sum is in fp32."""
+    if is_first:
+        torch.mm(gradient.T, x, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, gradient.T, x, out_dtype=torch.float32, out=total)
+
+
+@functools.cache
+def _kernel() -> Any:
+    from monoblock.kernels import triton_loss
+
+    return triton_loss.cross_entropy_kernel
+
+
+def _replace_by_gradient(
+    logits: Tensor, labels: Tensor, losses: Tensor, num_classes: int, ignore_index: int, label_smoothing: float
+) -> None:
+    """Write the loss of each row of logits (N, columns) to `losses` (N,), and its gradient in place of the logits."""
+    _kernel()[(len(logits),)](
+        logits, labels, losses, num_classes, logits.stride(0), ignore_index, label_smoothing,
+        SMOOTHED=label_smoothing != 0.0, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
