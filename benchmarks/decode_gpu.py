@@ -1,4 +1,4 @@
-"""Tokens per second on one GPU, compared with transformers: GPT-2 124M with batch 1 and 64, LLaMA 7B with batch 1.
+"""Tokens per second on one GPU, compared with transformers: GPT-2 124M with batch 1 and 64, LLaMA 7B in 16, 8, 4 bits.
 
     python benchmarks/decode_gpu.py --out table.md          # checks correctness first, then measures
     python benchmarks/decode_gpu.py --only ours
@@ -22,12 +22,15 @@ import monoblock as mb
 from monoblock.config.model import ModelConfig
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.kernels.gpu import attend_step, gated_activation, matvec, norm
+from monoblock.kernels.gpu import attend_step, gated_activation, linear, norm
+from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
+from monoblock.quantization.packing import pack, unpack
 
 PROMPT, NEW = 128, 256
+QUANTIZED_GROUPS = {8: 64, 4: 128}  # bits -> weights that share a scale
 
 
 def check_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
@@ -44,10 +47,15 @@ def check_kernels() -> list[str]:
     for N, K in ((2304, 768), (768, 3072), (50257, 768), (4096, 11008), (37, 100)):
         x, w, b = make(1, 1, K), make(N, K), make(N)
         expected = x.double() @ w.double().T + b.double()
-        checks.append(check_close(f"matvec {N}×{K}", matvec(x, w, b), expected, 1e-2))
+        checks.append(check_close(f"linear {N}×{K}", linear(x, w, b), expected, 1e-2))
         residual = make(1, 1, N)
         sum_expected = expected - b.double() + residual.double()
-        checks.append(check_close("  with residual", matvec(x, w, None, residual), sum_expected, 1e-2))
+        checks.append(check_close("  with residual", linear(x, w, None, residual), sum_expected, 1e-2))
+    for M, N, K in ((64, 2304, 768), (7, 768, 768), (33, 768, 3072), (2, 37, 256)):
+        x, w, b, residual = make(M, 1, K), make(N, K), make(N), make(M, 1, N)
+        expected = F.gelu(x.double() @ w.double().T + b.double(), approximate="tanh") + residual.double()
+        checks.append(check_close(f"linear {M} rows {N}×{K}", linear(x, w, b, residual, "gelu_tanh"), expected, 1e-2))
+    checks += check_quantized(make)
     x, w = make(5, 1, 300), make(300)
     options = {"centered": False, "cast_after_scale": False}
     checks.append(check_close("rms", norm(x, w, None, 1e-6, **options), rms_norm(x, w, 1e-6), 1e-2))
@@ -64,6 +72,23 @@ def check_kernels() -> list[str]:
         (2, 8, 1, 128, "interleaved"),
     ):
         checks.append(check_attention(B, H, G, K, layout))
+    return checks
+
+
+def check_quantized(make: Callable[..., torch.Tensor]) -> list[str]:
+    """Compare products with quantized weights, for which x is rounded to 8 bits, with the dequantized weights."""
+    checks = []
+    for bits, group in ((8, 64), (8, 32), (4, 32), (4, 128)):
+        for N, K in ((12288, 4096), (500, 4096), (4096, 11008), (37, 128)):
+            x, w, b, residual = make(1, 1, K), make(N, K), make(N), make(1, 1, N)
+            matrix = pack(w, bits, group)
+            expected = x.double() @ unpack(matrix, K, torch.float64).T
+            error = (quantized_linear(x, prepare_matrix(*matrix)).double() - expected).norm() / expected.norm()
+            assert error < 1e-2, f"{bits} bits {N}×{K}: relative error {error:.2e}"
+            both = quantized_linear(x, prepare_matrix(*matrix), b, residual)
+            error_both = (both.double() - expected - b.double() - residual.double()).norm() / expected.norm()
+            assert error_both < 1.5e-2, f"{bits} bits {N}×{K} with bias and residual: relative error {error_both:.2e}"
+            checks.append(f"{bits} bits, groups of {group}, {N}×{K} {error:.1e}")
     return checks
 
 
@@ -157,8 +182,11 @@ def median_seconds(run: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(seconds)
 
 
-def measure_monoblock(config: ModelConfig, batch: int) -> float:
+def measure_monoblock(config: ModelConfig, batch: int, bits: int = 16) -> float:
     model = random_model(config)
+    if bits < 16:
+        model = mb.optimize(mb.quantize(model, bits=bits, group=QUANTIZED_GROUPS[bits]))
+        torch.cuda.empty_cache()
     ids = torch.randint(1000, (batch, PROMPT), device="cuda")
     return batch * NEW / median_seconds(lambda: model.generate(ids, max_new_tokens=NEW))
 
@@ -207,12 +235,13 @@ def main() -> None:
     if args.only == "checks" or args.smoke:
         return
     rows = []
-    shapes = (("gpt2", mb.preset("gpt2"), 1), ("gpt2", mb.preset("gpt2"), 64), ("llama-7b", mb.preset("llama-7b"), 1))
-    for name, config, batch in shapes:
-        row = {"model": name, "batch": batch, "monoblock": measure_monoblock(config, batch)}
+    shapes = (("gpt2", 1, 16), ("gpt2", 64, 16), ("llama-7b", 1, 16), ("llama-7b", 1, 8), ("llama-7b", 1, 4))
+    for name, batch, bits in shapes:
+        speed = measure_monoblock(mb.preset(name), batch, bits)
+        row = {"model": name, "bits": bits, "batch": batch, "monoblock": speed}
         print(row, flush=True)
         torch.cuda.empty_cache()
-        if args.only == "all":
+        if args.only == "all" and bits == 16:
             for cache in ("dynamic", "static"):
                 try:
                     row[cache] = measure_transformers(name, batch, cache)
@@ -226,10 +255,13 @@ def main() -> None:
         f"Tokens per second, {PROMPT} + {NEW}, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}",
         "",
     ]
-    lines += ["| model | batch | monoblock | transformers, dynamic cache | static cache |", "|---|---|---|---|---|"]
+    lines += [
+        "| model | bits | batch | monoblock | transformers, dynamic cache | static cache |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         rates = " | ".join(f"{row[key]:,.0f}" if key in row else "" for key in ("monoblock", "dynamic", "static"))
-        lines.append(f"| {row['model']} | {row['batch']} | {rates} |")
+        lines.append(f"| {row['model']} | {row['bits']} | {row['batch']} | {rates} |")
     print("\n".join(lines))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

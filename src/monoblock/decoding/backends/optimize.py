@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from monoblock.decoding.backends.inference.fused_linear import join_storage
+from monoblock.decoding.backends.inference.gpu_quantized_linear import can_join_quantized
 from monoblock.decoding.backends.inference.padded_vocabulary import make_room, needs_padding, output_table
 from monoblock.decoding.backends.inference_copy import reason_for_no_copy
 from monoblock.nn.attention import Attention
@@ -28,14 +29,9 @@ M = TypeVar("M", Transformer, Recurrent)
 def optimize(model: M) -> M:
     """Place weights that decoding uses in one matrix product next to each other in memory; return the same model.
 
-    This does nothing to an LSTM, or to a model that is on a CPU, quantized or decoded without an inference copy.
+    This does nothing to an LSTM, or to a model that is on a CPU or decoded without an inference copy.
     """
-    if (
-        isinstance(model, Recurrent)
-        or model.device.type != "cuda"
-        or model.config.quantize is not None
-        or reason_for_no_copy(model) is not None
-    ):
+    if isinstance(model, Recurrent) or model.device.type != "cuda" or reason_for_no_copy(model) is not None:
         return model
     join_projection_storage(model)
     table = output_table(model)
@@ -59,3 +55,7 @@ def join_projection_storage(model: Transformer) -> None:
                 join_storage([layer.weight for layer in layers])
                 if layers[0].bias is not None:
                     join_storage([layer.bias for layer in layers])
+            elif can_join_quantized(layers):
+                for buffers in zip(*(layer.packed_matrix for layer in layers), strict=True):
+                    if buffers[0] is not None:
+                        join_storage(buffers)

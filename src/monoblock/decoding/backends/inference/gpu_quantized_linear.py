@@ -87,6 +87,15 @@ class InferenceQuantizedEmbedding(_WithKernel, QuantizedEmbedding):
     pass
 
 
+def can_join_quantized(layers: Sequence[object]) -> bool:
+    """Return whether all layers are quantized alike, and either all of them or none have a bias."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    kinds = {
+        (layer.packed.dtype, layer.packed.shape[-1], layer.scale.shape[-1], layer.bias is None) for layer in quantized
+    }
+    return len(quantized) == len(layers) and len(kinds) == 1
+
+
 class FusedQuantizedLinear:
     """Several quantized layers with the same input, computed as one for a single vector."""
 
@@ -95,16 +104,6 @@ class FusedQuantizedLinear:
         self.sizes = [layer.packed.shape[0] for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-
-    @staticmethod
-    def can_join(layers: Sequence[object]) -> bool:
-        """Return whether all layers are quantized alike, and either all of them or none have a bias."""
-        quantized = [layer for layer in layers if isinstance(layer, InferenceQuantizedLinear)]
-        kinds = {
-            (layer.packed.dtype, layer.packed.shape[-1], layer.scale.shape[-1], layer.bias is None)
-            for layer in quantized
-        }
-        return len(quantized) == len(layers) and len(kinds) == 1
 
     def refresh(self) -> None:
         """Copy the layers' current biases again; the matrices notice changes themselves."""

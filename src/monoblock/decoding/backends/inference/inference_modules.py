@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from monoblock.decoding.backends.cpu_attention import attend_one_query, supports_row_kernel
 from monoblock.decoding.backends.inference.fused_linear import FusedLinear, fast_linear
-from monoblock.decoding.backends.inference.gpu_quantized_linear import FusedQuantizedLinear, InferenceQuantizedLinear
+from monoblock.decoding.backends.inference.gpu_quantized_linear import (
+    FusedQuantizedLinear,
+    InferenceQuantizedLinear,
+    can_join_quantized,
+)
 from monoblock.decoding.backends.inference.padded_vocabulary import PaddedVocabulary
 from monoblock.decoding.backends.inference.pending_residual import pending_residual, take_residual
 from monoblock.decoding.backends.supported_fields import NATIVE_NORMS
@@ -57,9 +61,9 @@ def fuse_layers(layers: list[nn.Module]) -> FusedLinear | FusedQuantizedLinear |
     """Join layers with the same input, so that they are computed as one; return None if they cannot be joined."""
     if can_join(layers):
         return FusedLinear([layer for layer in layers if isinstance(layer, nn.Linear)])
-    if FusedQuantizedLinear.can_join(layers):
-        return FusedQuantizedLinear([layer for layer in layers if isinstance(layer, InferenceQuantizedLinear)])
-    return None
+    quantized = [layer for layer in layers if isinstance(layer, InferenceQuantizedLinear)]
+    is_quantized = len(quantized) == len(layers) and can_join_quantized(layers)
+    return FusedQuantizedLinear(quantized) if is_quantized else None
 
 
 class InferenceBlock(Block):
