@@ -71,17 +71,17 @@ def test_an_overflow_skips_the_update_and_adjusts_the_scale(tmp_path):
 
 def test_an_overflow_at_a_scale_below_one_is_a_bad_update(tmp_path):
     run = start_run(write_recipe(tmp_path, HALF), tmp_path / "run")
-    assert run.trainer._is_fp16_overflow(1.0, math.inf)
-    assert not run.trainer._is_fp16_overflow(math.nan, math.nan), "the scale does not change the loss"
-    assert not run.trainer._is_fp16_overflow(1.0, 1.0)
+    assert run.trainer.updater.is_fp16_overflow(1.0, math.inf)
+    assert not run.trainer.updater.is_fp16_overflow(math.nan, math.nan), "the scale does not change the loss"
+    assert not run.trainer.updater.is_fp16_overflow(1.0, 1.0)
     run.trainer.scaler.scale(torch.zeros(()))  # creates the state
     run.trainer.scaler.update(0.5)
-    assert not run.trainer._is_fp16_overflow(1.0, math.inf)
+    assert not run.trainer.updater.is_fp16_overflow(1.0, math.inf)
 
 
 def test_a_rejected_update_is_no_overflow_and_keeps_the_scale(tmp_path):
     def change(run):
-        run.trainer.guard.rejection_reason = lambda loss, norm: "rejected" if run.trainer.step == 4 else None
+        run.trainer.guard.rejection_reason = lambda loss, norm: "rejected" if run.trainer.step == 5 else None
 
     run, _ = train_to_end(write_recipe(tmp_path, HALF), tmp_path / "run", change=change)
     assert run.trainer.scaler.get_scale() == SCALE

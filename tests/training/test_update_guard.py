@@ -18,7 +18,7 @@ from training_support import (
 from monoblock.errors import MonoblockError
 from monoblock.training import checkpoint
 from monoblock.training.events import FinishedEvent, SkippedUpdateEvent, StepEvent, WarningEvent
-from monoblock.training.update_guard import UpdateGuard
+from monoblock.training.updates.update_guard import UpdateGuard
 
 
 class ScaledLoss:
@@ -45,7 +45,7 @@ def reject_updates(steps):
     """Make the guard reject the updates of these steps only."""
 
     def change(run):
-        run.trainer.guard.rejection_reason = lambda loss, norm: "rejected" if run.trainer.step in steps else None
+        run.trainer.guard.rejection_reason = lambda loss, norm: "rejected" if run.trainer.step - 1 in steps else None
 
     return change
 

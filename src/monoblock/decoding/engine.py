@@ -36,6 +36,7 @@ from monoblock.nn.transformer import Transformer
 
 GREEDY = Settings()
 DRAFT_NEEDS_CACHE = "speculative decoding needs the key/value cache; write use_cache=True, or leave out the draft"
+MAX_BURST = 16  # steps that a GPU runs before tokens are read: after an end token, the rest is in vain
 MIN_CAPACITY = 4096  # tokens per row in a batch, so that later requests fit; less if the context is shorter
 
 
@@ -60,7 +61,7 @@ class Engine:
         use_cache: bool = True,
         prefill_chunk: int | None = None,
         proposer: Proposer | None = None,
-        max_burst: int = 16,
+        max_burst: int = MAX_BURST,
         optimize: bool = True,
         tap: Tap | None = None,
         ensemble: Sequence[Transformer | Recurrent] = (),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.self_draft import make_self_draft
-from monoblock.decoding.engine import Engine
+from monoblock.decoding.engine import MAX_BURST, Engine
 from monoblock.decoding.prompt import parse_prompt
 from monoblock.decoding.request import RequestOutput
 from monoblock.decoding.settings import Settings, check_effects, parse_settings, split_seeds
@@ -22,6 +22,7 @@ from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 MAX_ROWS = 512  # sequences decoded at the same time; each beam counts as one
+LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length
 
 
 def generate(
@@ -37,7 +38,7 @@ def generate(
     The result has shape (B · num_return_sequences, T + N), where N is the largest number of new tokens; sequences with
     fewer new tokens are padded at the end.  For an encoder-decoder, T is the length of decoder_input_ids, by default 1.
     """
-    call = GenerateCall(model, ids, {**options})
+    call = GenerateCall(model, ids, {**options}, waits_for_end=True)
     new: dict[tuple[int, int], list[int]] = {}
     for outputs in call.steps():
         for output in outputs:
@@ -77,9 +78,14 @@ def _stream_tokens(call: GenerateCall) -> Iterator[Tensor]:
 
 
 class GenerateCall:
-    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine."""
+    """One call of `generate` or `stream`: it checks the options and adds the prompts to a new engine.
 
-    def __init__(self, model: Transformer | Recurrent, ids: Tensor, options: dict[str, Any]) -> None:
+    waits_for_end: whether only the whole texts are needed, so that a GPU may run many steps before Python reads tokens.
+    """
+
+    def __init__(
+        self, model: Transformer | Recurrent, ids: Tensor, options: dict[str, Any], *, waits_for_end: bool = False
+    ) -> None:
         mask = options.pop("attention_mask", None)
         use_cache, tap = options.pop("use_cache", True), options.pop("tap", None)
         start = options.pop("decoder_start_token_id", None)
@@ -112,13 +118,17 @@ class GenerateCall:
             capacity=_required_capacity(model, longest, self.settings),
             use_cache=use_cache,
             proposer=proposer,
+            max_burst=LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST,
             tap=tap,
         )
         self.request_ids = [
-            self.engine.add(prompt, replace(self.settings, seed=seed), source)
+            self.engine.add(prompt, self._settings_with(seed), source)
             for (prompt, source), seed in zip(self.prompts, seeds, strict=True)
         ]
         self.num_return_sequences = self.settings.num_return_sequences
+
+    def _settings_with(self, seed: int | None) -> Settings:
+        return self.settings if seed == self.settings.seed else replace(self.settings, seed=seed)
 
     def steps(self, *, follow_model_changes: bool = False) -> Iterator[list[RequestOutput]]:
         while self.engine.busy:

@@ -7,7 +7,7 @@ launches decide its speed.  Each function computes the same as a function in nn/
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ ATTENTION_BLOCK, ATTENTION_WARPS, ATTENTION_STAGES = 64, 4, 2
 MAX_ROWS = 64  # of x in `linear`
 MAX_SMALL_WEIGHT = 1 << 22  # elements of a weight that `linear` multiplies by several rows; torch is faster for larger
 COLUMN_MULTIPLE = 256
+QUANTIZED_BLOCK = 32  # elements of a vector that share a scale
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
 
 
@@ -103,29 +104,72 @@ def _matrix_tile(N: int, K: int) -> tuple[int, int, int, int, int]:
     return (32, 64, 128, 4, 4) if N >= 2048 else (32, 16, 256, 4, 3)
 
 
+class QuantizedVector(NamedTuple):
+    """A vector (K,) rounded to 8 bits, with a scale for each block of 32 elements."""
+
+    integers: Tensor  # int8 (K,)
+    scales: Tensor  # fp32 (K / 32,)
+    sums: Tensor  # fp32 (K / 32,), the sum of each block
+
+    @classmethod
+    def empty(cls, K: int, device: torch.device) -> QuantizedVector:
+        scales, sums = torch.empty(2, K // QUANTIZED_BLOCK, dtype=torch.float32, device=device)
+        return cls(torch.empty(K, dtype=torch.int8, device=device), scales, sums)
+
+
+def get_quantized(x: Tensor) -> QuantizedVector | None:
+    """Return the 8-bit form of a vector that `norm` or `gated_activation` computed beside it, or None."""
+    return getattr(x, "_quantized", None)
+
+
+def _empty_quantized(out: Tensor, is_wanted: bool) -> QuantizedVector | None:
+    K = out.shape[-1]
+    if not is_wanted or out.numel() != K or K % QUANTIZED_BLOCK:
+        return None
+    quantized = QuantizedVector.empty(K, out.device)
+    out._quantized = quantized  # type: ignore[attr-defined]
+    return quantized
+
+
 def norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, cast_after_scale: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+    cast_after_scale: bool,
+    quantize: bool = False,
 ) -> Tensor:
-    """Compute `layer_norm` of nn/norm.py if `centered`, else `rms_norm`, over the last axis of x in one kernel."""
+    """Compute `layer_norm` of nn/norm.py if `centered`, else `rms_norm`, over the last axis of x in one kernel.
+
+    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`).
+    """
     out, K = torch.empty_like(x), x.shape[-1]
+    quantized = _empty_quantized(out, quantize)
     block = 1 << (K - 1).bit_length()
     parameters = (x if weight is None else weight, x if bias is None else bias)
     _triton_kernels().norm_kernel[(x.numel() // K,)](
-        x, *parameters, out, K, eps,
+        x, *parameters, out, *(quantized or (out, out, out)), K, eps,
         CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, CAST_AFTER_SCALE=cast_after_scale,
-        BLOCK=block, num_warps=4, **launch_options(),
+        QUANTIZE=quantized is not None, BLOCK=block, num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """Compute activation(gate) * up (…, F); `gate_up` (…, 2F) is the concatenation of gate and up."""
+def gated_activation(gate_up: Tensor, activation: str, *, quantize: bool = False) -> Tensor:
+    """Compute activation(gate) * up (…, F); `gate_up` (…, 2F) is the concatenation of gate and up.
+
+    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`).
+    """
     F = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
+    quantized = _empty_quantized(out, quantize)
     blocks = -(-F // 512)
     _triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
-        gate_up, out, F, ACTIVATION_CODES[activation], 512, num_warps=4, **launch_options()
-    )
+        gate_up, out, *(quantized or (out, out, out)), F, ACTIVATION_CODES[activation], quantized is not None, 512,
+        num_warps=4, **launch_options(),
+    )  # fmt: skip
     return out
 
 

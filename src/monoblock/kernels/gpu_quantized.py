@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monoblock.kernels.gpu import ACTIVATION_CODES, is_available, launch_options
+from monoblock.kernels.gpu import (
+    ACTIVATION_CODES,
+    QUANTIZED_BLOCK,
+    QuantizedVector,
+    get_quantized,
+    is_available,
+    launch_options,
+)
 
-BLOCK = 32  # elements of a vector that share a scale
 BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
 
 
@@ -43,9 +49,13 @@ def prepare_matrix(packed: Tensor, scale: Tensor, least: Tensor | None) -> GpuQu
 def supports_quantized_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
     """Return whether `quantized_linear` can be used: for a single 16-bit vector on a GPU, and whole groups."""
     K = x.shape[-1]
-    columns = matrix.packed.shape[-1] * (1 if matrix.bits == 8 else 2)
     is_vector = x.is_cuda and x.numel() == K and x.dtype in (torch.float16, torch.bfloat16) and is_available()
-    return is_vector and columns == K and K % BLOCK == 0 and (K // matrix.scales.shape[-1]) % BLOCK == 0
+    return (
+        is_vector
+        and _num_columns(matrix) == K
+        and K % QUANTIZED_BLOCK == 0
+        and _group_size(matrix) % QUANTIZED_BLOCK == 0
+    )
 
 
 def quantized_linear(
@@ -67,26 +77,47 @@ def quantized_linear(
     kernel = kernels.int8_matvec_kernel if matrix.bits == 8 else kernels.int4_matvec_kernel
     rows, blocks, warps = _tile(matrix.bits, N, K)
     kernel[(-(-N // rows),)](
-        *_quantize(x.contiguous()), matrix.packed, matrix.scales, *added, out, N, K, K // matrix.scales.shape[-1],
+        *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, *added, out, N, K,
+        _group_size(matrix),
         *flags, ROWS=rows, BLOCKS=blocks, num_warps=warps, **launch_options(),
     )  # fmt: skip
     return out
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a vector (…, K) to 8 bits; return integers (K,), and scales and sums (K / 32,) of the blocks."""
+def _quantize(x: Tensor) -> QuantizedVector:
+    """Round a vector (…, K) to 8 bits."""
     K = x.shape[-1]
-    integers = torch.empty(K, dtype=torch.int8, device=x.device)
-    scales, sums = torch.empty(2, K // BLOCK, dtype=torch.float32, device=x.device)
-    grid = (-(-K // (BLOCK * BLOCKS_PER_PROGRAM)),)
-    _triton_kernels().quantize_kernel[grid](
-        x, integers, scales, sums, K, BLOCKS_PER_PROGRAM, num_warps=4, **launch_options()
+    quantized = QuantizedVector.empty(K, x.device)
+    grid = (-(-K // (QUANTIZED_BLOCK * BLOCKS_PER_PROGRAM)),)
+    _triton_kernels().quantize_kernel[grid](x, *quantized, K, BLOCKS_PER_PROGRAM, num_warps=4, **launch_options())
+    return quantized
+
+
+def can_dequantize(matrix: GpuQuantizedMatrix, in_features: int) -> bool:
+    """Return whether `dequantize` can be used: on a GPU, and if the groups of a row are whole."""
+    return matrix.packed.is_cuda and matrix.packed.dim() == 2 and _num_columns(matrix) == in_features and is_available()
+
+
+def dequantize(matrix: GpuQuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """Return a quantized matrix as floating-point numbers (N, K)."""
+    N, K = len(matrix.packed), _num_columns(matrix)
+    out = torch.empty(N, K, dtype=dtype, device=matrix.packed.device)
+    _triton_kernels().dequantize_kernel[(N, -(-K // 1024))](
+        matrix.packed, matrix.scales, out, K, _group_size(matrix), matrix.bits, 1024, num_warps=4
     )
-    return integers, scales, sums
+    return out
+
+
+def _num_columns(matrix: GpuQuantizedMatrix) -> int:
+    return matrix.packed.shape[-1] * (1 if matrix.bits == 8 else 2)
+
+
+def _group_size(matrix: GpuQuantizedMatrix) -> int:
+    return _num_columns(matrix) // matrix.scales.shape[-1]
 
 
 def _tile(bits: int, N: int, K: int) -> tuple[int, int, int]:
     """Return rows and blocks of a tile and the number of warps, the fastest measured on an H200."""
     if bits == 8:
         return (2, 128, 4) if N >= 8192 else (2, 64, 4)
-    return (2, 16, 1) if N >= 8192 else (4, 64, 4)
+    return (2, 32, 1) if N >= 8192 else (4, 64, 4)

@@ -104,12 +104,27 @@ def matmul_kernel(
 
 
 @triton.jit
+def store_quantized(values, first_block, integers, scales, sums, K, BLOCKS: tl.constexpr) -> Any:
+    """Round 32 · BLOCKS values of a vector to 8 bits; each block of 32 has a scale, and its sum is stored too."""
+    values = tl.reshape(values, (BLOCKS, 32))
+    block = first_block + tl.arange(0, BLOCKS)
+    largest = tl.max(tl.abs(values), 1)
+    scale = largest / 127.0
+    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
+    rounded = tl.extra.cuda.libdevice.rint(values * inverse[:, None])
+    offsets = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(integers + offsets, rounded.to(tl.int8), mask=offsets < K)
+    tl.store(scales + block, scale, mask=block * 32 < K)
+    tl.store(sums + block, scale * tl.sum(rounded, 1), mask=block * 32 < K)
+
+
+@triton.jit
 def norm_kernel(
-    x, weight, bias, out, K, eps,
+    x, weight, bias, out, integers, scales, sums, K, eps,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CAST_AFTER_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    QUANTIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program normalizes one vector."""
+    """Each program normalizes one vector; with QUANTIZE, it also stores it rounded to 8 bits."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64) * K
     index = tl.arange(0, BLOCK)
@@ -128,12 +143,21 @@ def norm_kernel(
             wide = wide.to(out.dtype.element_ty).to(tl.float32) * scale.to(out.dtype.element_ty).to(tl.float32)
     if HAS_BIAS:
         wide += tl.load(bias + index, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row + index, wide.to(out.dtype.element_ty), mask=mask)
+    result = wide.to(out.dtype.element_ty)
+    tl.store(out + row + index, result, mask=mask)
+    if QUANTIZE:
+        store_quantized(tl.where(mask, result.to(tl.float32), 0.0), 0, integers, scales, sums, K, BLOCK // 32)
 
 
 @triton.jit
-def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> Any:
-    """Compute activation(gate) * up, rounding the activation before the product as two separate kernels would."""
+def gated_activation_kernel(
+    x, out, integers, scales, sums, F,
+    ACTIVATION: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Compute activation(gate) * up, rounding the activation before the product as two separate kernels would.
+
+    With QUANTIZE, the single vector is also stored rounded to 8 bits.
+    """
     launch_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -142,7 +166,11 @@ def gated_activation_kernel(x, out, F, ACTIVATION: tl.constexpr, BLOCK: tl.const
     gate = tl.load(x + row * 2 * F + index, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + index, mask=mask, other=0.0).to(tl.float32)
     gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * F + index, (gate * up).to(out.dtype.element_ty), mask=mask)
+    result = (gate * up).to(out.dtype.element_ty)
+    tl.store(out + row * F + index, result, mask=mask)
+    if QUANTIZE:
+        values, first = tl.where(mask, result.to(tl.float32), 0.0), tl.program_id(1) * (BLOCK // 32)
+        store_quantized(values, first, integers, scales, sums, F, BLOCK // 32)
 
 
 @triton.jit

@@ -7,27 +7,35 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from monoblock.kernels.triton import activate, launch_next, wait_for_previous
+from monoblock.kernels.triton import activate, launch_next, store_quantized, wait_for_previous
 
 LOW_NIBBLES: tl.constexpr = tl.constexpr(0x0F0F0F0F)
 
 
 @triton.jit
 def quantize_kernel(x, integers, scales, sums, K, BLOCKS: tl.constexpr, PDL: tl.constexpr) -> Any:
-    """Each program quantizes BLOCKS blocks of 32 elements of x; `sums` are the sums of the quantized elements."""
+    """Each program quantizes BLOCKS blocks of 32 elements of x."""
     launch_next(PDL)
     wait_for_previous(PDL)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    offsets = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.load(x + offsets, mask=offsets < K, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    scale = largest / 127.0
-    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
-    rounded = tl.extra.cuda.libdevice.rint(values * inverse[:, None])
-    tl.store(integers + offsets, rounded.to(tl.int8), mask=offsets < K)
-    mask = block * 32 < K
-    tl.store(scales + block, scale, mask=mask)
-    tl.store(sums + block, scale * tl.sum(rounded, 1), mask=mask)
+    index = tl.program_id(0) * 32 * BLOCKS + tl.arange(0, 32 * BLOCKS)
+    values = tl.load(x + index, mask=index < K, other=0.0).to(tl.float32)
+    store_quantized(values, tl.program_id(0) * BLOCKS, integers, scales, sums, K, BLOCKS)
+
+
+@triton.jit
+def dequantize_kernel(weight, scales, out, K, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+    """Each program dequantizes BLOCK weights of a row."""
+    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < K
+    scale = tl.load(scales + row * (K // GROUP) + index // GROUP, mask=mask, other=0)
+    if BITS == 8:
+        value = tl.load(weight + row * K + index, mask=mask, other=0).to(tl.float32) * scale.to(tl.float32)
+    else:
+        byte = tl.load(weight + row * (K // 2) + index // 32 * 16 + index % 16, mask=mask, other=0).to(tl.int32)
+        level = tl.where(index % 32 < 16, byte & 15, byte >> 4).to(tl.float32)
+        minimum = (scale & -65536).to(tl.float32, bitcast=True)
+        value = level * (scale << 16).to(tl.float32, bitcast=True) + minimum
+    tl.store(out + row * K + index, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

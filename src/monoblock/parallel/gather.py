@@ -45,16 +45,16 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def clip_gradients(weights: Iterable[nn.Parameter], max_norm: float) -> float:
+def clip_gradients(weights: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm before."""
     trained = [weight for weight in weights if weight.grad is not None]
     if not any(isinstance(weight, DTensor) for weight in trained):
-        return float(nn.utils.clip_grad_norm_(trained, max_norm))
+        return nn.utils.clip_grad_norm_(trained, max_norm)
     groups = _group_by_mesh(trained)
     norm = torch.stack([_total_norm(group) for group in groups]).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
-    return float(norm)
+    return norm
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Strategy:
         micro_batches: Sequence[MicroBatch],
         backward: Callable[[MicroBatch], Tensor],
         loss: LossFunction,
-    ) -> float:
+    ) -> float | Tensor:
         """Return the sum of the losses of all micro-batches, and add their gradients to those of the weights.
 
         backward: a function that does this for one micro-batch, with the whole model.
@@ -102,9 +102,9 @@ class Strategy:
         for number, micro_batch in enumerate(micro_batches, 1):
             with self.accumulate(module, is_last=number == len(micro_batches)):
                 total = total + backward(micro_batch)
-        return float(total)
+        return total
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> float | Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before."""
         return clip_gradients(model.parameters(), max_norm)
 

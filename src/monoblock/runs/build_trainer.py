@@ -29,7 +29,7 @@ from monoblock.training.optimizer import Optimizers, build_optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.schedule import learning_rate
 from monoblock.training.trainer import Trainer
-from monoblock.training.update_guard import UpdateGuard
+from monoblock.training.updates.update_guard import UpdateGuard
 
 TOKEN_ACCURACY = "token_accuracy"  # the accuracy of a language model, given the right tokens before; not of whole texts
 

@@ -20,7 +20,7 @@ from monoblock.nn.kv_cache.lstm_state import CarriedState
 from monoblock.training import checkpoint, sharded_checkpoint
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.sharded_checkpoint import StoredTensor
-from monoblock.training.update_guard import STATE_FIELDS
+from monoblock.training.updates.update_guard import STATE_FIELDS
 
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
 # Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.

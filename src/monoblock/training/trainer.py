@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,7 +32,8 @@ from monoblock.training.loss import Loss
 from monoblock.training.optimizer import Optimizers
 from monoblock.training.runtime import RuntimeConfig
 from monoblock.training.saving.saver import CheckpointSaver
-from monoblock.training.update_guard import UpdateGuard
+from monoblock.training.updates.update_guard import UpdateGuard
+from monoblock.training.updates.updater import FinishedUpdate, Update, Updater
 from monoblock.training.weight_averaging import ExponentialMovingAverage
 from monoblock.untrusted_files import reading
 
@@ -76,6 +76,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(
             self.runtime.device.type, enabled=self.runtime.autocast_dtype == torch.float16
         )
+        is_single_gpu = self.runtime.device.type == "cuda" and type(self.strategy) is Strategy
+        parts = (self.model, self.optimizers, self.guard, self.scaler, self.average)
+        self.updater = Updater(*parts, can_wait=is_single_gpu)
         self.saver = CheckpointSaver(self.folder, self.strategy, in_background=self.args.save_async)
         self.compute_loss = self._eager_loss
         if self.runtime.compiled:
@@ -101,6 +104,7 @@ class Trainer:
             try:
                 while self.step < self.args.steps and not self._must_stop():
                     yield from self._run_step(next(batches))
+                yield from self._report(self.updater.finish())
             finally:
                 getattr(batches, "close", lambda: None)()
             interrupted = self.step < self.args.steps
@@ -118,6 +122,8 @@ class Trainer:
         """Run one step, then evaluate, sample and save if due."""
         yield from self._update(batch)
         is_last = self.step == self.args.steps
+        if any(map(self._is_due, (self.args.eval_every, self.args.sample_every, self.args.save_every))) or is_last:
+            yield from self._report(self.updater.finish())
         if self._is_due(self.args.eval_every) or (self.evaluate and self.args.eval_every and is_last):
             yield from self._evaluate()
         if self._is_due(self.args.sample_every) and self.sample is not None:
@@ -138,30 +144,25 @@ class Trainer:
         target_count, rows = map(int, self.world.sum_over_data(batch.target_count, batch.batch_size))
         loss, warnings = self._compute_gradients(batch, target_count, -(-rows // self.world.data_size))
         yield from warnings
-        grad_norm = self._clip_gradients()
-        reason = self.guard.rejection_reason(loss, grad_norm) if target_count else "the batch has no targets"
-        if reason is None:
-            self.optimizers.set_lr(lr)
-            self._apply_update()
-            self.guard.record_good_update(grad_norm)
-        elif self.scaler.is_enabled():
-            self.scaler.update()  # halves the scale if a gradient is not finite
-        self.optimizers.zero_grad()
         self.step, self.tokens = self.step + 1, self.tokens + target_count
-        if reason is None:
-            yield StepEvent(self.step, loss, lr, grad_norm, self.tokens, time.perf_counter() - start)
-            return
-        skipped = SkippedUpdateEvent(self.step, reason, batch.epoch, batch.samples)
-        yield skipped
-        if not self._is_fp16_overflow(loss, grad_norm) and self.guard.record_bad_update():
-            yield from self._roll_back(skipped)
+        norm = self._clip_gradients()
+        update = Update(self.step, self.tokens, lr, start, batch, bool(target_count), loss, norm)
+        yield from self._report(self.updater.run(update))
 
-    def _is_fp16_overflow(self, loss: float, grad_norm: float) -> bool:
-        """Return whether only the loss scale is too large for fp16, so that the gradient overflowed."""
-        is_scaled = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
-        return is_scaled and math.isfinite(loss) and not math.isfinite(grad_norm)
+    def _report(self, updates: Iterator[FinishedUpdate]) -> Iterator[TrainingEvent]:
+        """Yield the events of finished steps; roll back after too many bad ones."""
+        for update, loss, grad_norm, reason, seconds, is_fp16_overflow in updates:
+            if reason is None:
+                yield StepEvent(update.step, loss, update.lr, grad_norm, update.tokens, seconds)
+                continue
+            skipped = SkippedUpdateEvent(update.step, reason, update.batch.epoch, update.batch.samples)
+            yield skipped
+            if not is_fp16_overflow and self.guard.record_bad_update():
+                yield from self._roll_back(skipped)
 
-    def _compute_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> tuple[float, list[WarningEvent]]:
+    def _compute_gradients(
+        self, batch: TensorBatch, target_count: int, rows: int
+    ) -> tuple[float | Tensor, list[WarningEvent]]:
         """Return the loss of a batch and store its gradients in the weights; halve the micro-batch if out of memory.
 
         target_count: the number of targets in all processes.
@@ -172,7 +173,7 @@ class Trainer:
         while True:
             try:
                 loss = self._accumulate_gradients(batch, target_count, rows)
-                return self.world.sum_over_data(loss)[0], warnings
+                return self.world.sum_over_data(float(loss))[0] if self.world.data_size > 1 else loss, warnings
             except torch.OutOfMemoryError:
                 if self.world.size > 1:  # the other processes wait for the gradients of this one
                     raise MonoblockError(
@@ -194,7 +195,7 @@ class Trainer:
         size = -(-rows // self.num_micro_batches)
         return WarningEvent(f"out of memory: continuing with micro-batches of {size}, the batch size stays the same")
 
-    def _accumulate_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> float:
+    def _accumulate_gradients(self, batch: TensorBatch, target_count: int, rows: int) -> float | Tensor:
         count = max(target_count, 1)
 
         def backward(micro_batch: MicroBatch) -> Tensor:
@@ -210,17 +211,10 @@ class Trainer:
         micro_batches = batch.split_alike(self.strategy.count_micro_batches(self.num_micro_batches, rows), rows)
         return self.strategy.compute_gradients(self.module or self.model, micro_batches, backward, loss)
 
-    def _clip_gradients(self) -> float:
+    def _clip_gradients(self) -> float | Tensor:
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         return self.strategy.clip_gradients(self.model, self.args.clip or float("inf"))
-
-    def _apply_update(self) -> None:
-        for optimizer in self.optimizers.optimizers:
-            self.scaler.step(optimizer)
-        self.scaler.update()
-        if self.average is not None:
-            self.average.update(self.model)
 
     # -- evaluation and state -------------------------------------------------------------------------------------
 
@@ -289,6 +283,7 @@ class Trainer:
         self.step, self.tokens, self.num_micro_batches = state.step, metadata["tokens"], metadata["parts"]
         self.best, self.last_good_step = metadata["best"], metadata["sound"]
         self.guard.load_state_dict(metadata["guard"])
+        self.updater.discard()
         resume_state.restore_carried(self.loss, state.tensors)
         if self.scaler.is_enabled() and metadata["scaler"]:
             self.scaler.load_state_dict(metadata["scaler"])

@@ -127,6 +127,9 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
             copied = _copy_module(use_cpu_kernels(model))
             if model.device.type == "cuda":
                 _fuse_weights(copied)
+                for module in copied.modules():
+                    if isinstance(module, InferenceNorm):
+                        module.quantizes = True
             return _use_fused_stack(copied)
         copied = _copy_module(model)
         if fuse if fuse is not None else model.device.type == "cuda":

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from monoblock.decoding.backends.inference.fused_linear import adjacent_view
 from monoblock.decoding.backends.inference.pending_residual import take_residual
 from monoblock.kernels.gpu_quantized import (
     GpuQuantizedMatrix,
+    can_dequantize,
+    dequantize,
     prepare_matrix,
     quantized_linear,
     supports_quantized_linear,
@@ -66,7 +69,11 @@ class _WithKernel(QuantizedMatrix):
         return x.is_cuda and x.numel() == x.shape[-1] and supports_quantized_linear(x, self.joined.get())
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return quantized_linear(x, self.joined.get(), bias) if self.supports_kernel(x) else super().linear(x, bias)
+        if self.supports_kernel(x):
+            return quantized_linear(x, self.joined.get(), bias)
+        if x.is_cuda and can_dequantize(self.joined.get(), self.in_features):
+            return F.linear(x, dequantize(self.joined.get(), x.dtype), bias)
+        return super().linear(x, bias)
 
 
 class InferenceQuantizedLinear(_WithKernel, QuantizedLinear):

@@ -105,13 +105,16 @@ class InferenceHead(Head):
 
 
 class InferenceNorm(Norm):
+    quantizes = False  # whether quantized layers read the output
+
     def forward(self, x: Tensor) -> Tensor:
         config, weight = self.config, self.weight
         plain = config.kind in NATIVE_NORMS and not config.unit_offset and (weight is None or weight.dim() == 1)
         if plain and x.is_cuda and x.dtype in HALF_DTYPES and x.is_contiguous() and kernels.is_available():
             centered = config.kind == "layer"
             after = centered or config.cast == "after_scale"
-            return kernels.norm(x, weight, self.bias, config.eps, centered=centered, cast_after_scale=after)
+            options = {"centered": centered, "cast_after_scale": after, "quantize": self.quantizes}
+            return kernels.norm(x, weight, self.bias, config.eps, **options)
         return super().forward(x)
 
 
@@ -131,7 +134,8 @@ class InferenceFeedForward(FeedForward):
             return super().forward(x, tap)
         both = self.fused(x)
         if x.is_cuda and self.config.activation in kernels.ACTIVATION_CODES and kernels.is_available():
-            return self.down(kernels.gated_activation(both, self.config.activation))
+            is_quantized = isinstance(self.down, InferenceQuantizedLinear)
+            return self.down(kernels.gated_activation(both, self.config.activation, quantize=is_quantized))
         gate, up = both.chunk(2, -1)
         return self.down(self.activation(gate) * up)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 STATE_FIELDS = ("mean", "good", "bad_in_a_row", "good_in_a_row", "gone_back")
 
@@ -17,6 +17,8 @@ class UpdateGuard:
     updates. After `patience` rejected updates in a row, the trainer rolls back to the last good checkpoint. After
     `max_rollbacks` rollbacks without `patience` good updates in a row between them, the run ends.
     """
+
+    MIN_WEIGHT: ClassVar[float] = 0.02  # of the newest norm in the running mean
 
     spike: float = 10.0
     patience: int = 5
@@ -46,7 +48,7 @@ class UpdateGuard:
             self.gone_back = 0
         self.good += 1
         # At first a plain mean, later an exponential one.
-        self.mean += max(0.02, 1 / self.good) * (grad_norm - self.mean)
+        self.mean += max(self.MIN_WEIGHT, 1 / self.good) * (grad_norm - self.mean)
 
     def record_bad_update(self) -> bool:
         """Count a rejected update; return whether to roll back, because `patience` updates in a row were rejected."""
