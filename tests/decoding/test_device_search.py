@@ -72,7 +72,13 @@ def test_vocabularies_with_and_without_segments(vocab):
 
 def test_searches_may_differ_in_length_and_penalty():
     own = Settings(max_new_tokens=12, num_beams=3, eos_token_id=(3, 8))
-    changes = ({}, {"max_new_tokens": 4}, {"length_penalty": 2.0}, {"early_stopping": True}, {"early_stopping": "never"})
+    changes = (
+        {},
+        {"max_new_tokens": 4},
+        {"length_penalty": 2.0},
+        {"early_stopping": True},
+        {"early_stopping": "never"},
+    )
     for seed in range(10):
         run_both([replace(own, **change) for change in changes], 41, seed)
 

@@ -65,8 +65,8 @@ class PreparedModel:
             state, self._idle_graph = self._idle_graph, None
         if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
             return state
-        options = {"give_back": self._keep_graph, "pool": self._search_buffers}
-        return CudaGraphDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, **options)
+        shape, pool = (capacity, rows_per_prompt, prefill_chunk), self._search_buffers
+        return CudaGraphDecoderState(self.model, *shape, give_back=self._keep_graph, pool=pool)
 
     def _keep_graph(self, state: CudaGraphDecoderState) -> None:
         with _lock:

@@ -80,7 +80,9 @@ class BeamCache(Cache):
             for name in ("keys", "values"):
                 tokens = getattr(source, name)[:, :, :longest]
                 if getattr(layer, name) is None:
-                    setattr(layer, name, tokens.new_zeros(self.batch, tokens.shape[1], self.capacity + 1, tokens.shape[3]))
+                    setattr(
+                        layer, name, tokens.new_zeros(self.batch, tokens.shape[1], self.capacity + 1, tokens.shape[3])
+                    )
                 getattr(layer, name)[:count, :, : longest * self.beams : self.beams] = tokens
         self._copy_sources(prompts)
 
@@ -110,7 +112,9 @@ class BeamCache(Cache):
         position = torch.arange(seen, device=searches.device)
         writers = self.writers[searches, :, :seen].long()
         is_written = (writers < n).flatten(0, 1)[:, None, :, None]  # (rows, 1, positions, 1)
-        slots = (position * n + writers.clamp(max=n - 1)).flatten(1)[:, None, :, None]  # (searches, 1, n · positions, 1)
+        slots = (position * n + writers.clamp(max=n - 1)).flatten(1)[
+            :, None, :, None
+        ]  # (searches, 1, n · positions, 1)
         for layer, target in zip(self.layers, rows.layers, strict=True):
             for name in ("keys", "values"):
                 tokens = getattr(layer, name)[searches]
@@ -119,9 +123,9 @@ class BeamCache(Cache):
                 stored = tokens.new_zeros(len(searches) * n, tokens.shape[1], target.capacity + 1, tokens.shape[3])
                 stored[:, :, :seen] = torch.where(is_written, beams, 0)
                 setattr(target, name, stored)
-        for layer, cross in zip(self.cross_layers, rows.cross_layers, strict=True):
-            if layer is not None and cross is not None and layer.keys is not None and layer.values is not None:
-                cross.fill(layer.keys[searches], layer.values[searches])
+        for source, cross in zip(self.cross_layers, rows.cross_layers, strict=True):
+            if source is not None and cross is not None and source.keys is not None and source.values is not None:
+                cross.fill(source.keys[searches], source.values[searches])
         if self.memory_positions is not None:
             rows.memory_positions = self.memory_positions.map_tensors(lambda t: t[searches] if t.shape[0] > 1 else t)
         rows.rows_per_source = n

@@ -44,25 +44,29 @@ class DeviceSearch:
     def __init__(self, shape: SearchShape, device: torch.device) -> None:
         self.shape = shape
         S, n, L, V = shape.searches, shape.beams, shape.max_new_tokens, shape.vocab
-        double, long, boolean = ({"dtype": t, "device": device} for t in (torch.double, torch.long, torch.bool))
-        self.scores = torch.zeros(S, n, **double)
-        self.tokens = torch.zeros(S, n, L, **long)
-        self.newest = torch.zeros(S, n, **long)  # the newest token of each beam
-        self.origins = torch.zeros(S, n, **long)  # the beam that each beam continued in the last step
-        self.lengths = torch.zeros(S, **long)  # the number of new tokens
-        self.done = torch.ones(S, **boolean)
-        self.finished_scores = torch.zeros(S, n, **double)  # best first, -inf if there are fewer
-        self.finished_tokens = torch.zeros(S, n, L, **long)
-        self.finished_lengths = torch.zeros(S, n, **long)  # 0 if there are fewer
-        # The settings of each search; divisors are length ** length_penalty by length.
-        self.max_new_tokens = torch.ones(S, **long)
-        self.min_new_tokens = torch.zeros(S, **long)
-        self.divisors = torch.ones(S, L + 1, **double)
-        self.best_divisors = torch.ones(S, L + 1, **double)  # of the length at which a running hypothesis may score best
-        self.stops_early = torch.zeros(S, **boolean)
-        self.is_end = torch.zeros(V, **boolean)
-        self.suppressed = torch.zeros(V, **boolean)
-        self.suppressed_first = torch.zeros(V, **boolean)  # in the first step
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        self.scores = zeros(S, n, dtype=torch.double)
+        self.tokens = zeros(S, n, L)
+        self.newest = zeros(S, n)  # the newest token of each beam
+        self.origins = zeros(S, n)  # the beam that each beam continued in the last step
+        self.lengths = zeros(S)  # the number of new tokens
+        self.done = zeros(S, dtype=torch.bool)
+        self.finished_scores = zeros(S, n, dtype=torch.double)  # best first, -inf if there are fewer
+        self.finished_tokens = zeros(S, n, L)
+        self.finished_lengths = zeros(S, n)  # 0 if there are fewer
+        # The settings of each search.  Divisors are length ** length_penalty by length; `best_divisors` are those of
+        # the length at which a running hypothesis may score best.
+        self.max_new_tokens = zeros(S)
+        self.min_new_tokens = zeros(S)
+        self.divisors = zeros(S, L + 1, dtype=torch.double)
+        self.best_divisors = zeros(S, L + 1, dtype=torch.double)
+        self.stops_early = zeros(S, dtype=torch.bool)
+        self.is_end = zeros(V, dtype=torch.bool)
+        self.suppressed = zeros(V, dtype=torch.bool)
+        self.suppressed_first = zeros(V, dtype=torch.bool)  # in the first step
         self.beam_index = torch.arange(n, device=device)[None]
 
     def begin(self, searches: Sequence[BeamSearch]) -> None:
@@ -186,7 +190,7 @@ def best_continuations(log_probs: Tensor, scores: Tensor, count: int) -> Continu
     S, n, V = log_probs.shape
     count = min(count, n * V)
     size = next((size for size in SEGMENT_SIZES if V % size == 0), None)
-    if size is None and V >= 64 * count:
+    if size is None and 64 * count <= V:
         size = 64
         log_probs = F.pad(log_probs, (0, -V % size), value=-math.inf)
     width = log_probs.shape[-1]
