@@ -214,8 +214,8 @@ class Engine:
             return admitted
         rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
         while self.waiting and not (self.num_suspects and admitted):
-            request, batch = self.waiting[0], self.running + admitted
-            fits = not batch or batch[0].settings.batch_key == request.settings.batch_key
+            request, first = self.waiting[0], next(iter(self.running or admitted), None)
+            fits = first is None or first.settings.batch_key == request.settings.batch_key
             fits = fits and not (self.running and request.max_length > self.batch.capacity)
             if not fits or rows + request.settings.rows_per_prompt > self.max_rows:
                 break

@@ -172,7 +172,8 @@ class RunningBatch:
         """Remove requests and their rows; without any request left, the state is released."""
         if not gone:
             return
-        kept = [index for index, request in enumerate(self.requests) if request not in gone]
+        gone_ids = {request.id for request in gone}
+        kept = [index for index, request in enumerate(self.requests) if request.id not in gone_ids]
         rows_per_prompt = self.requests[0].settings.rows_per_prompt
         state, self.requests, self.filters = self.state, [self.requests[index] for index in kept], None
         assert state is not None
