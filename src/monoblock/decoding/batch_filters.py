@@ -93,7 +93,8 @@ class Filters:
 
     @property
     def needs_history(self) -> bool:
-        return bool(self.history_filters or self.has_processors) or any(row.bad_words_ids for row in self.distinct_settings)
+        has_bad_words = any(row.bad_words_ids for row in self.distinct_settings)
+        return bool(self.history_filters or self.has_processors) or has_bad_words
 
     @property
     def is_stateless(self) -> bool:
