@@ -54,7 +54,10 @@ from monoblock.errors import ConfigError, FileError
 )
 @click.option("--limit", type=click.IntRange(min=1), help="Use only the first N lines.")
 @click.option(
-    "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
+    "--batch-size",
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Batch size in lines.  [default: 64, or as many as suit a GPU]",
 )
 @device_option
 @dtype_option
@@ -70,7 +73,7 @@ def command(
     num_beams: int | None,
     top_k: int | None,
     limit: int | None,
-    batch_size: int,
+    batch_size: int | None,
     device: str | None,
     dtype: str | None,
     as_json: bool,

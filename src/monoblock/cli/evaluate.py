@@ -88,7 +88,12 @@ class Bound(NamedTuple):
     type=click.IntRange(min=2),
     help="Language models: tokens in a window.  [default: the context length of the model]",
 )
-@click.option("--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size.")
+@click.option(
+    "--batch-size",
+    "batch",
+    type=click.IntRange(min=1),
+    help="Batch size.  [default: 64, and more if a GPU generates text]",
+)
 @add_fewshot_options
 @interpolate_option
 @click.option("--at-least", multiple=True, metavar="METRIC=NUMBER", help="Exit with code 3 if METRIC is lower.")

@@ -52,7 +52,10 @@ RERANKED_HYPOTHESES = 5  # with --words, the best of this many hypotheses per li
     help="Rerank the hypotheses by the word frequencies in this file, which `evaluate --save-words` writes.",
 )
 @click.option(
-    "--batch-size", "--batch", type=click.IntRange(min=1), default=64, show_default=True, help="Batch size in lines."
+    "--batch-size",
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Batch size in lines.  [default: 64, or as many as suit a GPU]",
 )
 @ensemble_option
 @device_option
@@ -67,7 +70,7 @@ def command(
     to: str | None,
     long: str,
     words: Path | None,
-    batch_size: int,
+    batch_size: int | None,
     ensemble: tuple[str, ...],
     device: str | None,
     dtype: str | None,

@@ -55,11 +55,13 @@ class Filters:
 
     def __init__(self, settings: Sequence[Settings], device: torch.device) -> None:
         self.settings, self.device = tuple(settings), device
-        self.has_same_settings = len(set(self.settings)) <= 1
+        distinct = set({id(row): row for row in self.settings}.values())  # most rows share one object
+        self.distinct_settings = tuple(distinct)
+        self.has_same_settings = len(distinct) <= 1
         self.history_filters = self._needed_filters(HISTORY_FILTERS)
         self.sampling_filters = self._needed_filters(SAMPLING_FILTERS)
         self.sampled_rows = torch.tensor([row.temperature > 0 for row in self.settings], device=device)
-        self.has_sampling = any(row.temperature > 0 for row in self.settings)
+        self.has_sampling = any(row.temperature > 0 for row in distinct)
         self.has_constraints = any(
             row.bad_words_ids
             or row.suppress_tokens
@@ -67,7 +69,7 @@ class Filters:
             or row.min_new_tokens
             or row.forced_bos_token_id is not None
             or row.forced_eos_token_id is not None
-            for row in self.settings
+            for row in distinct
         )
         self.has_processors = any(row.logits_processor for row in self.settings)
 
@@ -78,6 +80,8 @@ class Filters:
         """
         needed: list[tuple[Callable[..., Tensor], Any]] = []
         for name, (function, neutral) in table.items():
+            if all(getattr(row, name) == neutral for row in self.distinct_settings):
+                continue
             values = [getattr(row, name) for row in self.settings]
             if table is SAMPLING_FILTERS:  # greedy rows are not sampled, and their logits must not be divided by 0
                 values = [neutral if row.temperature == 0 else v for row, v in zip(self.settings, values, strict=True)]
@@ -89,7 +93,8 @@ class Filters:
 
     @property
     def needs_history(self) -> bool:
-        return bool(self.history_filters or self.has_processors) or any(row.bad_words_ids for row in self.settings)
+        has_bad_words = any(row.bad_words_ids for row in self.distinct_settings)
+        return bool(self.history_filters or self.has_processors) or has_bad_words
 
     @property
     def is_stateless(self) -> bool:

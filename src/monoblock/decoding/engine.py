@@ -119,7 +119,7 @@ class Engine:
             self.proposer, self.has_request_draft = make_self_draft(self.model, settings.draft), True
         budget = min(settings.max_new_tokens, self.capacity - len(prompt.ids))
         limit_reason = "length" if budget == settings.max_new_tokens else "context"
-        if settings.num_beams > 1:  # a search that reaches the end of the context ends there
+        if settings.num_beams > 1 and budget != settings.max_new_tokens:  # the search ends at the end of the context
             settings = replace(settings, max_new_tokens=budget, min_new_tokens=min(budget, settings.min_new_tokens))
         self.last_request_id += 1
         self.waiting.append(Request(self.last_request_id, prompt, settings, budget, limit_reason))
@@ -181,7 +181,8 @@ class Engine:
                 outputs = found if found is not None else self._step_rows(new)
         except Exception as problem:
             return self._end_batch(new, problem)
-        self.batch.remove_finished(wait_for_all=searched and not self.waiting)  # they cost a search nothing
+        is_closed = self.batch.is_closed or not self.waiting
+        self.batch.remove_finished(wait_for_all=searched and is_closed)  # finished requests cost a search nothing
         return outputs
 
     def _step_rows(self, new: list[Request]) -> list[RequestOutput]:
@@ -210,10 +211,12 @@ class Engine:
         than a row of the batch holds; and at `max_rows` rows.
         """
         admitted: list[Request] = []
+        if self.running and self.batch.is_closed:
+            return admitted
         rows = sum(request.settings.rows_per_prompt for request in self.running if not request.is_done)
         while self.waiting and not (self.num_suspects and admitted):
-            request, batch = self.waiting[0], self.running + admitted
-            fits = not batch or batch[0].settings.batch_key == request.settings.batch_key
+            request, first = self.waiting[0], next(iter(self.running or admitted), None)
+            fits = first is None or first.settings.batch_key == request.settings.batch_key
             fits = fits and not (self.running and request.max_length > self.batch.capacity)
             if not fits or rows + request.settings.rows_per_prompt > self.max_rows:
                 break

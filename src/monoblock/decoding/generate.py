@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.self_draft import make_self_draft
+from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import MAX_BURST, Engine
 from monoblock.decoding.prompt import parse_prompt
 from monoblock.decoding.request import RequestOutput
@@ -21,7 +22,6 @@ from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
-MAX_ROWS = 512  # sequences decoded at the same time; each beam counts as one
 LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length
 
 
@@ -112,23 +112,22 @@ class GenerateCall:
         longest = max(len(prompt) for prompt, _ in self.prompts)
         if isinstance(proposer, DraftModel) and not proposer.fits_prompt(longest):
             proposer = None  # a draft changes only the speed, so decode without it
+        capacity = _required_capacity(model, longest, self.settings)
         self.engine = Engine(
             model,
-            max_rows=max(MAX_ROWS, self.settings.rows_per_prompt),
-            capacity=_required_capacity(model, longest, self.settings),
+            max_rows=max(default_max_rows(model, capacity), self.settings.rows_per_prompt),
+            capacity=capacity,
             use_cache=use_cache,
             proposer=proposer,
             max_burst=LONG_BURST if waits_for_end and not self.settings.eos_token_id else MAX_BURST,
             tap=tap,
         )
+        is_sampled = self.settings.temperature > 0
         self.request_ids = [
-            self.engine.add(prompt, self._settings_with(seed), source)
+            self.engine.add(prompt, replace(self.settings, seed=seed) if is_sampled else self.settings, source)
             for (prompt, source), seed in zip(self.prompts, seeds, strict=True)
         ]
         self.num_return_sequences = self.settings.num_return_sequences
-
-    def _settings_with(self, seed: int | None) -> Settings:
-        return self.settings if seed == self.settings.seed else replace(self.settings, seed=seed)
 
     def steps(self, *, follow_model_changes: bool = False) -> Iterator[list[RequestOutput]]:
         while self.engine.busy:

@@ -82,9 +82,10 @@ class RunningBatch:
 
     def _get_filters(self, requests: list[Request]) -> Filters:
         """Return the filters for the rows of these requests; build them again if the rows have changed."""
-        settings = [request.settings for request in requests for _ in range(request.settings.rows_per_prompt)]
-        if self.filters is None or len(self.filters.settings) != len(settings):
-            self.filters = Filters(settings, self.backend.device)
+        num_rows = sum(request.settings.rows_per_prompt for request in requests)
+        if self.filters is None or len(self.filters.settings) != num_rows:
+            rows = [request.settings for request in requests for _ in range(request.settings.rows_per_prompt)]
+            self.filters = Filters(rows, self.backend.device)
         return self.filters
 
     def burst_length(self) -> int:
@@ -133,6 +134,11 @@ class RunningBatch:
         done = [request for request in unfinished if request.is_done and request.error is None]
         return [output for request in done for output in request.beam_outputs()] + error_outputs(requests)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no request can be added before all requests of the batch are finished."""
+        return can_search(self.state) and self.state.is_closed
+
     def step_search(self, new: list[Request]) -> list[RequestOutput] | None:
         """Run a beam-search step inside the state and return its outputs, or None if it cannot run this batch."""
         if not can_search(self.state):
@@ -166,7 +172,8 @@ class RunningBatch:
         """Remove requests and their rows; without any request left, the state is released."""
         if not gone:
             return
-        kept = [index for index, request in enumerate(self.requests) if request not in gone]
+        gone_ids = {request.id for request in gone}
+        kept = [index for index, request in enumerate(self.requests) if request.id not in gone_ids]
         rows_per_prompt = self.requests[0].settings.rows_per_prompt
         state, self.requests, self.filters = self.state, [self.requests[index] for index in kept], None
         assert state is not None

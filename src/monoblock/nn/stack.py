@@ -158,7 +158,10 @@ class Stack(nn.Module):
         config: AttentionConfig = self.attention_configs[config_index]
         k = q if cache_write is None else cache_write.key_positions
         size, positions = config.key_size(x.shape[-1]), config.positions
-        context = AttentionContext(self.masks[config_index].resolve(q, k))
+        mask = self.masks[config_index]
+        if cache_write is not None and cache_write.mask is not None:
+            mask = mask & cache_write.mask
+        context = AttentionContext(mask.resolve(q, k))
         context.cached_lengths = None if cache_write is None else cache_write.cached_lengths
         if isinstance(positions, Rotary):
             context.rotary_angles = rotary_angles(positions, size, q.positions, x.dtype)

@@ -42,7 +42,7 @@ def evaluate(
     task: Task | None = None,
     limit: int | None = None,
     samples: int = 0,
-    batch: int = 64,
+    batch: int | None = None,
     folder: str | Path | None = None,
     device: str | None = None,
     **options: Unpack[GenerationOptions],
@@ -58,7 +58,7 @@ def evaluate(
     task: the task of the model, if it is not one of the package.
     limit: evaluate at most this many rows.
     samples: return this many predictions in `samples`.
-    batch: number of rows evaluated at once.
+    batch: number of rows evaluated at once; None: 64, and more if a GPU generates text.
     folder: folder with corpora.
     options: decoding options, for models that generate text.
     """

@@ -13,6 +13,7 @@ from monoblock.data.readers.records import CorpusKind
 from monoblock.errors import ConfigError, SplitError, did_you_mean
 from monoblock.tasks.seq2seq.rescoring import WordFrequencies
 
+DEFAULT_BATCH = 64  # number of rows processed at once
 MAX_MISTAKES = 12  # number of mistakes listed in the metrics and drawn next to a confusion matrix
 
 
@@ -25,7 +26,7 @@ class EvaluationRequest:
     samples: int = 0  # number of predictions to return as samples
     limit: int | None = None  # evaluate on at most this many rows
     options: dict[str, Any] = field(default_factory=dict)  # decoding options
-    batch: int = 64
+    batch: int | None = None  # number of rows processed at once; None: 64, and more if a GPU generates text
     n_best: int = 5  # transliteration: the k of top-k accuracy
     lowercase: bool = False  # translation: compute BLEU on lower-cased text
     # Translation: the target language, for the Moses tokenizer; None: from the suffix of the files, else English.
@@ -33,6 +34,11 @@ class EvaluationRequest:
     stride: int | None = None  # language models: windows begin so many tokens apart; None: they do not overlap
     context: int | None = None  # language models: tokens in a window; None: the context length of the model
     rescore: bool = False  # transliteration: also rerank the hypotheses by word frequencies
+
+    @property
+    def batch_size(self) -> int:
+        """The number of rows processed at once, in a task that generates no text."""
+        return DEFAULT_BATCH if self.batch is None else self.batch
 
 
 @dataclass(frozen=True)

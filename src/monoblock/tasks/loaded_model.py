@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.generate import truncated_length
 from monoblock.decoding.prompt import Prompt
@@ -28,7 +29,7 @@ from monoblock.tasks.tags import TagAwareEncoder
 from monoblock.tokenizers.tokenizer import Tokenizer
 
 S = TypeVar("S")
-MAX_SEQUENCES = 512  # maximum number of sequences decoded at once; every beam counts as one
+DEFAULT_BATCH = 64  # number of inputs processed at once
 DEFAULT_MAX_NEW_TOKENS = 256  # used if neither the model folder nor the call sets max_new_tokens
 # Maps each kind of head to the `Pipeline` method that uses it.
 HEAD_METHODS = {
@@ -248,6 +249,18 @@ class LoadedModel:
         for (_, hypothesis), row_scores in zip(rows, scores, strict=True):
             hypothesis.token_scores = tuple(row_scores)
 
+    def default_batch(self, prompt_length: int, settings: Settings) -> int:
+        """Return how many prompts of this length to decode at once: 64, or as many as suit a GPU."""
+        if self.model.device.type != "cuda":
+            return DEFAULT_BATCH
+        rows = default_max_rows(self.model, self._limit_length(prompt_length + settings.max_new_tokens))
+        return max(1, rows // settings.rows_per_prompt)
+
+    def _limit_length(self, length: int) -> int:
+        """Return a number of tokens, or the model's context if that is less."""
+        limit = self.model.config.context
+        return length if limit is None else min(length, limit)
+
     def stream_chunks(
         self,
         prompts: Sequence[Prompt],
@@ -264,10 +277,9 @@ class LoadedModel:
         new_text: decode the new tokens as a separate text, such as an answer in a chat. Otherwise they continue the
             text of the prompt, which can decide whether they begin with a space.
         """
-        limit = self.model.config.context
         lengths = [len(prompt.ids) + own.max_new_tokens for prompt, own in zip(prompts, settings, strict=True)]
-        capacity = max(lengths) if limit is None else min(max(lengths), limit)
-        max_rows = max(MAX_SEQUENCES, *(own.rows_per_prompt for own in settings))
+        capacity = self._limit_length(max(lengths))
+        max_rows = max(default_max_rows(self.model, capacity), *(own.rows_per_prompt for own in settings))
         engine = Engine(self.model, max_rows=max_rows, capacity=capacity, ensemble=self.ensemble)
         prompt_of_request = {
             engine.add(prompt.ids, own, prompt.source): index

@@ -27,7 +27,7 @@ class AnswerOptions(BatchOptions, total=False):
 
 
 class TranslationOptions(PipelineOptions, total=False):
-    batch: int  # the number of sources translated at once
+    batch: int | None  # the number of sources translated at once; None: 64, or as many as suit a GPU
     to: str | None  # the script of the target, for a model that writes several scripts
     long: LongSourceMode  # what to do with a source longer than the context: "refuse" or "split" it
     first_index: int  # the index of the first source; with a seed, source n is sampled with seed + first_index + n

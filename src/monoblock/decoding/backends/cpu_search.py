@@ -33,6 +33,7 @@ class CpuSearchDecoderState(CachedDecoderState):
     """A decoder state with a key/value cache that can run the steps of a beam search in a C++ operator."""
 
     capabilities = frozenset({"search", "rollback"})
+    is_closed = False  # new prompts can be added at every step
 
     def __init__(
         self,

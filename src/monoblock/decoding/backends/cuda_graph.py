@@ -1,12 +1,12 @@
 """Record a decoding step as a CUDA graph and replay it, since launching its many small kernels one by one is slow.
 
 The cache has one shape for all steps (`Cache.make_static`); tokens and lengths are in fixed buffers.  A burst replays
-several steps, including the choice of each token, before Python looks at the result.
+several steps, including the choice of each token, before Python looks at the result.  A beam search has recorded steps
+of its own (search/cuda_search.py).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
 from monoblock.decoding.backends.protocol import ChooseTokens
+from monoblock.decoding.backends.search.cuda_search import BufferKey, BufferPool, RecordedSearch
+from monoblock.decoding.backends.search.record import Recording, record
 from monoblock.decoding.backends.supported_fields import (
     ATTENTION,
     BLOCK,
@@ -26,12 +28,13 @@ from monoblock.decoding.backends.supported_fields import (
     one_of,
     unsupported_field,
 )
+from monoblock.decoding.beam import BeamSearch
 from monoblock.decoding.prompt import Prompt
+from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.transformer import Transformer
 
 CAPACITY_MULTIPLE = 64
-_recording = threading.Lock()  # one recording at a time
 
 SUPPORTED: AllowList = {
     **allow(f"{BLOCK} cross"),
@@ -60,7 +63,7 @@ class CudaGraphDecoderState(CachedDecoderState):
     When all rows are finished, it calls `give_back` with itself, so that later prompts can reuse the recording.
     """
 
-    capabilities = frozenset({"burst"})
+    capabilities = frozenset({"burst", "search"})
 
     def __init__(
         self,
@@ -69,10 +72,15 @@ class CudaGraphDecoderState(CachedDecoderState):
         rows_per_prompt: int = 1,
         prefill_chunk: int | None = None,
         give_back: Callable[[CudaGraphDecoderState], None] | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         super().__init__(model, _round_up(capacity), rows_per_prompt, prefill_chunk)
         self.give_back = give_back  # called with this state when all rows are finished
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.pool = pool if pool is not None else BufferPool(model)  # of the buffers of beam searches
+        self.prompts: Sequence[Prompt] | None = None  # of a search that begins with the next step
+        self.search: RecordedSearch | None = None  # while a search runs
+        self.searches: list[BeamSearch] = []  # those of `search`
+        self.graph: Recording | None = None
         self.choose: ChooseTokens | None = None
         self.key: object = None  # what the recorded choice of tokens depends on
         self.is_idle = False
@@ -83,6 +91,7 @@ class CudaGraphDecoderState(CachedDecoderState):
         return sizes == (_round_up(capacity), rows_per_prompt, prefill_chunk)
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        self.end_search()
         recorded = self.cache if self.is_idle and self.graph is not None else None
         if self.is_idle:
             self.cache = None  # its rows are finished
@@ -97,7 +106,8 @@ class CudaGraphDecoderState(CachedDecoderState):
         return logits
 
     def release(self) -> None:
-        self.is_idle = True
+        self.is_idle, self.prompts = True, None
+        self._give_back_search()
         if self.give_back is not None:
             self.give_back(self)
 
@@ -106,6 +116,7 @@ class CudaGraphDecoderState(CachedDecoderState):
         super().continue_rows(other, convert)
 
     def _give_cache(self) -> Cache | None:
+        self.end_search()
         self._discard_graph()
         return self.cache
 
@@ -143,6 +154,12 @@ class CudaGraphDecoderState(CachedDecoderState):
         return chosen
 
     def reorder(self, rows: Tensor, sources: Tensor | None = None) -> None:
+        if self.search is not None and sources is not None:
+            kept = sources.tolist()
+            self.search.keep(kept)
+            self.searches = [self.searches[index] for index in kept]
+            return
+        self.end_search()
         self._discard_graph()
         super().reorder(rows, sources)
 
@@ -167,17 +184,8 @@ class CudaGraphDecoderState(CachedDecoderState):
         self.graph = self._record()
         self.cache.lengths.copy_(lengths)
 
-    def _record(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compile and choose kernels before recording
-                self._run_once()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on decoding
-            self._run_once()
-        return graph
+    def _record(self) -> Recording:
+        return record(self._run_once, self.device)
 
     def _run_once(self) -> None:
         """Run the step to be recorded: a pass of the model, the new lengths and, in a burst, the choice of tokens."""
@@ -186,6 +194,47 @@ class CudaGraphDecoderState(CachedDecoderState):
         self.cache.lengths.add_(self.active)
         if self.choose is not None:
             self.tokens.copy_(self.choose(self.logits, self.uniforms))
+
+    # -- beam search ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a search runs: no rows can be added before it ends."""
+        return self.search is not None
+
+    def begin_search(self, prompts: Sequence[Prompt]) -> bool:
+        is_empty = self.search is None and (self.is_idle or self.cache is None)
+        if not is_empty or self.rows_per_prompt > MAX_BEAMS:
+            return False
+        self.prompts = prompts
+        return True
+
+    def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
+        """Run several steps; `suppressed` is not used, since the settings of the searches say the same of all steps."""
+        if self.search is None and self.prompts is None:
+            return None
+        try:
+            if self.search is None:
+                prompts, self.prompts = self.prompts or (), None
+                buffers = self.pool.take(BufferKey.for_batch(prompts, searches))
+                self.search = RecordedSearch(buffers, prompts, searches, self._run_prompts)
+            self.searches = searches
+            return self.search.step(searches)
+        except Exception:
+            self.search = None  # its buffers may be damaged
+            raise
+
+    def end_search(self) -> None:
+        self.prompts = None
+        if self.search is None:
+            return
+        self.cache, self.graph, self.is_idle = self.search.end(self.searches, self.capacity), None, False
+        self._give_back_search()
+
+    def _give_back_search(self) -> None:
+        if self.search is not None:
+            self.pool.give_back(self.search.buffers)
+        self.search, self.searches = None, []
 
 
 def _round_up(capacity: int) -> int:

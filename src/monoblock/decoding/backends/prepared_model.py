@@ -4,9 +4,9 @@
     prepared.model                  # the inference copy
     release(model)                  # free everything now
 
-A `PreparedModel` owns the inference copy, the beam-search operators, a recorded CUDA graph that waits for the next
-call, and the quantized copies that propose tokens in speculative decoding.  It never refers to the model itself, so all
-of this is freed when the model is freed.
+A `PreparedModel` owns the inference copy, the beam-search operators, a recorded CUDA graph and the buffers of beam
+searches that wait for the next call, and the quantized copies that propose tokens in speculative decoding.  It never
+refers to the model itself, so all of this is freed when the model is freed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from monoblock.decoding.backends.cpu_search_operators import SearchOperators, build_search_operators
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
 from monoblock.decoding.backends.inference_copy import build_inference_copy, reason_for_no_copy, refresh, signature
+from monoblock.decoding.backends.search.cuda_search import BufferPool
 from monoblock.nn.transformer import Transformer
 
 _PREPARED: WeakKeyDictionary[Transformer, PreparedModel] = WeakKeyDictionary()
@@ -37,6 +38,7 @@ class PreparedModel:
         self.model = build_inference_copy(model)
         self._drafts: dict[str, tuple[Sequence[int], Transformer]] = {}  # by kind: weight versions, quantized copy
         self._idle_graph: CudaGraphDecoderState | None = None
+        self._search_buffers = BufferPool(self.model)
         self._search_operators: SearchOperators | None = None
         self._has_search_operators = False
 
@@ -63,7 +65,8 @@ class PreparedModel:
             state, self._idle_graph = self._idle_graph, None
         if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
             return state
-        return CudaGraphDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, give_back=self._keep_graph)
+        shape, pool = (capacity, rows_per_prompt, prefill_chunk), self._search_buffers
+        return CudaGraphDecoderState(self.model, *shape, give_back=self._keep_graph, pool=pool)
 
     def _keep_graph(self, state: CudaGraphDecoderState) -> None:
         with _lock:

@@ -70,6 +70,11 @@ class BurstState(DecoderState, Protocol):
 class SearchState(DecoderState, Protocol):
     """A state that can run whole steps of a beam search, including the choice of beams."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a search runs to which no prompts can be added before all its searches are done."""
+        ...
+
     def begin_search(self, prompts: Sequence[Prompt]) -> bool:
         """Append rows for new prompts; the first `step_search` runs their tokens.
 
@@ -78,9 +83,9 @@ class SearchState(DecoderState, Protocol):
         ...
 
     def step_search(self, searches: list[BeamSearch], suppressed: Sequence[int]) -> list[int] | None:
-        """Advance the unfinished searches by one token, without the tokens in `suppressed`.
+        """Advance the unfinished searches by one token or more, without the tokens in `suppressed`.
 
-        Return the indices of the searches that end with this step, or None if the state does not support them.
+        Return the indices of the searches that end with these tokens, or None if the state does not support them.
         """
         ...
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from monoblock.nn.kv_cache.linear_write import LinearWrite
+from monoblock.nn.masks import Mask
 from monoblock.nn.token_positions import TokenPositions
 
 POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
@@ -31,6 +32,7 @@ class CacheWrite(NamedTuple):
     cached_lengths: Tensor | None  # (B,) if the cache is static and each row has one new token, which sees all before
     is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
     linear: LinearWrite | None = None  # in a block with linear attention: which tokens its sums hold
+    mask: Mask | None = None  # what the queries see, besides the mask of the block; None: no further restriction
 
 
 class CacheIndex:

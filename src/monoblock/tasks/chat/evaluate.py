@@ -24,7 +24,7 @@ def evaluate_chat(loaded: LoadedModel, request: EvaluationRequest) -> Evaluation
     samples, num_truncated = encode_chats(corpus.rows, loaded.tokenizer, limit)
     collate, loss = partial(collate_chats, special=special_token_ids(loaded.tokenizer)), CrossEntropyLoss()
     total, correct, count = 0.0, 0, 0
-    for batch in iterate_evaluation_batches(samples, max(1, request.batch // 8), collate):
+    for batch in iterate_evaluation_batches(samples, max(1, request.batch_size // 8), collate):
         count += batch.target_count
         batch = batch.to(loaded.model.device)
         logits = run_model(loaded, batch.inputs)

@@ -63,9 +63,9 @@ def _predict_probabilities(loaded: LoadedModel, corpus: Corpus, request: Evaluat
     if corpus.kind == "images":
         pixels = stack_images(corpus.rows, corpus.name)
         check_image_shape(loaded.model, tuple(pixels.shape[1:]), corpus.name)
-        return predict_image_probabilities(loaded, list(pixels), batch=request.batch).double().numpy()
+        return predict_image_probabilities(loaded, list(pixels), batch=request.batch_size).double().numpy()
     texts = [_input_text(row) for row in corpus.rows]
-    return predict_probabilities(loaded, texts, batch=request.batch, long="cut").double().numpy()
+    return predict_probabilities(loaded, texts, batch=request.batch_size, long="cut").double().numpy()
 
 
 def _truncation_notes(loaded: LoadedModel, corpus: Corpus) -> list[str]:

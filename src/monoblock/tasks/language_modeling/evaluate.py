@@ -25,7 +25,7 @@ def evaluate_language_model(loaded: LoadedModel, request: EvaluationRequest) -> 
     context = request.context or loaded.model.config.context or DEFAULT_CONTEXT
     tokens, device = tokenize_corpus(corpus, loaded.tokenizer), loaded.model.device
     loss, total, count = CrossEntropyLoss(), 0.0, 0
-    for batch in iterate_windows(tokens, context, max(1, request.batch // 8), request.stride):
+    for batch in iterate_windows(tokens, context, max(1, request.batch_size // 8), request.stride):
         batch = batch.to(device)
         total += float(loss.from_logits(run_model(loaded, batch.inputs), batch.labels))
         count += int((batch.labels != IGNORE_INDEX).sum())

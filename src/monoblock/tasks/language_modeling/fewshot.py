@@ -171,7 +171,7 @@ def evaluate_few_shot(
         raise InputError(f"{request.data} has no label {unknown!r}; it has {known}")
     prompt = PromptTemplate(template or TEMPLATES.get(request.data, DEFAULT_TEMPLATE), label_words)
     rows = [
-        _evaluate_shots(loaded, prompt, corpus.rows, train.rows, count, request.batch, calibrate, seed)
+        _evaluate_shots(loaded, prompt, corpus.rows, train.rows, count, request.batch_size, calibrate, seed)
         for count in shots
     ]
     metrics = {"accuracy": rows[-1]["accuracy"], "shots": shots[-1], "few_shot": rows}

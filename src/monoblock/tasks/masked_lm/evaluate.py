@@ -34,7 +34,7 @@ def evaluate_masked_lm(loaded: LoadedModel, request: EvaluationRequest) -> Evalu
     2019). The inputs are blocks of text or single documents, as in training; labels of the corpus are ignored.
     """
     corpus = read_corpus(request, MASKED_LM_CORPUS_KINDS)
-    special, device, batch = special_token_ids(loaded.tokenizer), loaded.model.device, max(1, request.batch // 4)
+    special, device, batch = special_token_ids(loaded.tokenizer), loaded.model.device, max(1, request.batch_size // 4)
     iterate = _iterate_documents if loaded.trained_on_documents else _iterate_blocks
     total, correct, count, loss = 0.0, 0, 0, CrossEntropyLoss()
     for rows in iterate(loaded, corpus, request, batch):

@@ -16,7 +16,7 @@ def evaluate_question_answering(loaded: LoadedModel, request: EvaluationRequest)
     corpus = read_corpus(request, "questions")
     unanswerable = any(not row.answers for row in corpus.rows)
     spans = answer_questions(
-        loaded, [row[:2] for row in corpus.rows], impossible=unanswerable or None, batch=request.batch
+        loaded, [row[:2] for row in corpus.rows], impossible=unanswerable or None, batch=request.batch_size
     )
     texts = [answers[0].text for answers in spans]
     metrics = score_answers(texts, [row.answers for row in corpus.rows])

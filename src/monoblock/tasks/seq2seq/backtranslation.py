@@ -64,7 +64,7 @@ def backtranslate(
     method: BacktranslationMethod,
     *,
     seed: int = 1,
-    batch: int = 64,
+    batch: int | None = None,
     **options: Any,
 ) -> Iterator[Pair | None]:
     """Yield a pair for each text: a synthetic source, and the text as its target.
@@ -81,7 +81,7 @@ def backtranslate(
 
 
 def generate_sources(
-    loaded: LoadedModel, texts: Iterable[str], method: str, *, seed: int, batch: int = 64, **options: Any
+    loaded: LoadedModel, texts: Iterable[str], method: str, *, seed: int, batch: int | None = None, **options: Any
 ) -> Iterator[tuple[str, str]]:
     """Yield (synthetic source, text) for each text, without noise or tag.
 

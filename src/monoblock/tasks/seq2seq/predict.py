@@ -33,7 +33,7 @@ def translate_texts(
     texts: Sequence[str],
     *,
     n_best: int | None = None,
-    batch: int = 64,
+    batch: int | None = None,
     to: str | None = None,
     long: LongSourceMode = "refuse",
     first_index: int = 0,
@@ -42,7 +42,7 @@ def translate_texts(
     """Return the hypotheses for each text, best first; the hypotheses for an empty text are empty.
 
     n_best: return this many hypotheses with scores; without beam search, another forward pass computes the scores.
-    batch: number of sources decoded at once.
+    batch: number of sources decoded at once; None: 64, or as many as suit a GPU.
     to: the script of the target, for a model that writes several scripts.
     long: "refuse" a source that is longer than the context, or "split" it into sentences.
     first_index: the line number of the first text, counted from 0; with a seed, line n is sampled with seed + n.
@@ -62,6 +62,8 @@ def translate_texts(
         for line, text in enumerate(texts, first_index)
         for request in _build_requests(loaded, line, text, settings, to, long)
     ]
+    if batch is None:
+        batch = loaded.default_batch(max((len(request.prompt.ids) for request in requests), default=1), settings)
     results = _run_requests(loaded, requests, settings, max(1, batch), n_best is not None)
     parts_per_line: list[list[list[Hypothesis]]] = [[] for _ in texts]
     for request, hypotheses in zip(requests, results, strict=True):
@@ -127,7 +129,7 @@ def _build_requests(
             f"line {line + 1} has {length} tokens, but the model reads at most {limit}; "
             f"shorten it, or give long='split' to translate it sentence by sentence"
         )
-    if settings.seed is not None:
+    if settings.seed is not None and settings.temperature > 0:
         settings = replace(settings, seed=settings.seed + line)
     # Sentences are not joined: a model that was trained on single sentences translates only one of several.
     try:

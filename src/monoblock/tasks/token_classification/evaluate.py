@@ -53,7 +53,7 @@ def evaluate_tagger(loaded: LoadedModel, request: EvaluationRequest) -> Evaluati
         corpus = Corpus(corpus.name, corpus.kind, corpus.split, [to_bio(row) for row in corpus.rows])
         notes.append("the labels of the data were converted from IOB1 to BIO")
     check_labels(corpus, (row.labels for row in corpus.rows), loaded.labels)
-    row_probabilities = _predict_probabilities(loaded, corpus.rows, request.batch)
+    row_probabilities = _predict_probabilities(loaded, corpus.rows, request.batch_size)
     predictions = _decode_rows(loaded, row_probabilities)
     probabilities = np.concatenate([row.double().numpy() for row in row_probabilities])
     predicted, gold = (_label_ids(rows, loaded.labels) for rows in (predictions, [row.labels for row in corpus.rows]))

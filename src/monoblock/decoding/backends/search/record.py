@@ -1,0 +1,38 @@
+"""Record a function that runs on a GPU as a CUDA graph; without a GPU, a replay calls the function again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+_recording = threading.Lock()  # one recording at a time
+
+
+class Recording(Protocol):
+    def replay(self) -> None: ...
+
+
+class Call:
+    """A recording on a device without graphs: replaying it calls the function."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+def record(run: Callable[[], None], device: torch.device) -> Recording:
+    """Record a function; it is called twice before, so that kernels are compiled and chosen."""
+    if device.type != "cuda":
+        return Call(run)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on decoding
+        run()
+    return graph

@@ -1,0 +1,134 @@
+"""The cache of a beam search in which beams never move: a row holds the keys and values of all beams of one search.
+
+A pass runs the n beams of each search as n tokens of one row, all at the same position, and writes them side by side:
+the token of beam b at position p goes to slot p · n + b.  Instead of moving keys and values when beams change places,
+the cache keeps, for each beam and position, which beam wrote the token that belongs to its hypothesis; a mask shows a
+beam these slots only.  The tokens of the prompt are stored once, as those of beam 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monoblock.config.model import StackConfig
+from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache
+from monoblock.nn.masks import Mask, MaskTerm
+from monoblock.nn.token_positions import TokenPositions
+
+MAX_BEAMS = 64  # the most beams of a search; attention computes n² · length scores
+
+
+class BeamCache(Cache):
+    """A cache of `searches` rows with `beams` beams each, of at most `max_tokens` tokens; all its shapes are fixed.
+
+    `lengths` (searches,) is the number of tokens of each search, the same for all its beams.  A pass sees the first
+    `num_positions` positions only.
+    """
+
+    def __init__(
+        self,
+        stack_config: StackConfig,
+        *,
+        searches: int,
+        beams: int,
+        max_tokens: int,
+        source_length: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        slots = max_tokens * beams
+        super().__init__(stack_config, batch=searches, capacity=slots, chunk=slots, device=device)
+        self.make_static()
+        self.beams, self.max_tokens, self.num_positions = beams, max_tokens, max_tokens
+        self.beam_index = torch.arange(beams, dtype=torch.uint8, device=device)
+        # Which beam wrote the token that a beam sees at each position; `beams` where there is none.
+        self.writers = torch.full((searches, beams, max_tokens), beams, dtype=torch.uint8, device=device)
+        if source_length:
+            valid = torch.zeros(searches, source_length, dtype=torch.bool, device=device)
+            self.memory_positions = TokenPositions(torch.arange(source_length, device=device)[None], valid=valid)
+
+    def prepare_write(self, new_positions: TokenPositions) -> list[CacheWrite]:
+        """Prepare a pass over one new token of each beam; return one `CacheWrite` for each block."""
+        S, n, seen = self.batch, self.beams, self.num_positions
+        own = self.beam_index[None, :, None].expand(S, n, 1)
+        self.writers.scatter_(2, self.lengths[:, None, None].expand(S, n, 1), own)
+        visible = (self.writers[:, :, :seen, None] == self.beam_index).flatten(2)[:, None]  # (S, 1, n, slots)
+        mask = Mask((MaskTerm("same_hypothesis", lambda q, k: visible),))
+        slot = torch.arange(seen * n, device=self.lengths.device)
+        key_positions = TokenPositions((slot // n)[None])
+        columns = self.lengths[:, None] * n + self.beam_index
+        write = CacheWrite(columns, key_positions, seen * n, None, False, mask=mask)
+        return [write] * len(self.layers)
+
+    def reorder_beams(self, origins: Tensor) -> None:
+        """Let each beam continue another one: `origins` (searches, beams) are the beams that they continue."""
+        self.writers.copy_(self.writers.gather(1, origins[..., None].expand(-1, -1, self.max_tokens)))
+
+    def copy_prompts(self, prompts: Cache, lengths: Tensor) -> None:
+        """Copy the cached prompts, one row for each search, into the first rows; the other rows become empty.
+
+        prompts: a cache whose columns hold tokens in order; `lengths` (prompts,) is the length of each prompt.
+        """
+        count, longest = prompts.batch, prompts.max_length
+        self.lengths.zero_()
+        self.lengths[:count] = lengths
+        is_prompt = torch.arange(self.max_tokens, device=lengths.device) < self.lengths[:, None]
+        self.writers.copy_(torch.where(is_prompt[:, None], 0, self.beams))
+        for layer, source in zip(self.layers, prompts.layers, strict=True):
+            for name in ("keys", "values"):
+                tokens = getattr(source, name)[:, :, :longest]
+                if getattr(layer, name) is None:
+                    setattr(
+                        layer, name, tokens.new_zeros(self.batch, tokens.shape[1], self.capacity + 1, tokens.shape[3])
+                    )
+                getattr(layer, name)[:count, :, : longest * self.beams : self.beams] = tokens
+        self._copy_sources(prompts)
+
+    def _copy_sources(self, prompts: Cache) -> None:
+        memory, source = self.memory_positions, prompts.memory_positions
+        if memory is None or memory.valid is None or source is None:
+            return
+        memory.valid.zero_()
+        memory.valid[: prompts.batch, : source.length] = True if source.valid is None else source.valid
+        for layer, cross in zip(self.cross_layers, prompts.cross_layers, strict=True):
+            if layer is not None and cross is not None:
+                self._copy_source(layer, cross)
+
+    def _copy_source(self, layer: CrossAttentionCache, cross: CrossAttentionCache) -> None:
+        assert self.memory_positions is not None
+        for name in ("keys", "values"):
+            tokens = getattr(cross, name)  # (prompts, G, S, size)
+            count, groups, length, size = tokens.shape
+            if getattr(layer, name) is None:
+                setattr(layer, name, tokens.new_zeros(self.batch, groups, self.memory_positions.length, size))
+            getattr(layer, name)[:count, :, :length] = tokens
+
+    def copy_beams_to(self, rows: Cache, searches: Tensor) -> None:
+        """Copy the beams of some searches to an empty cache with one row for each beam, in the same order."""
+        n, most = self.beams, rows.capacity
+        seen = min(most, self.max_tokens)
+        position = torch.arange(seen, device=searches.device)
+        writers = self.writers[searches, :, :seen].long()
+        is_written = (writers < n).flatten(0, 1)[:, None, :, None]  # (rows, 1, positions, 1)
+        slots = (position * n + writers.clamp(max=n - 1)).flatten(1)[
+            :, None, :, None
+        ]  # (searches, 1, n · positions, 1)
+        for layer, target in zip(self.layers, rows.layers, strict=True):
+            for name in ("keys", "values"):
+                tokens = getattr(layer, name)[searches]
+                beams = tokens.gather(2, slots.expand(-1, tokens.shape[1], -1, tokens.shape[3]))
+                beams = beams.unflatten(2, (n, seen)).transpose(1, 2).flatten(0, 1)  # (rows, G, positions, size)
+                stored = tokens.new_zeros(len(searches) * n, tokens.shape[1], target.capacity + 1, tokens.shape[3])
+                stored[:, :, :seen] = torch.where(is_written, beams, 0)
+                setattr(target, name, stored)
+        for source, cross in zip(self.cross_layers, rows.cross_layers, strict=True):
+            if source is not None and cross is not None and source.keys is not None and source.values is not None:
+                cross.fill(source.keys[searches], source.values[searches])
+        if self.memory_positions is not None:
+            rows.memory_positions = self.memory_positions.map_tensors(lambda t: t[searches] if t.shape[0] > 1 else t)
+        rows.rows_per_source = n
+        rows.advance(self.lengths[searches].repeat_interleave(n))
+        rows.make_static()
+        rows.make_dynamic()  # records the positions of the tokens
