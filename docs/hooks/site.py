@@ -101,8 +101,10 @@ def _write_toc_formulas(item: Any) -> None:
 
 
 def _breakable(code: str) -> str:
-    """Return a name of a file or a test that may be broken into lines between its words."""
-    return re.sub(r"(/(?!code>)|::|_)", r"\1<wbr>", code)
+    """Return the name of a file or of a definition in it, which breaks after `::` first, and else between words."""
+    name = code.removeprefix("<code>").removesuffix("</code>")
+    parts = [re.sub("([/_])", r"\1<wbr>", part) for part in re.split("(?<=::)", name)]
+    return f"<code>{'<wbr>'.join(f'<span>{part}</span>' for part in parts)}</code>"
 
 
 def _folder(page: str) -> Path:

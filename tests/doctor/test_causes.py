@@ -170,10 +170,16 @@ CASES = [
     (LastOnly, "first 16", "causality", "fail", "covers only the first 16 queries"),
     (LastOnlyWithoutTargets, "off by one", "causality", "fail", "off by one"),
     (GPT, "inverted mask", "padding", "fail", "the mask is inverted"),
-    (GPT, "softmax over queries", "mask_after_softmax", "fail", "over the wrong axis (-2"),
-    (GPT, "softmax over heads", "mask_after_softmax", "fail", "over the wrong axis (-3"),
+    (
+        GPT,
+        "softmax over queries",
+        "mask_after_softmax",
+        "fail",
+        "even if the mask of the scores is right: later queries",
+    ),
+    (GPT, "softmax over heads", "mask_after_softmax", "fail", "over the wrong axis, -3"),
     (Encoder, "softmax over queries", "mask_after_softmax", "fail", "queries share the weight of a key"),
-    (Encoder, "softmax over heads", "mask_after_softmax", "fail", "heads or rows share it"),
+    (Encoder, "softmax over heads", "mask_after_softmax", "fail", "heads or rows instead of keys"),
     (GPT, "sqrt(width)", "scale", "warn", "by sqrt(width) instead of sqrt(head size)"),
     (GPT, "dropout of 1", "dropout", "fail", "blocks.1.drop drops everything"),
     (GPT, "no residual", "gradient_flow", "warn", "block 1 does not pass its input on"),
@@ -252,6 +258,24 @@ def test_a_loss_that_is_divided_by_the_padding_too_is_found():
     assert found(report) == [("pad_in_loss", "fail")]
     assert "divided by a number that counts the padding" in report.findings[0].reason
     assert found(build(GPT, None, loss=mean_over_tokens, **options)) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "fault", "leaks"),
+    [
+        (GPT, "softmax over queries", True),
+        (GPT, "softmax over heads", True),
+        (Encoder, "softmax over queries", False),
+        (Encoder, "softmax over heads", False),
+    ],
+)
+def test_a_softmax_over_the_wrong_axis_is_said_to_leak_only_if_it_does(model, fault, leaks):
+    report = build(model, fault)
+    (finding,) = report.findings
+    assert ("change_by_later_tokens" in finding.evidence) is leaks
+    assert ("The future leaks in" in finding.reason) is leaks
+    explained = {result.name for result in report.checks if result.state == "explained"}
+    assert ("causality" in explained) is leaks
 
 
 class Packed(nn.Module):

@@ -91,6 +91,8 @@ CAUSES = {
     "cache_of_another_layer": "belong to another layer",
     "positions_added_twice": "added twice",
     "rotated_twice": "rotated twice",
+    "mask_after_softmax": "the mask is applied after the softmax",
+    "softmax_over_queries": "over the wrong axis, -2: queries instead of keys",
     "tokenizer_too_large": "ids that the embedding has no row for",
     "unknown_words": "tokens are unknown",
     "no_mask_token": "fills in a mask token",

@@ -1,4 +1,4 @@
-"""The picture of the README: its masks, and the stored file."""
+"""The picture of the README and of the start page: its masks, and the stored files."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from monoblock.plots import overview
 
-STORED = Path(__file__).parents[2] / "docs" / "pictures" / "overview.png"
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 
 
 def visible(panel):
@@ -24,11 +24,12 @@ def test_the_panels_show_the_masks_of_the_models():
     assert both.colors[3][:4] == [overview.CROSS] * 3 + [overview.SELF]
 
 
-def test_the_stored_picture_is_small_and_drawn_by_the_command(tmp_path):
+@pytest.mark.parametrize(("name", "narrow"), [("overview.png", False), ("overview-narrow.png", True)])
+def test_the_stored_picture_is_small_and_drawn_by_the_function(tmp_path, name, narrow):
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    drawn = overview.save_overview(tmp_path / "overview.png")
-    assert STORED.stat().st_size < 80_000
-    with Image.open(STORED) as stored, Image.open(drawn) as new:
+    drawn = overview.save_overview(tmp_path / name, narrow=narrow)
+    assert (PICTURES / name).stat().st_size < 80_000
+    with Image.open(PICTURES / name) as stored, Image.open(drawn) as new:
         assert stored.size == new.size

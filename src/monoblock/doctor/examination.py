@@ -70,6 +70,11 @@ class Examination:
     def is_per_token(self) -> bool:
         return self.subject.reads_tokens and self.output.dim() >= 3 and self.output.shape[:2] == self.ids.shape
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token may depend on later ones, and states that show it can be compared."""
+        return self.subject.kind in ("causal", "encoder-decoder") and self.has_states
+
     @cached_property
     def long_ids(self) -> Tensor | None:
         """A text about as long as the model can read; None if no length beyond that of the probes is known to work."""

@@ -10,7 +10,7 @@ from monoblock.doctor.examination import Examination
 REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
     "tokens": (lambda e: e.subject.reads_tokens, "the model reads no tokens", ""),
     "causal": (
-        lambda e: e.subject.kind in ("causal", "encoder-decoder") and e.has_states,
+        lambda e: e.is_causal,
         "the model reads in both directions or gives one output for a text",
         "pass kind='causal' if it must not see the future, and return the logits of every token, (B, T, V)",
     ),

@@ -5,8 +5,9 @@ The masks are those of the models: they are built from the configurations by the
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,21 @@ class Panel:
     colors: list[list[str]]
 
 
-def save_overview(path: Path) -> Path:
-    """Draw the attention masks of four families of models and of two variants of a decoder."""
-    figure = create_figure((10.2, 7.6))
+def save_overview(path: Path, *, narrow: bool = False) -> Path:
+    """Draw the attention masks of four families of models and of two variants of a decoder.
+
+    narrow: in two columns instead of three, for small screens (docs/pictures/overview-narrow.png).
+    """
+    figure = create_figure((5.3, 10.2) if narrow else (10.2, 7.6))
     figure.patch.set_facecolor("white")
-    title = "One block, many models: which tokens a token attends to"
+    title = f"One block, many models:{chr(10) if narrow else ' '}which tokens a token attends to"
     figure.suptitle(title, fontsize=15, fontweight="bold", color=TEXT)
     legend = "A row is a token. Its coloured cells are the tokens that it attends to; grey cells are masked."
-    figure.supxlabel(legend, fontsize=10.5, color=TEXT)
-    figure.get_layout_engine().set(w_pad=0.16, h_pad=0.1)
-    for axis, panel in zip(figure.subplots(2, 3).flat, _panels(), strict=True):
-        _draw(axis, panel)
+    figure.supxlabel(textwrap.fill(legend, 60) if narrow else legend, fontsize=10.5, color=TEXT)
+    figure.get_layout_engine().set(w_pad=0.02 if narrow else 0.16, h_pad=0.1)
+    axes = figure.subplots(3, 2) if narrow else figure.subplots(2, 3)
+    for axis, panel in zip(axes.flat, _panels(), strict=True):
+        _draw(axis, replace(panel, caption=textwrap.fill(panel.caption, 30)) if narrow else panel)
     save_figure(figure, path)
     if path.suffix.lower() == ".png":
         _reduce_colors(path)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from monoblock.doctor.checks.causality import find_leak
 from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.records import AttentionRecord
 from monoblock.doctor.report import Finding
@@ -61,7 +62,10 @@ def _widths(exam: Examination, record: AttentionRecord) -> set[int]:
 
 
 def check_mask_after_softmax(exam: Examination) -> Finding | None:
-    """Add up the weights that the values are multiplied by: masked after the softmax, they do not sum to 1."""
+    """Add up the weights that the values are multiplied by.
+
+    They do not sum to 1 if the mask is applied after the softmax, or if the softmax is taken over another axis.
+    """
     for layer, record in enumerate(exam.recorded.attentions):
         used = record.used_weights
         if record.is_fused or used is None or used.shape != record.weights.shape:
@@ -69,23 +73,9 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
         sums = used.float().sum(-1)
         if bool(((sums - 1).abs() <= 1e-2).all()):
             continue
-        # Weights that were 0 before were masked before the softmax as well: then the sums are right.
         if record.softmax_axis != -1:
-            return finding(
-                "mask_after_softmax",
-                "fail",
-                {
-                    "smallest_row_sum": float(sums.nan_to_num().min()),
-                    "largest_row_sum": float(sums.nan_to_num().max()),
-                    "expected": 1.0,
-                    "axis": record.softmax_axis,
-                    "layer": layer,
-                },
-                f"the softmax is taken over the wrong axis ({record.softmax_axis}, not -1, the keys): the weights of a "
-                "query do not sum to 1, and "
-                + ("queries share the weight of a key" if record.softmax_axis == -2 else "heads or rows share it"),
-                "take the softmax over the keys: weights = scores.softmax(dim=-1)",
-            )
+            return _axis_finding(exam, record.softmax_axis, sums, layer)
+        # Weights that were 0 before were masked before the softmax as well: then the sums are right.
         dropped = (record.weights > 0) & (used == 0)
         if not bool(dropped.any()) and bool(sums.isfinite().all()):
             continue
@@ -98,6 +88,29 @@ def check_mask_after_softmax(exam: Examination) -> Finding | None:
             "mask the scores, then take the softmax: scores.masked_fill(~mask, -inf).softmax(-1)",
         )
     return None
+
+
+def _axis_finding(exam: Examination, axis: int, sums: Tensor, layer: int) -> Finding:
+    """Report a softmax over another axis than the keys, and whether it lets a token see later ones."""
+    leak = find_leak(exam, exam.ids)[0] if exam.is_causal else 0.0
+    evidence = {
+        "smallest_row_sum": float(sums.nan_to_num().min()),
+        "largest_row_sum": float(sums.nan_to_num().max()),
+        "expected": 1.0,
+        "axis": axis,
+        "layer": layer,
+    }
+    others = "queries" if axis == -2 else "heads or rows"
+    reason = (
+        f"the softmax is taken over the wrong axis, {axis}: {others} instead of keys (-1). The weights of a query do "
+        f"not sum to 1, and {others} share the weight of a key"
+    )
+    if leak:
+        evidence["change_by_later_tokens"] = leak
+        how = "later queries share it too" if axis == -2 else "a masked key gets as much weight as all others there"
+        reason += f". The future leaks in, even if the mask of the scores is right: {how}"
+    fix = "take the softmax over the keys: weights = scores.softmax(dim=-1)"
+    return finding("mask_after_softmax", "fail", evidence, reason, fix)
 
 
 def check_softmax_precision(exam: Examination) -> Finding | None:

@@ -19,7 +19,7 @@ MASK_FIX = (
 def check_causality(exam: Examination) -> Finding | None:
     """Change the tokens after a place, in short texts and in a long one: nothing up to that place may change."""
     ids = exam.ids
-    worst, place = _largest_change(exam, ids)
+    worst, place = find_leak(exam, ids)
     if not worst and (leak := _gradient_leak(exam)):
         return finding(
             "causality",
@@ -30,7 +30,7 @@ def check_causality(exam: Examination) -> Finding | None:
         )
     if not worst and exam.long_ids is not None:
         ids = exam.long_ids
-        worst, place = _largest_change(exam, ids)
+        worst, place = find_leak(exam, ids)
     if not worst:
         return None
     T, reach = ids.shape[1], _reach_ahead(exam, ids)
@@ -49,7 +49,7 @@ def check_causality(exam: Examination) -> Finding | None:
     )
 
 
-def _largest_change(exam: Examination, ids: Tensor) -> tuple[float, int]:
+def find_leak(exam: Examination, ids: Tensor) -> tuple[float, int]:
     """Change the tokens after one place in each row; return the largest change up to it, and the place."""
     T = ids.shape[1]
     cuts = (T // 2, T - 2, 0)[: len(ids)]

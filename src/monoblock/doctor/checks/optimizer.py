@@ -119,8 +119,8 @@ def _rate_finding(what: str, evidence: dict[str, Any]) -> Finding:
         "the learning rate is too high: the loss rises or is not finite"
         if high
         else "the loss does not move: the learning rate is too low, or nothing is trained",
-        "start at 3e-4 with AdamW, rise to it over a tenth of the steps, and "
-        + ("halve it" if high else "multiply it by 10"),
+        "use 3e-4 with AdamW, and reach it over the first tenth of the steps; then "
+        + ("halve it as long as the loss rises" if high else "multiply it by 10 if the loss still does not move"),
     )
 
 

@@ -41,7 +41,13 @@ def _hook_output(module: nn.Module, change: Callable[[Any, Tensor], Tensor]) -> 
 
 
 def _replace_attention(
-    patient: Patient, *, scale: float | None = None, mask_after: bool = False, half: bool = False, rotate: bool = False
+    patient: Patient,
+    *,
+    scale: float | None = None,
+    mask_after: bool = False,
+    half: bool = False,
+    rotate: bool = False,
+    axis: int = -1,
 ) -> None:
     """Compute attention step by step, with a fault."""
     for block in patient.blocks:
@@ -59,7 +65,7 @@ def _replace_attention(
                 scores = scores + context.bias
             if mask is not None and not mask_after:
                 scores = scores.masked_fill(~mask, float("-inf"))
-            weights = (scores.half() if half else scores).softmax(-1)
+            weights = (scores.half() if half else scores).softmax(axis)
             if mask is not None and mask_after:
                 weights = weights * mask
             return weights.to(v.dtype) @ v
@@ -259,6 +265,10 @@ def _mask_after_softmax(patient: Patient) -> None:
     _replace_attention(patient, mask_after=True)
 
 
+def _softmax_over_queries(patient: Patient) -> None:
+    _replace_attention(patient, axis=-2)
+
+
 def _scale_missing(patient: Patient) -> None:
     _replace_attention(patient, scale=1.0)
 
@@ -296,5 +306,6 @@ STRUCTURE = (
     Fault("dropout_left_on", "dropout is on in evaluation", "dropout", _dropout_left_on),
     Fault("softmax_in_fp16", "the softmax is computed in fp16", "softmax_precision", _softmax_in_fp16),
     Fault("mask_after_softmax", "the mask multiplies the weights", "mask_after_softmax", _mask_after_softmax),
+    Fault("softmax_over_queries", "the softmax is taken over the queries", "mask_after_softmax", _softmax_over_queries),
     Fault("scale_missing", "scores are not divided by sqrt(head size)", "scale", _scale_missing),
 )  # fmt: skip
