@@ -196,15 +196,17 @@ def measure_row(batch: int, build: Callable[..., Any], smoke: bool) -> dict[str,
     return result
 
 
-def steps_section(smoke: bool) -> str:
+def steps_section(smoke: bool, numbers: list[int] | None = None) -> str:
+    """Measure the rows of ROWS, or those with the given numbers."""
     torch.set_float32_matmul_precision("high")
     lines = [*heading("Bare steps", "python benchmarks/train_gpu.py --write"), ""]
     lines += ["| model | batch | | parameters | ms per step | target tokens/s | of the peer | MFU | peak, GiB |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
-    measured = [(work, batch, who, measure_row(batch, build, smoke)) for work, batch, who, build in ROWS]
+    rows = ROWS if numbers is None else [ROWS[number] for number in numbers]
+    measured = [(work, batch, who, measure_row(batch, build, smoke)) for work, batch, who, build in rows]
     peers = {work: row["speed"] for work, _, who, row in measured if who != "monoblock"}
     for work, batch, who, row in measured:
-        ratio = f"{row['speed'] / peers[work]:.2f} ×" if who == "monoblock" else ""
+        ratio = f"{row['speed'] / peers[work]:.2f} ×" if who == "monoblock" and work in peers else ""
         is_decoder = "base" not in work
         flops = 6 * row["parameters"] + (12 * 12 * 768 * 1024 if is_decoder else 0)
         mfu = f"{row['speed'] * flops / PEAK_FLOPS:.1%}" if is_decoder and not smoke else ""
@@ -321,6 +323,7 @@ def train_bytes(data: Tensor, steps: int, batch: int, length: int, *, fast: bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("steps", "trainer", "curves"), default="steps")
+    parser.add_argument("--rows", type=int, nargs="*", help=f"measure only these of the {len(ROWS)} steps")
     parser.add_argument("--text", type=Path, help="a text file, for trainer and curves")
     parser.add_argument("--tokenizer", type=Path, help="the folder of a tokenizer, for trainer")
     parser.add_argument("--smoke", action="store_true", help="toy sizes")
@@ -328,7 +331,7 @@ def main() -> None:
     args = parser.parse_args()
     text = args.text or Path(__file__)
     if args.only == "steps":
-        section = steps_section(args.smoke)
+        section = steps_section(args.smoke, args.rows)
     elif args.only == "trainer":
         section = trainer_section(args.smoke, text, args.tokenizer)
     else:
