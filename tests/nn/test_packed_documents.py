@@ -148,7 +148,7 @@ def test_activation_checkpointing_gives_the_same():
 def test_rows_and_back():
     documents = PackedDocuments.from_lengths([2, 0, 3], 4)
     rows, x = DocumentRows(documents), torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    assert documents.positions.tolist() == [[0, 1, 0, 1, 2]]
+    assert documents.positions().tolist() == [[0, 1, 0, 1, 2]]
     padded = rows.to_rows(x)
     assert padded.shape == (3, 4, 2)
     assert torch.equal(padded[2, :3], x[2:])

@@ -55,7 +55,7 @@ class TokenPositions:
         flags = None if flags is None else DocumentRows(self.packed).to_rows(flags[0])
         if flags is None and not padding:
             return tokens
-        return TokenPositions(tokens.positions, valid=self.packed.valid if padding else None, prefix_or_global=flags)
+        return TokenPositions(tokens.positions, valid=self.packed.valid() if padding else None, prefix_or_global=flags)
 
     # -- old names, removed in the next release --------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def remove_padding(
     if "logits_at" in inputs:
         unpadded["logits_at"], labels = _select(inputs["logits_at"], labels, packed["source"])
     elif labels.dim() == 1:
-        missing = packed["source"].num_documents - len(labels)
+        missing = packed["source"].num_documents() - len(labels)
         labels = torch.nn.functional.pad(labels, (0, missing), value=IGNORE_INDEX)
     else:
         side = "target" if "target" in inputs else "source"

@@ -71,7 +71,7 @@ def check_documents(
             "source_documents and target_documents"
         )
     if isinstance(source, PackedDocuments) and isinstance(target, PackedDocuments):
-        counts = source.num_documents, target.num_documents
+        counts = source.num_documents(), target.num_documents()
         if counts[0] != counts[1]:
             raise InputError(f"there are {counts[0]} source documents but {counts[1]} target documents; give as many")
     if cache is not None:

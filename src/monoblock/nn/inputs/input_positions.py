@@ -39,7 +39,7 @@ def token_positions(
         raise InputError("flags mark a prefix or global tokens, but no block of this model uses them; drop them")
     if isinstance(documents, PackedDocuments):
         reject_with_packed(mask=mask, positions=positions, cache=cache)
-        return TokenPositions(documents.positions, documents.numbers, prefix_or_global=flags, packed=documents)
+        return TokenPositions(documents.positions(), documents.numbers, prefix_or_global=flags, packed=documents)
     valid = valid_mask(mask, ids)
     start = 0 if cache is None else cache.common_length
     if cache is not None and (documents is not None or cache.has_documents):

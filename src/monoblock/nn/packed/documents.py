@@ -35,24 +35,21 @@ class PackedDocuments(NamedTuple):
         offsets[1:] = counts.cumsum(0)
         return cls(numbers, offsets, longest if max_length is None else max_length)
 
-    @property
     def num_documents(self) -> int:
-        """The number of documents, empty ones included."""
+        """Return the number of documents, empty ones included."""
         return self.offsets.shape[0] - 1
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedDocuments:
         numbers, offsets = (t.to(device, non_blocking=non_blocking) for t in (self.numbers, self.offsets))
         return PackedDocuments(numbers, offsets, self.max_length)
 
-    @property
     def positions(self) -> Tensor:
-        """The position of each token in its document, (1, T)."""
+        """Return the position of each token in its document, (1, T)."""
         index = torch.arange(self.numbers.shape[1], device=self.numbers.device)
         return index - self.offsets[self.numbers].long()
 
-    @property
     def valid(self) -> Tensor:
-        """Which places hold a token if each document is a row of `max_length`, (documents, max_length)."""
+        """Return which places hold a token if each document is a row of `max_length`, (documents, max_length)."""
         lengths = self.offsets[1:] - self.offsets[:-1]
         return torch.arange(self.max_length, device=lengths.device) < lengths[:, None]
 
@@ -64,10 +61,10 @@ class DocumentRows:
         starts, length = documents.offsets.long(), documents.max_length
         column = torch.arange(length, device=starts.device)
         tokens = documents.numbers.shape[1]
-        self.shape = (documents.num_documents, length)
-        self.is_token = documents.valid.flatten()
+        self.shape = (documents.num_documents(), length)
+        self.is_token = documents.valid().flatten()
         self.token_index = (starts[:-1, None] + column).clamp(max=tokens - 1).flatten()  # of each place in the rows
-        self.row_index = (documents.numbers * length + documents.positions)[0]  # (T,) where each token is in the rows
+        self.row_index = (documents.numbers * length + documents.positions())[0]  # (T,) where each token is in the rows
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return x (T, …) as rows (documents, length, …), with zeros for padding."""
