@@ -40,6 +40,7 @@ _HOME = {
     "MonoblockError": "errors",
     "NormConfig": "config.model",
     "PRESETS": "config.presets",
+    "PackedDocuments": "nn.packed.documents",
     "PatchConfig": "config.model",
     "Pipeline": "runs.pipeline",
     "Prediction": "tasks.labels",

@@ -61,6 +61,7 @@ from monoblock.nn.lora import (
 )
 from monoblock.nn.lstm import Recurrent as Recurrent
 from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
+from monoblock.nn.packed.documents import PackedDocuments as PackedDocuments
 from monoblock.nn.token_positions import TokenPositions as TokenPositions
 from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes

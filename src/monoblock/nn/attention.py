@@ -1,7 +1,8 @@
 """Scaled dot-product attention, and multi-head self- and cross-attention built on it (MHA, GQA and MQA).
 
 `attend` computes equation 1 of Vaswani et al. (2017) step by step.  `attend_fused` computes the same with a fused
-kernel, and `attend_banded` (nn/banded) only over the tiles of a sparse mask that are not empty.
+kernel, `attend_banded` (nn/banded) only over the tiles of a sparse mask that are not empty, and `attend_varlen`
+(nn/packed) only within packed documents.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 
 from monoblock.config.model import AttentionConfig, Buckets
 from monoblock.kernels.cpu.autograd import attend_causal, supports_causal_attention
-from monoblock.nn.attention_context import AttentionContext, compile_once
+from monoblock.nn.attention_context import AttentionContext, autocast_dtype, compile_once
 from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
 from monoblock.nn.linear import fused_linear, should_fuse
 from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.packed.attend_packed import attend_varlen, supports_head_sizes
 from monoblock.nn.positions import apply_rotary, bucket_bias
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
@@ -181,8 +183,11 @@ class Attention(nn.Module):
             q = apply_rotary(q, context.rotary_angles)
         keys, values = self._update_keys_values(new_keys, new_values, context, layer_cache, cache_write)
         q, keys, values = apply_tap(tap, "query", q), apply_tap(tap, "key", keys), apply_tap(tap, "value", values)
-        rows, q = q.shape[0], fold_beams(q, keys.shape[0])
-        out = unfold_beams(self._attend(q, keys, values, context, tap), rows)  # (B, H, T, value size)
+        if context.packed is not None:
+            out = self._attend_packed(q, keys, values, context, tap)
+        else:
+            rows, q = q.shape[0], fold_beams(q, keys.shape[0])
+            out = unfold_beams(self._attend(q, keys, values, context, tap), rows)  # (B, H, T, value size)
         out = apply_tap(tap, "heads", out).transpose(1, 2).flatten(2)
         return self.output(out)
 
@@ -232,6 +237,28 @@ class Attention(nn.Module):
             assert cache_write is not None
             return layer_cache.update(keys, values, cache_write)
         return KeyValues(keys, values)
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None) -> Tensor:
+        """Attend within packed documents: with the kernel for variable lengths or, if it cannot be used, as rows.
+
+        The shapes are q (1, H, T, K), k (1, G, S, K), v (1, G, S, *) and the output (1, H, T, *).
+        """
+        assert context.packed is not None
+        config = self.config
+        is_plain = config.softcap is None and self.sinks is None and self.position_bias is None
+        is_plain = is_plain and not (config.dropout and self.training)
+        is_read = any(tap_wants(tap, name) for name in ("scores", "weights"))
+        has_kernel = is_plain and not is_read and supports_head_sizes(q.shape[-1], v.shape[-1])
+        if has_kernel and context.uses_varlen(q):
+            causal, dtype = bool(context.resolved_mask.mask.terms), autocast_dtype(q)
+            return attend_varlen(q, k, v, *context.packed, causal=causal, scale=config.scale, dtype=dtype)
+        q_rows, k_rows = context.document_rows()
+        q, k, v = (
+            rows.to_rows(t.squeeze(0).transpose(0, 1)).transpose(1, 2)
+            for rows, t in ((q_rows, q), (k_rows, k), (k_rows, v))
+        )
+        out = self._attend(q, k, v, context, tap)  # (documents, H, length, value size)
+        return q_rows.from_rows(out.transpose(1, 2)).transpose(0, 1)[None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, tap: Tap | None) -> Tensor:
         config = self.config

@@ -13,6 +13,8 @@ from torch import Tensor
 from monoblock.nn.banded.attend_banded import supports_banded
 from monoblock.nn.banded.tile_plan import TilePlan, plan_tiles
 from monoblock.nn.masks import ResolvedMask
+from monoblock.nn.packed.attend_packed import supports_varlen
+from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
 from monoblock.nn.positions import RotaryAngles
 
 FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
@@ -34,6 +36,9 @@ class AttentionContext:
         self.bias = bias  # (B, H, T, S)
         self.rotary_angles = rotary_angles
         self.cached_lengths: Tensor | None = None  # (B,) if each row has one new token that sees all cached tokens
+        # of queries and keys, if tokens are packed; mask and bias are then those of the documents as rows
+        self.packed: tuple[PackedDocuments, PackedDocuments] | None = None
+        self._rows: tuple[DocumentRows, DocumentRows] | None = None
         self._dense_mask: Tensor | None = None
         self._safe_mask: tuple[Tensor, Tensor] | None = None
         self._prepared_bias: tuple[Tensor, Tensor | None] | None = None
@@ -46,13 +51,35 @@ class AttentionContext:
 
         This is done before the blocks run, so that activation checkpointing does not compute it again in each block.
         """
+        if self.uses_varlen(x):
+            return self
         if self.bias is not None:
-            self._prepared_bias = self._masked_bias(self.bias, _autocast_dtype(x))
+            self._prepared_bias = self._masked_bias(self.bias, autocast_dtype(x))
         elif self.uses_flex(x):
             self._block_mask = self._build_block_mask()
         elif self.resolved_mask.kind == "dense" and self.tile_plan(x) is None:
             self.safe_mask()
         return self
+
+    def uses_varlen(self, x: Tensor) -> bool:
+        """Return whether the kernel for packed documents of variable length can apply this mask to x."""
+        resolved = self.resolved_mask
+        return (
+            self.packed is not None
+            and self.bias is None
+            and resolved.matrix is None
+            and all(term.name == "causal" for term in resolved.mask.terms)
+            and supports_varlen(x, autocast_dtype(x))
+        )
+
+    def document_rows(self) -> tuple[DocumentRows, DocumentRows]:
+        """Return how packed queries and keys are written as rows, one for each document."""
+        assert self.packed is not None
+        if self._rows is None:
+            q, k = self.packed
+            q_rows = DocumentRows(q)
+            self._rows = q_rows, q_rows if k is q else DocumentRows(k)
+        return self._rows
 
     def uses_flex(self, x: Tensor) -> bool:
         """Return whether FlexAttention is worth its setup: on a GPU, with a dense mask, no bias and many queries.
@@ -109,7 +136,7 @@ class AttentionContext:
 
         q, k = self.resolved_mask.q, self.resolved_mask.k
         build: Any = create_block_mask if torch.compiler.is_compiling() else compile_once(create_block_mask)
-        batch = max(q.positions.shape[0], k.positions.shape[0])
+        batch = max(q.batch, k.batch)
         mask = self.resolved_mask.mask.to_mask_mod(q, k)
         return build(mask, batch if batch > 1 else None, None, q.length, k.length, device=q.positions.device)
 
@@ -134,7 +161,7 @@ class AttentionContext:
         return bias.masked_fill(~allowed, -math.inf), blind
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which attention to x is computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype

@@ -78,8 +78,7 @@ class Mask:
         allowed = self.allows(queries, keys)
         if keys.valid is not None:
             allowed = allowed & keys.valid
-        batch = max(q.positions.shape[0], k.positions.shape[0])
-        shape = (batch, 1, q.length, k.length)
+        shape = (max(q.batch, k.batch), 1, q.length, k.length)
         if isinstance(allowed, bool):
             return torch.full(shape, allowed, device=q.positions.device)
         return allowed.expand(torch.broadcast_shapes(allowed.shape, (1, 1, q.length, k.length)))

@@ -19,7 +19,7 @@ from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.kv_cache.cache_index import CacheWrite
-from monoblock.nn.masks import Mask, everything, mask_from_config
+from monoblock.nn.masks import Mask, everything, mask_from_config, same_document
 from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import Norm, frozen_statistics
 from monoblock.nn.positions import alibi_bias, bucket_bias, rotary_angles
@@ -140,7 +140,7 @@ class Stack(nn.Module):
     def _memory_context(
         q: TokenPositions, memory_positions: TokenPositions | None, cache: Cache | None, x: Tensor
     ) -> AttentionContext | None:
-        """Return the context of cross-attention, which has a mask only.
+        """Return the context of cross-attention, which has a mask only: a document of the target sees its source.
 
         Beams that share a source are folded into one row of queries (see `fold_beams`), so the mask has a single query,
         which broadcasts.
@@ -149,7 +149,11 @@ class Stack(nn.Module):
             return None
         if cache is not None and cache.rows_per_source > 1:
             q = TokenPositions(q.positions[:, :1])
-        return AttentionContext(everything.resolve(q, memory_positions)).prepare(x)
+        if q.packed is not None and memory_positions.packed is not None:
+            context = AttentionContext(everything.resolve(q.as_rows(padding=False), memory_positions.as_rows()))
+            context.packed = q.packed, memory_positions.packed
+            return context.prepare(x)
+        return AttentionContext(same_document.resolve(q, memory_positions)).prepare(x)
 
     def _attention_context(
         self, config_index: int, q: TokenPositions, cache_write: CacheWrite | None, x: Tensor
@@ -158,14 +162,18 @@ class Stack(nn.Module):
         config: AttentionConfig = self.attention_configs[config_index]
         k = q if cache_write is None else cache_write.key_positions
         size, positions = config.key_size(x.shape[-1]), config.positions
-        mask = self.masks[config_index]
+        angles = rotary_angles(positions, size, q.positions, x.dtype) if isinstance(positions, Rotary) else None
+        packed, mask = q.packed if config.kind == "softmax" else None, self.masks[config_index]
+        if packed is not None:  # mask and bias are those of a row for each document
+            # A causal mask hides padding on the right; what padding itself sees does not matter.
+            hides_padding = mask is self._config_masks[config_index] and config.mask != "full"
+            q = k = q.as_rows(padding=not hides_padding)
         if cache_write is not None and cache_write.mask is not None:
             mask = mask & cache_write.mask
-        context = AttentionContext(mask.resolve(q, k))
+        context = AttentionContext(mask.resolve(q, k), rotary_angles=angles)
+        context.packed = None if packed is None else (packed, packed)
         context.cached_lengths = None if cache_write is None else cache_write.cached_lengths
-        if isinstance(positions, Rotary):
-            context.rotary_angles = rotary_angles(positions, size, q.positions, x.dtype)
-        elif isinstance(positions, Alibi):
+        if isinstance(positions, Alibi):
             bias = alibi_bias(positions, config.num_unpruned_heads, size, q.positions, k.positions)
             context.bias = select_kept_heads(bias, config)
         elif isinstance(positions, Buckets) and positions.shared:

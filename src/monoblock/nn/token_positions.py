@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
+
 
 @dataclass(frozen=True)
 class TokenPositions:
@@ -24,16 +26,36 @@ class TokenPositions:
     valid: Tensor | None = None  # False on padding, which no query sees
     prefix_or_global: Tensor | None = None  # True on global tokens, or on the tokens of a prefix
     start: int | None = None
+    packed: PackedDocuments | None = None  # the same documents as `document`, if it is known where they begin
 
     @property
     def length(self) -> int:
         return self.positions.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        """The number of rows: 1 if every field is the same in all rows."""
+        fields = (self.positions, self.document, self.valid, self.prefix_or_global)
+        return max(field.shape[0] for field in fields if field is not None)
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> TokenPositions:
         """Return a copy with a function applied to every tensor."""
         fields = {name: getattr(self, name) for name in ("positions", "document", "valid", "prefix_or_global")}
         changed: dict[str, Any] = {name: fn(field) for name, field in fields.items() if field is not None}
         return replace(self, **changed)
+
+    def as_rows(self, *, padding: bool = True) -> TokenPositions:
+        """Return the positions of packed documents as rows, one for each document, padded to equal length.
+
+        With padding=False the padding is not marked as such, for a mask that hides it in any case.
+        """
+        assert self.packed is not None
+        tokens = arange_positions(self.packed.max_length, device=self.positions.device)
+        flags = self.prefix_or_global
+        flags = None if flags is None else DocumentRows(self.packed).to_rows(flags[0])
+        if flags is None and not padding:
+            return tokens
+        return TokenPositions(tokens.positions, valid=self.packed.valid() if padding else None, prefix_or_global=flags)
 
     # -- old names, removed in the next release --------------------------------------------------------------------
 

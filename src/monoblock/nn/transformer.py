@@ -11,22 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from monoblock.config.model import ModelConfig
-from monoblock.errors import ConfigError, InputError, with_article
+from monoblock.config.parts import SEQUENCE_HEADS
+from monoblock.errors import InputError, with_article
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding, PatchEmbedding, build_input, tied_table
 from monoblock.nn.heads import Head, OutputLinear
 from monoblock.nn.initialize import initialize
 from monoblock.nn.inputs.check_inputs import (
     check_cache,
+    check_config,
+    check_documents,
     check_shape,
+    check_sources,
     check_target,
     either_argument,
     reject_arguments,
+    reject_documents,
     select_tokens,
 )
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
-from monoblock.nn.inputs.input_positions import memory_positions, token_positions
+from monoblock.nn.inputs.input_positions import Documents, memory_positions, token_positions
 from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.packed.documents import DocumentRows
 from monoblock.nn.stack import Stack
 from monoblock.nn.tap import Tap, prefix_tap
 from monoblock.nn.token_positions import TokenPositions, arange_positions
@@ -44,15 +50,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if not isinstance(config, ModelConfig):
-            raise ConfigError(
-                f"a Transformer is built from a ModelConfig, not from {config!r:.60}; get one with mb.preset(name)"
-            )
-        if config.quantize is not None:
-            raise ConfigError(
-                "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
-            )
-        self.config = config
+        self.config = check_config(config)
         width = config.width
         self.input = build_input(width, config.input)
         is_tied = config.tie in ("source_target", "three_way")
@@ -72,7 +70,9 @@ class Transformer(nn.Module):
         attention_mask: Tensor | None = None,
         segments: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
+        source_documents: Documents | None = None,
+        target_documents: Documents | None = None,
         flags: Tensor | None = None,
         cache: Cache | None = None,
         memory: Tensor | None = None,
@@ -82,26 +82,30 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the logits of the head, (B, T, V) for a language model, or the hidden states (B, T, D) without a head.
 
-        Masks are 1 or True for real tokens and 0 or False for padding.  `documents` (B, T) numbers packed documents,
-        `flags` (B, T) marks a prefix or global tokens, `logits_at` (B, n) selects the tokens to compute logits for, and
-        `memory` (B, S, D) is an encoded source.  `output_linear` replaces the last matrix product (see `Head.forward`).
+        Masks are 1 or True for real tokens and 0 or False for padding.  `documents` (B, T) numbers packed documents, or
+        is a `PackedDocuments`; an encoder-decoder has them for the source and the target.  `flags` (B, T) marks a
+        prefix or global tokens, `logits_at` (B, n) selects the tokens to compute logits for, and `memory` (B, S, D) is
+        an encoded source.  `output_linear` replaces the last matrix product (see `Head.forward`).
         """
         if self.encoder is not None and self.decoder is not None:
-            reject_arguments(self.config.family, segments=segments, documents=documents, flags=flags)
+            reject_arguments(self.config.family, segments=segments, flags=flags)
+            reject_documents(documents)
             source_mask = either_argument("source_mask", source_mask, "attention_mask", attention_mask)
             is_cached = cache is not None and cache.memory_positions is not None
             target = check_target(source, target, memory, is_cached)
             if source is not None and not is_cached:
-                memory = self.encode(source, source_mask, tap=tap)
+                memory = self.encode(source, source_mask, documents=source_documents, tap=tap)
             options: dict[str, Any] = {"positions": positions, "cache": cache, "logits_at": logits_at, "tap": tap}
+            options |= {"source_documents": source_documents, "target_documents": target_documents}
             return self.decode(target, memory, source_mask, target_mask, output_linear=output_linear, **options)
-        reject_arguments(self.config.family, source_mask=source_mask, target_mask=target_mask, memory=memory)
+        unused: dict[str, Any] = {"source_mask": source_mask, "target_mask": target_mask, "memory": memory}
+        unused |= {"source_documents": source_documents, "target_documents": target_documents}
+        reject_arguments(self.config.family, **unused)
         attention_mask = either_argument("attention_mask", attention_mask, "a second argument", target)
         if source is None:
             raise InputError("ids are missing; call model(ids)")
-        hidden, input_positions = self._run_stack(
-            source, attention_mask, segments, positions, documents, flags, cache, tap
-        )
+        arguments = {"segments": segments, "positions": positions, "documents": documents, "flags": flags}
+        hidden, input_positions = self._run_stack(source, attention_mask, cache, tap, **arguments)
         return self._apply_head(hidden, input_positions, logits_at, tap, output_linear=output_linear)
 
     if TYPE_CHECKING:  # nn.Module types a call as Any
@@ -114,12 +118,13 @@ class Transformer(nn.Module):
         *,
         segments: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         flags: Tensor | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
         """Return the hidden states (B, T, D) of the encoder or, in a decoder-only model, of the decoder."""
-        return self._run_stack(source, attention_mask, segments, positions, documents, flags, None, tap)[0]
+        arguments = {"segments": segments, "positions": positions, "documents": documents, "flags": flags}
+        return self._run_stack(source, attention_mask, None, tap, **arguments)[0]
 
     def decode(
         self,
@@ -129,6 +134,8 @@ class Transformer(nn.Module):
         target_mask: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        source_documents: Documents | None = None,
+        target_documents: Documents | None = None,
         cache: Cache | None = None,
         logits_at: Tensor | None = None,
         output_linear: OutputLinear | None = None,
@@ -141,12 +148,10 @@ class Transformer(nn.Module):
         if self.encoder is None or self.decoder is None:
             raise InputError(f"{with_article(self.config.family)} model has no decode method; call model(ids)")
         check_cache(cache, self.decoder.config)
-        target_positions = token_positions(target, target_mask, positions, None, None, cache)
-        source_positions = memory_positions(memory, source_mask, cache, self.config.width)
-        if memory is not None and memory.shape[0] != target.shape[0]:
-            raise InputError(
-                f"there are {memory.shape[0]} sources but {target.shape[0]} targets; give one source for each target"
-            )
+        check_documents(source_documents, target_documents, cache)
+        target_positions = token_positions(target, target_mask, positions, target_documents, None, cache)
+        source_positions = memory_positions(memory, source_mask, cache, self.config.width, source_documents)
+        check_sources(memory, target)
         x = self._embed(target, target_positions, None, tap, side="target")
         x = self.decoder(
             x,
@@ -185,22 +190,14 @@ class Transformer(nn.Module):
     # -- steps of a forward pass ----------------------------------------------------------------------------------
 
     def _run_stack(
-        self,
-        source: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        flags: Tensor | None,
-        cache: Cache | None,
-        tap: Tap | None,
+        self, source: Tensor, mask: Tensor | None, cache: Cache | None, tap: Tap | None, **arguments: Any
     ) -> tuple[Tensor, TokenPositions]:
         """Run the input embedding and the first stack; return the hidden states (B, T, D) and token positions."""
         stack, name = self._stacks[0], "encoder" if self.encoder is not None else "decoder"
         if cache is not None and name == "encoder":
             raise InputError("an encoder reads all tokens at once and has nothing to cache; leave cache=None")
         check_cache(cache, stack.config)
-        x, input_positions = self._embed_source(source, mask, segments, positions, documents, flags, cache, tap)
+        x, input_positions = self._embed_source(source, mask, cache=cache, tap=tap, **arguments)
         return stack(x, input_positions, cache=cache, tap=prefix_tap(tap, name)), input_positions
 
     def _embed_source(
@@ -209,7 +206,7 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         flags: Tensor | None = None,
         cache: Cache | None = None,
         tap: Tap | None = None,
@@ -249,6 +246,9 @@ class Transformer(nn.Module):
             hidden = select_tokens(hidden, logits_at, self.config.head)
         if self.head is None:
             return hidden
+        if positions.packed is not None and self.head.config.kind in SEQUENCE_HEADS:
+            hidden = DocumentRows(positions.packed).to_rows(hidden.squeeze(0))
+            positions = positions.as_rows()
         options = {name: value for name, value in options.items() if value is not None}  # a head need not have them
         return self.head(
             hidden, valid=positions.valid, table=self.output_embedding, tap=prefix_tap(tap, "head"), **options

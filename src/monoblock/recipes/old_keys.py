@@ -33,7 +33,7 @@ RENAMED_KEYS = {
     "generate.measure": "generate.scored_rows",
 }
 # Keys that recipes stored by earlier versions lack, and the value that their runs behaved by.
-FORMER_DEFAULTS = {"data.split": "last"}
+FORMER_DEFAULTS = {"data.split": "last", "data.padding": "longest"}
 _MISSING = object()
 
 

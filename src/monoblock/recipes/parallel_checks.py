@@ -31,6 +31,8 @@ def check_parallel(recipe: Recipe, processes: int, *, has_own_loss: bool = False
     if processes == 1 or section.parallel == "ddp":
         return
     name = f"train.parallel={section.parallel}"
+    if recipe.data.padding == "none" and section.parallel != "fsdp":
+        raise ConfigError(f"data.padding=none cannot be used with {name}; write train.parallel=fsdp, or leave it out")
     if section.adversarial:
         raise ConfigError(f"train.adversarial cannot be used with {name}; write train.parallel=ddp")
     if recipe.model.get("norm") == "batch":

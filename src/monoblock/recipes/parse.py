@@ -76,19 +76,28 @@ def _build_recipe(data: dict[str, Any], task: TaskKeys, tasks: Sequence[TaskKeys
         if task.section is None:
             if own:
                 raise ConfigError(f"the objective {task.name} has no keys of its own; leave out [{task.name}]")
-            _check_adversarial(recipe, task, tasks)
+            _check_supported(recipe, task, tasks)
             return recipe
         section: Any = from_dict(task.section, own, task.name)
     except FieldError as problem:
         raise (problem.with_path("") if problem.path == Recipe.__name__ else problem) from None
-    _check_adversarial(recipe, task, tasks)
+    _check_supported(recipe, task, tasks)
     return replace(recipe, task=section)
 
 
-def _check_adversarial(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> None:
+def _check_supported(recipe: Recipe, task: TaskKeys, tasks: Sequence[TaskKeys]) -> None:
     if recipe.train.adversarial and not task.supports_adversarial:
         names = ", ".join(item.name for item in tasks if item.supports_adversarial)
         raise ConfigError(f"train.adversarial is for {names}, not {task.name}; leave it out")
+    if recipe.data.padding != "none":
+        return
+    if not task.supports_unpadded:
+        names = ", ".join(item.name for item in tasks if item.supports_unpadded)
+        raise ConfigError(f"data.padding=none is for {names}, not {task.name}; leave it out")
+    if recipe.train.adversarial:
+        raise ConfigError("train.adversarial needs one text in a row; leave it out, or leave out data.padding=none")
+    if recipe.train.compile == "graphs":
+        raise ConfigError("train.compile=graphs needs batches of one shape; write auto, or leave out data.padding=none")
 
 
 def read_toml(name_or_path: str) -> dict[str, Any]:

@@ -64,7 +64,16 @@ def build_task_data(
             notices += tuple(check_unknown_tokens(tokenizer, splits.train, recipe, is_loaded=is_loaded))
     start_id = None if start is None else start.special_tokens.get(DECODER_START_KEY)
     inputs = TaskInputs(recipe, context, tokenizer, splits.train, splits.valid, splits.labels, config, start_id)
-    return replace(task.build_data(inputs), content_digests=splits.digests, notices=notices)
+    data = replace(task.build_data(inputs), content_digests=splits.digests, notices=notices)
+    return _without_padding(data, config) if recipe.data.padding == "none" else data
+
+
+def _without_padding(data: TaskData, config: ModelConfig | RecurrentConfig | None) -> TaskData:
+    """Return the same data with training batches whose padding is removed."""
+    if not isinstance(config, ModelConfig):
+        raise ConfigError("data.padding=none is for Transformers that read text; leave it out")
+    build = data.build_batch
+    return data if build is None else replace(data, build_batch=lambda batch: build(batch)._replace(unpadded=True))
 
 
 def draft_config(recipe: Recipe, task: Task, start: WarmStart | None) -> ModelConfig | RecurrentConfig | None:

@@ -85,6 +85,7 @@ class Task:
     decoding: how models of the task generate text by default.
     verb: the monoblock command to use a trained model with.
     supports_adversarial: whether train.adversarial can be used.
+    supports_unpadded: whether data.padding="none" can be used, with inputs and labels that `remove_padding` knows.
     supports_subword_sampling: whether tokenizer.dropout and tokenizer.alpha can be used (`TaskInputs.sampler`).
     defaults: the default hyperparameters of `monoblock finetune`.
     old_names, old_keys: the names that the task and its recipe keys had in earlier versions, which are still accepted.
@@ -110,6 +111,7 @@ class Task:
     decoding: Literal["none", "sampling", "beam_search"] = "none"
     verb: Literal["generate", "translate", "chat", "evaluate"] = "evaluate"
     supports_adversarial: bool = False
+    supports_unpadded: bool = False
     supports_subword_sampling: bool = False
     defaults: TrainingDefaults = DEFAULT_TRAINING
     old_names: tuple[str, ...] = ()

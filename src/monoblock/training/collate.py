@@ -19,17 +19,22 @@ from torch import Tensor
 
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.training.corruption import corrupt_spans, mask_tokens, sample_generator
+from monoblock.training.unpad import remove_padding
 
 Ids = NDArray[np.int64]
 
 
 class TensorBatch(NamedTuple):
-    """The inputs and labels of one batch, with the epoch and indices of its samples."""
+    """The inputs and labels of one batch, with the epoch and indices of its samples.
 
-    inputs: dict[str, Tensor]
+    With `unpadded`, padding is removed when the batch is moved to the device of the model; before, rows can be split.
+    """
+
+    inputs: dict[str, Any]
     labels: Tensor
     epoch: int
     samples: list[int]
+    unpadded: bool = False
 
     @property
     def target_count(self) -> int:
@@ -56,15 +61,19 @@ class TensorBatch(NamedTuple):
 
     def _slice(self, start: int, stop: int) -> TensorBatch:
         inputs = {name: tensor[start:stop] for name, tensor in self.inputs.items()}
-        return TensorBatch(inputs, self.labels[start:stop], self.epoch, self.samples[start:stop])
+        labels, samples = self.labels[start:stop], self.samples[start:stop]
+        return self._replace(inputs=inputs, labels=labels, samples=samples)
 
     def without_targets(self) -> TensorBatch:
         """Return the same batch with no label that counts in the loss."""
         return self._replace(labels=torch.full_like(self.labels, IGNORE_INDEX))
 
     def to(self, device: torch.device) -> TensorBatch:
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        return self._replace(inputs=inputs, labels=self.labels.to(device, non_blocking=True))
+        inputs, labels = self.inputs, self.labels
+        if self.unpadded:
+            inputs, labels = remove_padding(inputs, labels, device.type)
+        inputs = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+        return self._replace(inputs=inputs, labels=labels.to(device, non_blocking=True), unpadded=False)
 
 
 def pad_rows(rows: Sequence[Ids], value: int, length: int | None = None) -> Tensor:

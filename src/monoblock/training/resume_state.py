@@ -24,7 +24,7 @@ from monoblock.training.updates.update_guard import STATE_FIELDS
 
 OLD_IDENTITY_KEY = "training recipe"  # only identities of version 0.1 have it
 # Keys that identities of earlier versions lack; a run that was begun by one is resumed with their former defaults.
-LATER_KEYS = ("data.split", "tokenizer.dropout", "tokenizer.alpha")
+LATER_KEYS = ("data.split", "data.padding", "tokenizer.dropout", "tokenizer.alpha")
 
 
 def model_tensors(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:

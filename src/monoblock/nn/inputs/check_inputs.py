@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monoblock.config.model import HeadConfig, StackConfig
+from monoblock.config.model import HeadConfig, ModelConfig, StackConfig
 from monoblock.config.parts import SEQUENCE_HEADS
-from monoblock.errors import InputError
+from monoblock.errors import ConfigError, InputError
 from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.packed.documents import PackedDocuments
 
 INTEGER_DTYPES = (torch.int64, torch.int32)
 
@@ -26,11 +27,55 @@ def _is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def reject_arguments(family: str, **arguments: Tensor | None) -> None:
+def check_config(config: ModelConfig) -> ModelConfig:
+    """Return the configuration that a model is built from; raise ConfigError if it cannot be."""
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"a Transformer is built from a ModelConfig, not from {config!r:.60}; get one with mb.preset(name)"
+        )
+    if config.quantize is not None:
+        raise ConfigError(
+            "a model is quantized after it is built; build it with quantize=None, then call mb.quantize(…)"
+        )
+    return config
+
+
+def reject_arguments(family: str, **arguments: object) -> None:
     """Raise InputError if an argument is given that a model of this family does not use."""
     for name, value in arguments.items():
         if value is not None:
             raise InputError(f"{name} was given, but this {family} model has no use for it; drop it")
+
+
+def reject_with_packed(**arguments: object) -> None:
+    """Raise InputError if an argument is given that packed documents leave no room for."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise InputError(f"{name} cannot be used with PackedDocuments; drop it, or give documents as a tensor")
+
+
+def reject_documents(documents: object) -> None:
+    if documents is not None:
+        raise InputError("an encoder-decoder has two texts; give source_documents and target_documents, not documents")
+
+
+def check_documents(
+    source: Tensor | PackedDocuments | None, target: Tensor | PackedDocuments | None, cache: Cache | None
+) -> None:
+    """Check that both sides of an encoder-decoder are packed alike, and that packed documents are not cached."""
+    if source is None and target is None:
+        return
+    if type(source) is not type(target):
+        raise InputError(
+            "an encoder-decoder needs the documents of both sides, both as a tensor or both as PackedDocuments; give "
+            "source_documents and target_documents"
+        )
+    if isinstance(source, PackedDocuments) and isinstance(target, PackedDocuments):
+        counts = source.num_documents(), target.num_documents()
+        if counts[0] != counts[1]:
+            raise InputError(f"there are {counts[0]} source documents but {counts[1]} target documents; give as many")
+    if cache is not None:
+        raise InputError("an encoder-decoder cannot cache packed documents; give each its own row, or cache=None")
 
 
 def either_argument(name: str, value: Tensor | None, other_name: str, other_value: Tensor | None) -> Tensor | None:
@@ -60,6 +105,13 @@ def check_target(source: Tensor | None, target: Tensor | None, memory: Tensor | 
             "or model(None, target, memory=model.encode(source))"
         )
     return target
+
+
+def check_sources(memory: Tensor | None, target: Tensor) -> None:
+    if memory is not None and memory.shape[0] != target.shape[0]:
+        raise InputError(
+            f"there are {memory.shape[0]} sources but {target.shape[0]} targets; give one source for each target"
+        )
 
 
 def check_cache(cache: Cache | None, stack_config: StackConfig) -> None:

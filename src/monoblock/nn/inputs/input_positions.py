@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from monoblock.errors import InputError
-from monoblock.nn.inputs.check_inputs import check_batch, check_ids, check_shape, valid_mask
+from monoblock.nn.inputs.check_inputs import check_batch, check_ids, check_shape, reject_with_packed, valid_mask
 from monoblock.nn.kv_cache.cache import Cache
+from monoblock.nn.packed.documents import PackedDocuments
 from monoblock.nn.token_positions import TokenPositions, arange_positions
+
+Documents = Tensor | PackedDocuments  # the number of each token's document (B, T), or where documents begin in one row
 
 
 def token_positions(
     ids: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
-    documents: Tensor | None,
+    documents: Documents | None,
     flags: Tensor | None,
     cache: Cache | None,
     *,
@@ -29,10 +32,14 @@ def token_positions(
     check_ids(ids)
     if cache is not None:
         check_batch(cache, ids)
-    for name, tensor in (("positions", positions), ("documents", documents), ("flags", flags)):
+    numbers = documents.numbers if isinstance(documents, PackedDocuments) else documents
+    for name, tensor in (("positions", positions), ("documents", numbers), ("flags", flags)):
         check_shape(name, tensor, ids)
     if flags is not None and not uses_flags:
         raise InputError("flags mark a prefix or global tokens, but no block of this model uses them; drop them")
+    if isinstance(documents, PackedDocuments):
+        reject_with_packed(mask=mask, positions=positions, cache=cache)
+        return TokenPositions(documents.positions(), documents.numbers, prefix_or_global=flags, packed=documents)
     valid = valid_mask(mask, ids)
     start = 0 if cache is None else cache.common_length
     if cache is not None and (documents is not None or cache.has_documents):
@@ -50,7 +57,9 @@ def token_positions(
     return TokenPositions(positions.expand(ids.shape[0], -1), documents, valid, flags)
 
 
-def memory_positions(memory: Tensor | None, mask: Tensor | None, cache: Cache | None, width: int) -> TokenPositions:
+def memory_positions(
+    memory: Tensor | None, mask: Tensor | None, cache: Cache | None, width: int, documents: Documents | None = None
+) -> TokenPositions:
     """Return the positions of the encoded source, `memory` (B, S, D); after the first pass they are in the cache."""
     if cache is not None and cache.memory_positions is not None:
         return cache.memory_positions
@@ -63,8 +72,11 @@ def memory_positions(memory: Tensor | None, mask: Tensor | None, cache: Cache | 
             f"memory has shape {tuple(memory.shape)}; give an encoded source of shape (batch, source length, {width})"
         )
     positions = arange_positions(memory.shape[1], device=memory.device)
-    if mask is not None:
-        positions = TokenPositions(positions.positions, valid=valid_mask(mask, memory[..., 0]))
+    packed, numbers = (documents, documents.numbers) if isinstance(documents, PackedDocuments) else (None, documents)
+    if mask is not None or numbers is not None:
+        check_shape("source_documents", numbers, memory[..., 0])
+        valid = valid_mask(mask, memory[..., 0])
+        positions = TokenPositions(positions.positions, numbers, valid, packed=packed)
     if cache is not None:
         cache.memory_positions = positions
     return positions

@@ -19,6 +19,7 @@ CLASSIFICATION = Task(
     evaluate=ImportedFunction("classification.evaluate", "evaluate_classifier"),
     metrics=("accuracy", "f1", "ece"),
     supports_adversarial=True,
+    supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 32, 512),
     old_names=("classify",),

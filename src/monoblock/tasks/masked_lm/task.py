@@ -18,6 +18,7 @@ MASKED_LM = Task(
     predict=ImportedFunction("masked_lm.predict", "fill_masks"),
     evaluate=ImportedFunction("masked_lm.evaluate", "evaluate_masked_lm"),
     metrics=("loss", "perplexity", "accuracy"),
+    supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 32, 128),
     old_names=("masked",),

@@ -28,6 +28,7 @@ SEQ2SEQ = Task(
     metrics=("bleu", "chrf", "accuracy", "cer"),
     decoding="beam_search",
     verb="translate",
+    supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 16, 512),
     old_names=("pairs",),

@@ -19,6 +19,7 @@ TOKEN_CLASSIFICATION = Task(
     score_validation=ImportedFunction("token_classification.evaluate", "score_validation_tags"),
     metrics=("f1", "precision", "recall", "accuracy"),
     supports_adversarial=True,
+    supports_unpadded=True,
     supports_subword_sampling=True,
     defaults=TrainingDefaults(3, 32, 512),
     old_names=("label",),
