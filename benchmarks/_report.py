@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import torch
@@ -15,6 +17,14 @@ def processor_name() -> str:
 
 def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """Return the commit of this checkout; the variable COMMIT gives it where the folder is a copy without history."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def print_report(lines: list[str], out: Path | None) -> None:

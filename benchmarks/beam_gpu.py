@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import random
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _report import device_name, write_section
+from _report import commit, device_name, write_section
 from translate_cpu import TokenRows, pad_rows, random_sources
 from translate_real import to_transformers
 
@@ -259,10 +258,8 @@ def measure_dakshina(args: argparse.Namespace) -> list[str]:
 
 
 def provenance() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     call = f"python benchmarks/beam_gpu.py {shlex.join(sys.argv[1:])}".strip()
-    return f"`{call}`, {date.today()}, commit {commit}: {device_name()}, torch {torch.__version__}."
+    return f"`{call}`, {date.today()}, commit {commit()}: {device_name()}, torch {torch.__version__}."
 
 
 def main() -> None:

@@ -13,10 +13,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from _report import commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
@@ -252,7 +254,9 @@ def main() -> None:
                 print(row, flush=True)
         rows.append(row)
     lines = [
-        f"Tokens per second, {PROMPT} + {NEW}, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}",
+        f"Tokens per second, {PROMPT} + {NEW}, {torch.cuda.get_device_name()}, torch {torch.__version__}",
+        f"(`python benchmarks/decode_gpu.py`, {date.today()}, commit {commit()}). Activations are in bf16. Of 8 bits, 64 "
+        f"weights share a scale; of 4 bits, {QUANTIZED_GROUPS[4]}.",
         "",
     ]
     lines += [

@@ -5,7 +5,8 @@
     python benchmarks/train_gpu.py --only curves --text FILE --write
 
 A step is forward pass, loss, backward pass, clipping and fused AdamW, compiled, under autocast to bfloat16, without
-dropout, on random tokens of one shape.  Ours uses the loss of the trainer.  MFU counts 6 N + 12 L D T FLOPs a token
+dropout, on random tokens of one shape; that of Transformer base is recorded as CUDA graphs (`train.compile=graphs`).
+Ours uses the loss of the trainer.  MFU counts 6 N + 12 L D T FLOPs a token
 against the 989 TFLOP/s of an H200.  --smoke runs toy sizes, also without a GPU.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _report import device_name, write_section
+from _report import commit, device_name, write_section
 from torch import Tensor, nn
 
 import monoblock as mb
@@ -127,6 +128,7 @@ def build_torch(batch: int, smoke: bool) -> tuple[nn.Module, Callable[[], Tensor
     return model, lambda: F.cross_entropy(model(source, target).float().flatten(0, 1), labels.flatten()), labels.numel()
 
 
+WITH_GRAPHS = ("Transformer base, 128 + 128",)  # small kernels: the step is recorded as CUDA graphs
 ROWS = [  # work, batch, who, how to build model and loss
     ("GPT-2 124M", 32, "monoblock", build_gpt2),
     ("GPT-2 124M", 64, "monoblock", build_gpt2),
@@ -138,10 +140,12 @@ ROWS = [  # work, batch, who, how to build model and loss
 ]
 
 
-def make_step(model: nn.Module, loss: Callable[[], Tensor], *, compiled: bool = True) -> Callable[[], Tensor]:
+def make_step(
+    model: nn.Module, loss: Callable[[], Tensor], *, compiled: bool = True, mode: str | None = None
+) -> Callable[[], Tensor]:
     fused = DEVICE == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
-    compute = torch.compile(loss) if compiled else loss
+    compute = torch.compile(loss, mode=mode) if compiled else loss
 
     def step() -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -179,13 +183,13 @@ def flops_per_token(model: nn.Module, length: int, depth: int, width: int) -> fl
     return 6 * sum(weight.numel() for weight in model.parameters()) + 12 * depth * width * length
 
 
-def measure_row(batch: int, build: Callable[..., Any], smoke: bool) -> dict[str, float]:
+def measure_row(work: str, batch: int, build: Callable[..., Any], smoke: bool) -> dict[str, float]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model, loss, tokens = build(2 if smoke else batch, smoke)
-    step = make_step(model, loss, compiled=not smoke)
+    step = make_step(model, loss, compiled=not smoke, mode="reduce-overhead" if work in WITH_GRAPHS else None)
     seconds = time_steps(step, *((1, 1) if smoke else ()))
     memory = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else math.nan
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -203,7 +207,7 @@ def steps_section(smoke: bool, numbers: list[int] | None = None) -> str:
     lines += ["| model | batch | | parameters | ms per step | target tokens/s | of the peer | MFU | peak, GiB |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     rows = ROWS if numbers is None else [ROWS[number] for number in numbers]
-    measured = [(work, batch, who, measure_row(batch, build, smoke)) for work, batch, who, build in rows]
+    measured = [(work, batch, who, measure_row(work, batch, build, smoke)) for work, batch, who, build in rows]
     peers = {work: row["speed"] for work, _, who, row in measured if who != "monoblock"}
     for work, batch, who, row in measured:
         ratio = f"{row['speed'] / peers[work]:.2f} ×" if who == "monoblock" and work in peers else ""
@@ -220,11 +224,6 @@ def steps_section(smoke: bool, numbers: list[int] | None = None) -> str:
 
 def heading(title: str, command: str) -> list[str]:
     return [title, "", f"`{command}`, {date.today()}, commit {commit()}: {device_name()}, torch {torch.__version__}."]
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 # -- monoblock train ------------------------------------------------------------------------------------------------

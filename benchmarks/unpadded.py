@@ -14,7 +14,6 @@ import argparse
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _report import device_name, write_section
+from _report import commit, device_name, write_section
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -302,14 +301,12 @@ def format_kernel(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def format_section(steps: list[dict[str, Any]], kernel: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = args.commit or subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     row, breaks = steps[0], sum(counters["graph_break"].values())
     precision = "bf16 autocast, compiled" if args.device == "cuda" else "fp32"
     lines = [
         "One GPU" if args.device == "cuda" else "CPU",
         "",
-        f"`python benchmarks/unpadded.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit}: "
+        f"`python benchmarks/unpadded.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit()}: "
         f"{device_name()}, torch {torch.__version__}, {precision}; graph breaks: {breaks}. "
         f"Batches of {row['batch']} with the lengths of Multi30k in random order, {row['steps']} different batches "
         f"after warm-up, rounds in turns: {args.rounds}. Times are the best of all rounds, ratios the "
@@ -335,7 +332,6 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile on a CPU as well")
     parser.add_argument("--data", type=Path, help="a folder with train.en and train.de of Multi30k")
     parser.add_argument("--lengths", type=Path, help="print the lengths in such a folder, and stop")
-    parser.add_argument("--commit", help="the commit, where the folder is not a checkout")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write the tables to results/{RESULTS.name}")

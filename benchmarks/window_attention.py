@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import device_name, processor_name, write_section
+from _report import commit, device_name, processor_name, write_section
 
 from monoblock.config.model import AttentionConfig
 from monoblock.nn import attention_context
@@ -144,15 +144,13 @@ def format_row(row: dict[str, Any]) -> str:
 
 def format_section(rows: list[dict[str, Any]], args: argparse.Namespace, load: float) -> str:
     device = args.device
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     where = f"{processor_name()}, threads: {args.threads}, fp32" if device == "cpu" else f"{device_name()}, bf16"
     clock = "Processor time" if args.cpu_time else "Elapsed time"
     title = ("CPU" if device == "cpu" else "One GPU") + (", processor time" if args.cpu_time else "")
     lines = [
         title,
         "",
-        f"`python benchmarks/window_attention.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit}: "
+        f"`python benchmarks/window_attention.py {shlex.join(sys.argv[1:])}`, {date.today()}, commit {commit()}: "
         f"{where}, torch {torch.__version__}. One layer with {HEADS} heads of {HEAD_DIM}, window {WINDOW}, batch 1. "
         f"{clock}, the best of {args.repeats} passes. Load average of the machine {load:.1f} before and "
         f"{os.getloadavg()[0]:.1f} after.",

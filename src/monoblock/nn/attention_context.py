@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from monoblock.nn.banded.attend_banded import supports_banded
+from monoblock.nn.banded.block_mask import build_block_mask
 from monoblock.nn.banded.tile_plan import TilePlan, plan_tiles
 from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.packed.attend_packed import supports_varlen
@@ -18,6 +19,7 @@ from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
 from monoblock.nn.positions import RotaryAngles
 
 FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
+MIN_TILED_PAIRS = 1 << 26  # with fewer pairs of tokens, FlexAttention builds its block mask as fast
 BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
 
 
@@ -135,6 +137,8 @@ class AttentionContext:
         from torch.nn.attention.flex_attention import create_block_mask
 
         q, k = self.resolved_mask.q, self.resolved_mask.k
+        if q.length * k.length >= MIN_TILED_PAIRS and not torch.compiler.is_compiling():
+            return build_block_mask(self.resolved_mask)
         build: Any = create_block_mask if torch.compiler.is_compiling() else compile_once(create_block_mask)
         batch = max(q.batch, k.batch)
         mask = self.resolved_mask.mask.to_mask_mod(q, k)

@@ -81,7 +81,7 @@ def plan_tiles(
 ) -> TilePlan | None:
     """Return the tiles that the mask may need, or None if they are too many for `attend_banded` to be faster."""
     mask, q, k = resolved.mask, resolved.q, resolved.k
-    rows = max(q.positions.shape[0], k.positions.shape[0])
+    rows = max(q.batch, k.batch)
     orders: list[tuple[Tensor | None, Tensor | None]] = [(None, None)]
     if k.prefix_or_global is not None:  # flagged tokens see, or are seen by, all: together they fill the fewest tiles
         orders.append((_flagged_first(q), _flagged_first(k)))
@@ -112,13 +112,18 @@ def _reorder(tokens: TokenPositions, order: Tensor | None) -> TokenPositions:
     )
 
 
+def find_tile_pairs(mask: Mask, q: TokenPositions, k: TokenPositions, tile: int) -> _TilePairs:
+    """Return the pairs of tiles in which the mask may allow a pair of tokens, sorted by row and query tile."""
+    return _find_pairs(mask, q, k, None, None, tile)
+
+
 def _find_pairs(
     mask: Mask, q: TokenPositions, k: TokenPositions, q_order: Tensor | None, k_order: Tensor | None, tile: int
 ) -> _TilePairs:
     """Return the pairs of tiles in which the mask may allow a pair of tokens."""
     q_ranges = _tile_ranges(replace(q, valid=None), tile).map_tensors(lambda t: t[:, :, None])
     k_ranges = _tile_ranges(k, tile).map_tensors(lambda t: t[:, None, :])
-    rows = max(q.positions.shape[0], k.positions.shape[0])
+    rows = max(q.batch, k.batch)
     q_tiles, k_tiles = q_ranges.low.positions.shape[1], k_ranges.low.positions.shape[2]
     step = max(1, MAX_ENTRIES // (rows * k_tiles))
     found = []
