@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("all", "ours", "checks"), default="all")
     parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic", "static"])
     parser.add_argument("--smoke", action="store_true", help="check correctness only; without a GPU, do nothing")
     args = parser.parse_args()
     if args.smoke and not torch.cuda.is_available():
@@ -244,7 +245,7 @@ def main() -> None:
         print(row, flush=True)
         torch.cuda.empty_cache()
         if args.only == "all" and bits == 16:
-            for cache in ("dynamic", "static"):
+            for cache in args.caches:
                 try:
                     row[cache] = measure_transformers(name, batch, cache)
                 except Exception as problem:
@@ -255,8 +256,8 @@ def main() -> None:
         rows.append(row)
     lines = [
         f"Tokens per second, {PROMPT} + {NEW}, {torch.cuda.get_device_name()}, torch {torch.__version__}",
-        f"(`python benchmarks/decode_gpu.py`, {date.today()}, commit {commit()}). Activations are in bf16. Of 8 bits, 64 "
-        f"weights share a scale; of 4 bits, {QUANTIZED_GROUPS[4]}.",
+        f"(`python benchmarks/decode_gpu.py`, {date.today()}, commit {commit()}). Activations are in bf16. "
+        f"With 8 bits {QUANTIZED_GROUPS[8]} weights share a scale, with 4 bits {QUANTIZED_GROUPS[4]}.",
         "",
     ]
     lines += [

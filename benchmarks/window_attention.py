@@ -86,6 +86,10 @@ def measure(pattern: str, lengths: list[int], args: argparse.Namespace) -> list[
     peak = read_peak(device) - before
     rows = []
     for length, times in zip(lengths, zip(*rounds, strict=True), strict=True):
+        if device == "cuda":
+            before = start_peak(device)
+            run_layer(pattern, length, device, dtype, clock)
+            peak = read_peak(device) - before
         forward, backward = min(t[0] for t in times), min(t[1] for t in times)
         rows.append(
             {"pattern": pattern, "length": length, "forward": forward, "backward": backward, "peak_bytes": peak}
@@ -121,11 +125,12 @@ def measure_in_process(
 
 
 def measure_pattern(pattern: str, lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the times of all lengths in one process, and the peak memory of each in a process of its own."""
+    """Measure the times of all lengths in one process, and on a CPU the peak memory of each in a process of its own."""
     lengths = [length for length in lengths if pattern != DENSE or length <= DENSE_LENGTH]
     rows = measure_in_process(pattern, lengths, args.repeats, args)
     for row, previous in zip(rows, [None, *rows[:-1]], strict=True):
-        row["peak_bytes"] = measure_in_process(pattern, [row["length"]], 1, args)[0]["peak_bytes"]
+        if args.device == "cpu":
+            row["peak_bytes"] = measure_in_process(pattern, [row["length"]], 1, args)[0]["peak_bytes"]
         is_double = previous is not None and row["length"] == 2 * previous["length"]
         row["factor"] = _total(row) / _total(previous) if previous is not None and is_double else None
         print(format_row(row), file=sys.stderr, flush=True)
