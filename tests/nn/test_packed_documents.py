@@ -238,7 +238,8 @@ def test_the_kernel_of_the_gpu_is_near_the_dense_mask(name):
     model = randomize_weights(Transformer(config)).eval().cuda()
     run = functools.partial(run_packed_on, model, "cuda")
     exact = run(torch.float32)
-    torch.testing.assert_close(run(torch.bfloat16).float(), exact, atol=0.05, rtol=0.05)
+    error = (run(torch.bfloat16).float() - exact).norm() / exact.norm()
+    assert error < 0.03, "bf16 with a dense mask has an error of about 0.01"
 
 
 def run_packed_on(model, device, dtype):
