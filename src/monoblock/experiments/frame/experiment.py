@@ -17,6 +17,7 @@ from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.toy_data import ToyKind
 
+SeedResults = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> metrics
 Metrics = dict[str, Any]  # name -> number, or a curve: a dict from a point, such as a length, to a number
 
 
@@ -67,6 +68,8 @@ class Experiment:
     options: type = NoOptions  # a dataclass of the options key=value; those with `selection()` only choose trials
     is_timed: bool = False  # the results depend on the machine, so tables do not mix machines
     before: Callable[[Trial], tuple[Job, ...]] | None = None  # jobs that several trials share, such as a first model
+    needs: Callable[[Trial], tuple[tuple[str, int], ...]] | None = None  # (arm, seed) of trials that must come first
+    summarize: Callable[[SeedResults], SeedResults] | None = None  # numbers that follow from several arms, as a fit
     check: Callable[[Any, tuple[str, ...]], None] | None = None  # raises ConfigError for options and overrides
     reading: str = ""  # how to read the table, in a paragraph
 
@@ -88,6 +91,7 @@ class Trial:
     smoke: bool = False
     stands_in: bool = False  # the corpus of the recipe is not there, and another one stands in for it
     keep: bool = False  # keep the run folder
+    more_results: tuple[Path, ...] = ()  # files of results of other machines
 
     @property
     def name(self) -> str:

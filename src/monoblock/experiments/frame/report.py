@@ -24,10 +24,15 @@ class Report:
     note: str = ""  # of the person who ran it
 
     @property
-    def arms(self) -> list[str]:
+    def _measured(self) -> list[str]:
         """The arms that have results, in the order of the experiment."""
         found = {result.arm for result in self.results}
         return [arm.name for arm in self.experiment.arms if arm.name in found]
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms that have results, and the rows that follow from several arms, such as a fit."""
+        return list(self.by_seed())
 
     @property
     def machines(self) -> list[str]:
@@ -41,8 +46,14 @@ class Report:
         return [Report(self.experiment, tuple(group), self.note) for group in groups.values()]
 
     def by_seed(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return the metrics of every arm and seed; of several machines, the last one counts."""
-        return {arm: {result.seed: result.metrics for result in self.results if result.arm == arm} for arm in self.arms}
+        """Return the metrics of every arm and seed, and what follows from several arms; the last machine counts."""
+        found: dict[str, dict[int, dict[str, Any]]] = {
+            arm: {result.seed: result.metrics for result in self.results if result.arm == arm} for arm in self._measured
+        }
+        if self.experiment.summarize is not None:
+            for arm, seeds in self.experiment.summarize(found).items():
+                found[arm] = {seed: dict(metrics) for seed, metrics in seeds.items()}
+        return found
 
     def values(self, arm: str, metric: str, at: str | None = None) -> list[float]:
         """Return the values of a metric, or of a point of a curve, for the seeds of an arm."""

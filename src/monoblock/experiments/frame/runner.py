@@ -67,6 +67,7 @@ def plan_trials(experiment: Experiment, request: Request) -> list[Trial]:
         data=request.data,
         smoke=request.smoke,
         keep=request.keep,
+        more_results=request.more_results,
     )
     stands_in = _needs_stand_in(experiment, base)
     trials = [
@@ -109,10 +110,35 @@ def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request
         yield f"{len(trials) - len(waiting)} of {len(trials)} trials have results already"
     jobs: dict[str, Job] = {}
     for trial in waiting:
-        first = experiment.before(trial) if experiment.before is not None else ()
-        jobs |= {job.name: job for job in first}
-        jobs[trial.name] = Job(trial.name, run_trial, (trial,), tuple(job.name for job in first))
-    yield from run_jobs(list(jobs.values()), request.jobs)
+        needed = _needed_trials(experiment, trial)
+        for one in [one for one in needed if _key(experiment, one) not in done] + [trial]:
+            first = experiment.before(one) if experiment.before is not None else ()
+            jobs |= {job.name: job for job in first if job.name not in jobs}
+            depends_on = (*(job.name for job in first), *(job.name for job in map(_job, needed) if one is trial))
+            jobs.setdefault(one.name, _job(one, depends_on))
+    known = set(jobs)
+    filtered = [
+        job._replace(depends_on=tuple(name for name in job.depends_on if name in known)) for job in jobs.values()
+    ]
+    yield from run_jobs(filtered, request.jobs)
+
+
+def _job(trial: Trial, depends_on: tuple[str, ...] = ()) -> Job:
+    return Job(trial.name, run_trial, (trial,), depends_on)
+
+
+def _needed_trials(experiment: Experiment, trial: Trial) -> list[Trial]:
+    """Return the trials whose results `measure` reads, such as a search for the learning rate."""
+    pairs = experiment.needs(trial) if experiment.needs is not None else ()
+    return [replace(trial, arm=experiment.arm(arm), seed=seed) for arm, seed in pairs]
+
+
+def read_trial_results(trial: Trial) -> list[Result]:
+    """Return the results that a trial can read: those of the trials that it needs."""
+    experiment = find_experiment(trial.experiment)
+    needed = {_key(experiment, one) for one in _needed_trials(experiment, trial)}
+    request = Request(folder=trial.folder, values={}, more_results=trial.more_results)
+    return [result for result in stored_results(experiment, request) if result.key in needed]
 
 
 def _key(experiment: Experiment, trial: Trial) -> tuple[str, int, str]:

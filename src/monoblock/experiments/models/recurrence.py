@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
-from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -24,23 +22,24 @@ from monoblock.accounting.lstm_matching import matching_config
 from monoblock.accounting.report import account
 from monoblock.config.model import ModelConfig
 from monoblock.config.schema import check_at_least, check_types
-from monoblock.data.readers.records import Pair
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
+from monoblock.experiments.models.reversal import (
+    accuracy_by_length,
+    parse_lengths,
+    strings_folder,
+    write_strings,
+)
 from monoblock.recipes.schema import Recipe
-from monoblock.runs.evaluate import evaluate_request
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import read_recipe, task_of_recipe
-from monoblock.tasks.evaluation_report import EvaluationRequest
-from monoblock.tasks.seq2seq.backtranslation import write_pairs
 
 DEFAULT_RECIPE = "reverse"
-TRAIN_PAIRS, TEST_PAIRS = 100_000, 500
-SEED = 8  # of the data, which is the same for all arms and seeds
+TRAIN_PAIRS = 100_000
 TIMED_ROWS = 64  # sequences in the pass that is timed
 
 
@@ -58,12 +57,7 @@ class Options:
 
     @property
     def all_lengths(self) -> list[int]:
-        try:
-            return [int(word) for word in str(self.lengths).split(",")]
-        except ValueError:
-            raise ConfigError(
-                f"lengths={self.lengths!r} is not a list of whole numbers; write lengths=5,10,20"
-            ) from None
+        return parse_lengths(self.lengths)
 
 
 def check(options: Options, overrides: tuple[str, ...]) -> None:
@@ -73,46 +67,20 @@ def check(options: Options, overrides: tuple[str, ...]) -> None:
             f"recipe={options.recipe} does not train a Transformer on pairs of source and target; "
             "write recipe=reverse or recipe=multi30k"
         )
-    if min(options.all_lengths) < 1:
-        raise ConfigError(f"lengths={options.lengths} has a length below 1; write lengths=5,10,20")
+    parse_lengths(options.lengths)
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
 def before(trial: Trial) -> tuple[Job, ...]:
-    return (Job("pairs", write_strings, (trial,)),) if trial.options.recipe == DEFAULT_RECIPE else ()
-
-
-def write_strings(trial: Trial) -> Iterator[str]:
-    """Write strings and their reversal: a training and a validation file, and a test file for each length."""
-    folder, random = _pairs_folder(trial), Random(SEED)
-    if folder.is_dir():
-        return
-    lengths = trial.options.all_lengths
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    count = TEST_PAIRS if not trial.smoke else 8
-    for length in lengths:  # no string of 5 letters is likely to be among the training strings by chance
-        write_pairs(temporary / f"length-{length}.tsv", (_pair(random, length) for _ in range(count)))
-    corpus = temporary / "corpus"
-    corpus.mkdir()
-    for split, rows in (("train", trial.options.pairs), ("valid", min(1_000, trial.options.pairs))):
-        drawn = (_pair(random, random.randint(2, max(lengths))) for _ in range(rows))
-        write_pairs(corpus / f"{split}.tsv", drawn)
-    temporary.rename(folder)
-    yield f"pairs: {trial.options.pairs:,} strings of up to {max(lengths)} letters"
-
-
-def _pair(random: Random, length: int) -> Pair:
-    letters = random.choices(ascii_lowercase, k=length)
-    return Pair(" ".join(letters), " ".join(reversed(letters)))
+    if trial.options.recipe != DEFAULT_RECIPE:
+        return ()
+    return (Job("pairs", write_strings, (_pairs_folder(trial), trial.options.all_lengths, trial.options.pairs)),)
 
 
 def _pairs_folder(trial: Trial) -> Path:
-    words = f"{trial.options.lengths}-{trial.options.pairs}".replace(",", "-")
-    return trial.folder / f"pairs-{words}"
+    return strings_folder(trial.folder, trial.options.all_lengths, trial.options.pairs)
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -127,13 +95,8 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     if trial.options.recipe != DEFAULT_RECIPE:
         yield {**metrics, **evaluate_trial(trial, pipe, recipe, limit=trial.options.limit)}
         return
-    exact, times = {}, {}
-    for length in trial.options.all_lengths:
-        file = str(_pairs_folder(trial) / f"length-{length}.tsv")
-        options = {"max_new_tokens": length + 2, "num_beams": 1}
-        request = EvaluationRequest(data=file, limit=trial.options.limit, batch=256, options=options)
-        exact[str(length)] = evaluate_request(pipe, request).metrics["accuracy"]
-        times[str(length)] = _milliseconds(pipe, length)
+    times = {str(length): _milliseconds(pipe, length) for length in trial.options.all_lengths}
+    exact = accuracy_by_length(pipe, _pairs_folder(trial), trial.options.all_lengths, trial.options.limit)
     mean = sum(exact.values()) / len(exact)
     yield {**metrics, "accuracy": mean, "reversal_accuracy": exact, "pass_milliseconds": times}
 
