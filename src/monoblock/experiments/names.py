@@ -16,6 +16,11 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "tying": ("models.tying", "one matrix for embedding and output, or two"),
     "smoothing": ("models.smoothing", "label smoothing, by perplexity and by BLEU"),
     "scaling-law": ("models.scaling_law", "six sizes, and the exponent of their losses"),
+    "scale": ("costs.scale", "the softmax with and without the scale of the scores, by head size"),
+    "attention-memory": ("costs.attention_memory", "plain and fused attention: bytes and time by length"),
+    "kv-cache": ("costs.kv_cache", "decoding with and without a cache: positions, time and bytes"),
+    "sparse": ("costs.sparse", "full, window, Longformer, BigBird and linear attention: time and bytes by length"),
+    "speculative": ("costs.speculative", "greedy decoding alone, with a trained draft, and with lookup"),
     "recurrence": ("models.recurrence", "a Transformer, and LSTMs with and without attention, on reversing strings"),
     "language-models": (
         "models.language_models",

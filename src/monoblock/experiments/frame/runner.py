@@ -113,6 +113,7 @@ def run_trials(experiment: Experiment, trials: Sequence[Trial], request: Request
         needed = _needed_trials(experiment, trial)
         for one in [one for one in needed if _key(experiment, one) not in done] + [trial]:
             first = experiment.before(one) if experiment.before is not None else ()
+            assert not any(job.name in {trial.name for trial in trials} for job in first), "names of jobs are unique"
             jobs |= {job.name: job for job in first if job.name not in jobs}
             depends_on = (*(job.name for job in first), *(job.name for job in map(_job, needed) if one is trial))
             jobs.setdefault(one.name, _job(one, depends_on))

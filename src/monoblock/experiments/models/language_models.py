@@ -45,6 +45,7 @@ CHANGES = {
         *("train.ema=0.999", "train.weight_decay=0.02", "train.clip=0.25"),
     ),
 }
+SMOKE = ("train.steps=20", "train.batch=4", "model.context=8")
 TIMED_STEPS = 40  # steps that are measured for the arms of equal time; the first half warms up
 
 
@@ -65,14 +66,15 @@ def needs(trial: Trial) -> tuple[tuple[str, int], ...]:
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train a model: in the search with one learning rate and few steps, else with the best rate of the search."""
-    values, recipe = trial.arm.values, trial_recipe(trial)
+    small = SMOKE if trial.smoke else ()  # after the changes of the arm, which set these too
+    values, recipe = trial.arm.values, trial_recipe(trial, small)
     if "lr" in values:
         steps, lr = max(2, round(SEARCH_SHARE * recipe.train.steps)), values["lr"]
     else:
         steps, lr = recipe.train.steps, _best_rate(trial)
         if values["budget"] == "time":
             steps = _steps_in_time(trial, recipe)
-    more = [f"train.lr={lr}", f"train.steps={steps}", f"train.warmup={min(300, steps // 10)}"]
+    more = [*small, f"train.lr={lr}", f"train.steps={steps}", f"train.warmup={min(300, steps // 10)}"]
     recipe = trial_recipe(trial, more)
     yield from train_run(recipe, trial.run_folder, trial.data)
     pipe = load_run(trial.run_folder, recipe)
@@ -164,8 +166,9 @@ EXPERIMENT = Experiment(
     changes=("train.eval_every=0.25", "train.save_every=0"),
     stand_in=("data.corpus=kjv", "tokenizer.kind=bpe", "tokenizer.vocab=4096", "model.vocab=4096"),
     toy="text",
-    smoke=tuple(
-        word for word in TEXT_SMOKE if not word.startswith(("model.heads", "model.hidden", "train.eval_every"))
+    smoke=(
+        *(word for word in TEXT_SMOKE if not word.startswith(("model.heads", "model.hidden", "train.eval_every"))),
+        "model.width=24",
     ),
     smoke_options={"seconds": 1.0},
     smoke_arms=("transformer", "lstm-time"),
@@ -176,7 +179,6 @@ EXPERIMENT = Experiment(
         *("test_perplexity", "perplexity_blocks", "perplexity_sliding", "perplexity_carried", "training_perplexity"),
         *("validation_loss", "lr", "steps", "tokens", "parameters", "seconds_training"),
     ),
-    curves={"loss_by_step": "step"},
     rules=(
         Rule(
             statement="the comparison is fair: the LSTM reaches a test perplexity of 100 or less",
