@@ -82,7 +82,7 @@ EXPERIMENT = Experiment(
     name="attention-memory",
     claim="attention memory is quadratic in the length: 32 MB at 512 tokens and 2,048 MB at 4,096; fused kernels "
     "avoid it",
-    source="C, parameter scaling and question 1; B §12; E §8.6",
+    source="C, parameter scaling and question 1; B §12",
     arms=(
         Arm(name="plain", about="scores, softmax and weighted sum as separate operations"),
         Arm(name="fused", about="one fused kernel, which stores no scores"),

@@ -91,7 +91,7 @@ def cached_step_error(model: Transformer) -> float:
 EXPERIMENT = Experiment(
     name="sparse",
     claim="sparse and linear attention make long texts cheap, because they avoid the quadratic matrix of scores",
-    source="C, attention memory; B §12; E §8.6",
+    source="B §12; C, question 1",
     arms=(
         Arm(name="full", about="causal attention to all earlier tokens"),
         Arm(name="window", about=f"to the last {WINDOW} tokens", values={"window": WINDOW}),

@@ -117,7 +117,7 @@ def _prompts(pipe: Pipeline, trial: Trial) -> list[torch.Tensor]:
 EXPERIMENT = Experiment(
     name="speculative",
     claim="a small draft that proposes tokens makes greedy decoding faster and does not change the text",
-    source="Leviathan et al. 2023, who report 2 to 3 times; the documents: C, decoding",
+    source="not in the documents: Leviathan et al. 2023",
     arms=(
         Arm(name="plain", about="the large model alone"),
         Arm(name="draft", about="a trained model with one layer proposes tokens"),

@@ -39,7 +39,7 @@ def _costs(arm: str, words: str, factor: float) -> Rule:
 EXPERIMENT = Experiment(
     name="components",
     claim="attention, feed-forward networks, residuals, norms, positions and the scale are each necessary",
-    source="A, five ingredients; B §06; D, summary; E §8.5",
+    source="A, five ingredients; D, summary; E §8.1.3",
     arms=tuple(
         Arm(name=name, about=about if name == "full" else f"without {about}", changes=changes)
         for name, (about, changes) in REMOVED.items()

@@ -19,7 +19,7 @@ def _arm(depth: int, width: int, heads: int) -> Arm:
 EXPERIMENT = Experiment(
     name="depth-width",
     claim="at a fixed number of parameters, depth is worth more than width, up to a point",
-    source="E §8.9, exercises; A, the block",
+    source="E §8.5.6; A, the block",
     arms=tuple(_arm(depth, *shape) for depth, shape in SHAPES.items()),
     measure=train_and_evaluate,
     recipe="wikitext2",

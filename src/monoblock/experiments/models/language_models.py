@@ -156,7 +156,7 @@ def _best(arm: str, other: str, words: str) -> Rule:
 EXPERIMENT = Experiment(
     name="language-models",
     claim="a Transformer is a better language model than an LSTM",
-    source="E, exercise 8.9; B §01; A, recap",
+    source="E, exercise 8.9; B §01",
     arms=tuple(_arms()),
     default_arms=("transformer", "lstm"),
     measure=measure,

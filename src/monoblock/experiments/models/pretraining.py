@@ -97,7 +97,7 @@ def _pretraining_recipe(base: Recipe, task: Recipe, trial: Trial) -> Recipe:
 EXPERIMENT = Experiment(
     name="pretraining",
     claim="a model that has learned to restore corrupted text learns a task from fewer samples",
-    source="B §09 and §11; E §8.6",
+    source="A, why the Transformer won; B §14",
     arms=(
         Arm(name="none", about="new weights"),
         Arm(name="spans", about="weights pretrained by span corruption on plain text"),

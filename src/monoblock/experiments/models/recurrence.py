@@ -157,7 +157,7 @@ EXPERIMENT = Experiment(
     name="recurrence",
     claim="a recurrent model must carry a sequence through one vector and forgets long ones; attention reaches every "
     "token in one step",
-    source="A, recap; B §01; C, what is next; E §8.1",
+    source="A, why the Transformer won; B §01; C, what is next; E §8.1",
     arms=(
         Arm(name="transformer", about="an encoder-decoder Transformer"),
         Arm(name="lstm-attention", about="an LSTM encoder-decoder with additive attention", values={"attention": True}),

@@ -64,7 +64,7 @@ EXPERIMENT = Experiment(
     name="residuals",
     claim="without residual connections a factor of 0.9 per layer leaves 0.9^24 = 0.08 of the gradient after 24 "
     "layers; with them it arrives at full strength",
-    source="C, question 3; A, the block; B §06; D, residual connections; E §8.5",
+    source="C, question 3; A, the block; B §06; D, residual connections; E §8.5.2",
     arms=(
         _start("residual", "residuals and norms", "sequential", "layer"),
         _start("none", "norms without residuals", "none", "layer"),

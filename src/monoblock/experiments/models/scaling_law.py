@@ -60,7 +60,7 @@ def _arm(depth: int, width: int) -> Arm:
 EXPERIMENT = Experiment(
     name="scaling-law",
     claim="the loss falls as a power of the number of parameters",
-    source="A, outlook; C, parameter scaling; E §8.8",
+    source="A, why the Transformer won; C, further reading",
     arms=tuple(_arm(*shape) for shape in SHAPES),
     measure=measure,
     summarize=summarize,
