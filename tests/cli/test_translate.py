@@ -300,8 +300,10 @@ def test_the_arms_of_a_comparison_share_budget_tokenizer_and_pairs(folder, run_v
     assert [row["arm"] for row in result["rows"]] == ["none", "beam", "tagged-noised"]
     assert all(len(row["values"]["chrf"]) == 2 for row in result["rows"])
     assert (result["about"]["options"]["pairs"], result["about"]["seeds"]) == (30, [1, 2])
-    assert {path.name for path in (folder / "arms").iterdir()} >= {"result.json", "seed-1", "seed-2", "tokenizer"}
-    seed = folder / "arms" / "seed-1"
+    assert {path.name for path in (folder / "arms").iterdir()} >= {"result.json", "results.jsonl"}
+    (work,) = (folder / "arms").glob("work-*")
+    assert {path.name for path in work.iterdir()} == {"seed-1", "seed-2", "tokenizer"}
+    seed = work / "seed-1"
     beam, tagged = ((seed / f"{arm}.tsv").read_text().splitlines() for arm in ("beam", "tagged-noised"))
     assert len(beam) == len(tagged) == 20
     assert all(line.startswith("<bt> ") for line in tagged)

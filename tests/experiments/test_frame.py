@@ -78,6 +78,16 @@ def test_results_with_other_options_or_changes_are_not_mixed(tmp_path):
     assert len(read_results([tmp_path / RESULTS_FILE], EXPERIMENT.name)) == 2
 
 
+def test_a_run_with_other_settings_has_another_folder(tmp_path):
+    """A model that was kept, or half trained when it was killed, is not taken for one with other settings."""
+    one, other, same = (
+        plan_trials(EXPERIMENT, request_for(tmp_path, arms="old", seeds="1", **values))[0]
+        for values in ({}, {"offset": 1.0}, {"offset": 0.0})
+    )
+    assert one.run_folder != other.run_folder
+    assert one.run_folder == same.run_folder
+
+
 def test_arms_run_in_several_processes_after_what_they_share(tmp_path):
     report, ran = run(tmp_path, arms="old,new", seeds="1", jobs=2)
     assert sorted(ran) == ["new, seed 1", "old, seed 1"]

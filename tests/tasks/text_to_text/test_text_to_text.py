@@ -257,7 +257,8 @@ def test_the_pretraining_experiment_varies_only_the_initial_weights(files, pretr
     result = json.loads((tmp_path / "both" / "result.json").read_text())
     assert [row["arm"] for row in result["rows"]] == ["none", "spans"]
     assert result["about"]["options"]["steps"] == 4
-    folders = [tmp_path / "both" / name for name in ("pretrained", "seed-1/none", "seed-1/spans")]
+    (work,) = (tmp_path / "both").glob("work-*")
+    folders = [work / name for name in ("pretrained", "seed-1/none", "seed-1/spans")]
     pretrained, fresh, tuned = (mb.Transformer.from_pretrained(folder).state_dict() for folder in folders)
     assert all(torch.equal(pretrained[name], tuned[name]) for name in pretrained), "the learning rate is 0"
     assert not any(torch.equal(pretrained[name], fresh[name]) for name in pretrained if pretrained[name].dim() > 1)

@@ -52,7 +52,7 @@ def before(trial: Trial) -> tuple[Job, ...]:
 
 
 def _folder(trial: Trial, name: str) -> Path:
-    return trial.folder / f"seed-{trial.seed}" / f"model-{name}"
+    return trial.work_folder / f"seed-{trial.seed}" / f"model-{name}"
 
 
 def train_model(trial: Trial, name: str) -> Iterator[str]:

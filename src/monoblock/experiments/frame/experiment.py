@@ -86,7 +86,8 @@ class Trial:
     seed: int
     options: Any
     overrides: tuple[str, ...] = ()  # section.key=value from the command line, for all arms
-    folder: Path  # of the experiment
+    folder: Path  # of the experiment, with results.jsonl
+    work_folder: Path  # of the runs and shared files of trials with the same settings
     data: Path | None = None  # the user's folder of corpora
     smoke: bool = False
     stands_in: bool = False  # the corpus of the recipe is not there, and another one stands in for it
@@ -100,4 +101,4 @@ class Trial:
     @property
     def run_folder(self) -> Path:
         """The folder in which this trial trains."""
-        return self.folder / f"seed-{self.seed}" / self.arm.name
+        return self.work_folder / f"seed-{self.seed}" / self.arm.name

@@ -166,9 +166,10 @@ class Report:
         sentences = [f"Budget: {about['budget']}. Data: {about['data']}."]
         if about["stands_in"]:
             sentences.append("That corpus was not there, and a packaged one stood in for it.")
-        if about["recipe"]:
+        recipe = about["recipe"] or about["options"].get("recipe")
+        if recipe or about["changes"]:
             changes = " ".join(about["changes"]) or "none"
-            sentences.append(f"Recipe `{about['recipe']}`, changes in all arms: `{changes}`.")
+            sentences.append(f"Recipe `{recipe}`, changes in all arms: `{changes}`.")
         if about["options"]:
             sentences.append(f"Options: {', '.join(f'{key}={value}' for key, value in about['options'].items())}.")
         seeds = ", ".join(map(str, about["seeds"]))

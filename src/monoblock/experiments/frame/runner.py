@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from monoblock.config.schema import from_dict
 from monoblock.data.corpora.load import load_corpus
 from monoblock.errors import ConfigError, FileError, did_you_mean
-from monoblock.experiments.frame.experiment import Experiment, Trial
+from monoblock.experiments.frame.experiment import Arm, Experiment, Trial
 from monoblock.experiments.frame.jobs import Job, run_jobs
 from monoblock.experiments.frame.results import (
     RESULTS_FILE,
@@ -64,18 +66,25 @@ def plan_trials(experiment: Experiment, request: Request) -> list[Trial]:
         options=options,
         overrides=request.overrides,
         folder=request.folder,
+        work_folder=request.folder,
         data=request.data,
         smoke=request.smoke,
         keep=request.keep,
         more_results=request.more_results,
     )
-    stands_in = _needs_stand_in(experiment, base)
-    trials = [
-        replace(base, arm=experiment.arm(name), seed=seed, stands_in=stands_in) for seed in seeds for name in arms
-    ]
+    base = replace(base, stands_in=_needs_stand_in(experiment, base))
+    base = replace(base, work_folder=request.folder / f"work-{_settings_digest(experiment, base)}")
+    trials = [replace(base, arm=experiment.arm(name), seed=seed) for seed in seeds for name in arms]
     for trial in trials:
         _check_overrides(trial)
     return trials
+
+
+def _settings_digest(experiment: Experiment, trial: Trial) -> str:
+    """Return a short name of the settings that all trials of a call share, so that other settings use other folders."""
+    neutral = replace(trial, arm=Arm(name="", about=""))
+    text = json.dumps(trial_settings(experiment, neutral), sort_keys=True)
+    return blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _check_overrides(trial: Trial) -> None:

@@ -126,7 +126,7 @@ def _target_sentences(trial: Trial) -> list[str]:
 
 
 def _seed_folder(trial: Trial) -> Path:
-    return trial.folder / f"seed-{trial.seed}"
+    return trial.work_folder / f"seed-{trial.seed}"
 
 
 def _train_model(trial: Trial, folder: Path, **changes: Any) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _train_model(trial: Trial, folder: Path, **changes: Any) -> Iterator[str]:
     recipe = replace(
         recipe,
         data=replace(recipe.data, limit=trial.options.pairs),
-        tokenizer=replace(recipe.tokenizer, folder=str(trial.folder / "tokenizer")),
+        tokenizer=replace(recipe.tokenizer, folder=str(trial.work_folder / "tokenizer")),
         train=replace(recipe.train, seed=trial.seed),
         task=replace(recipe.task, **changes),  # type: ignore[type-var]
     )
@@ -163,7 +163,7 @@ def _search_method(method: BacktranslationMethod) -> str:
 
 def train_tokenizer(trial: Trial) -> Iterator[str]:
     """Train the tokenizer that all arms share, with the tags that some of them use."""
-    folder, section = trial.folder / "tokenizer", _recipe(trial).tokenizer
+    folder, section = trial.work_folder / "tokenizer", _recipe(trial).tokenizer
     if not (folder / "tokenizer.json").is_file():
         pairs = _load_pairs(trial)[: trial.options.pairs]
         texts = [text for pair in pairs for text in (pair.source, pair.target)] + _target_sentences(trial)
@@ -248,6 +248,7 @@ EXPERIMENT = Experiment(
     expand=expand_arms,
     measure=measure,
     before=before,
+    changes=BUDGET,
     check=check,
     options=Options,
     toy="pairs",

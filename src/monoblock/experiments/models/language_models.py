@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monoblock.accounting.report import account
-from monoblock.config.schema import check_positive, check_types
+from monoblock.config.schema import check_fraction, check_positive, check_types
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
@@ -41,7 +41,7 @@ ABOUT = {"transformer": "a Transformer with 12 layers of width 384", "lstm": "an
 CHANGES = {
     "transformer": ("train.steps=8000", "train.batch=8"),
     "lstm": (
-        *("train.steps=16000", "train.batch=64", "model.context=64", "data.packing=contiguous", "model.dropout=0.5"),
+        *("train.steps=16000", "train.batch=64", "model.context=64", "data.packing=contiguous"),
         *("train.ema=0.999", "train.weight_decay=0.02", "train.clip=0.25"),
     ),
 }
@@ -52,10 +52,13 @@ TIMED_STEPS = 40  # steps that are measured for the arms of equal time; the firs
 @dataclass(frozen=True, kw_only=True)
 class Options:
     seconds: float = 240.0  # of the arms with equal time
+    budget: float = 1.0  # factor on the number of tokens of the arms with equal tokens
+    dropout: float = 0.5  # of the LSTM
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_positive(self, "seconds")
+        check_positive(self, "seconds", "budget")
+        check_fraction(self, "dropout")
 
 
 def needs(trial: Trial) -> tuple[tuple[str, int], ...]:
@@ -66,12 +69,15 @@ def needs(trial: Trial) -> tuple[tuple[str, int], ...]:
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train a model: in the search with one learning rate and few steps, else with the best rate of the search."""
-    small = SMOKE if trial.smoke else ()  # after the changes of the arm, which set these too
-    values, recipe = trial.arm.values, trial_recipe(trial, small)
+    values = trial.arm.values
+    small = [*SMOKE] if trial.smoke else []  # after the changes of the arm, which set these too
+    small += [f"model.dropout={trial.options.dropout}"] if values["model"] == "lstm" else []
+    recipe = trial_recipe(trial, small)
+    full = max(2, round(trial.options.budget * recipe.train.steps))
     if "lr" in values:
-        steps, lr = max(2, round(SEARCH_SHARE * recipe.train.steps)), values["lr"]
+        steps, lr = max(2, round(SEARCH_SHARE * full)), values["lr"]
     else:
-        steps, lr = recipe.train.steps, _best_rate(trial)
+        steps, lr = full, _best_rate(trial)
         if values["budget"] == "time":
             steps = _steps_in_time(trial, recipe)
     more = [*small, f"train.lr={lr}", f"train.steps={steps}", f"train.warmup={min(300, steps // 10)}"]

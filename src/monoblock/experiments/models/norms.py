@@ -109,6 +109,8 @@ EXPERIMENT = Experiment(
     ),
     measure=measure,
     before=before,
+    recipe="reverse",
+    changes=BUDGET,
     options=Options,
     smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
     budget="4,000 steps of 128 pairs for every arm",

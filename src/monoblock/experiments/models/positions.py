@@ -17,6 +17,7 @@ from monoblock.config.positions import Scaling
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_load
+from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.evaluate import evaluate_request
@@ -90,17 +91,10 @@ EXPERIMENT = Experiment(
     ),
     measure=measure,
     recipe="wikitext2",
-    changes=(
-        *("model.context=256", "model.depth=6", "model.hidden=1536", "train.batch=32", "train.steps=4000"),
-        *("train.eval_every=1000", "train.save_every=0"),
-    ),
-    stand_in=("data.corpus=kjv", "tokenizer.kind=bpe", "tokenizer.vocab=4096", "model.vocab=4096"),
+    changes=(*LANGUAGE_MODEL, "train.steps=4000", "train.eval_every=1000"),
+    stand_in=TEXT_STAND_IN,
     toy="text",
-    smoke=(
-        *("tokenizer.kind=char", "tokenizer.vocab=64", "model.vocab=64", "model.width=16", "model.heads=2"),
-        *("model.depth=1", "model.hidden=32", "model.context=8", "train.steps=3", "train.batch=4", "train.warmup=1"),
-        *("train.eval_every=0", "train.optimizer=adamw", "train.compile=no", "train.ema=0.0"),
-    ),
+    smoke=TEXT_SMOKE,
     budget="4,000 steps of 32 blocks of 256 words for every arm",
     data="WikiText-2 by words, test split",
     columns=("perplexity_1", "validation_loss", "training_loss", "parameters", "seconds_training"),

@@ -59,13 +59,13 @@ def before(trial: Trial) -> tuple[Job, ...]:
 def pretrain(trial: Trial) -> Iterator[str]:
     """Train the model from which the arm "spans" starts, once for all seeds."""
     recipe = _pretraining_recipe(read_recipe(trial.options.pretraining), _task_recipe(trial), trial)
-    for message in train_run(recipe, trial.folder / "pretrained", trial.data):
+    for message in train_run(recipe, trial.work_folder / "pretrained", trial.data):
         yield f"pretraining: {message}"
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train the task with the weights of the arm, and evaluate it."""
-    task, pretrained = _task_recipe(trial), trial.folder / "pretrained"
+    task, pretrained = _task_recipe(trial), trial.work_folder / "pretrained"
     changes: dict[str, Any]
     if trial.arm.name == "none":  # only the tokenizer of the pretrained model
         changes = {"tokenizer": replace(task.tokenizer, folder=str(pretrained))}

@@ -165,6 +165,7 @@ EXPERIMENT = Experiment(
     ),
     measure=measure,
     before=before,
+    changes=BUDGET,
     check=check,
     options=Options,
     smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
