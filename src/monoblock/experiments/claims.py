@@ -53,7 +53,7 @@ CLAIMS = (
     Claim("B §01; E §8.1.1", "recurrence cannot be parallelised over the sequence", "recurrence", (6,)),
     Claim("A, recap; E §8.1", "one vector is a bottleneck that attention removes", "recurrence", (0, 1, 2, 3, 4, 5)),
     Claim("C, what is next", "recurrent networks cannot reverse a sequence", "recurrence", (0, 1, 2)),
-    Claim("E, exercise 8.9", "a Transformer has a lower perplexity than an LSTM", "language-models", (0, 1)),
+    Claim("E, exercise 8.9", "a Transformer has a lower perplexity than an LSTM", "language-models", (3, 0, 1)),
     Claim("E, exercise 8.9", "a Transformer trains faster than an LSTM", "language-models", (0, 2)),
     Claim("A, why the Transformer won; C", "performance improves predictably with size", "scaling-law", (0, 1)),
     Claim("A, why the Transformer won; B §14", "pretraining transfers to tasks with few samples", "pretraining", (0,)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from monoblock.training.loss import CrossEntropyLoss
 GRID = ("5e-4", "1e-3", "2e-3", "4e-3")  # learning rates, the same for both
 SEARCH_SHARE = 0.1  # of the steps
 RECIPES = {"transformer": "wikitext2", "lstm": "wikitext2-lstm"}
+EXERCISE_RECIPES = {"transformer": "exercise-8-9", "lstm": "exercise-8-9-lstm"}
 ABOUT = {"transformer": "a Transformer with 12 layers of width 384", "lstm": "an LSTM with two layers of width 664"}
 # 65 million words each: 8,000 steps of 8 x 1,024, and 16,000 steps of 64 x 64.
 CHANGES = {
@@ -64,16 +65,21 @@ class Options:
 def needs(trial: Trial) -> tuple[tuple[str, int], ...]:
     """Return the trials of the search, on which every other trial depends."""
     values = trial.arm.values
-    return () if "lr" in values else tuple((f"search-{values['model']}-{lr}", 1) for lr in GRID)
+    return (
+        () if "lr" in values or values.get("exercise") else tuple((f"search-{values['model']}-{lr}", 1) for lr in GRID)
+    )
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:
     """Train a model: in the search with one learning rate and few steps, else with the best rate of the search."""
     values = trial.arm.values
     small = [*SMOKE] if trial.smoke else []  # after the changes of the arm, which set these too
-    small += [f"model.dropout={trial.options.dropout}"] if values["model"] == "lstm" else []
+    small += [f"model.dropout={trial.options.dropout}"] if _has_dropout_option(values) else []
     recipe = trial_recipe(trial, small)
     full = max(2, round(trial.options.budget * recipe.train.steps))
+    if values.get("exercise"):
+        yield from _measure_exercise(trial, recipe)
+        return
     if "lr" in values:
         steps, lr = max(2, round(SEARCH_SHARE * full)), values["lr"]
     else:
@@ -89,6 +95,20 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     if "lr" not in values:
         metrics |= _test(trial, pipe, recipe)
     yield metrics
+
+
+def _has_dropout_option(values: Mapping[str, Any]) -> bool:
+    """Return whether an arm trains the LSTM whose dropout is an option; that of the exercise has none."""
+    return values["model"] == "lstm" and not values.get("exercise")
+
+
+def _measure_exercise(trial: Trial, recipe: Recipe) -> Iterator[str | Metrics]:
+    """Train a recipe of exercise 8.9 as the exercise says, and report its training perplexity."""
+    yield from train_run(recipe, trial.run_folder, trial.data)
+    pipe = load_run(trial.run_folder, recipe)
+    metrics = {"parameters": account(pipe.model.config).parameters, **training_metrics(trial.run_folder)}
+    metrics["training_perplexity"] = perplexity(metrics["training_loss"])
+    yield {**metrics, **_test(trial, pipe, recipe)}
 
 
 def _best_rate(trial: Trial) -> str:
@@ -127,7 +147,7 @@ def _test(trial: Trial, pipe: Pipeline, recipe: Recipe) -> Metrics:
     sliding = evaluate_trial(trial, pipe, recipe, **request, stride=max(1, context // 4))["perplexity"]
     found: Metrics = {"perplexity_blocks": metrics["perplexity"], "perplexity_sliding": sliding}
     best = sliding
-    if isinstance(pipe.model, Recurrent) and not trial.smoke:
+    if isinstance(pipe.model, Recurrent) and recipe.data.packing == "contiguous" and not trial.smoke:
         data = build_test_data(recipe, pipe.model.config, pipe.loaded.tokenizer, trial.data, None)
         loss = validate(pipe.model, data, CrossEntropyLoss(), pipe.model.device)["val_loss"]
         found["perplexity_carried"] = best = perplexity(loss)
@@ -144,6 +164,13 @@ def _arms() -> Iterator[Arm]:
                 changes=CHANGES[model],
                 values={"model": model, "budget": budget},
             )
+    for model, recipe in EXERCISE_RECIPES.items():
+        yield Arm(
+            name=f"exercise-{model}",
+            about=f"exercise 8.9 as it is written: {model}, 50,000 words, 5 epochs",
+            recipe=recipe,
+            values={"model": model, "exercise": True},
+        )
     for model, recipe in RECIPES.items():
         for lr in GRID:
             yield Arm(
@@ -177,7 +204,7 @@ EXPERIMENT = Experiment(
         "model.width=24",
     ),
     smoke_options={"seconds": 1.0},
-    smoke_arms=("transformer", "lstm-time"),
+    smoke_arms=("transformer", "lstm-time", "exercise-lstm"),
     budget="65 million words and about 29 million parameters for each model; the arms of equal time have 240 seconds "
     "of training steps; learning rates from the same grid of four, with a tenth of the tokens",
     data="WikiText-2 by words, test split",
@@ -194,6 +221,14 @@ EXPERIMENT = Experiment(
         ),
         _best("transformer", "lstm", "with equal tokens, the Transformer is at least 3 % better"),
         _best("transformer-time", "lstm-time", "with equal time, the Transformer is at least 3 % better"),
+        Rule(
+            statement="exercise 8.9 as written: the Transformer has at least 3 % less training perplexity",
+            metric="training_perplexity",
+            arm="exercise-transformer",
+            quantity="ratio",
+            other="exercise-lstm",
+            at_most=0.97,
+        ),
         Rule(
             statement="the models have as many parameters, within 2 %",
             metric="parameters",
