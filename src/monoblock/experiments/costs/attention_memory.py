@@ -92,7 +92,7 @@ EXPERIMENT = Experiment(
     smoke_options={"lengths": "16,32", "batch": 1, "rounds": 1},
     seeds=(1,),
     is_timed=True,
-    budget="4 sequences, 8 heads of size 64, fp32, forward and backward; the best of three",
+    budget="8 heads of size 64, fp32, forward and backward; the best of the rounds; on a CPU, processor time",
     data="random queries, keys and values",
     columns=("saved_mib", "milliseconds_longest"),
     curves=dict.fromkeys(("saved_bytes", "peak_bytes", "matrix_bytes", "milliseconds"), "length"),
@@ -141,5 +141,5 @@ EXPERIMENT = Experiment(
         ),
     ),
     reading="`matrix_bytes` is one matrix of scores by the closed form, in the documents' MB of 2^20 bytes. The bytes "
-    "do not vary between runs; the times are those of the machine named below.",
+    "do not vary between runs.",
 )

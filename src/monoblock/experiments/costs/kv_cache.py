@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from monoblock.accounting.report import account
 from monoblock.config.families import gpt
 from monoblock.config.schema import check_at_least, check_types
-from monoblock.experiments.costs.measuring import default_device
+from monoblock.experiments.costs.measuring import best_seconds, default_device
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
@@ -43,17 +43,10 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
     config = gpt(vocab=VOCAB, width=options.width, depth=options.depth, heads=options.width // 32, context=context)
     model = Transformer(config).to(device).eval()
     ids = torch.randint(VOCAB, (1, options.prompt), device=device)
-    model.generate(ids, max_new_tokens=2, use_cache=use_cache)  # warm up
     times, counted = {}, {}
     for length in lengths:
-        best = float("inf")
-        for _ in range(options.rounds):
-            start = time.perf_counter()
-            model.generate(ids, max_new_tokens=length, use_cache=use_cache)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - start)
-        times[str(length)] = best
+        generate = partial(model.generate, ids, max_new_tokens=length, use_cache=use_cache)
+        times[str(length)] = best_seconds(generate, options.rounds, device)
         counted[str(length)] = count_positions(options.prompt, length, use_cache=use_cache)
         yield f"{length} new tokens"
     metrics: Metrics = {"seconds": times, "positions": counted, "seconds_longest": times[str(lengths[-1])]}
@@ -112,7 +105,7 @@ EXPERIMENT = Experiment(
     options=Options,
     smoke_options={"prompt": 3, "lengths": "2,4", "width": 32, "depth": 1, "rounds": 1},
     is_timed=True,
-    budget="6 layers of width 384, one sequence, a prompt of 50; the best of three",
+    budget="one sequence after a prompt, with the sizes below; the best of the rounds; on a CPU, processor time",
     data="random weights and random tokens, since time does not depend on them",
     columns=("seconds_longest", "cache_bytes", "closed_form_bytes"),
     curves={"seconds": "new tokens", "positions": "new tokens"},

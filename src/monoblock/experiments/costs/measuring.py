@@ -1,4 +1,7 @@
-"""Measure the time of a function and the memory it needs, on a CPU or a GPU."""
+"""Measure the time of a function and the memory it needs, on a CPU or a GPU.
+
+On a CPU the time is that of the processor, summed over threads, which hardly depends on what else the machine does.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,18 @@ def best_seconds(function: Callable[[], object], rounds: int, device: str) -> fl
     function()
     best = float("inf")
     for _ in range(rounds):
-        _synchronize(device)
-        start = time.perf_counter()
+        start = read_clock(device)
         function()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, read_clock(device) - start)
     return best
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def read_clock(device: str) -> float:
+    """Return the elapsed seconds on a GPU, after all work there is done, and the processor seconds on a CPU."""
+    if device != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int | None:

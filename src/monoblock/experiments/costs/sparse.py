@@ -116,7 +116,7 @@ EXPERIMENT = Experiment(
     smoke_options={"lengths": "16,32", "width": 16, "heads": 2, "rounds": 1},
     is_timed=True,
     budget="one attention layer of width 256 with 4 heads, equally many tokens at every length, forward and backward; "
-    "the best of three",
+    "the best of the rounds; on a CPU, processor time",
     data="random tokens",
     columns=("time_longest_to_shortest", "memory_longest_to_shortest", "cached_step_error"),
     curves=dict.fromkeys(("microseconds_per_token", "saved_bytes_per_token", "peak_bytes_per_token"), "length"),

@@ -131,15 +131,15 @@ class Report:
     def about(self) -> dict[str, Any]:
         """Return what was measured where: budget, data, seeds, machines and settings."""
         settings = self.results[0].settings if self.results else {}
-        arm = self.experiment.arm(self.results[0].arm) if self.results else None
-        own = arm.changes if arm is not None else ()
+        set_by_arms = {change.partition("=")[0] for arm in self.experiment.arms for change in arm.changes}
+        changes = {change.partition("=")[0]: change for change in settings.get("changes", ())}  # the last one wins
         return {
             "budget": self.experiment.budget,
             "data": self.experiment.data,
             "seeds": sorted({result.seed for result in self.results}),
             "machines": self.machines,
             "recipe": settings.get("recipe"),
-            "changes": [change for change in settings.get("changes", ()) if change not in own],
+            "changes": [change for key, change in changes.items() if key not in set_by_arms],
             "options": settings.get("options", {}),
             "smoke": bool(settings.get("smoke")),
             "stands_in": any(change in settings.get("changes", ()) for change in self.experiment.stand_in),
