@@ -1,10 +1,11 @@
 """Experiments with made-up numbers, for the tests of the frame; `measure` notes every trial that it runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.runner import read_trial_results
 
 LOSSES = {"old": [3.0, 3.1, 2.9], "new": [2.0, 2.1, 1.9], "same": [3.02, 3.05, 2.91]}
 
@@ -51,4 +52,23 @@ EXPERIMENT = Experiment(
     columns=("loss", "parameters"),
     curves={"by_length": "length"},
     rules=(less("new"), less("same", "same is lower by 0.5")),
+)
+
+
+def measure_after_old(trial):
+    """Report the loss of the arm "old", which must have been measured before."""
+    if trial.arm.name == "old":
+        yield from measure(trial)
+        return
+    (first,) = read_trial_results(trial)
+    yield from (event for event in measure(trial) if isinstance(event, str))
+    yield {"loss": first.metrics["loss"], "parameters": 1000}
+
+
+def need_old(trial):
+    return () if trial.arm.name == "old" else (("old", 2),)
+
+
+DEPENDENT = replace(
+    EXPERIMENT, name="experiment_support:DEPENDENT", measure=measure_after_old, needs=need_old, before=None
 )

@@ -19,16 +19,16 @@ def request_for(folder, *, more=(), jobs=1, overrides=(), **values):
     return Request(folder=folder, values=values, jobs=jobs, overrides=overrides, more_results=more)
 
 
-def run(folder, **values):
+def run(folder, experiment=EXPERIMENT, **values):
     """Run the experiment; return its report and the trials that ran in this call."""
     folder.mkdir(exist_ok=True)
     log = folder / "ran.txt"
     before = log.read_text().splitlines() if log.exists() else []
     request = request_for(folder, **values)
-    trials = plan_trials(EXPERIMENT, request)
-    list(run_trials(EXPERIMENT, trials, request))
+    trials = plan_trials(experiment, request)
+    list(run_trials(experiment, trials, request))
     ran = (log.read_text().splitlines() if log.exists() else [])[len(before) :]
-    return Report(EXPERIMENT, tuple(select_results(EXPERIMENT, trials, request))), ran
+    return Report(experiment, tuple(select_results(experiment, trials, request))), ran
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -93,6 +93,14 @@ def test_arms_run_in_several_processes_after_what_they_share(tmp_path):
     assert sorted(ran) == ["new, seed 1", "old, seed 1"]
     assert (tmp_path / "shared.txt").is_file()
     assert report.arms == ["old", "new"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_trials_that_another_needs_run_first(tmp_path, jobs):
+    report, ran = run(tmp_path, support.DEPENDENT, arms="new", seeds="1", jobs=jobs)
+    assert ran == ["old, seed 2", "new, seed 1"]
+    assert report.values("new", "loss") == [3.1]
+    assert run(tmp_path, support.DEPENDENT, arms="same", seeds="1")[1] == ["same, seed 1"], "old is there already"
 
 
 def test_unknown_arms_options_and_seeds_are_errors(tmp_path):
