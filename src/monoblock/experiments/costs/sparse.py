@@ -59,13 +59,18 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
             model.zero_grad()
 
         name = str(length)
-        saved[name] = saved_bytes(forward) / ids.numel()
-        per_token[name] = 1e6 * best_seconds(step, options.rounds, device) / ids.numel()
-        allocated = peak_bytes(step, device)
+        try:
+            saved_here = saved_bytes(forward) / ids.numel()
+            time_here = 1e6 * best_seconds(step, options.rounds, device) / ids.numel()
+            allocated = peak_bytes(step, device)
+        except torch.OutOfMemoryError:
+            yield f"length {length}: out of memory, left out"
+            break
+        saved[name], per_token[name] = saved_here, time_here
         if allocated is not None:
             peak[name] = allocated / ids.numel()
         yield f"length {length}"
-    shortest, longest = str(lengths[0]), str(lengths[-1])
+    shortest, longest = next(iter(per_token)), list(per_token)[-1]
     metrics: Metrics = {"microseconds_per_token": per_token, "saved_bytes_per_token": saved}
     metrics |= {"peak_bytes_per_token": peak} if peak else {}
     metrics["time_longest_to_shortest"] = per_token[longest] / per_token[shortest]

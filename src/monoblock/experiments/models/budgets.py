@@ -25,7 +25,7 @@ TEXT_SMOKE = (
 )
 # Multi30k from German to English.
 TRANSLATION = (
-    *("train.steps=3000", "train.workers=1", "train.compile=no", "tokenizer.dropout=0.0", "train.eval_every=500"),
+    *("train.steps=3000", "train.workers=1", "tokenizer.dropout=0.0", "train.eval_every=500"),
     *("train.save_every=0", "train.average_checkpoints=0", "generate.scored_rows=0"),
 )
 TRANSLATION_STAND_IN = ("data.corpus=kjv-web", "data.max_length=64")

@@ -26,7 +26,7 @@ from monoblock.tasks.evaluation_report import EvaluationRequest
 from monoblock.tasks.loaded_model import LoadedModel
 
 MULTIPLES = (1, 2, 4, 6, 8, 16)  # of the training length
-BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # in a batch of the evaluation
+BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}  # in a batch of the evaluation
 
 
 def measure(trial: Trial) -> Iterator[str | Metrics]:

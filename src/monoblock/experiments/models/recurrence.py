@@ -146,8 +146,8 @@ def _milliseconds(pipe: Pipeline, length: int) -> float:
 
 
 BUDGET = (
-    *("train.steps=4000", "train.batch=128", "model.width=128", "model.heads=4", "model.depth=2"),
-    *("train.eval_every=500", "train.save_every=0", "generate.scored_rows=0", "train.lr=3e-3", "train.optimizer=adamw"),
+    *("train.steps=3000", "train.batch=128", "model.width=128", "model.heads=4", "model.depth=2"),
+    *("train.eval_every=500", "train.save_every=0", "generate.scored_rows=0", "train.lr=2e-3", "train.optimizer=adamw"),
     *("train.warmup=200", "train.compile=no"),
 )
 SMOKE = (
@@ -169,7 +169,7 @@ EXPERIMENT = Experiment(
     check=check,
     options=Options,
     smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
-    budget="4,000 steps of 128 pairs for every arm, and about as many parameters",
+    budget="3,000 steps of 128 pairs for every arm, and about as many parameters",
     data="100,000 random strings of up to 80 letters and their reversal; tested on 500 strings of each length",
     columns=("accuracy", "bleu", "validation_loss", "training_loss", "parameters", "seconds_training", "tokens"),
     curves={"reversal_accuracy": "length", "pass_milliseconds": "length", "loss_by_step": "step"},
