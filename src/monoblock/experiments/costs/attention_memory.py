@@ -18,7 +18,7 @@ from monoblock.accounting.memory import attention_matrix_bytes
 from monoblock.config.model import AttentionConfig
 from monoblock.config.schema import check_types
 from monoblock.experiments.costs.measuring import best_seconds, default_device, peak_bytes, saved_bytes
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
 from monoblock.nn.attention import attend, attend_fused
@@ -33,7 +33,7 @@ BATCH, HEADS, HEAD_DIM = 4, 8, 64
 class Options:
     lengths: str | int = "512,1024,2048,4096"
     batch: int = BATCH
-    rounds: int = 3  # the best time of these counts
+    rounds: int = selection(3)  # the best time of these counts
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -12,7 +12,7 @@ from monoblock.accounting.report import account
 from monoblock.config.families import gpt
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.experiments.costs.measuring import best_seconds, default_device
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
 from monoblock.nn.transformer import Transformer
@@ -26,7 +26,7 @@ class Options:
     lengths: str | int = "25,50,100,200,400"  # new tokens
     width: int = 384
     depth: int = 6
-    rounds: int = 3
+    rounds: int = selection(3)  # the best time of these counts
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -16,7 +16,7 @@ from monoblock.config.families import gpt
 from monoblock.config.knobs import vary
 from monoblock.config.schema import check_at_least, check_types
 from monoblock.experiments.costs.measuring import best_seconds, default_device, peak_bytes, saved_bytes
-from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
 from monoblock.nn.transformer import Transformer
@@ -30,7 +30,7 @@ class Options:
     lengths: str | int = ""  # "": 512 to 4,096 on a CPU, 1,024 to 65,536 on a GPU
     width: int = 256
     heads: int = 4
-    rounds: int = 3
+    rounds: int = selection(3)  # the best time of these counts
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -28,7 +28,7 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
         pipe, recipe, metrics = event
         config = pipe.model.config
         assert isinstance(config, ModelConfig)
-        scores = evaluate_trial(trial, pipe, recipe, limit=8 if trial.smoke else None, batch=128)
+        scores = evaluate_trial(trial, pipe, recipe, limit=8 if trial.smoke else None)
         yield {**metrics, **scores, **initial_gradients(config, trial.seed, str(pipe.model.device))}
 
 

@@ -16,18 +16,21 @@ from monoblock.errors import ConfigError
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
 from monoblock.experiments.frame.jobs import Job
 from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.toy_data import toy_path
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.recipe import read_recipe, task_of_recipe
 from monoblock.tasks.masked_lm.section import CorruptionSection
 from monoblock.tasks.span_corruption.task import SPAN_CORRUPTION
 
+DEFAULT_RECIPE = "vowels"
+SMOKE_TEXTS = 20  # to pretrain on
 SMOKE_TRAIN = ("train.steps=4", "train.warmup=2", "train.eval_batches=1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    recipe: str = "vowels"  # recipe of the task
+    recipe: str = DEFAULT_RECIPE  # recipe of the task
     pretraining: str = "spans-kjv"  # recipe of the pretraining, but with the model and the tokenizer of the task
     steps: int = 1_200  # pretraining steps
     rate: float = 0.25  # fraction of corrupted tokens; with T5's 0.15, a short block would have a single span
@@ -81,7 +84,10 @@ def measure(trial: Trial) -> Iterator[str | Metrics]:
 
 
 def _task_recipe(trial: Trial) -> Recipe:
-    return read_recipe(trial.options.recipe, [*(SMOKE_TRAIN if trial.smoke else ()), *trial.overrides])
+    smoke = [*SMOKE_TRAIN] if trial.smoke else []
+    if trial.smoke and trial.options.recipe == DEFAULT_RECIPE:
+        smoke += [f"data.corpus={toy_path('pairs', trial.folder)}", "model.context=96"]
+    return read_recipe(trial.options.recipe, [*smoke, *trial.overrides])
 
 
 def _pretraining_recipe(base: Recipe, task: Recipe, trial: Trial) -> Recipe:
@@ -91,7 +97,8 @@ def _pretraining_recipe(base: Recipe, task: Recipe, trial: Trial) -> Recipe:
     sizes |= {"eval_batches": 1 if trial.smoke else 10, "save_every": 0}
     train = replace(base.train, **sizes, **same)  # type: ignore[arg-type]
     corruption = CorruptionSection(mask_rate=trial.options.rate)
-    return replace(base, model=task.model, tokenizer=task.tokenizer, train=train, task=corruption)
+    data = replace(base.data, limit=SMOKE_TEXTS) if trial.smoke else base.data
+    return replace(base, data=data, model=task.model, tokenizer=task.tokenizer, train=train, task=corruption)
 
 
 EXPERIMENT = Experiment(
@@ -106,6 +113,7 @@ EXPERIMENT = Experiment(
     before=before,
     check=check,
     options=Options,
+    toy="pairs",
     smoke_options={"steps": 4, "samples": 40, "limit": 8},
     budget="1,000 samples and the steps of the recipe; 1,200 steps of pretraining come on top for the arm spans",
     data="the task is to restore the vowels of verses of the King James Bible, the text of the pretraining",
