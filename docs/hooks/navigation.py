@@ -32,7 +32,7 @@ SECTIONS: dict[str, list[str]] = {
         "doctor.md",
     ],
     "Reference": ["reference/*", "cli.md", "recipes.md", "config.md", "shapes.md"],
-    "Results": ["results.md", "results/*"],
+    "Results": ["results.md", "experiments.md", "results/*"],
     "Project": ["ARCHITECTURE.md", "adding.md", "decisions/*", "project/contributing.md", "project/changelog.md"],
 }
 MORE = "Guides"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monoblock.cli._reference.config_page import CLASSES
-from monoblock.cli._reference.write import PAGES, find_stale_pages, main
+from monoblock.cli._reference.write import PAGES, RESULT_PAGES, find_stale_pages, main
 from monoblock.cli._shared import output
 from monoblock.cli.main import VERBS, run
 from monoblock.config import inputs, model, parts, positions, stack
@@ -30,7 +30,7 @@ def listing(capsys, *arguments):
     return json.loads(capsys.readouterr().out)[arguments[0]]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *RESULT_PAGES])
 def test_every_reference_page_is_what_the_code_generates(page):
     assert page not in find_stale_pages(DOCS), "run scripts/docs"
 

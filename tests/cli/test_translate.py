@@ -290,6 +290,7 @@ def test_the_arms_of_a_comparison_share_budget_tokenizer_and_pairs(folder, run_v
         "train.steps=40",
         "train.lr=5e-3",
         "train.warmup=5",
+        "--keep",
         "--out",
         folder / "arms",
     ]
@@ -297,10 +298,12 @@ def test_the_arms_of_a_comparison_share_budget_tokenizer_and_pairs(folder, run_v
     assert code == 0
     result = json.loads(out)
     assert [row["arm"] for row in result["rows"]] == ["none", "beam", "tagged-noised"]
-    assert all(len(row["values"]) == 2 for row in result["rows"])
-    assert (result["about"]["pairs"], result["about"]["target_sentences"], result["about"]["steps"]) == (30, 20, 40)
-    assert {path.name for path in (folder / "arms").iterdir()} >= {"result.json", "seed-1", "seed-2", "tokenizer"}
-    seed = folder / "arms" / "seed-1"
+    assert all(len(row["values"]["chrf"]) == 2 for row in result["rows"])
+    assert (result["about"]["options"]["pairs"], result["about"]["seeds"]) == (30, [1, 2])
+    assert {path.name for path in (folder / "arms").iterdir()} >= {"result.json", "results.jsonl"}
+    (work,) = (folder / "arms").glob("work-*")
+    assert {path.name for path in work.iterdir()} == {"seed-1", "seed-2", "tokenizer"}
+    seed = work / "seed-1"
     beam, tagged = ((seed / f"{arm}.tsv").read_text().splitlines() for arm in ("beam", "tagged-noised"))
     assert len(beam) == len(tagged) == 20
     assert all(line.startswith("<bt> ") for line in tagged)

@@ -51,6 +51,6 @@ def test_every_heading_of_the_map_leads_to_code_or_a_page_and_to_a_notebook_or_a
 
 
 def test_every_table_of_results_is_linked():
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    text = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("results.md", "experiments.md"))
     tables = [file.name for file in (ROOT / "benchmarks/results").glob("*.md")]
     assert [name for name in tables if f"(../benchmarks/results/{name})" not in text] == []

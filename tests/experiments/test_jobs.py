@@ -3,7 +3,7 @@
 import pytest
 
 from monoblock.errors import ConfigError, InputError
-from monoblock.experiments.jobs import Job, run_jobs
+from monoblock.experiments.frame.jobs import Job, run_jobs
 
 
 def write_file(folder, name, *dependencies):

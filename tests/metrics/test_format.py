@@ -2,7 +2,6 @@
 
 import pytest
 
-from monoblock.experiments.arms import ArmResult, ExperimentResult
 from monoblock.metrics.format import format_cell, format_change, format_metric, is_fraction
 
 
@@ -39,16 +38,3 @@ def test_error_rates_in_percent_get_a_sign(name):
 @pytest.mark.parametrize("value", [None, True, "test", [0.5]])
 def test_a_cell_that_is_no_number_is_unchanged(value):
     assert format_cell("accuracy", value) is value
-
-
-def test_the_table_of_an_experiment_has_percentages_and_its_json_fractions(tmp_path):
-    rows = (ArmResult("a", (0.5, 0.6)), ArmResult("b", (0.75, 0.75), {"exact": 0.25, "parameters": 7}))
-    result = ExperimentResult("demo", "accuracy", rows)
-    columns, cells = result.table()
-    assert columns == ["arm", "accuracy", "gain", "deviation", "exact", "parameters"]
-    assert cells[0] == ["a", "55.00 %", "+0.00 points", "7.07 %", None, None]
-    assert cells[1] == ["b", "75.00 %", "+20.00 points", "0.00 %", "25.00 %", 7]
-    row = result.to_json()["rows"][1]
-    assert (row["accuracy"], row["gain"], row["exact"]) == (0.75, pytest.approx(0.2), 0.25)
-    bleu = ExperimentResult("demo", "bleu", (ArmResult("a", (30.0,)), ArmResult("b", (31.5,))))
-    assert bleu.table()[1][1] == ["b", 31.5, 1.5, 0.0]

@@ -1,88 +1,104 @@
-"""`monoblock compare EXPERIMENT [key=value …]`: train the arms (variants) of an experiment, and tabulate them."""
+"""`monoblock compare EXPERIMENT [key=value …]`: run the arms of an experiment and tabulate the results."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from monoblock.cli._shared.data_options import FOLDER_HELP, folder_type, resolve_data_folder
 from monoblock.cli._shared.output import json_option, print_json, print_table
-from monoblock.errors import ConfigError, did_you_mean
+from monoblock.errors import ConfigError
+from monoblock.experiments.names import EXPERIMENTS
 
-# Experiment -> (module, description).
-EXPERIMENTS = {
-    "backtranslation": (
-        "monoblock.experiments.backtranslation",
-        "translation from few pairs, without and with synthetic pairs from back-translation",
-    ),
-    "pretraining": (
-        "monoblock.experiments.pretraining",
-        "a text-to-text task from few samples, without and with span-corruption pretraining",
-    ),
-    "recurrence": (
-        "monoblock.experiments.recurrence",
-        "a Transformer and an LSTM with attention that has about as many parameters",
-    ),
-}
+if TYPE_CHECKING:
+    from monoblock.experiments.frame.experiment import Experiment
+    from monoblock.experiments.frame.report import Report
+    from monoblock.experiments.frame.runner import Request
+
 EXPERIMENT_HELP = "\n".join(f"\b\n  {name}: {about}" for name, (_, about) in EXPERIMENTS.items())
+file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
 @click.command(
     name="compare",
-    help="Train the arms of EXPERIMENT, which are variants of a model, with the same budget and seeds, and compare "
-    f"their results in a table. The experiments are:\n\n{EXPERIMENT_HELP}\n\n"
-    "An argument whose key has a dot, such as train.steps=500, changes the recipe of all arms. Other arguments, such "
-    "as seeds=1,2 or arms=none,beam, are options of the experiment.",
+    help="Run the arms of EXPERIMENT, which are variants of a model, with the same budget, data and seeds; compare "
+    "their results in a table and a plot; and state a conclusion only if the numbers carry it, by rules that were "
+    f"fixed before. The experiments are:\n\n{EXPERIMENT_HELP}\n\n"
+    "An argument whose key has a dot, such as train.steps=500, changes the recipe of all arms. Other arguments are "
+    "options of the experiment; all have seeds=1,2,3 and arms=NAME,NAME, in which * stands for any text.\n\n"
+    "Each finished arm and seed is a line of results.jsonl in the folder --out. What has a line is not repeated, so "
+    "an interrupted call continues, and lines from another machine can be added to the folder or named by --results.",
 )
 @click.argument("experiment")
 @click.argument("words", nargs=-1, metavar="[key=value …]")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write.  [default: runs/compare-<experiment>]")
 @click.option("--data", type=folder_type, help=FOLDER_HELP)
 @click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    help="Only for backtranslation: number of processes that train arms at the same time.  [default: 1]",
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Arms that run at the same time."
 )
-@click.option("--smoke", is_flag=True, help="Only for pretraining: train for a few steps, to see that it runs.")
+@click.option("--smoke", is_flag=True, help="Run everything for a few steps on a toy corpus, to see that it runs.")
+@click.option("--results", type=file_type, multiple=True, help="Also read results from this file; may be repeated.")
+@click.option("--table", is_flag=True, help="Run nothing: only tabulate the results that there are.")
+@click.option("--write", type=click.Path(path_type=Path), help="Also write NAME.md, NAME.jsonl and NAME.png here.")
+@click.option("--note", default="", help="A sentence for the page of results, such as what else used the machine.")
+@click.option(
+    "--keep", is_flag=True, help="Keep the run folders of the arms, which are deleted after their evaluation."
+)
+@click.option("--dry-run", is_flag=True, help="Run nothing: print the claim, the arms, the budget and the rules.")
 @json_option
 def command(
     experiment: str,
     words: tuple[str, ...],
     out: Path | None,
     data: Path | None,
-    jobs: int | None,
+    jobs: int,
     smoke: bool,
+    results: tuple[Path, ...],
+    table: bool,
+    write: Path | None,
+    note: str,
+    keep: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
-    if experiment not in EXPERIMENTS:
-        known = ", ".join(EXPERIMENTS)
-        raise ConfigError(
-            f"there is no experiment {experiment!r}; write one of {known}{did_you_mean(experiment, EXPERIMENTS)}"
-        )
+    from monoblock.experiments.frame.pages import write_page
+    from monoblock.experiments.frame.report import Report
+    from monoblock.experiments.frame.runner import Request, plan_trials, run_trials, select_results
+    from monoblock.experiments.table import load_experiment
+
+    record = load_experiment(experiment)
     values, overrides = _split_overrides(words)
-    values |= {"smoke": True} if smoke else {}
-    values |= {} if jobs is None else {"jobs": jobs}
-    from monoblock.experiments.arms import ExperimentResult, parse_options
+    folder = out if out is not None else Path("runs") / f"compare-{experiment}{'-smoke' if smoke else ''}"
+    request = Request(
+        folder=folder,
+        values=values,
+        overrides=overrides,
+        data=resolve_data_folder(data),
+        jobs=jobs,
+        smoke=smoke,
+        keep=keep,
+        more_results=results,
+    )
+    if dry_run:
+        _print_plan(record, request, as_json)
+        return
+    trials = plan_trials(record, request)
+    if not table:
+        folder.mkdir(parents=True, exist_ok=True)
+        for message in run_trials(record, trials, request):
+            click.echo(message, err=True)
+    report = Report(record, tuple(select_results(record, trials, request)), note)
+    if not report.results:
+        raise ConfigError(f"{folder} has no results of {experiment} with these options; leave out --table to run it")
+    if write is not None:
+        for path in write_page(report, write):
+            click.echo(f"Saved {path}", err=True)
+    _save_and_print(report, folder, as_json)
 
-    module = import_module(EXPERIMENTS[experiment][0])
-    options = parse_options(module.Options, values)
-    folder = out if out is not None else Path("runs") / f"compare-{experiment}"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for event in module.run(options, overrides, folder, resolve_data_folder(data)):
-            if isinstance(event, ExperimentResult):
-                _save_and_print(event, folder, as_json)
-            else:
-                click.echo(event, err=True)
-    finally:
-        if not any(folder.iterdir()):  # nothing was written, because the options are invalid
-            folder.rmdir()
 
-
-def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split `key=value` arguments into options of the experiment, and overrides of the recipe (keys with a dot)."""
     from monoblock.recipes.parse import parse_value
 
@@ -96,18 +112,66 @@ def _split_overrides(words: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]
             overrides.append(word)
         else:
             values[key] = parse_value(text)
-    return values, overrides
+    return values, tuple(overrides)
 
 
-def _save_and_print(result: Any, folder: Path, as_json: bool) -> None:
-    result.save(folder)
+def _print_plan(record: Experiment, request: Request, as_json: bool) -> None:
+    from monoblock.experiments.frame.results import trial_settings
+    from monoblock.experiments.frame.runner import plan_trials
+
+    trials = plan_trials(record, request)
+    chosen = list(dict.fromkeys(trial.arm.name for trial in trials))
+    if as_json:
+        arms = [{"arm": arm.name, "about": arm.about, "changes": list(arm.changes)} for arm in record.arms]
+        settings = trial_settings(record, trials[0])
+        print_json(
+            {
+                "experiment": record.name,
+                "claim": record.claim,
+                "source": record.source,
+                "budget": record.budget,
+                "data": record.data,
+                "arms": [arm | {"chosen": arm["arm"] in chosen} for arm in arms],
+                "seeds": list(dict.fromkeys(trial.seed for trial in trials)),
+                "settings": settings,
+                "rules": [{"statement": rule.statement, "rule": rule.bound} for rule in record.rules],
+            }
+        )
+        return
+    click.echo(f"Claim ({record.source}): {record.claim}\nBudget: {record.budget}\nData: {record.data}\n")
+    print_table(["arm", "what it is"], [[arm.name, arm.about] for arm in record.arms if arm.name in chosen])
+    left_out = [arm.name for arm in record.arms if arm.name not in chosen]
+    if left_out:
+        click.echo(f"\nMore arms, for arms=: {', '.join(left_out)}")
+    click.echo("\nRules:")
+    for rule in record.rules:
+        click.echo(f"- {rule.statement}: {rule.bound}")
+
+
+def _save_and_print(report: Report, folder: Path, as_json: bool) -> None:
+    import json
+
+    from monoblock.errors import FileError
+    from monoblock.experiments.frame.pages import plot_report
+    from monoblock.interop.atomic_write import write_atomically
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "result.json", json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     try:
-        result.plot(folder / "result.png")
-        plot = f" and {folder / 'result.png'}"
-    except ConfigError as problem:  # keep the results without a plot
+        plot = f" and {plot_report(report, folder / 'result.png')}"
+    except FileError as problem:  # keep the results without a plot
         plot = f" (no plot: {problem})"
     if as_json:
-        print_json(result.to_json())
+        print_json(report.to_json())
     else:
-        print_table(*result.table())
+        for one in report.by_machine():
+            if len(report.by_machine()) > 1:
+                click.echo(f"\n{', '.join(one.machines)}")
+            for title, columns, rows in one.tables():
+                if title:
+                    click.echo(f"\n{title}, by {report.experiment.curves[title]}")
+                print_table(columns, rows)
+            click.echo()
+            for conclusion in one.conclusions():
+                click.echo(conclusion.sentence())
     click.echo(f"Saved {folder / 'result.json'}{plot}", err=True)

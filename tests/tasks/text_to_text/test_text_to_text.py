@@ -251,13 +251,14 @@ def test_the_pretraining_experiment_varies_only_the_initial_weights(files, pretr
     pytest.importorskip("sacrebleu")
     (tmp_path / "task.toml").write_text(make_recipe(files).to_toml(), encoding="utf-8")
     options = [f"recipe={tmp_path / 'task.toml'}", f"pretraining={pretraining_recipe}"]
-    options += ["train.lr=0.0", "train.weight_decay=0.0", "text_to_text.tasks=[]", "figure=accuracy"]
-    assert run(["compare", "pretraining", *options, "--smoke", "--out", str(tmp_path / "both")]) == 0
+    options += ["train.lr=0.0", "train.weight_decay=0.0", "text_to_text.tasks=[]"]
+    assert run(["compare", "pretraining", *options, "--smoke", "--keep", "--out", str(tmp_path / "both")]) == 0
     torch.use_deterministic_algorithms(False)
     result = json.loads((tmp_path / "both" / "result.json").read_text())
     assert [row["arm"] for row in result["rows"]] == ["none", "spans"]
-    assert result["about"]["steps"] == 4
-    folders = [tmp_path / "both" / name for name in ("pretrained", "seed-1/none", "seed-1/spans")]
+    assert result["about"]["options"]["steps"] == 4
+    (work,) = (tmp_path / "both").glob("work-*")
+    folders = [work / name for name in ("pretrained", "seed-1/none", "seed-1/spans")]
     pretrained, fresh, tuned = (mb.Transformer.from_pretrained(folder).state_dict() for folder in folders)
     assert all(torch.equal(pretrained[name], tuned[name]) for name in pretrained), "the learning rate is 0"
     assert not any(torch.equal(pretrained[name], fresh[name]) for name in pretrained if pretrained[name].dim() > 1)

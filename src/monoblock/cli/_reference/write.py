@@ -1,4 +1,4 @@
-"""Write the reference pages docs/cli.md, docs/recipes.md and docs/config.md; scripts/docs runs this module.
+"""Write the pages docs/cli.md, recipes.md, config.md and experiments.md; scripts/docs runs this module.
 
 With --check nothing is written, and the exit code is 1 if a page is not what the code generates.
 """
@@ -13,6 +13,7 @@ import click
 
 from monoblock.cli._reference.cli_page import build_cli_page
 from monoblock.cli._reference.config_page import build_config_page
+from monoblock.cli._reference.experiments_page import build_experiments_page
 from monoblock.cli._reference.recipes_page import build_recipes_page
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -22,12 +23,21 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+RESULT_PAGES: dict[str, Callable[[Path], str]] = {"experiments.md": build_experiments_page}  # of benchmarks/results
+
+
+def build_page(name: str, folder: Path) -> str:
+    """Return a page of the folder docs/, beside which lies benchmarks/."""
+    results = folder.resolve().parent / "benchmarks" / "results"
+    return RESULT_PAGES[name](results) if name in RESULT_PAGES else PAGES[name]()
+
+
 def find_stale_pages(folder: Path) -> list[str]:
     """Return the names of the pages in a folder that are not what the code generates."""
     return [
         name
-        for name, build in PAGES.items()
-        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != build()
+        for name in (*PAGES, *RESULT_PAGES)
+        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != build_page(name, folder)
     ]
 
 
@@ -43,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         if "--check" in options:
             click.echo(f"error: docs/{name} is not what the code generates; run scripts/docs", err=True)
         else:
-            (Path(folder) / name).write_text(PAGES[name](), encoding="utf-8")
+            (Path(folder) / name).write_text(build_page(name, Path(folder)), encoding="utf-8")
             click.echo(f"wrote docs/{name}", err=True)
     return int(bool(stale) and "--check" in options)
 

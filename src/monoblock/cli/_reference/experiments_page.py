@@ -1,0 +1,81 @@
+"""Build docs/experiments.md: how experiments work, and every claim with what its table in benchmarks/results says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from monoblock.experiments.claims import CLAIMS, Claim
+from monoblock.experiments.frame.report import Report
+from monoblock.experiments.frame.results import read_results
+from monoblock.experiments.names import EXPERIMENTS
+from monoblock.experiments.table import load_experiment
+
+NOT_MEASURED = "not yet measured"
+INTRODUCTION = """# Experiments
+
+The source documents make claims; each is one command away:
+```bash
+monoblock compare residuals "arms=*-start"          # a table with deviations, a plot, a conclusion
+monoblock compare residuals --dry-run               # the claim, the arms, the budget and the rules, without running
+monoblock compare positions seeds=1,2,3 --jobs 7    # several arms at once, also on one GPU
+monoblock compare positions --smoke                 # everything for a few steps, to see that it runs
+```
+An experiment trains or measures its *arms* with one budget, the same data in the same order and the same seeds. Which
+arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for any text, and `seeds=1,2,3`;
+`section.key=value` changes the recipe of all arms. WikiText-2 and Multi30k are read from the folder `--data` or
+`$MONOBLOCK_DATA`; where they are absent, a packaged corpus stands in, and the page says so.
+
+**Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by
+default `runs/compare-NAME`). What has a line is not run again, so a killed experiment continues. Lines of another
+machine are merged by copying the file into the folder under any name that ends in `.jsonl`, or with `--results FILE`.
+Only lines with the same options and changes are compared. `--table` runs nothing, and `--write benchmarks/results`
+writes the page, the lines and the plot.
+
+**Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a
+metric of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence
+interval of the mean over the seeds lies on the right side of the bound, the claim is confirmed; if it lies on the
+other side, it is contradicted; else the numbers do not carry a conclusion. One seed carries none, unless the quantity
+does not vary.
+
+[adding.md](adding.md) shows how an experiment is written. This page is generated: what it says of a claim follows
+from the lines in `benchmarks/results`.
+"""
+
+
+def build_experiments_page(results: Path) -> str:
+    """Return the page; `results` is the folder benchmarks/results."""
+    lines = [INTRODUCTION, "## The experiments", "", "| name | what is compared | claim | table |", "|---|---|---|---|"]
+    for name, (_, about) in EXPERIMENTS.items():
+        experiment = load_experiment(name)
+        lines.append(f"| `{name}` | {about} | {experiment.claim} ({experiment.source}) | {_link(results, name)} |")
+    lines += ["", "## The claims", "", "| where | it says | experiment | what the numbers say |", "|---|---|---|---|"]
+    verdicts = cache(lambda name: _verdicts(results, name))
+    for claim in CLAIMS:
+        name = f"`{claim.experiment}`" if claim.experiment else "—"
+        lines.append(f"| {claim.place} | {claim.text} | {name} | {_judge(claim, verdicts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _link(results: Path, name: str) -> str:
+    return f"[table](../benchmarks/results/{name}.md)" if (results / f"{name}.md").is_file() else NOT_MEASURED
+
+
+def _judge(claim: Claim, verdicts: Callable[[str], list[str]]) -> str:
+    if not claim.experiment:
+        return f"[table](../benchmarks/results/{claim.table}.md)"
+    found = verdicts(claim.experiment)
+    rules = load_experiment(claim.experiment).rules
+    return "; ".join(f"{rules[number].statement}: {found[number]}" for number in claim.rules)
+
+
+def _verdicts(results: Path, name: str) -> list[str]:
+    """Return what each rule of an experiment says about the stored results; the last machine counts."""
+    experiment, file = load_experiment(name), results / f"{name}.jsonl"
+    stored = read_results([file], name) if file.is_file() else []
+    if not stored:
+        return [NOT_MEASURED for _ in experiment.rules]
+    report = Report(experiment, tuple(stored)).by_machine()[-1]
+    words = {"not measured": NOT_MEASURED, "no conclusion": "the numbers do not carry a conclusion"}
+    return [f"**{words.get(one.verdict, one.verdict)}**" for one in report.conclusions()]

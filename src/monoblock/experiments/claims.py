@@ -1,0 +1,64 @@
+"""The claims of the five source documents that can be measured, with the experiment whose rules judge each of them.
+
+The documents are those of docs/errata.md: A a lecture, B a tutorial, C a course module, D slides, E a textbook chapter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Claim(NamedTuple):
+    place: str  # in the documents
+    text: str  # what they say
+    experiment: str  # the experiment that tests it; "": none
+    rules: tuple[int, ...] = ()  # the rules of the experiment that judge it, by number
+    table: str = ""  # another table of benchmarks/results that shows it
+
+
+CLAIMS = (
+    Claim("A, pre-norm; C, pre-norm", "pre-norm trains without warm-up", "norm-placement", (1,)),
+    Claim("A, debugging; B §10 and §14", "post-norm needs warm-up", "norm-placement", (0,)),
+    Claim("A, pre-norm", "post-norm breaks past about 24 layers", "norm-placement", (3,)),
+    Claim("A, pre-norm; E §8.5.3", "in post-norm the gradients of layers differ by depth", "norm-placement", (2,)),
+    Claim("C, question 3", "0.9^24 = 0.08 of the gradient is left without residuals", "residuals", (0, 1, 3)),
+    Claim("A, pre-norm; C, question 3; E §8.5.2", "residuals deliver gradients at full strength", "residuals", (2,)),
+    Claim("B §06; D, residual connections", "deep networks without residuals do not train", "residuals", (4,)),
+    Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", (1, 2, 3, 4)),
+    Claim("A, debugging", "position blind means garbage", "components", (4,)),
+    Claim("A, positional encoding; B §03", "sinusoids generalise to longer sequences", "positions", (1,)),
+    Claim("E §8.4.5", "ALiBi extrapolates to longer sequences", "positions", (0,)),
+    Claim("B §11; E §8.4.6", "rotary positions generalise better than sinusoids", "positions", (2, 3, 4)),
+    Claim("A, why heads; B §05; E §8.3.1", "several heads are better than one", "heads", (0, 1)),
+    Claim("A, why heads", "beyond 16 heads each becomes too small to be useful", "heads", (2,)),
+    Claim("A, why heads; B §05; E §8.3.4", "heads specialise in relations", "", (), "inspection"),
+    Claim("E §8.3.4", "most heads can be pruned", "", (), "pruning"),
+    Claim("E §8.5.6", "depth builds better representations", "depth-width", (0, 1)),
+    Claim("A, feed-forward", "GELU is the standard choice, SwiGLU slightly better", "feedforward", (0, 1)),
+    Claim("C, the MLP", "most activations train to similar losses", "feedforward", (2,)),
+    Claim("C, the MLP; D, feed-forward", "a hidden size of four times the width works best", "feedforward", (3, 4)),
+    Claim("C, layer normalization and question 5", "BatchNorm fails on different lengths", "norms", (0, 1, 2)),
+    Claim("A, variations; B §11", "RMSNorm replaces LayerNorm without loss", "norms", (3,)),
+    Claim("A, variations; B §11", "each modern swap gains 0.1 to 1 %", "swaps", tuple(range(10))),
+    Claim("A, debugging; B §10", "tying embedding and output saves a quarter and usually helps", "tying", (0, 1)),
+    Claim("B §10", "label smoothing prevents overconfidence and improves BLEU", "smoothing", (0, 1)),
+    Claim("B §04; D, scaling; E §8.2.3", "without the scale, scores have a variance of d", "scale", (0,)),
+    Claim("B §04; E §8.2.3", "without the scale, the softmax saturates and gradients are tiny", "scale", (2, 3, 4)),
+    Claim("B §12; C, attention memory", "memory quadruples when the length doubles", "attention-memory", (0, 1)),
+    Claim("B §12; C, further reading", "fused kernels avoid the quadratic memory", "attention-memory", (2, 3)),
+    Claim("C, question 4", "a cache is 66 times faster for 100 tokens after 50", "kv-cache", (0, 1)),
+    Claim("B §12; C, KV cache", "a cache makes decoding efficient; its bytes follow a formula", "kv-cache", (2, 3)),
+    Claim("B §12", "windows with global tokens are linear in the length", "sparse", (1, 2)),
+    Claim("B §12; C, question 1", "linear attention avoids the quadratic cost", "sparse", (0, 3)),
+    Claim("B §01; E §8.1.1", "recurrence cannot be parallelised over the sequence", "recurrence", (6,)),
+    Claim("A, recap; E §8.1", "one vector is a bottleneck that attention removes", "recurrence", (0, 1, 2, 3, 4, 5)),
+    Claim("C, what is next", "recurrent networks cannot reverse a sequence", "recurrence", (0, 1, 2)),
+    Claim("E, exercise 8.9", "a Transformer has a lower perplexity than an LSTM", "language-models", (3, 0, 1)),
+    Claim("E, exercise 8.9", "a Transformer trains faster than an LSTM", "language-models", (0, 2)),
+    Claim("A, why the Transformer won; C", "performance improves predictably with size", "scaling-law", (0, 1)),
+    Claim("A, why the Transformer won; B §14", "pretraining transfers to tasks with few samples", "pretraining", (0,)),
+    Claim("D, back-translation", "synthetic pairs help", "backtranslation", (0,)),
+    Claim("D, back-translation", "noise and tags make them more useful", "backtranslation", (1, 2, 3, 4, 6)),
+    Claim("D, back-translation", "the balance of true and synthetic pairs matters", "backtranslation", (5,)),
+    Claim("not in the documents", "a draft makes decoding faster without changing the text", "speculative", (0, 1)),
+)

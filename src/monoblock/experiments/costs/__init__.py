@@ -1,0 +1,1 @@
+"""Experiments that measure time and memory, mostly of models that are not trained."""

@@ -1,0 +1,206 @@
+"""The table, the curves and the conclusion of an experiment, as text, as JSON and as a page with a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monoblock.experiments.frame.experiment import Experiment
+from monoblock.experiments.frame.results import Result
+from monoblock.experiments.frame.rules import Conclusion
+from monoblock.metrics.format import format_metric
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of an experiment with one group of settings."""
+
+    experiment: Experiment
+    results: tuple[Result, ...]
+    note: str = ""  # of the person who ran it
+
+    @property
+    def _measured(self) -> list[str]:
+        """The arms that have results, in the order of the experiment."""
+        found = {result.arm for result in self.results}
+        return [arm.name for arm in self.experiment.arms if arm.name in found]
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms that have results, and the rows that follow from several arms, such as a fit."""
+        return list(self.by_seed())
+
+    @property
+    def machines(self) -> list[str]:
+        return list(dict.fromkeys(result.machine for result in self.results))
+
+    def by_machine(self) -> list[Report]:
+        """Return one report for each machine, if the results depend on it; else this report."""
+        if not self.experiment.is_timed:
+            return [self]
+        groups = {machine: [r for r in self.results if r.machine == machine] for machine in self.machines}
+        return [Report(self.experiment, tuple(group), self.note) for group in groups.values()]
+
+    def by_seed(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Return the metrics of every arm and seed, and what follows from several arms; the last machine counts."""
+        found: dict[str, dict[int, dict[str, Any]]] = {
+            arm: {result.seed: result.metrics for result in self.results if result.arm == arm} for arm in self._measured
+        }
+        if self.experiment.summarize is not None:
+            for arm, seeds in self.experiment.summarize(found).items():
+                found[arm] = {seed: dict(metrics) for seed, metrics in seeds.items()}
+        return found
+
+    def values(self, arm: str, metric: str, at: str | None = None) -> list[float]:
+        """Return the values of a metric, or of a point of a curve, for the seeds of an arm."""
+        found = [metrics.get(metric) for metrics in self.by_seed().get(arm, {}).values()]
+        if at is not None:
+            found = [value.get(at) if isinstance(value, Mapping) else None for value in found]
+        return [value for value in found if isinstance(value, int | float)]
+
+    def conclusions(self) -> list[Conclusion]:
+        results = self.by_seed()
+        return [rule.conclude(results) for rule in self.experiment.rules]
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def table(self) -> tuple[list[str], list[list[object]]]:
+        """Return the columns and the rows of the main table: mean and deviation of every arm."""
+        columns = [name for name in self.experiment.columns if any(self.values(arm, name) for arm in self.arms)]
+        rows: list[list[object]] = [
+            [arm, len(self.by_seed()[arm]), *(format_mean(name, self.values(arm, name)) for name in columns)]
+            for arm in self.arms
+        ]
+        return ["arm", "seeds", *columns], rows
+
+    def points(self, curve: str) -> list[str]:
+        """Return the points of a curve that some arm has, by size if they are numbers."""
+        maps = [m.get(curve) for seeds in self.by_seed().values() for m in seeds.values()]
+        names = list(dict.fromkeys(point for one in maps if isinstance(one, Mapping) for point in one))
+        try:
+            return sorted(names, key=float)
+        except ValueError:
+            return names
+
+    def curve_table(self, curve: str) -> tuple[list[str], list[list[object]]]:
+        """Return a table with a row for each arm and a column for each point of a curve."""
+        points = self.points(curve)
+        arms = [arm for arm in self.arms if any(self.values(arm, curve, point) for point in points)]
+        rows: list[list[object]] = [
+            [arm, *(format_mean(curve, self.values(arm, curve, point)) for point in points)] for arm in arms
+        ]
+        return [self.experiment.curves[curve], *points], rows
+
+    def tables(self) -> list[tuple[str, list[str], list[list[object]]]]:
+        """Return title, columns and rows of every table that has rows."""
+        found = [("", *self.table()), *((curve, *self.curve_table(curve)) for curve in self.experiment.curves)]
+        return [table for table in found if table[2] and len(table[1]) > (1 if table[0] else 2)]
+
+    # -- output -------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        experiment, rows = self.experiment, []
+        for arm in self.arms:
+            seeds = self.by_seed()[arm]
+            row: dict[str, Any] = {"arm": arm, "seeds": sorted(seeds)}
+            for name in experiment.columns:
+                values = self.values(arm, name)
+                if values:
+                    row |= {name: statistics.fmean(values), f"{name}_deviation": _deviation(values)}
+            row["values"] = {name: self.values(arm, name) for name in experiment.columns}
+            row["curves"] = {
+                curve: {
+                    point: statistics.fmean(v) for point in self.points(curve) if (v := self.values(arm, curve, point))
+                }
+                for curve in experiment.curves
+            }
+            rows.append(row)
+        return {
+            "experiment": experiment.name,
+            "claim": experiment.claim,
+            "source": experiment.source,
+            "rows": rows,
+            "conclusions": [conclusion.to_json() for conclusion in self.conclusions()],
+            "about": self.about(),
+        }
+
+    def about(self) -> dict[str, Any]:
+        """Return what was measured where: budget, data, seeds, machines and settings."""
+        settings = self.results[0].settings if self.results else {}
+        set_by_arms = {change.partition("=")[0] for arm in self.experiment.arms for change in arm.changes}
+        changes = {change.partition("=")[0]: change for change in settings.get("changes", ())}  # the last one wins
+        return {
+            "budget": self.experiment.budget,
+            "data": self.experiment.data,
+            "seeds": sorted({result.seed for result in self.results}),
+            "machines": self.machines,
+            "recipe": settings.get("recipe"),
+            "changes": [change for key, change in changes.items() if key not in set_by_arms],
+            "options": settings.get("options", {}),
+            "smoke": bool(settings.get("smoke")),
+            "stands_in": any(change in settings.get("changes", ()) for change in self.experiment.stand_in),
+        }
+
+    def to_markdown(self, picture: str | None = None) -> str:
+        """Return the page of results: claim, tables, conclusion by the rules, and how it was measured."""
+        experiment = self.experiment
+        lines = [f"# {experiment.name}", "", f"Claim ({experiment.source}): {experiment.claim}", ""]
+        for report in self.by_machine():
+            lines += [f"## {', '.join(report.machines)}", ""] if len(self.by_machine()) > 1 else []
+            for title, columns, rows in report.tables():
+                lines += [f"**{title}**, by {experiment.curves[title]}", ""] if title else []
+                lines += [_row(columns), "|---" * len(columns) + "|", *map(_row, rows), ""]
+            lines += ["Conclusion, by rules fixed before the runs:", ""]
+            lines += [f"- {conclusion.sentence()}" for conclusion in report.conclusions()] + [""]
+        lines += [f"![{experiment.name}]({picture})", ""] if picture else []
+        lines += [" ".join(self._how_measured()), ""]
+        reading = " ".join(part for part in (experiment.reading, self.note) if part)
+        return "\n".join([*lines, f"Reading: {reading}"] if reading else lines).rstrip() + "\n"
+
+    def _how_measured(self) -> list[str]:
+        about = self.about()
+        sentences = [f"Budget: {about['budget']}. Data: {about['data']}."]
+        if about["stands_in"]:
+            sentences.append("That corpus was not there, and a packaged one stood in for it.")
+        recipe = about["recipe"] or about["options"].get("recipe")
+        if recipe or about["changes"]:
+            changes = " ".join(about["changes"]) or "none"
+            sentences.append(f"Recipe `{recipe}`, changes in all arms: `{changes}`.")
+        if about["options"]:
+            sentences.append(f"Options: {', '.join(f'{key}={value}' for key, value in about['options'].items())}.")
+        seeds = ", ".join(map(str, about["seeds"]))
+        sentences.append(f"Seeds {seeds}; the deviation is that of the seeds. Machine: {'; '.join(about['machines'])}.")
+        if about["smoke"]:
+            sentences.append("This was a smoke run: its numbers mean nothing.")
+        return sentences
+
+
+def format_mean(name: str, values: Sequence[float]) -> str:
+    """Write the mean, and the standard deviation if there are several values."""
+    if not values:
+        return MISSING
+    mean = statistics.fmean(values)
+    if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
+        return f"{values[0]:,}"
+    text = format_metric(name, mean, _spec(mean))
+    return text if len(values) == 1 else f"{text} ± {format_metric(name, _deviation(values), _spec(mean))}"
+
+
+def _spec(mean: float) -> str:
+    """Return how many digits a number needs, so that mean and deviation have equally many decimals."""
+    size = abs(mean)
+    if size >= 1e5 or 0 < size < 1e-3:
+        return ".3g"
+    return ".0f" if size >= 1000 else ".1f" if size >= 200 else ".2f" if size >= 5 else ".3f" if size >= 0.1 else ".4f"
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,125 @@
+"""The results of an experiment: one line of JSON for every finished trial, in a file that other machines can add to.
+
+A line has the arm, the seed, the settings, the machine and the metrics. A trial whose line is there is not repeated.
+Lines of several files are merged: copy them from another machine into the folder of the experiment, or name them with
+--results. Only lines with the same settings are compared: the options of the experiment and the changes to its recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from monoblock.errors import FileError
+from monoblock.experiments.frame.experiment import Experiment, Metrics, Trial
+from monoblock.experiments.frame.toy_data import toy_path
+
+RESULTS_FILE = "results.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The metrics of one trial."""
+
+    experiment: str
+    arm: str
+    seed: int
+    settings: dict[str, Any]  # of `trial_settings`
+    machine: str
+    seconds: float  # of the whole trial
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What makes two results the same trial, whatever machine they come from."""
+        return self.arm, self.seed, json.dumps(self.settings, sort_keys=True)
+
+    def to_line(self) -> str:
+        return json.dumps(_finite(asdict(self)), ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have, such as an infinite perplexity, by None."""
+    if isinstance(value, dict):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def trial_settings(experiment: Experiment, trial: Trial) -> dict[str, Any]:
+    """Return all that the result of a trial depends on, besides arm, seed and machine."""
+    settings: dict[str, Any] = {
+        "recipe": trial.arm.recipe or experiment.recipe,
+        "changes": list(recipe_changes(experiment, trial)),
+        "options": plain_options(trial.options),
+        "smoke": trial.smoke,
+    }
+    return settings
+
+
+def plain_options(options: Any) -> dict[str, Any]:
+    """Return the options on which a result depends, as they are after a round trip through JSON."""
+    chosen = {one.name: getattr(options, one.name) for one in fields(options) if not one.metadata.get("selects")}
+    plain: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
+    return plain
+
+
+def recipe_changes(experiment: Experiment, trial: Trial) -> tuple[str, ...]:
+    """Return the overrides of the recipe of a trial, without the seed; later ones win."""
+    changes = [*experiment.changes]
+    changes += experiment.stand_in if trial.stands_in and not trial.smoke else ()
+    if trial.smoke:
+        changes += [f"data.corpus={toy_path(experiment.toy, trial.folder)}"] if experiment.toy else []
+        changes += experiment.smoke
+    return (*changes, *trial.arm.changes, *trial.overrides)
+
+
+def append_result(path: Path, result: Result) -> None:
+    """Append a line in one write, so that several processes can append to the same file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, (result.to_line() + "\n").encode())
+        finally:
+            os.close(descriptor)
+    except OSError as problem:
+        raise FileError(f"{path} cannot be written: {problem.strerror or problem}") from None
+
+
+def read_results(paths: Iterable[Path], experiment: str) -> list[Result]:
+    """Read the results of an experiment from files of JSON lines; a line that a crash cut short is left out.
+
+    Of several lines of the same trial on the same machine, the last one counts.
+    """
+    found: dict[tuple[Any, ...], Result] = {}
+    for path in paths:
+        for line in _read_lines(path):
+            result = _parse(line)
+            if result is not None and result.experiment == experiment:
+                found.pop((*result.key, result.machine), None)
+                found[(*result.key, result.machine)] = result
+    return list(found.values())
+
+
+def _read_lines(path: Path) -> Sequence[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as problem:
+        raise FileError(f"{path} cannot be read: {problem.strerror or problem}") from None
+
+
+def _parse(line: str) -> Result | None:
+    try:
+        values = json.loads(line)
+        result = Result(**values)
+    except (ValueError, TypeError):
+        return None
+    is_valid = isinstance(result.arm, str) and isinstance(result.seed, int) and isinstance(result.metrics, dict)
+    return result if is_valid and isinstance(result.settings, dict) else None

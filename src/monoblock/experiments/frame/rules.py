@@ -1,0 +1,151 @@
+"""The rules that turn numbers into a conclusion: what is compared, with which margin, fixed before any run.
+
+A rule computes one number for every seed: a metric of an arm, or its difference or ratio to another arm with the same
+seed, which had the same data in the same order. The 95 % confidence interval of their mean (Student's t) is compared
+with the bound. If all of it satisfies the bound, the statement is confirmed; if none of it does, contradicted;
+otherwise the numbers do not carry a conclusion. One seed has no interval and carries none, unless the rule is about a
+quantity that does not vary with the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# The 97.5 % quantiles of Student's t distribution for 1 to 30 degrees of freedom; 1.96 is used beyond.
+T_QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+NO_CONCLUSION = "the numbers do not carry a conclusion"
+Verdict = Literal["confirmed", "contradicted", "no conclusion", "not measured"]
+SeedMetrics = Mapping[int, Mapping[str, Any]]  # the metrics of an arm for every seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A statement that is true if a number is large enough, or small enough."""
+
+    statement: str  # in words: "ALiBi loses at most 1 % at six times the training length"
+    metric: str
+    arm: str
+    at: str | None = None  # the point of the curve, if the metric is one
+    quantity: Literal["value", "difference", "ratio"] = "value"  # of arm, arm - other, or arm / other
+    other: str | None = None  # the other arm; None: the same
+    other_at: str | None = None  # the point for the other arm; None: the same
+    other_metric: str | None = None  # the metric of the other arm; None: the same
+    at_least: float | None = None
+    at_most: float | None = None
+    is_exact: bool = False  # the number does not vary with the seed, so that one is enough
+
+    def __post_init__(self) -> None:
+        assert (self.at_least is None) != (self.at_most is None), "a rule has one bound"
+
+    @property
+    def bound(self) -> str:
+        words = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
+        return f"{self._quantity_in_words()} {words}"
+
+    def _quantity_in_words(self) -> str:
+        mine = _describe(self.metric, self.arm, self.at)
+        if self.quantity == "value":
+            return mine
+        other = _describe(self.other_metric or self.metric, self.other or self.arm, self.other_at or self.at)
+        return f"{mine} {'minus' if self.quantity == 'difference' else 'divided by'} {other}"
+
+    def conclude(self, results: Mapping[str, SeedMetrics]) -> Conclusion:
+        """Apply the rule to the metrics of all arms and seeds."""
+        values = self._values(results)
+        if not values:
+            return Conclusion(self, "not measured")
+        mean = statistics.fmean(values)
+        if self.is_exact:
+            low, high = min(values), max(values)
+        elif len(values) == 1:
+            return Conclusion(self, "no conclusion", mean, None, 1)
+        else:
+            low, high = confidence_interval(values)
+        return Conclusion(self, self._verdict(low, high), mean, (low, high), len(values))
+
+    def _verdict(self, low: float, high: float) -> Verdict:
+        if self.at_least is not None:
+            return "confirmed" if low >= self.at_least else "contradicted" if high < self.at_least else "no conclusion"
+        assert self.at_most is not None
+        return "confirmed" if high <= self.at_most else "contradicted" if low > self.at_most else "no conclusion"
+
+    def _values(self, results: Mapping[str, SeedMetrics]) -> list[float]:
+        """Return the number of every seed for which both arms have the metric."""
+        mine, others = results.get(self.arm, {}), results.get(self.other or self.arm, {})
+        values = []
+        for seed in sorted(set(mine) & set(others)):
+            first = _read(mine[seed], self.metric, self.at)
+            second = _read(others[seed], self.other_metric or self.metric, self.other_at or self.at)
+            if first is None or (second is None and self.quantity != "value"):
+                continue
+            if self.quantity == "value":
+                values.append(first)
+            elif self.quantity == "difference":
+                values.append(first - second)  # type: ignore[operator]
+            else:
+                values.append(first / second if second else math.inf)
+        return [value for value in values if not math.isnan(value)]
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What a rule says about some results."""
+
+    rule: Rule
+    verdict: Verdict
+    mean: float | None = None
+    interval: tuple[float, float] | None = None
+    seeds: int = 0
+
+    def sentence(self) -> str:
+        """Say the conclusion in words, with the number, its interval and the rule."""
+        rule = self.rule
+        if self.verdict == "not measured":
+            return f"{rule.statement}: not measured yet (rule: {rule.bound})."
+        verdict = NO_CONCLUSION if self.verdict == "no conclusion" else self.verdict
+        number = f"{self.mean:.4g}"
+        if self.interval is None:
+            number += " with one seed"
+        elif not rule.is_exact:
+            number += f", 95 % interval {self.interval[0]:.4g} to {self.interval[1]:.4g} of {self.seeds} seeds"
+        return f"{rule.statement}: {verdict} ({number}; rule: {rule.bound})."
+
+    def to_json(self) -> dict[str, Any]:
+        interval = None if self.interval is None else list(self.interval)
+        return {
+            "statement": self.rule.statement,
+            "rule": self.rule.bound,
+            "verdict": self.verdict,
+            "mean": self.mean,
+            "interval": interval,
+            "seeds": self.seeds,
+        }
+
+
+def confidence_interval(values: list[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the mean of at least two values."""
+    if not all(map(math.isfinite, values)):
+        return min(values), max(values)
+    freedom = len(values) - 1
+    quantile = T_QUANTILES[freedom - 1] if freedom <= len(T_QUANTILES) else 1.96
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) - half, statistics.fmean(values) + half
+
+
+def _read(metrics: Mapping[str, Any], name: str, at: str | None) -> float | None:
+    value = metrics.get(name)
+    if isinstance(value, Mapping):
+        value = value.get(at)
+    return None if value is None else float(value)
+
+
+def _describe(metric: str, arm: str, at: str | None) -> str:
+    return f"{metric} of {arm}" + (f" at {at}" if at is not None else "")

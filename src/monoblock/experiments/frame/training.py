@@ -1,0 +1,101 @@
+"""Train and evaluate a trial with the ordinary recipes: what most experiments measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from monoblock.accounting.report import account
+from monoblock.experiments.frame.experiment import Metrics, Trial
+from monoblock.experiments.frame.results import recipe_changes
+from monoblock.experiments.frame.runner import find_experiment
+from monoblock.recipes.parse import RECIPE_FILE
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.evaluate import evaluate_request
+from monoblock.runs.load import load
+from monoblock.runs.pipeline import Pipeline
+from monoblock.runs.prepare_run import prepare_run
+from monoblock.runs.recipe import read_recipe
+from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.training import metrics_file
+from monoblock.training.events import EvaluationEvent
+from monoblock.training.run_lock import lock_run_folder
+
+CARD_FILE = "README.md"  # the last file that a run writes: if it exists, the run is finished
+CURVE_POINTS = 20  # of the training loss
+
+
+def trial_recipe(trial: Trial, more: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a trial: that of the experiment with all changes, its seed, and `more` overrides."""
+    experiment = find_experiment(trial.experiment)
+    name = trial.arm.recipe or experiment.recipe
+    return read_recipe(name, [*recipe_changes(experiment, trial), *more, f"train.seed={trial.seed}"])
+
+
+def train_run(recipe: Recipe, folder: Path, data: Path | None) -> Iterator[str]:
+    """Train a recipe into a run folder; yield progress messages.
+
+    A run that the folder already contains is resumed; if it is finished, nothing is done.
+    """
+    if (folder / CARD_FILE).is_file():
+        return
+    resume = (folder / RECIPE_FILE).is_file()
+    with lock_run_folder(folder):
+        run = prepare_run(recipe, folder, data=data, resume=resume)
+        for event in run.events(resume=resume):
+            if isinstance(event, EvaluationEvent):
+                yield f"step {event.step}, validation loss {event.metrics.get('val_loss', 0):.4f}"
+
+
+def load_run(folder: Path, recipe: Recipe) -> Pipeline:
+    device = recipe.train.device
+    return load(folder, device=None if device == "auto" else device)
+
+
+def training_metrics(folder: Path) -> Metrics:
+    """Return the last losses, the time and the tokens of a training, and its loss by step as a curve."""
+    lines = metrics_file.read_metrics(folder)
+    steps = [line for line in lines if "loss" in line]
+    validations = [line["val_loss"] for line in lines if "val_loss" in line]
+    metrics: Metrics = {"seconds_training": sum(line.get("seconds", 0.0) for line in steps)}
+    metrics["skipped"] = sum("skipped" in line for line in lines)
+    if validations:
+        metrics["validation_loss"] = validations[-1]
+    if not steps:
+        return metrics
+    size = max(1, len(steps) // CURVE_POINTS)
+    metrics |= {"tokens": steps[-1]["tokens"], "training_loss": _mean_loss(steps[-size:])}
+    chunks = [steps[start : start + size] for start in range(0, len(steps), size)]
+    metrics["loss_by_step"] = {str(chunk[-1]["step"]): _mean_loss(chunk) for chunk in chunks}
+    return metrics
+
+
+def _mean_loss(lines: Sequence[dict[str, Any]]) -> float:
+    return sum(line["loss"] for line in lines) / len(lines)
+
+
+def train_and_load(trial: Trial, more: Sequence[str] = ()) -> Iterator[str | tuple[Pipeline, Recipe, Metrics]]:
+    """Train a trial and yield, last, the loaded model, the recipe and the metrics of the training."""
+    recipe = trial_recipe(trial, more)
+    yield from train_run(recipe, trial.run_folder, trial.data)
+    pipe = load_run(trial.run_folder, recipe)
+    metrics = {"parameters": account(pipe.model.config).parameters, **training_metrics(trial.run_folder)}
+    yield pipe, recipe, metrics
+
+
+def evaluate_trial(trial: Trial, pipe: Pipeline, recipe: Recipe, **request: Any) -> Metrics:
+    """Return the metrics of the task on the test split, if there is one, else on the validation split."""
+    corpus = recipe.data.corpus
+    return evaluate_request(pipe, EvaluationRequest(data=corpus, folder=trial.data, **request)).metrics
+
+
+def train_and_evaluate(trial: Trial) -> Iterator[str | Metrics]:
+    """Train a trial and evaluate it by its task: the `measure` of most experiments."""
+    for event in train_and_load(trial):
+        if isinstance(event, str):
+            yield event
+        else:
+            pipe, recipe, metrics = event
+            limit = 8 if trial.smoke and recipe.train.objective != "causal_lm" else None
+            yield {**metrics, **evaluate_trial(trial, pipe, recipe, limit=limit)}

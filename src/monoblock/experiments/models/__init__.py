@@ -1,0 +1,1 @@
+"""Experiments that train models: choices of the architecture and of the training."""

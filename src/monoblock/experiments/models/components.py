@@ -1,0 +1,69 @@
+"""One part of the block removed at a time, everything else unchanged."""
+
+from __future__ import annotations
+
+from monoblock.experiments.frame.experiment import Arm, Experiment
+from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.training import train_and_evaluate
+from monoblock.experiments.models.budgets import LANGUAGE_MODEL, LANGUAGE_MODEL_BUDGET, TEXT_SMOKE, TEXT_STAND_IN
+
+# Arm -> (what is removed, the changes).
+REMOVED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "full": ("nothing is removed", ()),
+    "no-attention": ("attention: a token sees only itself", ("model.window=1",)),
+    "no-feedforward": ("the feed-forward networks", ("model.hidden=0",)),
+    "no-residual": ("the residual connections", ("model.residual=none",)),
+    "no-norm": ("the norms", ("model.norm=none",)),
+    "no-positions": ("the positions", ("model.positions=none",)),
+    "no-scale": ("the division by the square root of the head size", ("model.scale=1.0",)),
+    "one-head": ("all heads but one, which has the whole width", ("model.heads=1",)),
+    "no-dropout": (
+        "dropout",
+        tuple(f"model.{name}=0.0" for name in ("dropout", "attention_dropout", "embedding_dropout", "head_dropout")),
+    ),
+    "no-warmup": ("the warm-up of the learning rate", ("train.warmup=0",)),
+}
+
+
+def _costs(arm: str, words: str, factor: float) -> Rule:
+    return Rule(
+        statement=f"without {words}, perplexity is at least {factor - 1:.0%} higher",
+        metric="perplexity",
+        arm=arm,
+        quantity="ratio",
+        other="full",
+        at_least=factor,
+    )
+
+
+EXPERIMENT = Experiment(
+    name="components",
+    claim="attention, feed-forward networks, residuals, norms, positions and the scale are each necessary",
+    source="A, five ingredients; D, summary; E §8.1.3",
+    arms=tuple(
+        Arm(name=name, about=about if name == "full" else f"without {about}", changes=changes)
+        for name, (about, changes) in REMOVED.items()
+    ),
+    measure=train_and_evaluate,
+    recipe="wikitext2",
+    changes=LANGUAGE_MODEL,
+    stand_in=TEXT_STAND_IN,
+    toy="text",
+    smoke=TEXT_SMOKE,
+    budget=LANGUAGE_MODEL_BUDGET,
+    data="WikiText-2 by words, test split",
+    columns=("perplexity", "validation_loss", "training_loss", "skipped", "parameters", "seconds_training"),
+    rules=(
+        _costs("no-attention", "attention", 1.2),
+        _costs("no-feedforward", "feed-forward networks", 1.02),
+        _costs("no-residual", "residual connections", 1.05),
+        _costs("no-norm", "norms", 1.02),
+        _costs("no-positions", "positions", 1.02),
+        _costs("no-scale", "the scale", 1.02),
+        _costs("one-head", "several heads", 1.02),
+        _costs("no-warmup", "warm-up", 1.02),
+    ),
+    reading="The model is pre-norm with rotary positions. An arm without feed-forward networks has fewer "
+    "parameters too. Removing dropout is here for scale: on a small corpus it may matter as much as a part of the "
+    "block.",
+)

@@ -1,0 +1,23 @@
+"""Gradients of a new model on random tokens, by layer."""
+
+from __future__ import annotations
+
+import torch
+
+from monoblock.config.inputs import EmbeddingConfig
+from monoblock.config.model import ModelConfig
+from monoblock.inspection.norms import StackNorms, gradient_norms
+from monoblock.nn.transformer import Transformer
+
+ROWS, LENGTH = 4, 64  # of the random tokens
+
+
+def initial_norms(config: ModelConfig, seed: int, device: str = "cpu") -> StackNorms:
+    """Return the norms of the last stack of a new model, with the gradients of its layers."""
+    torch.manual_seed(seed)
+    model = Transformer(config).to(device).eval()
+    assert isinstance(config.input, EmbeddingConfig)
+    length = min(LENGTH, config.context or LENGTH)
+    texts = 1 if config.encoder is None else 2
+    ids = [torch.randint(config.input.vocab, (ROWS, length), device=device) for _ in range(texts)]
+    return gradient_norms(model, *ids)[-1]

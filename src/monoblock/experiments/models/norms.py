@@ -1,0 +1,154 @@
+"""LayerNorm, RMSNorm and BatchNorm on ragged batches: strings of up to 100 letters, with padding.
+
+BatchNorm takes its statistics over all rows and positions of a batch, padding included. What it computes for a short
+text therefore depends on the other texts of the batch: `neighbour_effect` is the largest change of a logit of a short
+text when a long one joins its batch, in training mode, divided by the deviation of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from monoblock.accounting.report import account
+from monoblock.config.schema import check_at_least, check_types
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
+from monoblock.experiments.frame.jobs import Job
+from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.training import load_run, train_run, training_metrics
+from monoblock.experiments.models.reversal import accuracy_by_length, parse_lengths, strings_folder, write_strings
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.recipe import read_recipe
+
+SHORT, LONG = 10, 50  # letters of the text whose logits are compared, and of its neighbour
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    lengths: str | int = "10,50,100"  # of the strings to reverse; training has all lengths up to the last
+    pairs: int = 100_000  # training pairs
+    limit: int | None = None  # evaluate on at most this many test strings of each length
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 1, "pairs", "limit")
+        parse_lengths(self.lengths)
+
+
+def before(trial: Trial) -> tuple[Job, ...]:
+    options = trial.options
+    folder = strings_folder(trial.folder, parse_lengths(options.lengths), options.pairs)
+    return (Job("pairs", write_strings, (folder, parse_lengths(options.lengths), options.pairs)),)
+
+
+def measure(trial: Trial) -> Iterator[str | Metrics]:
+    """Train a model that reverses strings; measure its accuracy by length and the effect of a neighbour."""
+    lengths = parse_lengths(trial.options.lengths)
+    folder, recipe = strings_folder(trial.folder, lengths, trial.options.pairs), _recipe(trial)
+    yield from train_run(recipe, trial.run_folder, trial.data)
+    pipe = load_run(trial.run_folder, recipe)
+    assert isinstance(pipe.model, Transformer)
+    exact = accuracy_by_length(pipe, folder, lengths, trial.options.limit)
+    yield {
+        **training_metrics(trial.run_folder),
+        "parameters": account(pipe.model.config).parameters,
+        "reversal_accuracy": exact,
+        "accuracy": sum(exact.values()) / len(exact),
+        "neighbour_effect": neighbour_effect(pipe.model, trial.seed),
+    }
+
+
+def neighbour_effect(model: Transformer, seed: int) -> float:
+    """Return how much the logits of a short text change if a long one joins its batch, in units of their deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab = int(model.input.config.vocab)  # type: ignore[union-attr]
+    short, long = (torch.randint(3, vocab, (1, n), generator=generator) for n in (SHORT, LONG))
+    padded = torch.cat((torch.cat((short, torch.zeros(1, LONG - SHORT, dtype=torch.long)), 1), long))
+    valid = torch.ones_like(padded, dtype=torch.bool)
+    valid[0, SHORT:] = False
+    device, state = model.device, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    with torch.no_grad():
+        alone = model(short.to(device), short.to(device))[0]
+        padded, valid = padded.to(device), valid.to(device)
+        joined = model(padded, padded, source_mask=valid, target_mask=valid)[0, :SHORT]
+    model.eval()
+    model.load_state_dict(state)  # a batch norm has updated its running averages
+    return float((joined - alone).abs().max() / alone.std())
+
+
+def _recipe(trial: Trial) -> Recipe:
+    lengths = parse_lengths(trial.options.lengths)
+    corpus = strings_folder(trial.folder, lengths, trial.options.pairs) / "corpus"
+    changes = [f"data.corpus={corpus}", f"model.context={max(lengths) + 4}", *BUDGET, *(SMOKE if trial.smoke else ())]
+    return read_recipe("reverse", [*changes, *trial.arm.changes, *trial.overrides, f"train.seed={trial.seed}"])
+
+
+BUDGET = (
+    *("train.steps=4000", "train.batch=128", "model.width=128", "model.heads=4", "model.depth=2", "train.lr=2e-3"),
+    *("model.dropout=0.0", "train.eval_every=1000", "train.save_every=0", "generate.scored_rows=0", "train.compile=no"),
+    *("train.optimizer=adamw", "train.warmup=200"),
+)
+SMOKE = ("model.width=16", "model.heads=2", "train.steps=3", "train.batch=4", "train.warmup=1", "train.eval_every=0")
+EXPERIMENT = Experiment(
+    name="norms",
+    claim="LayerNorm treats every position on its own, so it works with sequences of different lengths, where "
+    "BatchNorm mixes statistics; RMSNorm does as well as LayerNorm",
+    source="C, layer normalization and question 5; B §06 and §11; D, layer normalization",
+    arms=tuple(
+        Arm(name=name, about=about, changes=(f"model.norm={name}",))
+        for name, about in (
+            ("layer", "LayerNorm"),
+            ("rms", "RMSNorm"),
+            ("batch", "BatchNorm over rows and positions, padding included"),
+            ("none", "no norm"),
+        )
+    ),
+    measure=measure,
+    before=before,
+    recipe="reverse",
+    changes=BUDGET,
+    options=Options,
+    smoke_options={"lengths": "2,4", "pairs": 60, "limit": 4},
+    budget="4,000 steps of 128 pairs for every arm",
+    data="100,000 random strings of 2 to 100 letters and their reversal; tested on 500 strings of each length",
+    columns=("accuracy", "neighbour_effect", "validation_loss", "training_loss", "parameters", "seconds_training"),
+    curves={"reversal_accuracy": "length", "loss_by_step": "step"},
+    rules=(
+        Rule(
+            statement="with LayerNorm, a neighbour in the batch changes no logit by more than 0.1 % of their deviation",
+            metric="neighbour_effect",
+            arm="layer",
+            at_most=0.001,
+        ),
+        Rule(
+            statement="with BatchNorm, a neighbour in the batch changes a logit by at least a tenth of their deviation",
+            metric="neighbour_effect",
+            arm="batch",
+            at_least=0.1,
+        ),
+        Rule(
+            statement="BatchNorm reverses 50 letters at least 5 points worse than LayerNorm",
+            metric="reversal_accuracy",
+            arm="layer",
+            at="50",
+            quantity="difference",
+            other="batch",
+            at_least=0.05,
+        ),
+        Rule(
+            statement="RMSNorm reverses 50 letters at most 2 points worse than LayerNorm",
+            metric="reversal_accuracy",
+            arm="layer",
+            at="50",
+            quantity="difference",
+            other="rms",
+            at_most=0.02,
+        ),
+    ),
+    reading="An answer counts if every letter is right. In evaluation BatchNorm uses running averages of the batches "
+    "of training, so there the neighbours do not matter any more, but the averages are those of padded batches.",
+)

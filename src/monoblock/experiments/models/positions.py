@@ -1,0 +1,152 @@
+"""Position schemes, tested at 1 to 16 times the length of the training blocks.
+
+Each arm is a language model trained on blocks of the same length. It is then evaluated on longer blocks without
+overlap, and on windows that move by half a training block, so that almost every token has a long context. Learned
+positions end at the training length. YaRN (Peng et al. 2023) scales the rotary frequencies of the trained model to the
+tested length, without further training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from monoblock.config.knobs import vary
+from monoblock.config.model import ModelConfig
+from monoblock.config.positions import Scaling
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial
+from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.training import train_and_load
+from monoblock.experiments.models.budgets import LANGUAGE_MODEL, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.nn.transformer import Transformer
+from monoblock.recipes.schema import Recipe
+from monoblock.runs.evaluate import evaluate_request
+from monoblock.runs.pipeline import Pipeline
+from monoblock.tasks.evaluation_report import EvaluationRequest
+from monoblock.tasks.loaded_model import LoadedModel
+
+MULTIPLES = (1, 2, 4, 6, 8, 16)  # of the training length
+BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}  # in a batch of the evaluation
+
+
+def measure(trial: Trial) -> Iterator[str | Metrics]:
+    """Train a language model and evaluate it at every length, in blocks and in sliding windows."""
+    for event in train_and_load(trial):
+        if isinstance(event, str):
+            yield event
+            continue
+        pipe, recipe, metrics = event
+        blocks, sliding = {}, {}
+        for multiple in MULTIPLES if trial.arm.name != "learned" else MULTIPLES[:1]:
+            loaded = _scale_rotary(pipe, multiple) if trial.arm.values.get("yarn") else pipe.loaded
+            blocks[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=False)
+            sliding[str(multiple)] = _perplexity(loaded, recipe, trial, multiple, sliding=True)
+        yield {**metrics, "perplexity": blocks, "perplexity_sliding": sliding, "perplexity_1": blocks["1"]}
+
+
+def _scale_rotary(pipe: Pipeline, multiple: int) -> LoadedModel:
+    """Return the model with YaRN scaling for sequences that are `multiple` times longer than in training."""
+    model, config = pipe.model, pipe.model.config
+    assert isinstance(model, Transformer)
+    assert isinstance(config, ModelConfig)
+    if multiple == 1:
+        return pipe.loaded
+    scaling = Scaling(kind="yarn", factor=float(multiple), original_context=config.context)
+    scaled = Transformer(vary(config, scaling=scaling)).to(model.device)
+    scaled.load_state_dict(model.state_dict())
+    return replace(pipe.loaded, model=scaled.eval())
+
+
+def _perplexity(loaded: LoadedModel, recipe: Recipe, trial: Trial, multiple: int, *, sliding: bool) -> float:
+    context = int(recipe.model["context"])
+    length = multiple * context
+    windows = max(1, BATCH_TOKENS[loaded.model.device.type] // length)
+    request = EvaluationRequest(
+        data=recipe.data.corpus,
+        folder=trial.data,
+        context=length,
+        stride=max(1, context // 2) if sliding else None,
+        batch=8 * windows,  # of which language models take an eighth
+    )
+    return float(evaluate_request(loaded, request).metrics["perplexity"])
+
+
+def _arm(name: str, about: str, positions: str | None = None, *changes: str, **values: bool) -> Arm:
+    return Arm(name=name, about=about, changes=(f"model.positions={positions or name}", *changes), values=values)
+
+
+EXPERIMENT = Experiment(
+    name="positions",
+    claim="sinusoids extrapolate to longer sequences in principle, but in practice ALiBi does, and rotary positions do "
+    "so only with scaling",
+    source="A, positional encoding; B §03 and §11; E §8.4",
+    arms=(
+        _arm("none", "no positions: only the causal mask tells the order"),
+        _arm("sinusoidal", "sinusoids added to the embedding", "sinusoid", "model.embedding_scale=sqrt_width"),
+        _arm("learned", "a learned vector for each position; it ends at the training length"),
+        _arm("rotary", "rotary positions, unchanged at longer lengths"),
+        _arm("rotary-yarn", "rotary positions, scaled by YaRN to the tested length", "rotary", yarn=True),
+        _arm("alibi", "a penalty on the score that is linear in the distance"),
+        _arm("buckets", "a learned bias for each bucket of distances, as in T5"),
+    ),
+    measure=measure,
+    recipe="wikitext2",
+    changes=(*LANGUAGE_MODEL, "train.steps=4000", "train.eval_every=1000"),
+    stand_in=TEXT_STAND_IN,
+    toy="text",
+    smoke=TEXT_SMOKE,
+    budget="4,000 steps of 32 blocks of 256 words for every arm",
+    data="WikiText-2 by words, test split",
+    columns=("perplexity_1", "validation_loss", "training_loss", "parameters", "seconds_training"),
+    curves=dict.fromkeys(("perplexity", "perplexity_sliding"), "multiple of the training length"),
+    logarithmic=True,
+    rules=(
+        Rule(
+            statement="ALiBi loses at most 1 % of perplexity at six times the training length",
+            metric="perplexity",
+            arm="alibi",
+            at="6",
+            quantity="ratio",
+            other_at="1",
+            at_most=1.01,
+        ),
+        Rule(
+            statement="sinusoids are more than five times worse at six times the training length",
+            metric="perplexity",
+            arm="sinusoidal",
+            at="6",
+            quantity="ratio",
+            other_at="1",
+            at_least=5.0,
+        ),
+        Rule(
+            statement="rotary positions without scaling lose more than 10 % at six times the training length",
+            metric="perplexity",
+            arm="rotary",
+            at="6",
+            quantity="ratio",
+            other_at="1",
+            at_least=1.1,
+        ),
+        Rule(
+            statement="YaRN has at most 0.9 of the perplexity of rotary without scaling at six times the length",
+            metric="perplexity",
+            arm="rotary-yarn",
+            at="6",
+            quantity="ratio",
+            other="rotary",
+            at_most=0.9,
+        ),
+        Rule(
+            statement="at the training length, rotary positions are at least 1 % better than sinusoids",
+            metric="perplexity",
+            arm="rotary",
+            at="1",
+            quantity="ratio",
+            other="sinusoidal",
+            at_most=0.99,
+        ),
+    ),
+    reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
+    "even a model that ignores distant tokens gains a little without overlap; the sliding windows show the rest.",
+)

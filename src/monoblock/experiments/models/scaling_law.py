@@ -1,0 +1,98 @@
+"""Six sizes of one model with the same data and steps, and the exponent of the power law that fits their losses.
+
+The fit is the straight line of log loss over log parameters of the blocks, by least squares, for every seed; its slope
+is the negative exponent, and the residuals give its standard error. Kaplan et al. (2020) found 0.076 for models that
+are limited by their size alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, SeedResults, Trial
+from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.training import evaluate_trial, train_and_load
+from monoblock.experiments.models.budgets import LANGUAGE_MODEL_BUDGET, SUBWORD_MODEL, TEXT_SMOKE, TEXT_STAND_IN
+
+SHAPES = ((2, 32), (2, 64), (3, 96), (4, 128), (5, 192), (6, 256))  # depth and width
+
+
+def measure(trial: Trial) -> Iterator[str | Metrics]:
+    for event in train_and_load(trial):
+        if isinstance(event, str):
+            yield event
+            continue
+        pipe, recipe, metrics = event
+        blocks = sum(tensor.numel() for name, tensor in pipe.model.named_parameters() if name.startswith("decoder."))
+        yield {**metrics, **evaluate_trial(trial, pipe, recipe), "block_parameters": blocks}
+
+
+def summarize(results: SeedResults) -> SeedResults:
+    """Return the row "fit": the exponent and its standard error for every seed that all sizes have."""
+    sizes = [arm for arm in results if arm != "fit"]
+    if len(sizes) < 3:
+        return {}
+    seeds = set.intersection(*(set(results[arm]) for arm in sizes))
+    fits: dict[int, dict[str, Any]] = {}
+    for seed in sorted(seeds):
+        points = [(results[arm][seed]["block_parameters"], results[arm][seed]["loss"]) for arm in sizes]
+        slope, error = fit_line([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
+        fits[seed] = {"exponent": -slope, "exponent_error": error}
+    return {"fit": fits} if fits else {}
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return the slope of the least-squares line and its standard error."""
+    count, mean_x, mean_y = len(x), sum(x) / len(x), sum(y) / len(y)
+    spread = sum((one - mean_x) ** 2 for one in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    return slope, math.sqrt(rest / max(1, count - 2) / spread)
+
+
+def _arm(depth: int, width: int) -> Arm:
+    sizes = (f"model.depth={depth}", f"model.width={width}", f"model.heads={width // 32}", f"model.hidden={4 * width}")
+    return Arm(name=f"{depth}x{width}", about=f"{depth} layers of width {width}", changes=sizes)
+
+
+EXPERIMENT = Experiment(
+    name="scaling-law",
+    claim="the loss falls as a power of the number of parameters",
+    source="A, why the Transformer won; C, further reading",
+    arms=tuple(_arm(*shape) for shape in SHAPES),
+    measure=measure,
+    summarize=summarize,
+    recipe="wikitext2",
+    changes=(*SUBWORD_MODEL, "model.dropout=0.0", "model.attention_dropout=0.0", "train.steps=1000"),
+    stand_in=TEXT_STAND_IN,
+    toy="text",
+    smoke=TEXT_SMOKE,
+    smoke_arms=("2x32", "2x64", "3x96"),
+    budget=LANGUAGE_MODEL_BUDGET.replace("2,000", "1,000"),
+    data="WikiText-2 by 4,096 subwords, test split",
+    columns=(
+        *("loss", "exponent", "exponent_error", "block_parameters", "parameters", "validation_loss", "training_loss"),
+        "seconds_training",
+    ),
+    rules=(
+        Rule(
+            statement="the loss falls with size: the exponent is at least 0.02",
+            metric="exponent",
+            arm="fit",
+            at_least=0.02,
+        ),
+        Rule(
+            statement="the line fits: the standard error is at most a fifth of the exponent",
+            metric="exponent_error",
+            arm="fit",
+            quantity="ratio",
+            other_metric="exponent",
+            at_most=0.2,
+        ),
+    ),
+    reading="The exponent counts the parameters of the blocks, without the embedding. All sizes see the same tokens, a "
+    "few passes over a small corpus, so the exponent is not that of models limited by their size alone (0.076 in "
+    "Kaplan et al. 2020).",
+)

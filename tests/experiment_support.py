@@ -1,0 +1,74 @@
+"""Experiments with made-up numbers, for the tests of the frame; `measure` notes every trial that it runs."""
+
+from dataclasses import dataclass, replace
+
+from monoblock.experiments.frame.experiment import Arm, Experiment
+from monoblock.experiments.frame.jobs import Job
+from monoblock.experiments.frame.rules import Rule
+from monoblock.experiments.frame.runner import read_trial_results
+
+LOSSES = {"old": [3.0, 3.1, 2.9], "new": [2.0, 2.1, 1.9], "same": [3.02, 3.05, 2.91]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    offset: float = 0.0
+
+
+def measure(trial):
+    with (trial.folder / "ran.txt").open("a") as file:
+        file.write(f"{trial.name}\n")
+    yield "measuring"
+    if (trial.folder / "fail").exists() and trial.arm.name == "same":
+        raise KeyboardInterrupt
+    loss = LOSSES[trial.arm.name][trial.seed - 1] + trial.options.offset
+    yield {"loss": loss, "by_length": {"1": loss, "2": loss + 1}, "parameters": 1000}
+
+
+def share(trial):
+    (trial.folder / "shared.txt").write_text("ready")
+    yield "ready"
+
+
+def before(trial):
+    return (Job("shared", share, (trial,)),)
+
+
+def less(arm, statement="it is lower by 0.5"):
+    bound = {"quantity": "difference", "other": "old", "at_most": -0.5}
+    return Rule(statement=statement, metric="loss", arm=arm, **bound)
+
+
+EXPERIMENT = Experiment(
+    name="experiment_support:EXPERIMENT",
+    claim="new is better than old",
+    source="A",
+    arms=tuple(Arm(name=name, about=f"the {name} one") for name in LOSSES),
+    measure=measure,
+    before=before,
+    options=Options,
+    budget="nothing",
+    data="made-up numbers",
+    columns=("loss", "parameters"),
+    curves={"by_length": "length"},
+    rules=(less("new"), less("same", "same is lower by 0.5")),
+)
+
+
+def measure_after_old(trial):
+    """Report the loss of the arm "old", which must have been measured before."""
+    if trial.arm.name == "old":
+        yield from measure(trial)
+        return
+    (first,) = read_trial_results(trial)
+    yield from (event for event in measure(trial) if isinstance(event, str))
+    yield {"loss": first.metrics["loss"], "parameters": 1000}
+
+
+def need_old(trial):
+    return () if trial.arm.name == "old" else (("old", 2),)
+
+
+DEPENDENT = replace(
+    EXPERIMENT, name="experiment_support:DEPENDENT", measure=measure_after_old, needs=need_old, before=None
+)

@@ -1,0 +1,187 @@
+"""The frame of experiments: trials are not repeated, results merge, and rules conclude only what numbers carry."""
+
+import json
+
+import experiment_support as support
+import pytest
+
+from monoblock.errors import ConfigError
+from monoblock.experiments.frame.pages import write_page
+from monoblock.experiments.frame.report import Report, format_mean
+from monoblock.experiments.frame.results import RESULTS_FILE, read_results
+from monoblock.experiments.frame.rules import Rule, confidence_interval
+from monoblock.experiments.frame.runner import Request, plan_trials, run_trials, select_results
+
+EXPERIMENT = support.EXPERIMENT
+
+
+def request_for(folder, *, more=(), jobs=1, overrides=(), **values):
+    return Request(folder=folder, values=values, jobs=jobs, overrides=overrides, more_results=more)
+
+
+def run(folder, experiment=EXPERIMENT, **values):
+    """Run the experiment; return its report and the trials that ran in this call."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "ran.txt"
+    before = log.read_text().splitlines() if log.exists() else []
+    request = request_for(folder, **values)
+    trials = plan_trials(experiment, request)
+    list(run_trials(experiment, trials, request))
+    ran = (log.read_text().splitlines() if log.exists() else [])[len(before) :]
+    return Report(experiment, tuple(select_results(experiment, trials, request))), ran
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_finished_trials_are_not_repeated_after_a_kill(tmp_path):
+    tmp_path.joinpath("fail").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert (tmp_path / "ran.txt").read_text().splitlines() == ["old, seed 1", "new, seed 1", "same, seed 1"]
+    tmp_path.joinpath("fail").unlink()
+    report, ran = run(tmp_path)
+    assert ran[0] == "same, seed 1", "the arms before it have lines of results"
+    assert len(ran) == 7
+    assert {arm: sorted(seeds) for arm, seeds in report.by_seed().items()} == {a: [1, 2, 3] for a in support.LOSSES}
+    assert run(tmp_path)[1] == []
+
+
+def test_a_line_that_a_crash_cut_short_is_run_again(tmp_path):
+    run(tmp_path, seeds="1")
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text()[:-20])
+    assert run(tmp_path, seeds="1")[1] == ["same, seed 1"]
+
+
+def test_results_of_several_calls_and_machines_merge(tmp_path):
+    run(tmp_path / "here", arms="old", seeds="1,2,3")
+    run(tmp_path / "there", arms="new", seeds="1,2,3")
+    lines = tmp_path / "there" / RESULTS_FILE
+    changed = [json.loads(line) | {"machine": "another machine"} for line in lines.read_text().splitlines()]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    report, ran = run(tmp_path / "here", arms="old,new", more=(lines,))
+    assert ran == [], "the trials of the other machine count"
+    assert report.arms == ["old", "new"]
+    assert len(report.machines) == 2
+    assert report.conclusions()[0].verdict == "confirmed"
+    lines.rename(tmp_path / "here" / "there.jsonl")  # a file in the folder needs no option
+    assert run(tmp_path / "here", arms="old,new")[0].arms == ["old", "new"]
+
+
+def test_results_with_other_options_or_changes_are_not_mixed(tmp_path):
+    run(tmp_path, arms="old", seeds="1")
+    report, ran = run(tmp_path, arms="old", seeds="1", offset=1.0)
+    assert ran == ["old, seed 1"]
+    assert report.values("old", "loss") == [4.0]
+    assert run(tmp_path, arms="old", seeds="1")[0].values("old", "loss") == [3.0]
+    assert len(read_results([tmp_path / RESULTS_FILE], EXPERIMENT.name)) == 2
+
+
+def test_a_run_with_other_settings_has_another_folder(tmp_path):
+    """A model that was kept, or half trained when it was killed, is not taken for one with other settings."""
+    one, other, same = (
+        plan_trials(EXPERIMENT, request_for(tmp_path, arms="old", seeds="1", **values))[0]
+        for values in ({}, {"offset": 1.0}, {"offset": 0.0})
+    )
+    assert one.run_folder != other.run_folder
+    assert one.run_folder == same.run_folder
+
+
+def test_arms_run_in_several_processes_after_what_they_share(tmp_path):
+    report, ran = run(tmp_path, arms="old,new", seeds="1", jobs=2)
+    assert sorted(ran) == ["new, seed 1", "old, seed 1"]
+    assert (tmp_path / "shared.txt").is_file()
+    assert report.arms == ["old", "new"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_trials_that_another_needs_run_first(tmp_path, jobs):
+    report, ran = run(tmp_path, support.DEPENDENT, arms="new", seeds="1", jobs=jobs)
+    assert ran == ["old, seed 2", "new, seed 1"]
+    assert report.values("new", "loss") == [3.1]
+    assert run(tmp_path, support.DEPENDENT, arms="same", seeds="1")[1] == ["same, seed 1"], "old is there already"
+
+
+def test_unknown_arms_options_and_seeds_are_errors(tmp_path):
+    for values, message in (
+        ({"arms": "ol"}, "no arm 'ol'.*did you mean"),
+        ({"sead": "1"}, "no option sead="),
+        ({"seeds": "one"}, "not a list of whole numbers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_trials(EXPERIMENT, request_for(tmp_path, **values))
+    assert [trial.arm.name for trial in plan_trials(EXPERIMENT, request_for(tmp_path, arms="*e*", seeds=1))] == [
+        "new",
+        "same",
+    ]
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def conclude(values, **bound):
+    rule = Rule(statement="it is", metric="loss", arm="a", **bound)
+    return rule.conclude({"a": {seed: {"loss": value} for seed, value in enumerate(values)}})
+
+
+def test_a_rule_says_nothing_if_the_numbers_are_too_close():
+    assert conclude([1.0, 1.1, 0.9], at_least=0.5).verdict == "confirmed"
+    assert conclude([1.0, 1.1, 0.9], at_least=2.0).verdict == "contradicted"
+    assert conclude([1.0, 1.1, 0.9], at_least=0.95).verdict == "no conclusion"
+    assert conclude([1.0, 1.1, 0.9], at_most=1.5).verdict == "confirmed"
+    assert conclude([1.0, 1.1, 0.9], at_most=0.5).verdict == "contradicted"
+    assert conclude([1.0], at_least=0.5).verdict == "no conclusion", "one seed has no interval"
+    assert conclude([1.0], at_least=0.5, is_exact=True).verdict == "confirmed"
+    assert conclude([], at_least=0.5).verdict == "not measured"
+    assert "the numbers do not carry a conclusion" in conclude([1.0, 1.1, 0.9], at_least=0.95).sentence()
+
+
+def test_the_interval_is_that_of_student():
+    values = [5.0, 5.5, 4.6, 5.2, 5.1]
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.t.interval(0.95, len(values) - 1, loc=sum(values) / 5, scale=stats.sem(values))
+    assert confidence_interval(values) == pytest.approx(expected, rel=1e-3)
+
+
+def test_seeds_are_compared_with_themselves():
+    """The arms differ by 0.1 with every seed: a small difference that the spread of the seeds would hide."""
+    results = {
+        "a": {seed: {"loss": 3.0 + seed} for seed in range(3)},
+        "b": {seed: {"loss": 3.1 + seed + 1e-4 * seed} for seed in range(4)},
+    }
+    rule = Rule(statement="b is worse", metric="loss", arm="b", quantity="difference", other="a", at_least=0.05)
+    found = rule.conclude(results)
+    assert (found.verdict, found.seeds) == ("confirmed", 3)
+
+
+def test_a_rule_reads_points_of_curves():
+    results = {"a": {seed: {"loss": {"1": 2.0, "6": 12.0 + seed / 10}} for seed in range(3)}}
+    rule = Rule(statement="worse", metric="loss", arm="a", at="6", quantity="ratio", other_at="1", at_least=5.0)
+    assert rule.conclude(results).verdict == "confirmed"
+    assert rule.bound == "loss of a at 6 divided by loss of a at 1 at least 5"
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_tables_conclusions_and_circumstances(tmp_path):
+    report, _ = run(tmp_path / "run")
+    assert [conclusion.verdict for conclusion in report.conclusions()] == ["confirmed", "contradicted"]
+    page, lines, *_ = write_page(report, tmp_path / "results")
+    text = page.read_text()
+    assert "| old | 3 | 3.000 ± 0.100 | 1,000 |" in text
+    assert "**by_length**, by length" in text
+    assert "it is lower by 0.5: confirmed (-1, 95 % interval -1 to -1 of 3 seeds" in text
+    assert "Seeds 1, 2, 3" in text
+    assert read_results([lines], EXPERIMENT.name) == list(report.results)
+    result = report.to_json()
+    assert result["rows"][0]["loss_deviation"] == pytest.approx(0.1)
+    assert result["rows"][1]["curves"]["by_length"]["2"] == pytest.approx(3.0)
+
+
+def test_numbers_have_the_digits_of_their_size():
+    assert format_mean("loss", [3.14159]) == "3.142"
+    assert format_mean("perplexity", [412.345, 413.345]) == "412.8 ± 0.7"
+    assert format_mean("accuracy", [0.5]) == "50.00 %"
+    assert format_mean("loss", []) == "–"

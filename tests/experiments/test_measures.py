@@ -1,0 +1,63 @@
+"""What experiments measure, against closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from monoblock.config.families import gpt, vaswani
+from monoblock.experiments.costs.kv_cache import cache_bytes, count_positions
+from monoblock.experiments.costs.measuring import saved_bytes
+from monoblock.experiments.costs.scale import jacobian_norm
+from monoblock.experiments.models.gradients import initial_norms
+from monoblock.experiments.models.norms import neighbour_effect
+from monoblock.experiments.models.scaling_law import fit_line, summarize
+from monoblock.nn.transformer import Transformer
+
+
+def test_the_jacobian_norm_is_that_of_the_softmax():
+    scores = torch.randn(5, 7, dtype=torch.float64)
+    jacobians = [torch.autograd.functional.jacobian(lambda x: x.softmax(-1), row) for row in scores]
+    expected = torch.stack([jacobian.norm() for jacobian in jacobians])
+    torch.testing.assert_close(jacobian_norm(scores.softmax(-1)), expected)
+
+
+def test_the_fit_recovers_a_power_law():
+    sizes = {"a": 1e3, "b": 1e4, "c": 1e5, "d": 1e6}
+    results = {arm: {1: {"block_parameters": size, "loss": 5 * size**-0.07}} for arm, size in sizes.items()}
+    fit = summarize(results)["fit"][1]
+    assert fit["exponent"] == pytest.approx(0.07)
+    assert fit["exponent_error"] == pytest.approx(0, abs=1e-9)
+    assert summarize({"a": results["a"], "b": results["b"]}) == {}
+    x, y = np.random.default_rng(0).normal(size=(2, 9))
+    (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
+    assert fit_line(x, y) == pytest.approx((slope, math.sqrt(covariance[0, 0])))
+
+
+def test_the_cache_saves_66_times_the_positions():
+    assert count_positions(50, 100, use_cache=True) == 149
+    assert count_positions(50, 100, use_cache=False) == 9950
+    model = Transformer(gpt(vocab=11, width=32, depth=3, heads=2, context=64)).eval()
+    assert cache_bytes(model, 64) == pytest.approx(2 * 3 * 32 * 64 * 4, rel=0.02)
+
+
+def test_saved_bytes_counts_each_storage_once():
+    x = torch.randn(3, 5, requires_grad=True)
+    assert saved_bytes(lambda: x.exp()) == 3 * 5 * 4, "exp keeps its result"
+    assert saved_bytes(lambda: x * x) == 3 * 5 * 4, "one tensor that is kept twice"
+
+
+def test_a_neighbour_changes_batch_norm_and_no_layer_norm():
+    sizes = {"vocab": 29, "width": 16, "depth": 1, "heads": 2, "context": 64}
+    layer, batch = (Transformer(vaswani(**sizes, norm=norm, norm_place="pre")) for norm in ("layer", "batch"))
+    before = {name: tensor.clone() for name, tensor in batch.state_dict().items()}
+    assert neighbour_effect(layer, 1) < 1e-3
+    assert neighbour_effect(batch, 1) > 0.1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in batch.state_dict().items())
+
+
+def test_without_norms_and_residuals_no_gradient_arrives():
+    sizes = {"vocab": 31, "width": 16, "depth": 12, "heads": 2, "context": 16, "norm": "none"}
+    first = [initial_norms(gpt(**sizes, residual=kind), 1).weight_gradients[0] for kind in ("sequential", "none")]
+    assert first[1] < 0.1 * first[0]
