@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "linear/matvec.h"
+#include "linear/integer_tiles.h"
 #include "linear/split_products.h"
 
 namespace {
@@ -108,6 +109,15 @@ at::Tensor multiply_in_tiles(const at::Tensor& x, const Weight& weight, const Op
     split::multiply<PARTS>(rows, weight, {y, batch, weight.rows, weight.rows, fp32_or_null(fp32_bias), false});
   return out;
 }
+
+at::Tensor multiply_in_integers(const Int8Format& format, const at::Tensor& x, const OptionalTensor& bias,
+                                int64_t rows) {
+  const LinearInput input(x, format.columns, format.columns / format.groups, false, false);
+  at::Tensor out = empty_output(input.x, rows);
+  const OptionalTensor fp32_bias = to_fp32(bias);
+  integer_tiles::multiply(format, input.in, rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+  return out;
+}
 #endif
 
 // The same for a quantized weight: many rows of x are multiplied in tiles, where the processor has them.
@@ -115,8 +125,11 @@ template <class Format>
 at::Tensor multiply_quantized(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows) {
   const int64_t group = format.columns / format.groups;
 #if MONOBLOCK_TILES
-  if (x.numel() / x.size(-1) >= MIN_TILE_ROWS && can_use_tiles())
+  if (x.numel() / x.size(-1) >= MIN_TILE_ROWS && can_use_tiles()) {
+    if constexpr (!Format::offset)
+      if (group <= integer_tiles::MAX_GROUP) return multiply_in_integers(format, x, bias, rows);
     return multiply_in_tiles<2>(x, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
+  }
 #endif
   return multiply(format, LinearInput(x, format.columns, group, true, Format::offset), bias, rows);
 }

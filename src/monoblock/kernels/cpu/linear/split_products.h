@@ -34,15 +34,6 @@ inline void add_products() {
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// Cache lines that will be read soon, a few at a time.
-struct Fetch {
-  const char* next = nullptr;
-  int64_t lines = 0, each = 0;
-  void fetch() {
-    for (int64_t n = std::min(each, lines); n > 0; --n, --lines, next += 64) __builtin_prefetch(next, 0, 2);
-  }
-};
-
 // Add the product of a block of A and a block of B to the tiles 0 to 3; small parts first.
 template <int PARTS>
 inline void multiply_block(const CacheLine* a, const CacheLine* b, int64_t steps, Fetch& fetch) {
@@ -134,11 +125,11 @@ inline void multiply_steps(const A& a, int64_t row, const CacheLine* b, int64_t 
   Fetch fetch = next_rows(a, row + BLOCK, steps);
   out.start(0);
   constexpr int64_t size = PARTS * 2 * TILE;
-  for (int64_t step = 0; step < steps; ++step) {  // the next step is packed while tiles multiply this one
-    CacheLine* lines = packed + step % 2 * size;
-    pack_block<PARTS, false>(a, row, step, 1, lines);
+  pack_block<PARTS, false>(a, row, 0, 1, packed);
+  for (int64_t step = 0; step < steps; ++step) {  // tiles cannot read at once what was just written
+    if (step + 1 < steps) pack_block<PARTS, false>(a, row, step + 1, 1, packed + (step + 1) % 2 * size);
     finish_writes();
-    multiply_block<PARTS>(lines, b + step * size, 1, fetch);
+    multiply_block<PARTS>(packed + step % 2 * size, b + step * size, 1, fetch);
   }
   out.store_block(row, 0);
 }

@@ -1,15 +1,16 @@
 // Matrix tiles of the processor (AMX): 16 rows of 64 bytes; one instruction adds the product of two to a third, 16 x 16
-// sums in fp32 over 32 bfloat16 each.
+// sums over 32 bfloat16 or 64 bytes each.
 //
-// A has a row in each tile row; B has a column in each 32-bit lane, two of its numbers in every tile row.  Linux grants
-// tiles to a process that asks for them.
+// A has a row in each tile row; B has a column in each 32-bit lane, with two bfloat16 or four bytes in every tile row.
+// Linux grants tiles to a process that asks for them.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "simd.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
     defined(__linux__)
 #define MONOBLOCK_TILES 1
 #include <sys/syscall.h>
@@ -41,6 +42,15 @@ class TileMemory {
   int64_t size = 0;
 };
 
+// Cache lines that will be read soon, a few at a time.
+struct Fetch {
+  const char* next = nullptr;
+  int64_t lines = 0, each = 0;
+  void fetch() {
+    for (int64_t n = std::min(each, lines); n > 0; --n, --lines, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
 #if MONOBLOCK_TILES
 
 // Whether this process may use tiles.
@@ -50,15 +60,16 @@ inline bool can_use_tiles() {
   return is_granted;
 }
 
-// The eight tiles of this thread, all of full size, while it lives.
+// The eight tiles of this thread while it lives: sums in 0 to 3, A in 4 and 5 with so many bytes in a row, B in 6 and 7.
 class TileScope {
  public:
-  TileScope() {
+  explicit TileScope(int bytes = 64) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    config.row_bytes[4] = config.row_bytes[5] = bytes, config.rows[6] = config.rows[7] = bytes / 4;
     asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
