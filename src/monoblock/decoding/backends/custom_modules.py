@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor, nn
 
 from monoblock.nn.attention import Attention
@@ -48,9 +50,8 @@ def _replaced_attribute(module: nn.Module) -> str | None:
 
     It may be a method, mask, configuration or activation, or a tensor of another class.
     """
-    method = next((key for key in module.__dict__ if callable(getattr(type(module), key, None))), None)
-    if method is not None:
-        return method
+    if not _method_names(type(module)).isdisjoint(module.__dict__):
+        return next(key for key in module.__dict__ if key in _method_names(type(module)))
     if isinstance(module, FeedForward) and module.activation is not ACTIVATIONS[module.config.activation]:
         return "activation"
     if isinstance(module, Stack):
@@ -60,6 +61,11 @@ def _replaced_attribute(module: nn.Module) -> str | None:
     tensors = {**module._parameters, **module._buffers}
     plain = (nn.Parameter, Tensor, type(None))
     return next((key for key, tensor in tensors.items() if type(tensor) not in plain), None)
+
+
+@functools.cache
+def _method_names(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 def _replaced_in_stack(stack: Stack) -> str | None:

@@ -89,6 +89,15 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def gelu_tanh_inference(x: Tensor) -> Tensor:
+    """Compute `gelu_tanh` for inference with the C++ kernel, which must be loaded, wherever it supports x."""
+    is_supported = type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
+    if not is_supported or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    out: Tensor = torch.ops.monoblock.gelu_tanh(x)
+    return out
+
+
 class _GeluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

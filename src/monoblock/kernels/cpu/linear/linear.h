@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
 
 #include <vector>
 
@@ -167,33 +169,32 @@ at::Tensor linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::
   return multiply_quantized(format, x, bias, rows);
 }
 
-void check_tiles() {
-  TORCH_CHECK(can_use_tiles(), "this processor has no matrix tiles (AMX); use torch.nn.functional.linear");
-}
-
-// x (…, inputs) times weight (rows, inputs), both fp32, in tiles -> (…, rows).
+// x (…, inputs) times weight (rows, inputs), both fp32, in tiles where the processor has them -> (…, rows).
 at::Tensor linear_tiles(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
-  check_tiles(), check_linear(x, weight, bias), check_tensor("weight", weight, at::kFloat, {ANY, x.size(-1)});
+  check_linear(x, weight, bias), check_tensor("weight", weight, at::kFloat, {ANY, x.size(-1)});
 #if MONOBLOCK_TILES
-  return multiply_in_tiles<3>(x, split::DenseRows{weight.const_data_ptr<float>(), weight.size(0), x.size(-1)}, bias);
+  if (can_use_tiles() && x.numel() && weight.numel())
+    return multiply_in_tiles<3>(x, split::DenseRows{weight.const_data_ptr<float>(), weight.size(0), x.size(-1)}, bias);
 #endif
-  return {};
+  return at::linear(x, weight, to_fp32(bias));
 }
 
 // The gradient of x (…, inputs), from that of the output (…, rows) and weight (rows, inputs).
 at::Tensor linear_tiles_grad_input(const at::Tensor& grad, const at::Tensor& weight) {
-  check_tiles(), check_linear(grad, weight, std::nullopt);
+  check_linear(grad, weight, std::nullopt);
   check_tensor("weight", weight, at::kFloat, {grad.size(-1), ANY});
 #if MONOBLOCK_TILES
-  const int64_t rows = grad.size(-1), inputs = weight.size(1), batch = grad.numel() / rows;
-  const at::Tensor from = grad.contiguous();
-  at::Tensor out = empty_output(from, inputs);
-  split::multiply<3>(split::DenseRows{from.const_data_ptr<float>(), batch, rows},
-                     split::DenseColumns{weight.const_data_ptr<float>(), inputs, rows, inputs},
-                     {out.mutable_data_ptr<float>(), batch, inputs, inputs, nullptr, false});
-  return out;
+  if (can_use_tiles() && grad.numel() && weight.numel()) {
+    const int64_t rows = grad.size(-1), inputs = weight.size(1), batch = grad.numel() / rows;
+    const at::Tensor from = grad.contiguous();
+    at::Tensor out = empty_output(from, inputs);
+    split::multiply<3>(split::DenseRows{from.const_data_ptr<float>(), batch, rows},
+                       split::DenseColumns{weight.const_data_ptr<float>(), inputs, rows, inputs},
+                       {out.mutable_data_ptr<float>(), batch, inputs, inputs, nullptr, false});
+    return out;
+  }
 #endif
-  return {};
+  return at::matmul(grad, weight);
 }
 
 }  // namespace
