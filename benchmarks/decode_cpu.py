@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import processor_name, write_section
+from _report import commit, processor_name, write_section
 
 import monoblock as mb
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
@@ -48,6 +48,12 @@ RATIOS = (
     ("monoblock", "CTranslate2, fp32"),
     ("monoblock, 8 bits", "CTranslate2, int8"),
     ("monoblock, 4 bits", "CTranslate2, int8"),
+    ("monoblock, 4 bits", "monoblock, 8 bits"),
+)
+PREFILL_RATIOS = (
+    ("monoblock", "transformers"),
+    ("monoblock, 8 bits", "CTranslate2, int8"),
+    ("monoblock, 4 bits", "monoblock, 8 bits"),
 )
 
 
@@ -147,7 +153,9 @@ def measure_in_processes(name: str, args: argparse.Namespace) -> dict[str, Any]:
         report["absent"] |= turn["absent"]
         for key, row in turn["runners"].items():  # other load on the machine only makes a turn slower
             best = report["runners"].get(key, row)
-            report["runners"][key] = max(best, row, key=lambda result: result["decode_tokens_per_second"] or 0)
+            prefill = max(best["prefill_tokens_per_second"], row["prefill_tokens_per_second"])
+            fastest = max(best, row, key=lambda result: result["decode_tokens_per_second"] or 0)
+            report["runners"][key] = fastest | {"prefill_tokens_per_second": prefill}
         report |= {key: turn[key] for key in COMMON_KEYS}
         bandwidths.append(_last_line(["--memory"]))
     if SELF_DRAFT in report["runners"]:
@@ -162,9 +170,12 @@ def _last_line(arguments: list[str]) -> str:
 
 
 def speed_ratios(report: dict[str, Any]) -> dict[str, float]:
-    speeds = {name: row["decode_tokens_per_second"] for name, row in report["runners"].items()}
-    pairs = [pair for pair in RATIOS if all(speeds.get(name) for name in pair)]
-    return {f"{first} / {second}": speeds[first] / speeds[second] for first, second in pairs}
+    ratios = {}
+    for title, key, pairs in (("", "decode", RATIOS), ("prefill, ", "prefill", PREFILL_RATIOS)):
+        speeds = {name: row[f"{key}_tokens_per_second"] for name, row in report["runners"].items()}
+        measured = [pair for pair in pairs if all(speeds.get(name) for name in pair)]
+        ratios |= {f"{title}{first} / {second}": speeds[first] / speeds[second] for first, second in measured}
+    return ratios
 
 
 def format_section(report: dict[str, Any]) -> str:
@@ -174,7 +185,7 @@ def format_section(report: dict[str, Any]) -> str:
     lines = [
         report["model"],
         "",
-        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}: {processor_name()}, "
+        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}, commit {commit()}: {processor_name()}, "
         f"{report['threads']} threads, torch {report['torch']}; random weights, a prompt of {report['prompt']} "
         f"bytes and {report['new']} new tokens, another text each round, median of {report['rounds']} rounds, the "
         f"best of {report['turns']} turns, each in its own process.",

@@ -108,6 +108,19 @@ def test_a_matrix_that_is_split_among_threads(kind, group):
         assert_near_in_norm(module(x.expand(3, 2, -1))[2, 1], expected[0], 1e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_wide_4_bit_matrices_agree_with_fp64(batch):
+    """Rows of a multiple of 128 weights in groups of 32 have a kernel of their own."""
+    matrix, x = store_matrix("int4", 32, 29, 384), draw(batch, 384, seed=1)
+    x[0, 32:64] = 0
+    x[-1, 64:96] *= 1e4
+    result = torch.ops.monoblock.linear_int4(x, *matrix, None)
+    exact = x.double() @ dequantize(matrix, 384).T
+    limit = 1.01 * rounding_bound(x, matrix, 384, 32) + 2e-5 * (1 + exact.abs())
+    assert bool(((result - exact).abs() <= limit).all())
+    assert torch.equal(result, torch.cat([torch.ops.monoblock.linear_int4(row[None], *matrix, None) for row in x]))
+
+
 @pytest.mark.parametrize("batch", [17, 33, 70])
 @pytest.mark.parametrize(("kind", "group"), [("int8", 32), ("int8", 64), ("int8", 96), ("int4", 32), ("int4", 64)])
 def test_many_rows_of_quantized_weights_agree_with_fp64(kind, group, batch):

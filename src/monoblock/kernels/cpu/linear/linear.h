@@ -32,6 +32,10 @@ class LinearInput {
       rows = padded.data();
     }
     in = {rows, nullptr, batch, columns, group, columns / group, columns};
+    if (has_offset && NibbleInput::supports(in)) {
+      nibbles.fill(in);
+      return;
+    }
     if (is_quantized && HAS_INTEGER_DOT) quantized.fill(in);
     if (!has_offset) return;
     sums.assign(batch * in.groups * LANES, 0.0f);
@@ -43,6 +47,7 @@ class LinearInput {
  private:
   std::vector<float> padded, sums;
   QuantizedInput quantized;
+  NibbleInput nibbles;
 };
 
 constexpr int64_t MIN_TILE_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles
