@@ -67,7 +67,7 @@ class PlainBlock(torch.nn.Module):
 
 
 class PlainGpt(torch.nn.Module):
-    """A GPT from torch's own layers, with the operations of nanoGPT: learned positions, biases, exact GELU, tied head."""
+    """A GPT of torch's own layers, with the operations of nanoGPT: learned positions, exact GELU, tied head."""
 
     def __init__(self, config: mb.ModelConfig) -> None:
         super().__init__()

@@ -31,9 +31,7 @@ def is_eager_training(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or tensors[0].numel() < MIN_ELEMENTS:
         return False
-    is_supported = all(
-        type(x) in PLAIN_TYPES and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors
-    )
+    is_supported = all(type(x) in PLAIN_TYPES and x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
     if not is_supported or not any(x.requires_grad for x in tensors) or torch.is_autocast_enabled("cpu"):
         return False
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
