@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -149,7 +150,13 @@ def measure_in_processes(name: str, args: argparse.Namespace) -> dict[str, Any]:
     bandwidths = [_last_line(["--memory"])]
     sizes = ["--prompt", str(args.prompt), "--new", str(args.new), "--rounds", str(args.rounds)]
     for runner in args.turns * list(args.only or DEFAULT_RUNNERS):
-        turn = json.loads(_last_line(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
+        try:
+            turn = json.loads(_last_line(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
+        except subprocess.CalledProcessError as problem:
+            if runner.startswith("monoblock"):
+                raise
+            report["absent"][runner] = f"ended with exit code {problem.returncode}"
+            continue
         report["absent"] |= turn["absent"]
         for key, row in turn["runners"].items():  # other load on the machine only makes a turn slower
             best = report["runners"].get(key, row)
@@ -160,7 +167,11 @@ def measure_in_processes(name: str, args: argparse.Namespace) -> dict[str, Any]:
         bandwidths.append(_last_line(["--memory"]))
     if SELF_DRAFT in report["runners"]:
         report["proposals"] = json.loads(_last_line(["--proposals", "--preset", name, *sizes]))
-    return report | {"turns": args.turns, "memory_bytes_per_second": max(map(float, bandwidths))}
+    return report | {
+        "turns": args.turns,
+        "only": args.only or [],
+        "memory_bytes_per_second": max(map(float, bandwidths)),
+    }
 
 
 def _last_line(arguments: list[str]) -> str:
@@ -181,12 +192,13 @@ def speed_ratios(report: dict[str, Any]) -> dict[str, float]:
 def format_section(report: dict[str, Any]) -> str:
     """Return the table of a model as a section of Markdown."""
     sizes = f"--preset {report['model']} --rounds {report['rounds']} --turns {report['turns']}"
+    sizes += "".join(f" --only {shlex.quote(runner)}" for runner in report["only"])
     bandwidth = report["memory_bytes_per_second"]
     lines = [
         report["model"],
         "",
-        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}, commit {commit()}: {processor_name()}, "
-        f"{report['threads']} threads, torch {report['torch']}; random weights, a prompt of {report['prompt']} "
+        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}, commit {commit()}: "
+        f"{processor_name()}, {report['threads']} threads, torch {report['torch']}; random weights, a prompt of {report['prompt']} "
         f"bytes and {report['new']} new tokens, another text each round, median of {report['rounds']} rounds, the "
         f"best of {report['turns']} turns, each in its own process.",
         "",

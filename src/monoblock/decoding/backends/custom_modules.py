@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor, nn
 
 from monoblock.nn.attention import Attention
@@ -50,8 +48,9 @@ def _replaced_attribute(module: nn.Module) -> str | None:
 
     It may be a method, mask, configuration or activation, or a tensor of another class.
     """
-    if not _method_names(type(module)).isdisjoint(module.__dict__):
-        return next(key for key in module.__dict__ if key in _method_names(type(module)))
+    methods = _method_names(type(module))
+    if not methods.isdisjoint(module.__dict__):
+        return next(key for key in module.__dict__ if key in methods)
     if isinstance(module, FeedForward) and module.activation is not ACTIVATIONS[module.config.activation]:
         return "activation"
     if isinstance(module, Stack):
@@ -63,9 +62,13 @@ def _replaced_attribute(module: nn.Module) -> str | None:
     return next((key for key, tensor in tensors.items() if type(tensor) not in plain), None)
 
 
-@functools.cache
+_names_of_methods: dict[type, frozenset[str]] = {}
+
+
 def _method_names(kind: type[nn.Module]) -> frozenset[str]:
-    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+    if kind not in _names_of_methods:
+        _names_of_methods[kind] = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+    return _names_of_methods[kind]
 
 
 def _replaced_in_stack(stack: Stack) -> str | None:
