@@ -198,7 +198,8 @@ def format_section(report: dict[str, Any]) -> str:
         report["model"],
         "",
         f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}, commit {commit()}: "
-        f"{processor_name()}, {report['threads']} threads, torch {report['torch']}; random weights, a prompt of {report['prompt']} "
+        f"{processor_name()}, {report['threads']} threads, torch {report['torch']}; random weights, a prompt of "
+        f"{report['prompt']} "
         f"bytes and {report['new']} new tokens, another text each round, median of {report['rounds']} rounds, the "
         f"best of {report['turns']} turns, each in its own process.",
         "",
