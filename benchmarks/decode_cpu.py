@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3, help="processes per runner, taking turns; the best is reported")
     parser.add_argument("--only", action="append", help="run only this runner; may be repeated")
+    parser.add_argument("--note", default="", help="words after the title of the table, which keep other tables")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write the tables to results/{RESULTS.name}")
@@ -194,8 +195,9 @@ def format_section(report: dict[str, Any]) -> str:
     sizes = f"--preset {report['model']} --rounds {report['rounds']} --turns {report['turns']}"
     sizes += "".join(f" --only {shlex.quote(runner)}" for runner in report["only"])
     bandwidth = report["memory_bytes_per_second"]
+    sizes += f" --note {shlex.quote(report['note'])}" if report["note"] else ""
     lines = [
-        report["model"],
+        f"{report['model']}, {report['note']}" if report["note"] else report["model"],
         "",
         f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}, commit {commit()}: "
         f"{processor_name()}, {report['threads']} threads, torch {report['torch']}; random weights, a prompt of "
