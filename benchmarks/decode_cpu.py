@@ -171,6 +171,7 @@ def measure_in_processes(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return report | {
         "turns": args.turns,
         "only": args.only or [],
+        "note": args.note,
         "memory_bytes_per_second": max(map(float, bandwidths)),
     }
 

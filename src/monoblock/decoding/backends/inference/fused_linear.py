@@ -13,7 +13,7 @@ from monoblock.kernels.cpu.library import has_matrix_tiles
 from monoblock.nn.linear import join_weights
 from monoblock.quantization.cpu_linear import ROW_MULTIPLE
 
-MIN_TILE_ROWS = 17  # rows from which fp32 products in matrix tiles are faster than torch's
+MIN_TILE_ROWS = 64  # rows from which fp32 products in matrix tiles are faster than torch's
 
 
 class FusedLinear:
