@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import processor_name, write_section
+from _report import commit, processor_name, write_section
 
 import monoblock as mb
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
@@ -48,6 +49,12 @@ RATIOS = (
     ("monoblock", "CTranslate2, fp32"),
     ("monoblock, 8 bits", "CTranslate2, int8"),
     ("monoblock, 4 bits", "CTranslate2, int8"),
+    ("monoblock, 4 bits", "monoblock, 8 bits"),
+)
+PREFILL_RATIOS = (
+    ("monoblock", "transformers"),
+    ("monoblock, 8 bits", "CTranslate2, int8"),
+    ("monoblock, 4 bits", "monoblock, 8 bits"),
 )
 
 
@@ -59,6 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3, help="processes per runner, taking turns; the best is reported")
     parser.add_argument("--only", action="append", help="run only this runner; may be repeated")
+    parser.add_argument("--note", default="", help="words after the title of the table, which keep other tables")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write the tables to results/{RESULTS.name}")
@@ -143,16 +151,29 @@ def measure_in_processes(name: str, args: argparse.Namespace) -> dict[str, Any]:
     bandwidths = [_last_line(["--memory"])]
     sizes = ["--prompt", str(args.prompt), "--new", str(args.new), "--rounds", str(args.rounds)]
     for runner in args.turns * list(args.only or DEFAULT_RUNNERS):
-        turn = json.loads(_last_line(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
+        try:
+            turn = json.loads(_last_line(["--here", "--json", "--preset", name, "--only", runner, *sizes]))
+        except subprocess.CalledProcessError as problem:
+            if runner.startswith("monoblock"):
+                raise
+            report["absent"][runner] = f"ended with exit code {problem.returncode}"
+            continue
         report["absent"] |= turn["absent"]
         for key, row in turn["runners"].items():  # other load on the machine only makes a turn slower
             best = report["runners"].get(key, row)
-            report["runners"][key] = max(best, row, key=lambda result: result["decode_tokens_per_second"] or 0)
+            prefill = max(best["prefill_tokens_per_second"], row["prefill_tokens_per_second"])
+            fastest = max(best, row, key=lambda result: result["decode_tokens_per_second"] or 0)
+            report["runners"][key] = fastest | {"prefill_tokens_per_second": prefill}
         report |= {key: turn[key] for key in COMMON_KEYS}
         bandwidths.append(_last_line(["--memory"]))
     if SELF_DRAFT in report["runners"]:
         report["proposals"] = json.loads(_last_line(["--proposals", "--preset", name, *sizes]))
-    return report | {"turns": args.turns, "memory_bytes_per_second": max(map(float, bandwidths))}
+    return report | {
+        "turns": args.turns,
+        "only": args.only or [],
+        "note": args.note,
+        "memory_bytes_per_second": max(map(float, bandwidths)),
+    }
 
 
 def _last_line(arguments: list[str]) -> str:
@@ -162,20 +183,26 @@ def _last_line(arguments: list[str]) -> str:
 
 
 def speed_ratios(report: dict[str, Any]) -> dict[str, float]:
-    speeds = {name: row["decode_tokens_per_second"] for name, row in report["runners"].items()}
-    pairs = [pair for pair in RATIOS if all(speeds.get(name) for name in pair)]
-    return {f"{first} / {second}": speeds[first] / speeds[second] for first, second in pairs}
+    ratios = {}
+    for title, key, pairs in (("", "decode", RATIOS), ("prefill, ", "prefill", PREFILL_RATIOS)):
+        speeds = {name: row[f"{key}_tokens_per_second"] for name, row in report["runners"].items()}
+        measured = [pair for pair in pairs if all(speeds.get(name) for name in pair)]
+        ratios |= {f"{title}{first} / {second}": speeds[first] / speeds[second] for first, second in measured}
+    return ratios
 
 
 def format_section(report: dict[str, Any]) -> str:
     """Return the table of a model as a section of Markdown."""
     sizes = f"--preset {report['model']} --rounds {report['rounds']} --turns {report['turns']}"
+    sizes += "".join(f" --only {shlex.quote(runner)}" for runner in report["only"])
     bandwidth = report["memory_bytes_per_second"]
+    sizes += f" --note {shlex.quote(report['note'])}" if report["note"] else ""
     lines = [
-        report["model"],
+        f"{report['model']}, {report['note']}" if report["note"] else report["model"],
         "",
-        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}: {processor_name()}, "
-        f"{report['threads']} threads, torch {report['torch']}; random weights, a prompt of {report['prompt']} "
+        f"`python benchmarks/decode_cpu.py {sizes} --write`, {date.today()}, commit {commit()}: "
+        f"{processor_name()}, {report['threads']} threads, torch {report['torch']}; random weights, a prompt of "
+        f"{report['prompt']} "
         f"bytes and {report['new']} new tokens, another text each round, median of {report['rounds']} rounds, the "
         f"best of {report['turns']} turns, each in its own process.",
         "",

@@ -1,6 +1,7 @@
-"""A training step (forward, loss, backward) of a GPT preset, compared with GPT-2 of the same shape in transformers.
+"""A training step (forward, loss, backward) of a GPT preset, compared with GPT-2 of the same shape in transformers, and
+with a plain GPT that runs the operations of nanoGPT.
 
-Both run eagerly in one process, without dropout, and take turns, so that other load affects both. The table gives the
+All run eagerly in one process, without dropout, and take turns, so that other load affects all. The table gives the
 median and the best step of each, and the median over rounds of the ratio within a round. torch's profiler says where
 our time goes; the speed of the matrix products is compared with that of large matrices on this machine. --smoke runs a
 toy size once; --write saves the table.
@@ -18,17 +19,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _report import processor_name, write_section
+from _report import commit, processor_name, write_section
 from torch.profiler import ProfilerActivity, profile
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import monoblock as mb
 
 RESULTS = Path(__file__).with_name("results") / "train-cpu.md"
-OURS, THEIRS = "monoblock", "transformers"
+OURS, THEIRS, PLAIN = "monoblock", "transformers", "nanoGPT's operations"
 WARMUP_ROUNDS = 3
 GROUPS = {  # group -> prefixes of operator names; the first match counts
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "matrix products": ("monoblock::linear", "aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("monoblock::attend", "aten::_scaled_dot_product"),
     "activation": ("monoblock::gelu", "aten::gelu", "aten::silu"),
     "norms": ("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::rsqrt"),
@@ -45,6 +46,42 @@ def build_reference(config: mb.ModelConfig) -> GPT2LMHeadModel:
         vocab_size=config.input.vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes, **special
     )
     return GPT2LMHeadModel(settings)
+
+
+class PlainBlock(torch.nn.Module):
+    """A pre-norm block with one projection to queries, keys and values, and torch's fused attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feedforward_norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.output = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.feedforward_norm(x))))
+
+
+class PlainGpt(torch.nn.Module):
+    """A GPT of torch's own layers, with the operations of nanoGPT: learned positions, exact GELU, tied head."""
+
+    def __init__(self, config: mb.ModelConfig) -> None:
+        super().__init__()
+        heads = next(config.decoder.layers()).attention.heads
+        self.token = torch.nn.Embedding(config.input.vocab, config.width)
+        self.position = torch.nn.Embedding(config.context, config.width)
+        self.blocks = torch.nn.ModuleList(PlainBlock(config.width, heads) for _ in range(config.depth))
+        self.norm = torch.nn.LayerNorm(config.width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.token.weight)
 
 
 def time_step(model: torch.nn.Module, ids: torch.Tensor) -> float:
@@ -100,7 +137,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     size = 64 if args.smoke else 2048
     torch.manual_seed(0)
     ids = torch.randint(0, config.input.vocab, (batch, length))
-    models: dict[str, torch.nn.Module] = {OURS: mb.Transformer(config), THEIRS: build_reference(config)}
+    models: dict[str, torch.nn.Module] = {
+        OURS: mb.Transformer(config),
+        PLAIN: PlainGpt(config),
+        THEIRS: build_reference(config),
+    }
     if args.compile:
         models[f"{OURS}, compiled"] = torch.compile(mb.Transformer(config))
     seconds = time_models(models, ids, rounds)
@@ -115,7 +156,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "best": {name: min(times) for name, times in seconds.items()},
-        "times_faster": {name: _speedups(seconds[THEIRS], times) for name, times in seconds.items() if name != THEIRS},
+        "times_faster": {name: _speedups(times, seconds[OURS]) for name, times in seconds.items() if name != OURS},
         "shares": shares,
         "products_per_second": 6 * weights * batch * length / product_seconds,
         "peak_per_second": peak_flops(size),
@@ -140,9 +181,9 @@ def format_section(report: dict[str, Any]) -> str:
         f"`python benchmarks/train_step.py --preset {report['model']} --batch {report['batch']} "
         f"--length {report['length']} --rounds {report['rounds']} --write`, "
         f"{date.today()}: {processor_name()}, {report['threads']} threads, "
-        f"torch {report['torch']}; forward, loss and backward in fp32, {report['rounds']} rounds.",
+        f"torch {report['torch']}, commit {commit()}; forward, loss and backward in fp32, {report['rounds']} rounds.",
         "",
-        "| runner | ms per step | best | tokens/s | speedup over transformers: rounds, medians, best |",
+        "| runner | ms per step | best | tokens/s | speedup of monoblock: rounds, medians, best |",
         "|---|---|---|---|---|",
     ]
     for name, seconds in report["seconds"].items():

@@ -206,6 +206,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "linear_int8": (operator("linear_int8"), lambda: linear(8)),
     "linear_int4": (operator("linear_int4"), lambda: linear(4)),
     "quantize_int8": (operator("quantize_int8"), lambda: {"weight": draw(7, 32)}),
+    "can_use_tiles": (operator("can_use_tiles"), dict),
+    "linear_tiles": (operator("linear_tiles"), lambda: linear(32)),
+    "linear_tiles_grad_input": (
+        operator("linear_tiles_grad_input"),
+        lambda: {"grad": draw(3, 23), "weight": draw(23, 96)},
+    ),
     "gelu_tanh": (operator("gelu_tanh"), lambda: {"x": draw(7, 33)}),
     "gelu_tanh_backward": (operator("gelu_tanh_backward"), lambda: {"grad": draw(7, 33), "x": draw(7, 33)}),
     "attend_causal": (operator("attend_causal"), heads),

@@ -46,6 +46,53 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+# -- linear layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(512, 192, 65), (1024, 70, 200), (300, 257, 31)])
+def test_a_linear_layer_and_its_gradients_are_as_accurate_as_torchs(kernels, rows, inputs, outputs):
+    x, weight, bias = randn(2, rows // 2, inputs), randn(outputs, inputs, seed=1), randn(outputs, seed=2)
+    grad = randn(2, rows // 2, outputs, seed=3)
+
+    def run(function, dtype):
+        tensors = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+        out = function(*tensors)
+        return [out.detach(), *torch.autograd.grad(out, tensors, grad.to(dtype))]
+
+    exact, ours, torchs = (
+        run(F.linear, torch.float64),
+        run(autograd._LinearFunction.apply, torch.float32),
+        run(F.linear, torch.float32),
+    )
+    for number, reference, expected in zip(ours, torchs, exact, strict=True):
+        limit = 1.5 * float((reference - expected).norm()) + 1e-7 * float(expected.norm())
+        assert float((number - expected).norm()) <= limit
+
+
+def test_linear_products_at_the_ends_of_the_range(kernels):
+    """Tiny, huge and mixed magnitudes keep the accuracy of fp32; what is not finite stays so."""
+    weight = randn(48, 64, seed=1)
+    for scale in (1e-18, 1e-4, 1e25):
+        x = scale * randn(32, 64) * torch.logspace(-6, 6, 64)
+        exact = x.double() @ weight.double().T
+        result = torch.ops.monoblock.linear_tiles(x, weight, None)
+        assert float((result - exact).norm()) <= 1e-6 * float(exact.norm())
+    for value in (float("nan"), float("inf")):
+        x = randn(32, 64)
+        x[5, 7] = value
+        result = torch.ops.monoblock.linear_tiles(x, weight, None)
+        assert not bool(result[5].isfinite().any())
+        assert bool(result[6].isfinite().all())
+
+
+def test_second_derivatives_of_a_linear_layer(kernels):
+    x, weight = randn(4, 8, 6).double().float().requires_grad_(), randn(5, 6, seed=1).requires_grad_()
+    first = torch.autograd.grad(autograd._LinearFunction.apply(x, weight, None).pow(2).sum(), x, create_graph=True)[0]
+    expected = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.pow(2).sum(), weight)[0]
+    torch.testing.assert_close(second, torch.autograd.grad(expected.pow(2).sum(), weight)[0], rtol=1e-4, atol=1e-4)
+
+
 # -- GELU ------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,15 @@ def test_a_truncated_library_is_built_again_and_does_not_end_the_process(compile
     os.truncate(stored, stored.stat().st_size // 2)
     assert load_in_another_process(**compiler) == "True"
     assert (tmp_path / "log").read_text() == "built\nbuilt\n"
+
+
+def test_processes_that_start_together_compile_once(compiler, tmp_path):
+    program = tmp_path / "bin" / "g++"
+    program.write_text(program.read_text().replace("cp ", "sleep 1\ncp "))
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: load_in_another_process(**compiler), range(2)))
+    assert results == ["True", "True"]
+    assert (tmp_path / "log").read_text() == "built\n"
 
 
 def test_several_threads_load_the_kernels_once(compiler, tmp_path):

@@ -108,6 +108,35 @@ def test_a_matrix_that_is_split_among_threads(kind, group):
         assert_near_in_norm(module(x.expand(3, 2, -1))[2, 1], expected[0], 1e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_wide_4_bit_matrices_agree_with_fp64(batch):
+    """Rows of a multiple of 128 weights in groups of 32 have a kernel of their own."""
+    matrix, x = store_matrix("int4", 32, 29, 384), draw(batch, 384, seed=1)
+    x[0, 32:64] = 0
+    x[-1, 64:96] *= 1e4
+    result = torch.ops.monoblock.linear_int4(x, *matrix, None)
+    exact = x.double() @ dequantize(matrix, 384).T
+    limit = 1.01 * rounding_bound(x, matrix, 384, 32) + 2e-5 * (1 + exact.abs())
+    assert bool(((result - exact).abs() <= limit).all())
+    assert torch.equal(result, torch.cat([torch.ops.monoblock.linear_int4(row[None], *matrix, None) for row in x]))
+
+
+@pytest.mark.parametrize("batch", [17, 33, 70])
+@pytest.mark.parametrize(("kind", "group"), [("int8", 32), ("int8", 64), ("int8", 96), ("int4", 32), ("int4", 64)])
+def test_many_rows_of_quantized_weights_agree_with_fp64(kind, group, batch):
+    """With matrix tiles, where the processor has them; rows, outputs and inputs fill no whole tile."""
+    rows, inputs = 71, 83
+    matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
+    kernel = getattr(torch.ops.monoblock, f"linear_{kind}")
+    result = kernel(x, *(part for part in matrix if part is not None), bias)
+    exact = F.linear(x.double(), dequantize(matrix, inputs), bias.double())
+    assert bool(((result - exact).abs() <= rounding_bound(x, matrix, inputs, group) + 2e-5 * (1 + exact.abs())).all())
+    alone = torch.cat([kernel(x[:17], *(part for part in matrix if part is not None), bias)])
+    assert torch.equal(result[:17], alone), "a row is the same with fewer other rows"
+    x[3, 5] = float("nan")
+    assert not bool(kernel(x, *(part for part in matrix if part is not None), bias)[3].isfinite().any())
+
+
 def test_a_transposed_input_is_read_correctly():
     linear = nn.Linear(64, 17)
     module, x = cpu_linear._kernel_module(linear), draw(64, 5, seed=1).T
@@ -145,6 +174,7 @@ def test_dense_matrices_go_through_the_kernel_and_are_not_copied():
 
 def test_many_rows_other_dtypes_and_gradients_use_the_plain_product():
     module = KernelLinear(store_matrix("int8", 32, 19, 64), 64)
+    module.kernel_rows = cpu_linear.KERNEL_ROWS["int8"]  # as without matrix tiles
     for x in (draw(33, 64), draw(2, 64).double()):
         assert_near(module(x), F.linear(x, module.dequantize(x.dtype)))
     x = draw(2, 64).requires_grad_()

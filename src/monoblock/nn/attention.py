@@ -20,7 +20,7 @@ from monoblock.nn.attention_context import AttentionContext, autocast_dtype, com
 from monoblock.nn.banded.attend_banded import attend_banded
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, KeyValues, LayerCache
-from monoblock.nn.linear import fused_linear, should_fuse
+from monoblock.nn.linear import apply_linear, fused_linear, should_fuse
 from monoblock.nn.module_hooks import weight_if_plain
 from monoblock.nn.norm import HALF_DTYPES, Norm
 from monoblock.nn.packed.attend_packed import attend_varlen, supports_head_sizes
@@ -189,7 +189,7 @@ class Attention(nn.Module):
             rows, q = q.shape[0], fold_beams(q, keys.shape[0])
             out = unfold_beams(self._attend(q, keys, values, context, tap), rows)  # (B, H, T, value size)
         out = apply_tap(tap, "heads", out).transpose(1, 2).flatten(2)
-        return self.output(out)
+        return apply_linear(self.output, out)
 
     def _split_heads(self, x: Tensor, heads: int, norm: Norm | None = None) -> Tensor:
         """Split x (B, T, heads * size) into heads (B, heads, T, size), clamped and normalized if so configured."""

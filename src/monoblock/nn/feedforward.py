@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import FeedForwardConfig
 from monoblock.kernels.cpu.autograd import gelu_tanh
-from monoblock.nn.linear import fused_linear, should_fuse
+from monoblock.nn.linear import apply_linear, fused_linear, should_fuse
 from monoblock.nn.tap import Tap, apply_tap
 
 
@@ -67,11 +67,11 @@ class FeedForward(nn.Module):
         """Apply the network to every position of x (B, T, D); the output has the same shape."""
         hidden = apply_activation(self.activation, *self._up_and_gate(x), self.config.clamp)  # (B, T, F)
         hidden = F.dropout(apply_tap(tap, "hidden", hidden), self.config.dropout, self.training)
-        return self.down(hidden)
+        return apply_linear(self.down, hidden)
 
     def _up_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.gate is None:
-            return self.up(x), None
+            return apply_linear(self.up, x), None
         layers = (self.up, self.gate)
         if should_fuse(x, layers):
             up, gate = fused_linear(x, layers)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from monoblock.config.model import EmbeddingConfig, HeadConfig, ModelConfig
 from monoblock.config.parts import HEADS_WITH_CLASSES, SEQUENCE_HEADS, VOCABULARY_HEADS
+from monoblock.kernels.cpu.autograd import linear
 from monoblock.nn.feedforward import ACTIVATIONS
 from monoblock.nn.module_hooks import is_customized, is_plain
 from monoblock.nn.norm import Norm
@@ -161,7 +162,7 @@ class Head(nn.Module):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x (…, dim) by weight (outputs, dim) and add the bias; subclasses for inference override this."""
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
 
 def _output_size(config: HeadConfig, model: ModelConfig) -> int:

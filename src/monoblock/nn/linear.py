@@ -1,17 +1,24 @@
-"""Apply several linear layers to the same input as one matrix product, by concatenating their weights."""
+"""Apply linear layers: one with the fastest product, or several to the same input as one product."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.kernels.cpu.autograd import split_columns
+from monoblock.kernels.cpu.autograd import linear, split_columns
 from monoblock.nn.module_hooks import is_plain
 
 FUSE_MIN_TOKENS = 512  # with fewer, concatenating the weights costs more than one wide product saves
+
+
+def apply_linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """Apply a layer to x (…, D); the product of a plain (see `is_plain`) linear layer in training may use a kernel."""
+    if x.requires_grad and is_plain(layer, nn.Linear):
+        return linear(x, layer.weight, layer.bias)  # type: ignore[arg-type]
+    out: Tensor = layer(x)
+    return out
 
 
 def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
@@ -30,7 +37,7 @@ def should_fuse(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 
 def fused_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply every layer to x (B, T, D) with one matrix product; return the output of each layer."""
-    return split_columns(F.linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
+    return split_columns(linear(x, *join_weights(layers)), [layer.out_features for layer in layers])
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> bool:

@@ -6,11 +6,13 @@ applies (another device or dtype, many rows, gradients), the layers dequantize t
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.kernels.cpu.library import load_kernels
+from monoblock.kernels.cpu.library import has_matrix_tiles, load_kernels
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import TABLE_MODULES, copy_sharing_weights, replace_child
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
@@ -20,6 +22,8 @@ ROW_MULTIPLE = 32  # the length of a dense row must be a multiple of this
 # Numbers of rows of x for which the kernel is faster, by storage (measured with benchmarks/matvec.py --rows N); for
 # more rows it is faster to dequantize the matrix once.  The kernel computes the same for a row alone and among others.
 KERNEL_ROWS = {"dense": range(1, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
+# With matrix tiles (AMX), quantized weights in groups of at most this size are never dequantized.
+MAX_TILE_GROUP = 512
 
 
 class KernelLinear(nn.Module):
@@ -35,7 +39,14 @@ class KernelLinear(nn.Module):
         for index, tensor in enumerate(tensors):
             self.register_buffer(str(index), tensor, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
-        self.kernel_rows = KERNEL_ROWS["half" if tensors[0].dtype == torch.bfloat16 else self.storage]
+        self.kernel_rows = self._choose_kernel_rows()
+
+    def _choose_kernel_rows(self) -> range:
+        """Return the numbers of rows of x for which the kernel is faster than torch."""
+        first, *scales = self.tensors
+        if scales and self.in_features <= MAX_TILE_GROUP * scales[0].shape[-1] and has_matrix_tiles():
+            return range(1, sys.maxsize)
+        return KERNEL_ROWS["half" if first.dtype == torch.bfloat16 else self.storage]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

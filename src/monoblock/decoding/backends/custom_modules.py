@@ -48,9 +48,9 @@ def _replaced_attribute(module: nn.Module) -> str | None:
 
     It may be a method, mask, configuration or activation, or a tensor of another class.
     """
-    method = next((key for key in module.__dict__ if callable(getattr(type(module), key, None))), None)
-    if method is not None:
-        return method
+    methods = _method_names(type(module))
+    if not methods.isdisjoint(module.__dict__):
+        return next(key for key in module.__dict__ if key in methods)
     if isinstance(module, FeedForward) and module.activation is not ACTIVATIONS[module.config.activation]:
         return "activation"
     if isinstance(module, Stack):
@@ -60,6 +60,15 @@ def _replaced_attribute(module: nn.Module) -> str | None:
     tensors = {**module._parameters, **module._buffers}
     plain = (nn.Parameter, Tensor, type(None))
     return next((key for key, tensor in tensors.items() if type(tensor) not in plain), None)
+
+
+_names_of_methods: dict[type, frozenset[str]] = {}
+
+
+def _method_names(kind: type[nn.Module]) -> frozenset[str]:
+    if kind not in _names_of_methods:
+        _names_of_methods[kind] = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+    return _names_of_methods[kind]
 
 
 def _replaced_in_stack(stack: Stack) -> str | None:

@@ -42,6 +42,7 @@ from monoblock.decoding.backends.supported_fields import (
     one_of,
     unsupported_field,
 )
+from monoblock.kernels.cpu.autograd import gelu_tanh_inference
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.nn.attention import Attention
 from monoblock.nn.block import Block
@@ -105,11 +106,17 @@ def signature(model: Transformer) -> tuple[object, ...]:
 
     The inference copy is built again when the signature of its model has changed.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    layouts = ((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    modules = list(model.modules())
+    layouts = (
+        (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for module in modules
+        for tensors in (module._parameters, module._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    )
     attributes = (
         value if isinstance(value, (int, float, str)) else id(value)
-        for module in model.modules()
+        for module in modules
         for name, value in module.__dict__.items()
         if name not in _MODULE_STATE
     )
@@ -163,6 +170,9 @@ def is_cpu_fp32(model: nn.Module) -> bool:
 def _use_fused_stack(model: Transformer) -> Transformer:
     if isinstance(model.decoder, InferenceStack) and is_cpu_fp32(model) and load_kernels().is_ready:
         model.decoder.fused_stack = fuse_stack(model.decoder)
+        for module in model.modules():
+            if isinstance(module, InferenceFeedForward) and module.config.activation == "gelu_tanh":
+                module.activation = gelu_tanh_inference
     return model
 
 

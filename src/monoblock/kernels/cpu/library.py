@@ -67,6 +67,12 @@ def _load_library(library: Path) -> None:
         torch.library.register_fake(f"monoblock::linear_{storage}", _fake_product)
 
 
+@functools.cache
+def has_matrix_tiles() -> bool:
+    """Return whether the kernels can use the processor's matrix tiles (AMX), which make products of many rows fast."""
+    return load_kernels().is_ready and bool(torch.ops.monoblock.can_use_tiles())
+
+
 def find_compiler() -> str | None:
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 

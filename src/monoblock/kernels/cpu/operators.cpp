@@ -22,7 +22,11 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   library.def("linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor least, Tensor? bias) -> Tensor");
   library.def("quantize_int8(Tensor weight) -> (Tensor, Tensor)");
 
+  library.def("can_use_tiles() -> bool", [] { return can_use_tiles(); });
+
   // training
+  library.def("linear_tiles(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear_tiles_grad_input(Tensor grad, Tensor weight) -> Tensor");
   library.def("gelu_tanh(Tensor x) -> Tensor");
   library.def("gelu_tanh_backward(Tensor grad, Tensor x) -> Tensor");
   library.def("attend_causal(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)");
@@ -74,6 +78,8 @@ TORCH_LIBRARY_IMPL(monoblock, CPU, library) {
   library.impl("linear_int8", &linear_int8);
   library.impl("linear_int4", &linear_int4);
   library.impl("quantize_int8", &quantize_int8);
+  library.impl("linear_tiles", &linear_tiles);
+  library.impl("linear_tiles_grad_input", &linear_tiles_grad_input);
   library.impl("gelu_tanh", &gelu::forward);
   library.impl("gelu_tanh_backward", &gelu::backward);
   library.impl("attend_causal", &causal::attend_causal);

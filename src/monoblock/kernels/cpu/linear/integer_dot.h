@@ -66,10 +66,10 @@ inline float max_abs(const float* x, int64_t count) {
   return result + sum(nonfinite);
 }
 
-// Quantize a row of x to 16-bit integers, with one step a group.
-inline void quantize_row(const float* x, int64_t groups, int64_t group, int16_t* to, float* steps) {
+// Quantize a row of x to integers of at most `limit`, with one step a group.
+inline void quantize_row(const float* x, int64_t groups, int64_t group, int16_t* to, float* steps, int limit = 32767) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
-  const float finest = 32767.0f * std::min(1.0f, float(MAX_PRODUCTS * LANES) / group);
+  const float finest = limit * std::min(1.0f, float(MAX_PRODUCTS * LANES) / group);
   using Narrow = int16_t __attribute__((vector_size(2 * LANES)));
   for (int64_t g = 0; g < groups; ++g, x += group, to += group) {
     const float largest = max_abs(x, group);

@@ -4,11 +4,15 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
 
 #include <vector>
 
 #include "checks.h"
 #include "linear/matvec.h"
+#include "linear/integer_tiles.h"
+#include "linear/split_products.h"
 
 namespace {
 
@@ -28,6 +32,10 @@ class LinearInput {
       rows = padded.data();
     }
     in = {rows, nullptr, batch, columns, group, columns / group, columns};
+    if (has_offset && NibbleInput::supports(in)) {
+      nibbles.fill(in);
+      return;
+    }
     if (is_quantized && HAS_INTEGER_DOT) quantized.fill(in);
     if (!has_offset) return;
     sums.assign(batch * in.groups * LANES, 0.0f);
@@ -39,7 +47,10 @@ class LinearInput {
  private:
   std::vector<float> padded, sums;
   QuantizedInput quantized;
+  NibbleInput nibbles;
 };
+
+constexpr int64_t MIN_TILE_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles
 
 void check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
   check_dtype("x", x, at::kFloat), check_memory("weight", weight);
@@ -62,12 +73,21 @@ int64_t count_groups(const at::Tensor& x, const at::Tensor& weight, int64_t colu
   return scale.size(1);
 }
 
+OptionalTensor to_fp32(const OptionalTensor& bias) {
+  return bias ? OptionalTensor(bias->to(at::kFloat).contiguous()) : std::nullopt;
+}
+
+// (…, rows) for x (…, inputs).
+at::Tensor empty_output(const at::Tensor& x, int64_t rows) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = rows;
+  return at::empty(shape, x.options());
+}
+
 template <class Format>
 at::Tensor multiply(const Format& format, const LinearInput& x, const OptionalTensor& bias, int64_t rows) {
-  std::vector<int64_t> shape = x.x.sizes().vec();
-  shape.back() = rows;
-  at::Tensor out = at::empty(shape, x.x.options());
-  const OptionalTensor fp32_bias = bias ? OptionalTensor(bias->to(at::kFloat).contiguous()) : std::nullopt;
+  at::Tensor out = empty_output(x.x, rows);
+  const OptionalTensor fp32_bias = to_fp32(bias);
   const MatvecInput& in = x.in;
   float* y = out.mutable_data_ptr<float>();
   const int64_t bands = (rows + ROWS - 1) / ROWS,
@@ -78,6 +98,47 @@ at::Tensor multiply(const Format& format, const LinearInput& x, const OptionalTe
                   leasts.data());
   });
   return out;
+}
+
+#if MONOBLOCK_TILES
+// x W' + bias in tiles; the operand with fewer rows is the one that is packed first.
+template <int PARTS, class Weight>
+at::Tensor multiply_in_tiles(const at::Tensor& x, const Weight& weight, const OptionalTensor& bias) {
+  const at::Tensor input = x.contiguous();
+  at::Tensor out = empty_output(input, weight.rows);
+  const OptionalTensor fp32_bias = to_fp32(bias);
+  const int64_t inputs = x.size(-1), batch = x.numel() / inputs;
+  const split::DenseRows rows{input.const_data_ptr<float>(), batch, inputs};
+  float* y = out.mutable_data_ptr<float>();
+  if (batch < weight.rows)
+    split::multiply<PARTS>(weight, rows, {y, weight.rows, batch, weight.rows, fp32_or_null(fp32_bias), true});
+  else
+    split::multiply<PARTS>(rows, weight, {y, batch, weight.rows, weight.rows, fp32_or_null(fp32_bias), false});
+  return out;
+}
+
+at::Tensor multiply_in_integers(const Int8Format& format, const at::Tensor& x, const OptionalTensor& bias,
+                                int64_t rows) {
+  const LinearInput input(x, format.columns, format.columns / format.groups, false, false);
+  at::Tensor out = empty_output(input.x, rows);
+  const OptionalTensor fp32_bias = to_fp32(bias);
+  integer_tiles::multiply(format, input.in, rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+  return out;
+}
+#endif
+
+// The same for a quantized weight: many rows of x are multiplied in tiles, where the processor has them.
+template <class Format>
+at::Tensor multiply_quantized(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows) {
+  const int64_t group = format.columns / format.groups;
+#if MONOBLOCK_TILES
+  if (x.numel() / x.size(-1) >= MIN_TILE_ROWS && can_use_tiles()) {
+    if constexpr (!Format::offset)
+      if (group <= integer_tiles::MAX_GROUP) return multiply_in_integers(format, x, bias, rows);
+    return multiply_in_tiles<2>(x, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
+  }
+#endif
+  return multiply(format, LinearInput(x, format.columns, group, true, Format::offset), bias, rows);
 }
 
 // x (…, inputs) times weight (rows, inputs) in fp32 or bfloat16 -> (…, rows).
@@ -100,7 +161,7 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& weight, const at::
   check_linear(x, weight, bias), check_dtype("weight", weight, at::kChar);
   const int64_t rows = weight.size(0), columns = weight.size(1), groups = count_groups(x, weight, columns, scale);
   const Int8Format format{weight.const_data_ptr<int8_t>(), group_values("scale", scale, rows, groups), columns, groups};
-  return multiply(format, LinearInput(x, columns, columns / groups, true, false), bias, rows);
+  return multiply_quantized(format, x, bias, rows);
 }
 
 // x (…, inputs) times weight (rows, columns / 2) of 4 bits with scale and least (rows, groups) -> (…, rows).
@@ -110,7 +171,35 @@ at::Tensor linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::
   const int64_t rows = weight.size(0), columns = 2 * weight.size(1), groups = count_groups(x, weight, columns, scale);
   const Int4Format format{weight.const_data_ptr<uint8_t>(), group_values("scale", scale, rows, groups),
                           group_values("least", least, rows, groups), columns, groups};
-  return multiply(format, LinearInput(x, columns, columns / groups, true, true), bias, rows);
+  return multiply_quantized(format, x, bias, rows);
+}
+
+// x (…, inputs) times weight (rows, inputs), both fp32, in tiles where the processor has them -> (…, rows).
+at::Tensor linear_tiles(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
+  check_linear(x, weight, bias), check_tensor("weight", weight, at::kFloat, {ANY, x.size(-1)});
+#if MONOBLOCK_TILES
+  if (can_use_tiles() && x.numel() && weight.numel())
+    return multiply_in_tiles<3>(x, split::DenseRows{weight.const_data_ptr<float>(), weight.size(0), x.size(-1)}, bias);
+#endif
+  return at::linear(x, weight, to_fp32(bias));
+}
+
+// The gradient of x (…, inputs), from that of the output (…, rows) and weight (rows, inputs).
+at::Tensor linear_tiles_grad_input(const at::Tensor& grad, const at::Tensor& weight) {
+  check_linear(grad, weight, std::nullopt);
+  check_tensor("weight", weight, at::kFloat, {grad.size(-1), ANY});
+#if MONOBLOCK_TILES
+  if (can_use_tiles() && grad.numel() && weight.numel()) {
+    const int64_t rows = grad.size(-1), inputs = weight.size(1), batch = grad.numel() / rows;
+    const at::Tensor from = grad.contiguous();
+    at::Tensor out = empty_output(from, inputs);
+    split::multiply<3>(split::DenseRows{from.const_data_ptr<float>(), batch, rows},
+                       split::DenseColumns{weight.const_data_ptr<float>(), inputs, rows, inputs},
+                       {out.mutable_data_ptr<float>(), batch, inputs, inputs, nullptr, false});
+    return out;
+  }
+#endif
+  return at::matmul(grad, weight);
 }
 
 }  // namespace

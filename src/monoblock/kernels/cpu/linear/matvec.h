@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "linear/integer_dot.h"
+#include "linear/nibble_dot.h"
 
 namespace {
 
@@ -96,23 +96,6 @@ struct Int4Format {
 
 // -- the product ------------------------------------------------------------------------------------------------------
 
-struct MatvecInput {
-  const float* x;     // (batch, stride), of which columns are read
-  const float* sums;  // (batch, groups, LANES): a group added up lane by lane, for formats with an offset
-  int64_t batch, columns, group, groups, stride;
-  const int16_t* int16 = nullptr;  // (batch, columns) x quantized, for products in integers
-  const float* steps = nullptr;    // (batch, groups)
-};
-
-// Rows of a weight that one tile multiplies.  They lie far apart: the processor prefetches each as a stream of its own,
-// while short rows that follow each other would be one stream that is read in leaps.
-struct WeightRows {
-  int64_t first, step;
-  int count;
-  int64_t operator[](int number) const { return first + number * step; }
-  WeightRows from(int number) const { return {first + number * step, step, count - number}; }
-};
-
 // One group of R rows of the weight with B rows of x.
 template <int R, int B, class Format>
 inline void group_sums(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, int64_t g,
@@ -149,6 +132,8 @@ inline void group_sums(const Format& format, const MatvecInput& in, const Weight
 template <int R, int B, class Format>
 inline void tile(const Format& format, const MatvecInput& in, const float* scales, const float* leasts,
                  const WeightRows& band, int64_t first, float* y, int64_t rows) {
+  if constexpr (Format::offset && HAS_NIBBLE_DOT)
+    if (in.nibble_bytes) return nibble_tile<R, B>(format, in, scales, leasts, band, first, y, rows);
   Floats total[R][B] = {};
   if constexpr (!Format::scaled) {
     for (int64_t g = 0; g < in.groups; ++g) group_sums(format, in, band, first, g, total);

@@ -97,12 +97,17 @@ class ThreadProducts {
  private:
   std::vector<float> sums, scales, leasts;
   QuantizedInput quantized;
+  NibbleInput nibbles;
 
   MatvecInput input(const WeightMatrix& m, const float* x, int64_t stride) {
     const int64_t tail = m.format == WeightMatrix::DENSE ? m.columns % CHUNK : 0, columns = m.columns - tail;
     MatvecInput in{x, nullptr, step.batch, columns, columns / m.groups, columns ? m.groups : 0, stride};
     if (m.format == WeightMatrix::DENSE) return in;
     if (int64_t(scales.size()) < ROWS * m.groups) scales.resize(ROWS * m.groups), leasts.resize(ROWS * m.groups);
+    if (m.format == WeightMatrix::INT4 && NibbleInput::supports(in)) {
+      nibbles.fill(in);
+      return in;
+    }
     if (HAS_INTEGER_DOT) quantized.fill(in);
     if (m.format != WeightMatrix::INT4) return in;
     sums.resize(step.batch * m.groups * LANES);

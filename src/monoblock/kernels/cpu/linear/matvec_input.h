@@ -1,0 +1,27 @@
+// What the products of a few rows read: rows of x, and rows of a weight.
+#pragma once
+
+#include "linear/integer_dot.h"
+
+namespace {
+
+struct MatvecInput {
+  const float* x;     // (batch, stride), of which columns are read
+  const float* sums;  // (batch, groups, LANES): a group added up lane by lane, for formats with an offset
+  int64_t batch, columns, group, groups, stride;
+  const int16_t* int16 = nullptr;  // (batch, columns) x quantized, for products in integers
+  const float* steps = nullptr;    // (batch, groups)
+  const int8_t* nibble_bytes = nullptr;  // x as nibble_dot.h has it, for 4 bits
+  const float *nibble_steps = nullptr, *group_sums = nullptr;
+};
+
+// Rows of a weight that one tile multiplies.  They lie far apart: the processor prefetches each as a stream of its own,
+// while short rows that follow each other would be one stream that is read in leaps.
+struct WeightRows {
+  int64_t first, step;
+  int count;
+  int64_t operator[](int number) const { return first + number * step; }
+  WeightRows from(int number) const { return {first + number * step, step, count - number}; }
+};
+
+}  // namespace
