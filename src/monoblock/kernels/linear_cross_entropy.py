@@ -49,13 +49,13 @@ def linear_cross_entropy(
     x (N, D), weight (V, D), bias (V,), labels (N,).  The product is computed in bfloat16, the rest in fp32.
     """
     with torch.autocast("cuda", enabled=False):
-        loss, *_ = torch.ops.monoblock.linear_cross_entropy(
+        loss, *_ = torch.ops.monoblock_python.linear_cross_entropy(
             x.to(torch.bfloat16), weight, bias, labels, ignore_index, label_smoothing, weight.requires_grad
         )
     return loss
 
 
-@torch.library.custom_op("monoblock::linear_cross_entropy", mutates_args=())
+@torch.library.custom_op("monoblock_python::linear_cross_entropy", mutates_args=())
 def _loss_and_gradients(
     x: Tensor,
     weight: Tensor,

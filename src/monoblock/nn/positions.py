@@ -174,7 +174,7 @@ def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch
     return RotaryAngles(cos, sin, config.layout == "interleaved")
 
 
-@torch.library.custom_op("monoblock::materialize", mutates_args=())
+@torch.library.custom_op("monoblock_python::materialize", mutates_args=())
 def materialize(x: Tensor) -> Tensor:
     """Copy a tensor, so that a compiled graph stores it; else every kernel that reads it would compute it again."""
     return x.clone()
