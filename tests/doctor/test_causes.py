@@ -32,6 +32,8 @@ class Attention(nn.Module):
             mask = torch.ones_like(mask)
         if fault == "first 16":
             mask[16:] = True
+        if fault == "upper triangle":
+            mask = mask.T
         if keep is not None:
             keep = keep.bool()[:, None, None, :]
             mask = (mask & (~keep if fault == "inverted mask" else keep)) | torch.eye(T, dtype=torch.bool)
@@ -154,6 +156,7 @@ CASES = [
     # model, fault, check, verdict, words of the cause
     (GPT, "no mask", "causality", "fail", "sees all later tokens (counted over all layers): no causal mask is applied"),
     (GPT, "off by one", "causality", "fail", "off by one: query i also sees key i + 1"),
+    (GPT, "upper triangle", "causality", "fail", "the mask is inverted: query i sees the keys after it"),
     (GPT, "first 16", "causality", "fail", "covers only the first 16 queries"),
     (
         GPT,
@@ -201,6 +204,29 @@ def test_the_mended_twin_has_no_findings(model):
     assert found(report) == []
     if model is not Encoder:
         assert "causality" in {result.name for result in report.checks}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("family", "is_missing"), [("llama", True), ("gpt_neo", False), ("gpt2", False)])
+def test_a_missing_scale_is_compared_with_the_configuration(family, is_missing, implementation):
+    """A module that states the factor 1 itself is not believed, unless its configuration says so."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "attn_implementation": implementation}
+    if family == "llama":
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **sizes))
+        for layer in model.model.layers:
+            layer.self_attn.scaling = 1.0
+    elif family == "gpt_neo":
+        types = [[["global", "local"], 1]]
+        shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": types, "window_size": 8}
+        sizes["attn_implementation"] = "eager"  # transformers has no other for this family
+        model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**shape, **sizes))
+    else:
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "scale_attn_weights": False}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **sizes))
+    report = mb.diagnose(model.eval(), checks=["scale"])
+    assert found(report) == ([("scale", "fail")] if is_missing else [])
 
 
 def test_queries_and_keys_normalized_to_sqrt_of_their_size_are_healthy():

@@ -74,7 +74,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `doctor --json` prints it."""
         rows = [{"check": row.check, "reason": row.reason, "how": row.how} for row in self.not_checked]
-        return {"ok": self.ok, "findings": [finding.to_dict() for finding in self.findings], "not_checked": rows}
+        findings = [finding.to_dict() for finding in self.findings]
+        return {"ok": self.ok, "findings": findings, "notes": self.notes, "not_checked": rows}
 
     def __str__(self) -> str:
         return format_report(self)

@@ -48,7 +48,7 @@ REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
     ),
     "attention": (
         lambda e: bool(e.recorded.attentions),
-        "no attention was seen: it is compiled, or not written in PyTorch",
+        "no attention was seen: the model has none, or it is compiled, or not written in PyTorch",
         "pass the model as an nn.Module that is not compiled",
     ),
     "module": (lambda e: e.subject.module is not None, "the weights of a function are not seen", "pass the nn.Module"),

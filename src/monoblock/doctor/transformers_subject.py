@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -137,6 +138,10 @@ class TransformersSubject(Subject):
         return output_tensor(output), output.past_key_values
 
 
+# Families whose weights are initialized for scores without a factor.
+UNSCALED_FAMILIES = ("t5", "mt5", "umt5", "gpt_neo", "longt5", "switch_transformers")
+
+
 def _kind(model: Any) -> Any:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -178,8 +183,15 @@ def _scales(model: Any) -> tuple[float, ...] | None:
             value = getattr(module, name, None)
             if isinstance(value, float) and hasattr(module, "forward") and "ttention" in type(module).__name__:
                 found |= {value, 1 / value} if name == "scale_attn" else {value}
-    if getattr(model.config, "model_type", "") in ("t5", "mt5", "umt5", "gpt_neo", "longt5", "switch_transformers"):
-        found.add(1.0)  # their weights are initialized for scores without a factor
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         return None
-    return tuple(found) or None
+    # A factor of 1 is none: it is believed only if the configuration says so.
+    found = {value for value in found if not math.isclose(value, 1.0, rel_tol=0.01)}
+    return tuple(found | ({1.0} if _is_unscaled(model.config) else set())) or None
+
+
+def _is_unscaled(config: Any) -> bool:
+    """Return whether a configuration says that the scores have no factor."""
+    if getattr(config, "model_type", "") in UNSCALED_FAMILIES or getattr(config, "scale_attn_weights", True) is False:
+        return True
+    return any(getattr(config, name, None) == 1 for name in ("attention_multiplier", "query_pre_attn_scalar"))

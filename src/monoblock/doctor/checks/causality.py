@@ -108,6 +108,11 @@ def _later(record: AttentionRecord) -> Tensor:
 def _mask_cause(record: AttentionRecord, where: str) -> tuple[str, str]:
     later, T = _later(record), record.weights.shape[-1]
     distance = (torch.arange(T)[None, :] - torch.arange(T)[:, None]).to(later.device)
+    if not bool((record.weights.float().nan_to_num() > SEEN).any(0).tril(-1).any()):
+        return (
+            f"the mask is inverted{where}: query i sees the keys after it and none before it",
+            MASK_FIX + "; torch.triu(ones, diagonal=1) is what must be hidden",
+        )
     farthest = int(distance[later].max())
     if farthest <= 2 < T - 1:
         return (

@@ -15,8 +15,10 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*STRUCTURE, *FIT, *T
 
 
 def find_fault(name: str) -> Fault:
+    name = name.replace("-", "_")
     if name not in FAULTS:
-        raise InputError(f"there is no fault {name!r}{did_you_mean(name, FAULTS)}; monoblock doctor --list shows them")
+        hint = did_you_mean(name, FAULTS) or "; monoblock doctor --list shows them"
+        raise InputError(f"there is no fault {name!r}{hint}")
     return FAULTS[name]
 
 
