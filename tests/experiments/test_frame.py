@@ -8,7 +8,7 @@ import pytest
 from monoblock.errors import ConfigError
 from monoblock.experiments.frame.pages import write_page
 from monoblock.experiments.frame.report import Report, format_mean
-from monoblock.experiments.frame.results import RESULTS_FILE, read_results
+from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results
 from monoblock.experiments.frame.rules import Rule, confidence_interval
 from monoblock.experiments.frame.runner import Request, plan_trials, run_trials, select_results
 
@@ -76,6 +76,15 @@ def test_results_with_other_options_or_changes_are_not_mixed(tmp_path):
     assert report.values("old", "loss") == [4.0]
     assert run(tmp_path, arms="old", seeds="1")[0].values("old", "loss") == [3.0]
     assert len(read_results([tmp_path / RESULTS_FILE], EXPERIMENT.name)) == 2
+
+
+def test_results_that_differ_only_in_speed_are_the_same_trial():
+    def result(*changes):
+        settings = {"recipe": "wikitext2", "changes": ["model.depth=6", *changes]}
+        return Result(experiment="one", arm="a", seed=1, settings=settings, machine="here", seconds=1.0)
+
+    assert result("train.compile=no").key == result("train.compile=graphs", "train.workers=4").key
+    assert result("train.compile=no").key != result("train.lr=1e-3").key
 
 
 def test_a_run_with_other_settings_has_another_folder(tmp_path):

@@ -20,6 +20,8 @@ from monoblock.experiments.frame.experiment import Experiment, Metrics, Trial
 from monoblock.experiments.frame.toy_data import toy_path
 
 RESULTS_FILE = "results.jsonl"
+# Keys of a recipe that change how long a trial takes, not what it learns: trials that differ in them are compared.
+SPEED_KEYS = ("train.compile", "train.workers", "train.device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,9 @@ class Result:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What makes two results the same trial, whatever machine they come from."""
-        return self.arm, self.seed, json.dumps(self.settings, sort_keys=True)
+        """What makes two results the same trial, whatever machine they come from, and however fast it was."""
+        changes = [change for change in self.settings.get("changes", ()) if change.partition("=")[0] not in SPEED_KEYS]
+        return self.arm, self.seed, json.dumps({**self.settings, "changes": changes}, sort_keys=True)
 
     def to_line(self) -> str:
         return json.dumps(_finite(asdict(self)), ensure_ascii=False)
