@@ -157,6 +157,7 @@ EXPERIMENT = Experiment(
         ),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
-    "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block stay within "
-    "the training length; the sliding windows show the rest. The rule on sliding windows was added after the first seed.",
+    "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block are "
+    "never beyond the training length; the sliding windows show the rest. The rule on sliding windows was added after "
+    "the first seed.",
 )
