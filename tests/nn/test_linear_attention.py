@@ -19,6 +19,7 @@ from monoblock.nn.linear_attention import (
     attend_causal_chunks,
     attend_documents,
     attend_full,
+    cumulative_sum,
     feature_map,
 )
 from monoblock.nn.positions import apply_rotary, rotary_angles
@@ -194,3 +195,15 @@ def test_fast_backends_and_hugging_face_folders_refuse_it():
     assert torch.equal(
         model.generate(prompt, max_new_tokens=9), model.generate(prompt, max_new_tokens=9, use_cache=False)
     )
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 4097])
+def test_sums_in_blocks_are_cumulative_sums(length):
+    x = torch.randn(2, 3, length, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn_like(x)
+    for one, other in zip(
+        (found := cumulative_sum(x), *torch.autograd.grad((found * weights).sum(), x)),
+        (plain := x.cumsum(2), *torch.autograd.grad((plain * weights).sum(), x)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)

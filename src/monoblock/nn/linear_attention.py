@@ -27,6 +27,7 @@ from monoblock.nn.positions import apply_rotary
 from monoblock.nn.tap import Tap, apply_tap, tap_changes, tap_wants
 
 CHUNK = 64  # number of tokens in a chunk of the causal pass
+SCAN = 64  # longest sum that `cumulative_sum` computes one after the other
 
 
 class Features(NamedTuple):
@@ -66,6 +67,23 @@ def _fold_queries(q: Features, groups: int) -> Features:
     return Features(*(_fold_heads(features, groups) for features in q))
 
 
+def cumulative_sum(x: Tensor) -> Tensor:
+    """Return x.cumsum(2) for x (B, G, T, …), computed in blocks.
+
+    A GPU sums over a dimension that is not the last one after another, in as many threads as there are other elements:
+    one long text leaves most of them idle.  Blocks of SCAN elements are summed side by side, and then their totals.
+    """
+    length = x.shape[2]
+    if length <= SCAN:
+        return x.cumsum(2)
+    missing = -length % SCAN
+    padded = torch.cat((x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])), 2) if missing else x
+    sums = padded.unflatten(2, (-1, SCAN)).cumsum(3)
+    earlier = cumulative_sum(sums[:, :, :-1, -1])  # of the blocks before each block but the first
+    earlier = torch.cat((torch.zeros_like(sums[:, :, :1, -1]), earlier), 2)
+    return (sums + earlier.unsqueeze(3)).flatten(2, 3)[:, :, :length]
+
+
 def attend_full(q: Features, k: Features, v: Tensor) -> Tensor:
     """Compute linear attention in which every query sees every key.
 
@@ -92,7 +110,7 @@ def attend_causal_chunks(q: Features, k: Features, v: Tensor, state: LinearState
     is_visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(ratio, 1)
     scores = (queries @ keys.mT).masked_fill(~is_visible, 0)  # (B, G, n, H/G · C, C)
     numerator = scores @ values
-    sums = k.plain.cumsum(2)  # (B, G, T, K)
+    sums = cumulative_sum(k.plain)  # (B, G, T, K)
     if state is not None:
         sums = sums + state.keys.unsqueeze(2)
     if count > 1 or state is not None:
@@ -108,7 +126,7 @@ def _earlier_chunks(keys: Tensor, values: Tensor, state: LinearState | None) -> 
     start = products.new_zeros(*products.shape[:2], 1, *products.shape[3:])
     if state is not None:
         start = state.products.unsqueeze(2)
-    return torch.cat((start, products), 2).cumsum(2)
+    return cumulative_sum(torch.cat((start, products), 2))
 
 
 def attend_documents(q: Features, k: Features, v: Tensor, document: Tensor, *, causal: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Write the results of an experiment to files: a plot, and the page and the lines of benchmarks/results.
 
-The plot shows the first curve of the experiment if it has one, otherwise its first column as bars.
+The plot shows the first curves of the experiment if it has any, otherwise its first column.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from pathlib import Path
 from monoblock.errors import FileError
 from monoblock.experiments.frame.report import Report
 from monoblock.interop.atomic_write import write_atomically
-from monoblock.plots.arms import ArmValues, draw_arm_bars, draw_arm_curves
+from monoblock.plots.arms import ArmCurves, ArmValues, draw_arm_curves, draw_arm_points
 from monoblock.plots.figure import save_figure
 
 
 def plot_report(report: Report, path: Path) -> Path:
     """Save the plot of a report; raise FileError if matplotlib is not there."""
     experiment, report = report.experiment, report.by_machine()[-1]
-    for curve, x_label in experiment.curves.items():
-        points = report.points(curve)
-        if points:
-            curves = {arm: [_summary(report.values(arm, curve, point)) for point in points] for arm in report.arms}
-            drawn = {arm: values for arm, values in curves.items() if any(values)}
-            title = f"{experiment.name}: {curve}"
-            figure = draw_arm_curves(title, x_label, curve, points, drawn, logarithmic=experiment.logarithmic)
-            return save_figure(figure, path)
+    panels = [panel for curve, x_label in experiment.curves.items() if (panel := _curves(report, curve, x_label))]
+    if panels:
+        return save_figure(draw_arm_curves(experiment.name, panels, logarithmic=experiment.logarithmic), path)
     column = experiment.columns[0]
-    bars = {arm: _summary(report.values(arm, column)) for arm in report.arms}
-    figure = draw_arm_bars(experiment.name, column, bars, logarithmic=experiment.logarithmic)
-    return save_figure(figure, path)
+    values = {arm: _summary(report.values(arm, column)) for arm in report.arms}
+    return save_figure(draw_arm_points(experiment.name, column, values, logarithmic=experiment.logarithmic), path)
+
+
+def _curves(report: Report, curve: str, x_label: str) -> ArmCurves | None:
+    """Return a curve of all arms that have it; None if no arm has."""
+    points = report.points(curve)
+    curves = {arm: [_summary(report.values(arm, curve, point)) for point in points] for arm in report.arms}
+    drawn = {arm: values for arm, values in curves.items() if any(values)}
+    return ArmCurves(x_label, curve, points, drawn) if drawn else None
 
 
 def write_page(report: Report, folder: Path) -> list[Path]:
