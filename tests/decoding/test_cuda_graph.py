@@ -6,8 +6,9 @@ import pytest
 import torch
 from support import preset_names, tiny_model
 
-from monoblock.decoding.backends import prepared_model, select
+from monoblock.decoding.backends import cuda_graph, prepared_model, select
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState, supports_cuda_graph
+from monoblock.decoding.backends.recorded_prompts import RecordedPrompts
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 
@@ -128,3 +129,29 @@ def test_experts_are_not_recorded():
         on_gpu = SimpleNamespace(decoder=tiny_model(name).decoder, device=torch.device("cuda"))
         assert supports_cuda_graph(on_gpu) == (name == "gpt2")
     assert not supports_cuda_graph(tiny_model("gpt2"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b", "mistral-7b", "gemma2-2b"])
+def test_recorded_prompts_give_the_tokens_of_plain_ones(name, monkeypatch):
+    """Prompts of a shape that is repeated are recorded; other tokens, other shapes and padding change nothing."""
+    model, shapes = tiny_model(name), []
+    monkeypatch.setattr(
+        cuda_graph, "RecordedPrompts", lambda model, shape: shapes.append(shape) or RecordedPrompts(model, shape)
+    )
+    engine, plain = graph_engine(model, monkeypatch), plain_engine(model)
+    batches = [[[(start + row + 3 * i) % 61 for i in range(6)] for row in range(3)] for start in range(4)]
+    longer = [row + [1, 2] for row in batches[0]]
+    for prompts in (*batches, PROMPTS, batches[1], batches[2], longer, longer, batches[3][:2], batches[0]):
+        assert decode(engine, SETTINGS["greedy"], prompts) == decode(plain, SETTINGS["greedy"], prompts)
+    assert [shape[:2] for shape in shapes] == [(3, 6), (3, 8)]
+
+
+def test_prompts_that_cannot_be_recorded_are_run_as_they_are(monkeypatch):
+    def fail(model, shape):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = tiny_model("gpt2")
+    monkeypatch.setattr(cuda_graph, "RecordedPrompts", fail)
+    engine, prompts = graph_engine(model, monkeypatch), [[1, 2, 3], [4, 5, 6]]
+    expected = decode(plain_engine(model), SETTINGS["greedy"], prompts)
+    assert all(decode(engine, SETTINGS["greedy"], prompts) == expected for _ in range(4))

@@ -1,8 +1,8 @@
 """Record a decoding step as a CUDA graph and replay it, since launching its many small kernels one by one is slow.
 
 The cache has one shape for all steps (`Cache.make_static`); tokens and lengths are in fixed buffers.  A burst replays
-several steps, including the choice of each token, before Python looks at the result.  A beam search has recorded steps
-of its own (search/cuda_search.py).
+several steps, including the choice of each token, before Python looks at the result.  Prompts whose shape is repeated
+are recorded too (recorded_prompts.py).  A beam search has recorded steps of its own (search/cuda_search.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from torch import Tensor
 
 from monoblock.decoding.backends.eager import CachedDecoderState
 from monoblock.decoding.backends.protocol import ChooseTokens
+from monoblock.decoding.backends.recorded_prompts import (
+    MAX_CACHE_BYTES,
+    PromptShape,
+    RecordedPrompts,
+    prompts_have_one_length,
+)
 from monoblock.decoding.backends.search.cuda_search import BufferKey, BufferPool, RecordedSearch
 from monoblock.decoding.backends.search.record import Recording, record
 from monoblock.decoding.backends.supported_fields import (
@@ -80,6 +86,9 @@ class CudaGraphDecoderState(CachedDecoderState):
         self.prompts: Sequence[Prompt] | None = None  # of a search that begins with the next step
         self.search: RecordedSearch | None = None  # while a search runs
         self.searches: list[BeamSearch] = []  # those of `search`
+        self.can_record_prompts = model.encoder is None and rows_per_prompt == 1 and prefill_chunk is None
+        self.last_prompts: PromptShape | None = None  # of the last call, if a pass over them can be recorded
+        self.recorded_prompts: RecordedPrompts | None = None
         self.graph: Recording | None = None
         self.choose: ChooseTokens | None = None
         self.key: object = None  # what the recorded choice of tokens depends on
@@ -97,12 +106,44 @@ class CudaGraphDecoderState(CachedDecoderState):
             self.cache = None  # its rows are finished
         else:
             self._discard_graph()
-        logits = super().prefill(prompts)
-        if recorded is not None and self.cache is not None and recorded.copy_from(self.cache):
-            self.cache = recorded  # the shapes are the same, so the recording is still valid
-        elif recorded is not None:
-            self.graph = None
+        is_repeated = self._note_shape(prompts)
+        logits = self._replay_prompts(prompts, recorded) if recorded is not None and is_repeated else None
+        if logits is None:
+            logits = super().prefill(prompts)
+            if recorded is not None and self.cache is not None and recorded.copy_from(self.cache):
+                self.cache = recorded  # the shapes are the same, so the recording is still valid
+            elif recorded is not None:
+                self.graph = None
         self.is_idle = False
+        return logits
+
+    def _note_shape(self, prompts: Sequence[Prompt]) -> bool:
+        """Keep the shape of these prompts; return whether they have that of the last ones and can be recorded."""
+        shape, last = None, self.last_prompts
+        if self.can_record_prompts and prompts_have_one_length(prompts):
+            shape = PromptShape(len(prompts), len(prompts[0].ids), self.capacity, self._cache_chunk)
+        self.last_prompts = shape
+        return shape is not None and shape == last
+
+    def _replay_prompts(self, prompts: Sequence[Prompt], recorded: Cache) -> Tensor | None:
+        """Run the recorded pass over prompts of the last shape and copy its cache into that of the recorded steps.
+
+        Return None, having changed nothing, if the shapes of the caches differ or a copy of the cache is too large.
+        """
+        assert self.last_prompts is not None
+        if recorded.batch != self.last_prompts.rows or recorded.nbytes > MAX_CACHE_BYTES:
+            return None
+        if self.recorded_prompts is None or self.recorded_prompts.shape != self.last_prompts:
+            self.recorded_prompts = None  # frees its memory first
+            try:
+                self.recorded_prompts = RecordedPrompts(self.model, self.last_prompts)
+            except RuntimeError:  # a pass that cannot be recorded, or too little memory
+                self.can_record_prompts = False
+                return None
+        logits = self.recorded_prompts.run(prompts)
+        if not recorded.copy_from(self.recorded_prompts.cache):
+            return None
+        self.cache = recorded
         return logits
 
     def release(self) -> None:

@@ -46,7 +46,7 @@ class CachedDecoderState:
         self.cache: Cache | None = None
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
-        cache = self.model.make_cache(len(prompts), self.capacity, chunk=min(self.capacity, self.prefill_chunk or 16))
+        cache = self.model.make_cache(len(prompts), self.capacity, chunk=self._cache_chunk)
         logits = self._run_prompts(cache, prompts)
         cache.repeat_interleave(self.rows_per_prompt)
         if self.cache is None:
@@ -54,6 +54,10 @@ class CachedDecoderState:
         else:
             self.cache.append_rows(cache)
         return logits.repeat_interleave(self.rows_per_prompt, 0) if self.rows_per_prompt > 1 else logits
+
+    @property
+    def _cache_chunk(self) -> int:
+        return min(self.capacity, self.prefill_chunk or 16)
 
     def _run_prompts(self, cache: Cache, prompts: Sequence[Prompt]) -> Tensor:
         ids, mask = pad_right([prompt.ids for prompt in prompts], self.device)

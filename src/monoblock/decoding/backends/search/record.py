@@ -32,7 +32,11 @@ def record(run: Callable[[], None], device: torch.device) -> Recording:
         for _ in range(2):
             run()
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on decoding
-        run()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    try:
+        with _recording, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on decoding
+            run()
+    except RuntimeError:
+        torch.cuda.set_stream(stream)  # torch stays on the stream of a recording that failed
+        raise
     return graph
