@@ -127,6 +127,9 @@ def test_a_vision_model_reads_an_image(folders, run_verb, tmp_path):
     code, _, err = run_verb(["inspect", folders / "vision", folders / "image.npz", "--out", tmp_path / "a.png"])
     assert code == 0, err
     assert (tmp_path / "a.png").stat().st_size > 1000
+    code, _, err = run_verb(["inspect", folders / "vision", folders / "image.npz", "--out", tmp_path / "a.html"])
+    assert code == 0, err
+    assert "positions of image patches" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def test_an_image_of_another_size_is_refused_or_read_with_interpolated_positions(folders, run_verb, tmp_path):

@@ -14,8 +14,8 @@ from monoblock.plots.tokens import check_length, choose_labels, label_axis
 WEIGHT_COLORS = "cividis"  # its lightness grows steadily, and it looks the same to the colour-blind
 MASKED = "#d8d8d8"
 CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 16.0  # of the map of one head
-MAX_LAYER_SIDE = 6.8  # of a head among those of its layer
-MIN_TILE, MAX_TILE, TILES_INCHES, TILE_PIXELS = 1.1, 2.2, 9.0, 100  # of a head in the grid: inches, pixels per inch
+MAX_LAYER_SIDE = 5.3  # of a head among those of its layer
+MIN_TILE, MAX_TILE, TILES_INCHES, TILE_PIXELS = 1.3, 2.2, 9.0, 100  # of a head in the grid: inches, pixels per inch
 NOTE_INCHES, BAR_INCHES = 0.18, 3.6
 MAX_LINEAR = 100  # tokens of a map whose colours are linear; weights that spread over more are drawn by their root
 
@@ -155,12 +155,14 @@ def _label_tiles(axis: Any, side: str, tokens: Sequence[str], starts: Sequence[i
     set_ticks(ticks, labels * len(starts), fontsize=font, parse_math=False, **turned)
     set_label = other.set_xlabel if side == "x" else other.set_ylabel
     set_label("key: the token attended to" if side == "x" else "query: the token that attends", fontsize=9)
-    other.tick_params(length=2, pad=2)
+    other.tick_params(length=0, pad=2)
     other.spines[:].set_visible(False)
 
 
 def draw_patch_attention(pixels: Array, heads: Array, title: str, *, first: int) -> Any:
     """Draw over an image how strongly each of its patches is attended to, one picture for each head.
+
+    Each head is drawn from its smallest weight to its largest, which are written above it.
 
     pixels: (channels, height, width), from 0 to 1.
     heads: (H, S) weights of one query, such as the class token; patches begin at index `first`.
@@ -168,20 +170,26 @@ def draw_patch_attention(pixels: Array, heads: Array, title: str, *, first: int)
     side = round((heads.shape[1] - first) ** 0.5)
     columns = min(6, len(heads) + 1)
     rows = -(-(len(heads) + 1) // columns)
-    figure = create_figure((1.9 * columns, 2.1 * rows + 0.6))
+    figure = create_figure((1.9 * columns + 1.2, 2.1 * rows + 0.6))
     figure.suptitle(title, fontsize=11)
     picture = np.moveaxis(np.clip(pixels, 0, 1), 0, -1)
     gray = picture.mean(-1)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    axes = list(grid.flat)
     for axis in axes:
         axis.axis("off")
     axes[0].imshow(picture if picture.shape[-1] == 3 else gray, cmap="gray", vmin=0, vmax=1)
     axes[0].set_title("the image", fontsize=9)
     extent = (-0.5, gray.shape[1] - 0.5, gray.shape[0] - 0.5, -0.5)
     for number, (axis, row) in enumerate(zip(axes[1:], heads, strict=False)):
-        grid = row[first:].reshape(side, side)
+        patches = row[first:]
+        low, high = float(patches.min()), float(patches.max())
+        scaled = (patches - low) / max(high - low, 1e-9)
         axis.imshow(gray, cmap="gray", vmin=0, vmax=1)
-        axis.imshow(grid, cmap=WEIGHT_COLORS, alpha=0.65, extent=extent, interpolation="nearest", vmin=0)
-        share = f": {row[first:].sum():.0%} on patches" if first else ""
-        axis.set_title(f"head {number}{share}", fontsize=8)
+        options = {"cmap": WEIGHT_COLORS, "vmin": 0, "vmax": 1, "alpha": 0.7, "interpolation": "nearest"}
+        image = axis.imshow(scaled.reshape(side, side), extent=extent, **options)
+        share = f", {patches.sum():.0%} on patches" if first else ""
+        axis.set_title(f"head {number}{share}\n{100 * low:.2g} to {100 * high:.2g} % each", fontsize=8)
+    bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02, ticks=[0, 1], label="weight of a patch")
+    bar.ax.set_yticklabels(["smallest\nof the head", "largest"], fontsize=8)
     return figure

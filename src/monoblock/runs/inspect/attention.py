@@ -59,9 +59,9 @@ def attention_part(request: Request) -> Part:
         return Part(section, data, maps)
     for group, title in GRID_TITLES.items():
         stack, kind = group.split(".")
-        layers = {name: one for name, one in weights.items() if name.startswith(stack) and name.endswith(kind)}
-        if layers:
-            section.figures.append((_grid(request, layers, title), title))
+        same = {name: one for name, one in weights.items() if name.startswith(stack) and name.endswith(kind)}
+        if same:
+            section.figures.append((_grid(request, same, title), title))
     return Part(section, data, maps)
 
 
@@ -221,7 +221,7 @@ def coreference_part(request: Request) -> Part:
         name = f"{result.layer}.weights"
         seen = trace(request.model, torch.tensor([ids], device=request.model.device), names=name)
         tokens = readable_tokens(pipe.tokenizer, ids)
-        title = f"{result.layer}, head {result.head}"
+        title = f"{result.layer}, head {result.head}; the pronoun is the {row.referent}"
         weights = seen[name][0, result.head].float().cpu().numpy()
         section.figures.append((draw_attention(weights, tokens, tokens, title), f"{title}: {row.sentence}"))
     data = {
