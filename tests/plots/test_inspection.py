@@ -64,7 +64,7 @@ def test_a_grid_has_a_map_for_every_head_and_long_texts_are_reduced():
     assert canvas[219, 220 + 7] == 1  # more than 100 times uniform attention, at the left below in head 1
     assert canvas[0, 0] == pytest.approx(1 / 3)  # uniform attention, on a scale from 1/10 to 100
     assert np.isnan(canvas[227:, 454:]).all()  # layer 1 has no third head
-    assert "uniform attention" in figure.axes[1].get_ylabel()
+    assert "uniform attention" in figure.axes[1].get_xlabel()
 
 
 def test_long_causal_heads_of_three_kinds_differ_and_a_uniform_one_has_one_colour():
@@ -88,11 +88,11 @@ def test_long_causal_heads_of_three_kinds_differ_and_a_uniform_one_has_one_colou
     assert all(tile[0, side - 1] == -1 for tile in tiles)  # masked: grey
 
 
-@pytest.mark.parametrize("count", [8, 40, 400])
+@pytest.mark.parametrize("count", [8, 406])
 def test_the_labels_of_a_grid_do_not_overlap(count):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    weights = {f"layer {n}": np.stack([np.eye(count)] * 12) for n in range(2)}
+    weights = {"layer 0": np.stack([np.eye(count)] * 12)}
     notes = {name: ["previous 100 %"] * 12 for name in weights}
     figure = draw_head_grid(weights, "all heads", queries=tokens(count), keys=tokens(count), notes=notes)
     FigureCanvasAgg(figure).draw()

@@ -9,14 +9,14 @@ import numpy as np
 
 from monoblock.plots.attention_scale import Array, MaskArray, Scale, choose_scale, hide, reduce_map
 from monoblock.plots.figure import DPI, create_figure
-from monoblock.plots.tokens import check_length, choose_labels, label_axis
+from monoblock.plots.tokens import MIN_SPACING, check_length, choose_labels, label_axis
 
 WEIGHT_COLORS = "cividis"  # its lightness grows steadily, and it looks the same to the colour-blind
 MASKED = "#d8d8d8"
 CELL_INCHES, MIN_SIDE, MAX_SIDE = 0.26, 2.4, 16.0  # of the map of one head
 MAX_LAYER_SIDE = 5.3  # of a head among those of its layer
 MIN_TILE, MAX_TILE, TILES_INCHES, TILE_PIXELS = 1.3, 2.2, 9.0, 100  # of a head in the grid: inches, pixels per inch
-NOTE_INCHES, BAR_INCHES = 0.18, 3.6
+TILE_GAP, NOTE_INCHES, BAR_INCHES = 0.07, 0.18, 3.6
 MAX_LINEAR = 100  # tokens of a map whose colours are linear; weights that spread over more are drawn by their root
 
 
@@ -67,7 +67,7 @@ def draw_layer(
         axis.set_title(f"head {number}", fontsize=9)
         label_axis(axis, "y", queries, height)
         label_axis(axis, "x", keys, width)
-    _add_bar(figure, image, axes, scale, rows * height)
+    _add_bar(figure, image, axes, scale, rows * height, "right")
     figure.suptitle(title, fontsize=11, parse_math=False)
     figure.supxlabel("key: the token attended to", fontsize=9)
     figure.supylabel("query: the token that attends", fontsize=9)
@@ -85,10 +85,11 @@ def _image_options() -> dict[str, Any]:
     return {"cmap": _colors(), "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
 
 
-def _add_bar(figure: Any, image: Any, axes: Any, scale: Scale, height: float) -> None:
-    """Add the bar of a scale beside maps that are `height` inches high in all."""
-    shrink = min(0.9, BAR_INCHES / height)
-    bar = figure.colorbar(image, ax=axes, shrink=shrink, anchor=(0, 1), aspect=18, pad=0.02, label=scale.label)
+def _add_bar(figure: Any, image: Any, axes: Any, scale: Scale, inches: float, side: str, pad: float = 0.02) -> None:
+    """Add the bar of a scale at one side of maps, which is `inches` long."""
+    options = {"location": side, "anchor": (0, 1), "shrink": min(0.9, BAR_INCHES / inches), "pad": pad}
+    bar = figure.colorbar(image, ax=axes, aspect=18, **options)
+    bar.set_label(scale.label, fontsize=9)
     bar.set_ticks(list(scale.ticks), labels=list(scale.ticks.values()))
     bar.ax.tick_params(labelsize=8)
 
@@ -115,8 +116,8 @@ def draw_head_grid(
     height = width * min(2.0, max(0.5, T / S))
     size = round(TILE_PIXELS * max(width, height))
     rows, columns = min(T, size), min(S, size)
-    space = 0.07 if notes is None else NOTE_INCHES
-    gaps = max(1, round(space / height * rows)), max(1, round(0.07 / width * columns))
+    space = TILE_GAP if notes is None else NOTE_INCHES
+    gaps = max(1, round(space / height * rows)), max(1, round(TILE_GAP / width * columns))
     tops = [row * (rows + gaps[0]) for row in range(len(layers))]
     lefts = [column * (columns + gaps[1]) for column in range(heads)]
     canvas = np.full((tops[-1] + rows, lefts[-1] + columns), np.nan)
@@ -125,12 +126,12 @@ def draw_head_grid(
             tile = reduce_map(scale.apply(head, None if mask is None else mask.get(name)), size)
             canvas[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
     inches = canvas.shape[0] * height / rows, canvas.shape[1] * width / columns
-    figure = create_figure((max(5.0, inches[1] + 3.3), max(3.4, inches[0] + 2.1)))
+    figure = create_figure((max(5.0, inches[1] + 2.2), max(3.4, inches[0] + 2.7)))
     axis = figure.subplots()
     image = axis.imshow(canvas, **_image_options())
     axis.set_ylim(canvas.shape[0] - 0.5, -0.5 if notes is None else -0.5 - gaps[0])
-    _add_bar(figure, image, axis, scale, inches[0])
-    axis.set_title(title, fontsize=11, parse_math=False)
+    _add_bar(figure, image, axis, scale, inches[1], "top", pad=0.15 / inches[0])
+    figure.suptitle(title, fontsize=11, parse_math=False)
     axis.set_xticks([left + (columns - 1) / 2 for left in lefts], [f"head {n}" for n in range(heads)], fontsize=9)
     axis.set_yticks([top + (rows - 1) / 2 for top in tops], list(layers), fontsize=9)
     axis.tick_params(length=0)
@@ -148,6 +149,8 @@ def draw_head_grid(
 def _label_tiles(axis: Any, side: str, tokens: Sequence[str], starts: Sequence[int], size: int, inches: float) -> None:
     """Label the tokens of each row or column of maps, on the right or above."""
     places, labels, font = choose_labels(tokens, inches)
+    shown = [n for n, place in enumerate(places) if TILE_GAP + inches * (1 - place / len(tokens)) >= MIN_SPACING]
+    places, labels = [places[n] for n in shown], [labels[n] for n in shown]  # less those at the edge of the next map
     ticks = [start - 0.5 + (place + 0.5) * size / len(tokens) for start in starts for place in places]
     other = axis.secondary_xaxis("top") if side == "x" else axis.secondary_yaxis("right")
     turned = {"rotation": 90} if side == "x" else {}

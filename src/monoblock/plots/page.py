@@ -22,6 +22,7 @@ from monoblock.plots.figure import figure_png
 
 MAX_VIEWER_BYTES = 12_000_000  # of weights, one byte each; a longer text has pictures only
 CSS_DPI = 96  # pixels per inch of a page: letters have the size that they have on paper
+MIN_SCALE = 0.75  # of a picture in a narrow window; a wider one is scrolled
 TEMPLATE = "page.html"
 
 
@@ -101,8 +102,9 @@ def _section_html(section: Section) -> str:
     for figure, description in section.figures:
         data = base64.b64encode(figure_png(figure)).decode()
         width = round(CSS_DPI * float(figure.get_figwidth()))
+        size = f'width="{width}" style="min-width: {round(MIN_SCALE * width)}px"'
         alt = html.escape(description, quote=True)
-        parts.append(f'<div class="picture"><img src="data:image/png;base64,{data}" width="{width}" alt="{alt}"></div>')
+        parts.append(f'<div class="picture"><img src="data:image/png;base64,{data}" {size} alt="{alt}"></div>')
     return "\n".join([*parts, "</section>"])
 
 

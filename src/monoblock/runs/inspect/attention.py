@@ -42,9 +42,7 @@ def attention_part(request: Request) -> Part:
     section = Section(
         "Attention of every head",
         "A row of a map is a token that attends, a column a token that is attended to; bright cells have much weight, "
-        f"grey ones are masked. The colour is the {choose_scale(longest).label}; a pixel that stands for several "
-        "cells shows the largest. Above a map: the token that has at least half of the weight (the first, the "
-        "previous, …), with its share; else whether the head is local or global.",
+        "grey ones are masked.",
     )
     if request.head is not None:
         return _one_head(request, section, chosen, weights, maps)
@@ -52,11 +50,16 @@ def attention_part(request: Request) -> Part:
     data = {"shapes": shapes, "queries": request.input.tokens, "keys": request.input.source_tokens}
     if request.input.pixels is not None:
         section.figures.append(_patch_figure(request, weights, chosen))
+    section.text += f" The colour is the {choose_scale(longest).label}; a pixel of several cells shows the largest."
     heads: Any = None if chosen is None else weights[chosen]
     if chosen is not None:
         tokens = _token_names(chosen, request.input)
         section.figures.append((draw_layer(heads, *tokens, chosen, mask=(heads > 0).any(0)), chosen))
         return Part(section, data, maps)
+    section.text += (
+        " Above a map of self-attention: the token that has at least half of the weight (the first, the previous, …), "
+        "with its share; else whether the head is local or global."
+    )
     for group, title in GRID_TITLES.items():
         stack, kind = group.split(".")
         same = {name: one for name, one in weights.items() if name.startswith(stack) and name.endswith(kind)}
