@@ -21,7 +21,7 @@ def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Pa
 
 def draw_masks(masks: Sequence[tuple[str, Mask]], length: int, *, note: str = "") -> Any:
     """Draw masks as `save_masks` does, and return the figure; `note` follows the legend."""
-    figure = create_figure((3.0 * len(masks) + 0.6, 3.7))
+    figure = create_figure((3.0 * len(masks) + 0.6, 4.1))
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     positions = arange_positions(length)
     for axis, (title, mask) in zip(axes, masks, strict=True):
