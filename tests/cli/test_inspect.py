@@ -127,6 +127,9 @@ def test_a_vision_model_reads_an_image(folders, run_verb, tmp_path):
     code, _, err = run_verb(["inspect", folders / "vision", folders / "image.npz", "--out", tmp_path / "a.png"])
     assert code == 0, err
     assert (tmp_path / "a.png").stat().st_size > 1000
+    code, _, err = run_verb(["inspect", folders / "vision", folders / "image.npz", "--out", tmp_path / "a.html"])
+    assert code == 0, err
+    assert "positions of image patches" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def test_an_image_of_another_size_is_refused_or_read_with_interpolated_positions(folders, run_verb, tmp_path):
@@ -161,7 +164,9 @@ def test_profile_and_probes(folders, run_verb):
         (["decoder", "a", "--layer", "7", "--head", "1"], "there is no layer '7'; the model has layers 0 to 1"),
         (["decoder", "a", "--layer", "0", "--head", "9"], "decoder.0.attention has heads 0 to 2, but head 9"),
         (["decoder", "a", "--target", "b"], "a target is for an encoder-decoder"),
-        (["decoder", "a", "--out", "a.txt"], "does not end in an image format; write .html, .png, .svg or .pdf"),
+        (["decoder", "a", "--out", "a.txt"], "a.txt does not end in a format that can be written; write .html, .png,"),
+        (["decoder", "a", "--out", "a.gif"], "a.gif does not end in a format that can be written; write .html, .png,"),
+        (["missing", "a", "--out", "a.gif"], "a.gif does not end in a format that can be written; write .html, .png,"),
         (["decoder", " "], "the text to inspect is empty"),
         (["decoder", ""], "the text to inspect is empty"),
         (["decoder", "--show", "coreference"], "coreference is measured in an encoder"),

@@ -123,7 +123,7 @@ def test_invalid_input_is_a_one_line_error(classifier, tagger, vision_model, run
             "--calibrate has no effect without --shots",
         ),
         (["evaluate", classifier, folder, "--label", "a=b"], "--label has no effect without --shots"),
-        (["evaluate", classifier, folder, "--picture", "x.doc"], "x.doc does not end in an image format"),
+        (["evaluate", classifier, folder, "--picture", "x.doc"], "x.doc does not end in a format that can be written"),
         (["evaluate", classifier, folder, "--picture", tmp_path / "no" / "x.png"], "there is no folder"),
     ):
         code, _, err = run_verb(arguments)

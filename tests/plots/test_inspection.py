@@ -55,14 +55,70 @@ def test_a_text_of_more_than_2000_tokens_is_refused():
 
 
 def test_a_grid_has_a_map_for_every_head_and_long_texts_are_reduced():
-    weights = np.zeros((3, 400, 400))
+    weights = np.full((3, 400, 400), 1 / 400)  # uniform attention
     weights[1, 399, 0] = 0.5
     figure = draw_head_grid({"layer 0": weights, "layer 1": weights[:2]}, "all heads")
     (image,) = figure.axes[0].images
     canvas = np.asarray(image.get_array().filled(np.nan))
-    assert canvas.shape == (2 * 96 + 6, 3 * 96 + 2 * 6)
-    assert canvas[95, 96 + 6] == 1  # the largest weight of head 1, at the left below
-    assert np.isnan(canvas[102:, 204:]).all()  # layer 1 has no third head
+    assert canvas.shape == (2 * 220 + 7, 3 * 220 + 2 * 7)  # tiles of 2.2 inches
+    assert canvas[219, 220 + 7] == 1  # more than 100 times uniform attention, at the left below in head 1
+    assert canvas[0, 0] == pytest.approx(1 / 3)  # uniform attention, on a scale from 1/10 to 100
+    assert np.isnan(canvas[227:, 454:]).all()  # layer 1 has no third head
+    assert "uniform attention" in figure.axes[1].get_xlabel()
+
+
+def test_long_causal_heads_of_three_kinds_differ_and_a_uniform_one_has_one_colour():
+    size = 400
+    mask = np.tril(np.ones((size, size), bool))
+    uniform = mask / mask.sum(-1, keepdims=True)
+    first, previous = np.zeros((size, size)), np.eye(size, k=-1)
+    first[:, 0], previous[0, 0] = 1, 1
+    weights = np.stack([0.5 * uniform + 0.5 * head for head in (uniform, first, previous)])
+    figure = draw_head_grid({"layer 0": weights}, "all heads", mask={"layer 0": mask})
+    canvas = np.asarray(figure.axes[0].images[0].get_array().filled(np.nan))
+    side = canvas.shape[0]
+    tiles = [canvas[:, start : start + side] for start in (0, side + 7, 2 * (side + 7))]
+    places = [(side - 1, 0), (side - 1, side - 1), (side - 1, side // 2)]  # of the last query: first, previous, far
+    bright = [[round(float(tile[place]), 2) for place in places] for tile in tiles]
+    assert bright[0] == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert bright[1][0] == 1
+    assert bright[1][1] == bright[1][2] < 1 / 3
+    assert bright[2][1] == 1
+    assert bright[2][0] == bright[2][2] < 1 / 3
+    assert all(tile[0, side - 1] == -1 for tile in tiles)  # masked: grey
+
+
+@pytest.mark.parametrize("count", [8, 406])
+def test_the_labels_of_a_grid_do_not_overlap(count):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    weights = {"layer 0": np.stack([np.eye(count)] * 12)}
+    notes = {name: ["previous 100 %"] * 12 for name in weights}
+    figure = draw_head_grid(weights, "all heads", queries=tokens(count), keys=tokens(count), notes=notes)
+    FigureCanvasAgg(figure).draw()
+    axis = figure.axes[0]
+    above, beside = axis.child_axes[1], axis.child_axes[0]
+    boxes = [label.get_window_extent() for label in above.get_xticklabels() if label.get_text()]
+    edges = [(box.x0, box.x1) for box in boxes]
+    assert len(edges) >= 12 * 5
+    assert all(first[1] <= second[0] + 1 for first, second in itertools.pairwise(edges))
+    heights = sorted((box.y0, box.y1) for box in (label.get_window_extent() for label in beside.get_yticklabels()))
+    assert all(first[1] <= second[0] + 1 for first, second in itertools.pairwise(heights))
+    written = [text.get_window_extent() for text in axis.texts]
+    assert max(box.y1 for box in written) <= min(box.y0 for box in boxes) + 1
+    assert all(first.x1 <= second.x0 for first, second in itertools.pairwise(written[:12]))
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes + written)
+
+
+def test_logarithmic_axes_have_plain_numbers():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = draw_curves("time", "length", "ms", [8, 16], {"a": [2.5, 6.0]}, logarithmic=True)
+    FigureCanvasAgg(figure).draw()
+    axis = figure.axes[0].yaxis
+    shown = [label.get_text() for label in axis.get_majorticklabels() + axis.get_minorticklabels()]
+    assert [text for text in shown if "10^" in text] == []
+    assert "5" in shown
 
 
 @pytest.mark.parametrize("count", [8, 40])

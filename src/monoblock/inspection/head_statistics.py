@@ -40,6 +40,11 @@ class HeadStatistics:
         token = max(FIXED_TOKENS, key=lambda name: float(getattr(self, name)))
         return token if getattr(self, token) >= FIXED_SHARE else ""
 
+    def describe(self) -> str:
+        """Return the fixed token with its share, as "first 84 %", or else the scope."""
+        token = self.fixed_token
+        return f"{token} {getattr(self, token):.0%}".replace("%", " %") if token else self.scope
+
     def to_json(self) -> dict[str, Any]:
         numbers = {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
         return numbers | {"scope": self.scope, "fixed_token": self.fixed_token}

@@ -71,6 +71,16 @@ def text_loss(model: Transformer, logits: Tensor, inputs: tuple[Tensor, ...]) ->
     return F.cross_entropy(logits.flatten(0, -2), logits.argmax(-1).flatten())
 
 
+def describe_text_loss(model: Transformer) -> str:
+    """Return what `text_loss` of a model is, in words."""
+    kind = None if model.head is None else model.head.config.kind
+    if kind in ("language_model", "masked_lm"):
+        return "the cross-entropy of this text"
+    if kind in (None, "pooled", "regression"):
+        return "the mean square of the outputs"
+    return "the cross-entropy of the model's own prediction"
+
+
 def _stacks(model: Transformer) -> list[tuple[str, Stack]]:
     stacks = {"encoder": model.encoder, "decoder": model.decoder}
     return [(name, stack) for name, stack in stacks.items() if stack is not None]

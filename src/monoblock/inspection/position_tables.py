@@ -41,7 +41,7 @@ def position_tables(model: Transformer, length: int) -> list[PositionTable]:
 def _input_table(model: Transformer, length: int) -> PositionTable | None:
     embedding = model.input
     if isinstance(embedding, PatchEmbedding):
-        vectors = embedding.position_table().float().cpu()
+        vectors = embedding.position_table().detach().float().cpu()
         return PositionTable("learned", "positions of image patches, row by row", vectors)
     if not isinstance(embedding, Embedding):
         return None

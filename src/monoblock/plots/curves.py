@@ -14,6 +14,7 @@ from monoblock.plots.tokens import drawable, shorten
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MAX_PLAIN_RANGE = 1000  # of a logarithmic axis whose ticks are plain numbers
 MAX_TEXT_LAYERS, MAX_TEXT_TOKENS = 40, 16  # of a logit lens with its tokens written out
 
 
@@ -43,7 +44,7 @@ def draw_curves(
     if level is not None:
         axis.axhline(level[1], color="#777777", linewidth=1, label=level[0])
     if logarithmic:
-        axis.set_yscale("log")
+        _set_logarithmic(axis)
     step = max(1, len(x) // 24)
     turned = {"rotation": 90} if max(len(str(name)) for name in x) * len(x[::step]) > 70 else {}
     axis.set_xticks(range(0, len(x), step), [str(name) for name in x[::step]], fontsize=8, **turned)
@@ -52,6 +53,18 @@ def draw_curves(
     axis.grid(color="#e4e4e4")
     axis.legend(fontsize=8, loc="best", framealpha=0.9)
     return figure
+
+
+def _set_logarithmic(axis: Any) -> None:
+    """Make the y axis logarithmic, with plain numbers: 1, 2, 5, 10, …, or powers of ten over a wide range."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    if high / low < MAX_PLAIN_RANGE:
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_lens(
@@ -73,7 +86,7 @@ def draw_lens(
     figure = create_figure((max(4.5, 0.72 * count + 2.4), max(2.6, 0.27 * len(rows) + 1.9)))
     axis = figure.subplots()
     image = axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-    figure.colorbar(image, ax=axis, label="probability", pad=0.02)
+    figure.colorbar(image, ax=axis, label="probability of the predicted token", pad=0.02)
     for row, texts in enumerate(words):
         for column, text in enumerate(texts):
             color = "black" if values[row, column] > 0.5 else "white"
@@ -83,7 +96,7 @@ def draw_lens(
     axis.set_xticks(range(count), labels, rotation=60, ha="right", fontsize=8, parse_math=False, rotation_mode="anchor")
     note = f" (the last {count} of {len(tokens)} tokens)" if first else ""
     axis.set_title(f"logit lens: the prediction after each layer{note}", fontsize=11)
-    axis.set(xlabel="token that was read", ylabel="after")
+    axis.set(xlabel="token that was read", ylabel="residual stream after")
     return figure
 
 
@@ -112,7 +125,7 @@ def draw_head_statistics(rows: Sequence[Mapping[str, Any]]) -> Any:
         limit = 1.0 if "distance" not in title else max(1.0, float(np.nanmax(table)))
         image = axis.imshow(table, cmap="cividis", vmin=0, vmax=limit, aspect="auto")
         figure.colorbar(image, ax=axis)
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title if np.nanmax(table) > 0 else f"{title}: none", fontsize=9)
         axis.set(xlabel="head", ylabel="layer")
         steps = [max(1, size // 12) for size in (heads, len(layers))]
         axis.set_xticks(range(0, heads, steps[0]), range(0, heads, steps[0]), fontsize=8)

@@ -20,6 +20,7 @@ def create_figure(size: tuple[float, float]) -> Any:
 
 
 DPI = 130
+FORMATS = (".png", ".svg", ".pdf")
 SVG_HEADER = re.compile(r"<!DOCTYPE[^>]*>\s*|<metadata>.*?</metadata>\s*", re.DOTALL)
 
 
@@ -52,11 +53,11 @@ def check_plot_path(path: Path, formats: str = ".png, .svg or .pdf") -> None:
     formats: what the error message says can be written.
     """
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        import matplotlib  # noqa: F401
     except ImportError:
         raise FileError("figures need matplotlib; write pip install 'monoblock[plot]'") from None
-    if path.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-        raise FileError(f"{path} does not end in an image format; write {formats}")
+    if path.suffix.lower() not in FORMATS:
+        raise FileError(f"{path} does not end in a format that can be written; write {formats}")
     if not path.absolute().parent.is_dir():
         raise FileError(f"there is no folder {path.parent} for {path.name}; create it first")
 

@@ -19,8 +19,9 @@ def save_masks(masks: Sequence[tuple[str, Mask]], length: int, path: Path) -> Pa
     return save_figure(draw_masks(masks, length), path)
 
 
-def draw_masks(masks: Sequence[tuple[str, Mask]], length: int) -> Any:
-    figure = create_figure((3.0 * len(masks) + 0.6, 3.7))
+def draw_masks(masks: Sequence[tuple[str, Mask]], length: int, *, note: str = "") -> Any:
+    """Draw masks as `save_masks` does, and return the figure; `note` follows the legend."""
+    figure = create_figure((3.0 * len(masks) + 0.6, 4.1))
     axes = figure.subplots(1, len(masks), squeeze=False)[0]
     positions = arange_positions(length)
     for axis, (title, mask) in zip(axes, masks, strict=True):
@@ -29,5 +30,5 @@ def draw_masks(masks: Sequence[tuple[str, Mask]], length: int) -> Any:
         axis.set_xlabel("key: position attended to", fontsize=8)
         axis.tick_params(labelsize=8)
     axes[0].set_ylabel("query: position that attends", fontsize=8)
-    figure.suptitle("dark: may attend", fontsize=9)
+    figure.suptitle(f"dark: may attend{note}", fontsize=9)
     return figure

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from monoblock.errors import FileError
 from monoblock.plots.figure import figure_png
 
-MAX_VIEWER_BYTES = 6_000_000  # of weights, one byte each; a longer text has pictures only
+MAX_VIEWER_BYTES = 12_000_000  # of weights, one byte each; a longer text has pictures only
+CSS_DPI = 96  # pixels per inch of a page: letters have the size that they have on paper
+MIN_SCALE = 0.75  # of a picture in a narrow window; a wider one is scrolled
 TEMPLATE = "page.html"
 
 
@@ -83,9 +85,12 @@ def _viewer_data(maps: Sequence[AttentionMap]) -> list[dict[str, Any]]:
 
 
 def _to_bytes(weights: NDArray[np.floating[Any]]) -> bytes:
-    """Return a byte for each weight: 1 to 255 for weights from 0 to 1, and 0 for a key that no head may attend to."""
+    """Return a byte for each weight: 1 to 255 for the square root of it, and 0 for a key that no head may attend to.
+
+    The root keeps the small weights of long texts apart.
+    """
     visible = (weights > 0).any(0)
-    return np.where(visible, 1 + np.rint(weights * 254), 0).astype(np.uint8).tobytes()
+    return np.where(visible, 1 + np.rint(np.sqrt(weights) * 254), 0).astype(np.uint8).tobytes()
 
 
 def _section_html(section: Section) -> str:
@@ -96,7 +101,10 @@ def _section_html(section: Section) -> str:
         parts.append(_table_html(columns, rows))
     for figure, description in section.figures:
         data = base64.b64encode(figure_png(figure)).decode()
-        parts.append(f'<img src="data:image/png;base64,{data}" alt="{html.escape(description, quote=True)}">')
+        width = round(CSS_DPI * float(figure.get_figwidth()))
+        size = f'width="{width}" style="min-width: {round(MIN_SCALE * width)}px"'
+        alt = html.escape(description, quote=True)
+        parts.append(f'<div class="picture"><img src="data:image/png;base64,{data}" {size} alt="{alt}"></div>')
     return "\n".join([*parts, "</section>"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def draw_hands(frequencies: Tensor, title: str, *, length: int) -> Any:
     pairs = torch.linspace(0, len(frequencies) - 1, count).round().long().tolist()
     positions = list(range(min(2, length))) + [2**n for n in range(1, 12) if 2**n < length]
     positions = positions[:8]
-    figure = create_figure((1.15 * len(positions) + 1.6, 1.15 * count + 0.9))
+    figure = create_figure((1.15 * len(positions) + 2.2, 1.15 * count + 0.9))
     figure.suptitle(title, fontsize=11)
     axes = figure.subplots(count, len(positions), squeeze=False)
     for row, pair in enumerate(pairs):
@@ -87,7 +88,9 @@ def draw_hands(frequencies: Tensor, title: str, *, length: int) -> Any:
             _draw_hand(axes[row][column], float(frequencies[pair]) * position)
             if row == 0:
                 axes[row][column].set_title(f"position {position}", fontsize=8)
-        axes[row][0].set_ylabel(f"pair {pair}", fontsize=8, rotation=0, ha="right", va="center")
+        period = 2 * math.pi / float(frequencies[pair])
+        label = f"pair {pair}: turns once\nin {period:,.{1 if period < 100 else 0}f} positions"
+        axes[row][0].set_ylabel(label, fontsize=8, rotation=0, ha="right", va="center")
     return figure
 
 

@@ -65,17 +65,25 @@ def drawable(text: str) -> str:
     return "".join(character if ord(character) in known else MISSING_GLYPH for character in text)
 
 
-def label_axis(axis: Any, side: str, tokens: Sequence[str], inches: float) -> None:
-    """Label the x or the y axis with tokens, every one or every n-th with its number, as many as `inches` allow."""
+def choose_labels(tokens: Sequence[str], inches: float) -> tuple[list[int], list[str], float]:
+    """Choose the tokens to label on an axis of this length: their places, their labels, and the size of the font.
+
+    Every token is labelled, or every n-th with its number, as many as there is room for.
+    """
     step = max(1, -(-len(tokens) * MIN_SPACING // inches))
     step = next(size for size in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000) if size >= step)
-    places = range(0, len(tokens), step)
+    places = list(range(0, len(tokens), step))
     labels = [drawable(shorten(tokens[place])) for place in places]
     if step > 1:
         labels = [f"{place} {label}" for place, label in zip(places, labels, strict=True)]
-    size = min(9.0, max(6.0, 72 * 0.75 * inches * step / len(tokens)))
+    return places, labels, min(9.0, max(6.0, 72 * 0.75 * inches * step / len(tokens)))
+
+
+def label_axis(axis: Any, side: str, tokens: Sequence[str], inches: float) -> None:
+    """Label the x or the y axis with tokens, every one or every n-th with its number, as many as `inches` allow."""
+    places, labels, size = choose_labels(tokens, inches)
     if side == "x":
-        axis.set_xticks(list(places), labels, rotation=90, fontsize=size, parse_math=False)
+        axis.set_xticks(places, labels, rotation=90, fontsize=size, parse_math=False)
     else:
-        axis.set_yticks(list(places), labels, fontsize=size, parse_math=False)
+        axis.set_yticks(places, labels, fontsize=size, parse_math=False)
     axis.tick_params(length=2, pad=2)

@@ -14,13 +14,15 @@ from monoblock.inspection.head_scores import repeated_token_scores, text_scores
 from monoblock.inspection.head_statistics import head_statistics
 from monoblock.inspection.pruning import attention_layers
 from monoblock.inspection.trace import Trace, trace
-from monoblock.plots.attention import MAX_LABELLED, draw_attention, draw_head_grid, draw_layer, draw_patch_attention
+from monoblock.plots.attention import draw_attention, draw_head_grid, draw_layer, draw_patch_attention
+from monoblock.plots.attention_scale import choose_scale
 from monoblock.plots.curves import draw_head_statistics
 from monoblock.plots.page import AttentionMap, Section, metrics_table
 from monoblock.plots.tokens import readable_tokens
 from monoblock.runs.inspect.inputs import InspectedInput
 from monoblock.runs.inspect.part import Part, Request
 
+MIN_NOTED = 2  # tokens; the statistics of fewer say nothing
 MAX_WEIGHT_BYTES = 3 * 10**9
 GRID_TITLES = {
     "encoder.attention": "encoder: all heads",
@@ -36,10 +38,11 @@ def attention_part(request: Request) -> Part:
     seen = _trace_weights(request, layers if chosen is None else [chosen])
     weights = {name.removesuffix(".weights"): value[0].float().cpu().numpy() for name, value in seen.items()}
     maps = [AttentionMap(name, one, *_token_names(name, request.input)) for name, one in weights.items()]
+    longest = max(max(one.shape[1:]) for one in weights.values())
     section = Section(
         "Attention of every head",
-        "A row of a map is a token that attends, a column a token that is attended to; bright cells have much weight. "
-        "Each head is drawn from 0 to its own largest weight.",
+        "A row of a map is a token that attends, a column a token that is attended to; bright cells have much weight, "
+        "grey ones are masked.",
     )
     if request.head is not None:
         return _one_head(request, section, chosen, weights, maps)
@@ -47,20 +50,43 @@ def attention_part(request: Request) -> Part:
     data = {"shapes": shapes, "queries": request.input.tokens, "keys": request.input.source_tokens}
     if request.input.pixels is not None:
         section.figures.append(_patch_figure(request, weights, chosen))
+    section.text += f" The colour is the {choose_scale(longest).label}; a pixel of several cells shows the largest."
     heads: Any = None if chosen is None else weights[chosen]
-    if chosen is not None and max(heads.shape) <= MAX_LABELLED:
+    if chosen is not None:
         tokens = _token_names(chosen, request.input)
         section.figures.append((draw_layer(heads, *tokens, chosen, mask=(heads > 0).any(0)), chosen))
         return Part(section, data, maps)
-    groups: dict[str, dict[str, Any]] = {}
-    for name, one in weights.items():
-        stack, number, kind = name.split(".")
-        groups.setdefault(f"{stack}.{kind}", {})[f"layer {number}"] = one
-    for group, grid in groups.items():
-        masks = {name: (one > 0).any(0) for name, one in grid.items()}
-        title = GRID_TITLES[group] if chosen is None else chosen
-        section.figures.append((draw_head_grid(grid, title, mask=masks), title))
+    section.text += (
+        " Above a map of self-attention: the token that has at least half of the weight (the first, the previous, …), "
+        "with its share; else whether the head is local or global."
+    )
+    for group, title in GRID_TITLES.items():
+        stack, kind = group.split(".")
+        same = {name: one for name, one in weights.items() if name.startswith(stack) and name.endswith(kind)}
+        if same:
+            section.figures.append((_grid(request, same, title), title))
     return Part(section, data, maps)
+
+
+def _grid(request: Request, layers: dict[str, Any], title: str) -> Any:
+    """Draw the heads of layers of one kind; self-attention with what each head attends to."""
+    queries, keys = _token_names(next(iter(layers)), request.input)
+    titles = {name: f"layer {name.split('.')[1]}" for name in layers}
+    notes: dict[str, list[str]] | None = None
+    if not title.startswith("cross") and len(queries) > MIN_NOTED:
+        is_target = next(iter(layers)).startswith("decoder")
+        tensors = {name: torch.from_numpy(one)[None] for name, one in layers.items()}
+        notes = {one: [] for one in titles.values()}
+        for row in head_statistics(tensors, special=_special_tokens(request, -1 if is_target else 0)):
+            notes[titles[row.layer]].append(row.describe())
+    return draw_head_grid(
+        {titles[name]: one for name, one in layers.items()},
+        title,
+        mask={titles[name]: (one > 0).any(0) for name, one in layers.items()},
+        queries=queries,
+        keys=keys,
+        notes=notes,
+    )
 
 
 def _one_head(
@@ -129,7 +155,7 @@ def heads_part(request: Request) -> Part:
     stack = "decoder" if request.model.decoder is not None else "encoder"
     names = [name for name in attention_layers(request.model.config) if name.startswith(stack)]
     seen = _trace_weights(request, [name for name in names if name.endswith(".attention")])
-    rows = [one.to_json() for one in head_statistics(seen, special=_special_tokens(request))]
+    rows = [one.to_json() for one in head_statistics(seen, special=_special_tokens(request, -1))]
     local = sum(row["scope"] == "local" for row in rows)
     section = Section(
         "Local and global heads",
@@ -142,11 +168,11 @@ def heads_part(request: Request) -> Part:
     return Part(section, rows)
 
 
-def _special_tokens(request: Request) -> torch.Tensor | None:
-    """Return which tokens are special (1, T); None for an image."""
+def _special_tokens(request: Request, argument: int) -> torch.Tensor | None:
+    """Return which tokens of an argument of the model are special (1, T); None for an image."""
     if request.input.pixels is not None:
         return None
-    ids, special = request.input.arguments[-1], request.pipe.tokenizer.special_ids
+    ids, special = request.input.arguments[argument], request.pipe.tokenizer.special_ids
     return torch.tensor([[number in special for number in row] for row in ids.tolist()], device=ids.device)
 
 
@@ -198,7 +224,7 @@ def coreference_part(request: Request) -> Part:
         name = f"{result.layer}.weights"
         seen = trace(request.model, torch.tensor([ids], device=request.model.device), names=name)
         tokens = readable_tokens(pipe.tokenizer, ids)
-        title = f"{result.layer}, head {result.head}"
+        title = f"{result.layer}, head {result.head}; the pronoun is the {row.referent}"
         weights = seen[name][0, result.head].float().cpu().numpy()
         section.figures.append((draw_attention(weights, tokens, tokens, title), f"{title}: {row.sentence}"))
     data = {

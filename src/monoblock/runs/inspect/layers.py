@@ -9,7 +9,7 @@ import numpy as np
 from monoblock.accounting.report import account
 from monoblock.errors import InputError
 from monoblock.inspection.lens import logit_lens
-from monoblock.inspection.norms import gradient_norms, residual_norms
+from monoblock.inspection.norms import describe_text_loss, gradient_norms, residual_norms
 from monoblock.inspection.position_tables import position_tables
 from monoblock.nn.masks import Mask, mask_from_config
 from monoblock.plots.curves import draw_bars, draw_curves, draw_lens
@@ -20,6 +20,7 @@ from monoblock.plots.tokens import readable_tokens
 from monoblock.runs.inspect.part import Part, Request
 
 MAX_MASK_LENGTH = 48
+SUBLAYERS = {"attention": "attention", "cross": "cross-attention", "feedforward": "feed-forward"}
 MIN_POSITIONS, MAX_POSITIONS = 64, 256  # that are drawn
 
 
@@ -58,20 +59,28 @@ def norms_part(request: Request) -> Part:
     stacks = measure(model, *request.input.arguments, **options)
     section = Section(
         "Norms by depth",
-        "The norm of the residual stream, of what each sublayer adds to it (means over tokens), and of the gradient of "
-        "the cross-entropy of this text.",
+        "The Euclidean norm of the residual stream and of what each sublayer computes from it (means over tokens); and "
+        f"of the gradient of {describe_text_loss(model)}, with respect to the residual stream and to the weights of "
+        "each block.",
     )
     for norms in stacks:
         points = ["input", *(str(layer) for layer in range(len(norms.residual) - 1))]
-        curves = {"residual stream": norms.residual} | norms.updates
-        starts = dict.fromkeys(norms.updates, 1)
-        figure = draw_curves(f"{norms.stack}: residual stream", "after layer", "norm", points, curves, starts=starts)
+        updates = {f"output of {SUBLAYERS[name]}": values for name, values in norms.updates.items()}
+        curves = {"residual stream": norms.residual} | updates
+        title, starts = f"{norms.stack}: residual stream and sublayers", dict.fromkeys(updates, 1)
+        figure = draw_curves(title, "after layer", "norm, mean over tokens", points, curves, starts=starts)
         section.figures.append((figure, f"norms of the {norms.stack}"))
         if norms.gradients and any(norms.gradients):
             gradients = {"residual stream": norms.gradients, "weights of the block": norms.weight_gradients}
             title = f"{norms.stack}: gradient"
             figure = draw_curves(
-                title, "after layer", "norm", points, gradients, starts={"weights of the block": 1}, logarithmic=True
+                title,
+                "after layer",
+                "norm of the gradient",
+                points,
+                gradients,
+                starts={"weights of the block": 1},
+                logarithmic=True,
             )
             section.figures.append((figure, f"gradient norms of the {norms.stack}"))
     return Part(section, [asdict(norms) for norms in stacks])
@@ -113,9 +122,11 @@ def masks_part(request: Request) -> Part:
             )
             text = str(mask).replace(" & same_document", "").replace("same_document", "everything")
             masks.append((f"{name}, {shown}:\n{text}", mask))
-    length = max(8, min(MAX_MASK_LENGTH, len(request.input.tokens)))
+    count = len(request.input.tokens)
+    length = max(8, min(MAX_MASK_LENGTH, count))
+    note = f"; the first {length} of {count:,} positions" if length < count else ""
     section = Section("Masks", "Which tokens a token may attend to, from the configuration of the model.")
-    section.figures.append((draw_masks(masks, length), "attention masks"))
+    section.figures.append((draw_masks(masks, length, note=note), "attention masks"))
     return Part(section, [title.replace("\n", " ") for title, _ in masks])
 
 

@@ -15,7 +15,7 @@ from monoblock.runs.inspect.part import Part, Request
 from monoblock.tasks.input_template import WordEncoder
 
 DEFAULT_LENGTHS = (32, 64, 128, 256)
-KINDS = ("attention", "feedforward")
+KINDS = {"attention": "attention", "feedforward": "feed-forward"}
 
 
 def profile_part(request: Request) -> Part:
@@ -27,14 +27,18 @@ def profile_part(request: Request) -> Part:
     section = Section(
         "Profile",
         f"Time of forward and backward passes over random tokens on {model.device}, and the bytes that the forward "
-        "pass saves for the backward pass. Of three passes the fastest counts; a share is that of both passes.",
+        "pass saves for the backward pass. Of three passes the fastest counts; a share is that of both passes, and "
+        "rest is the time outside of all parts.",
     )
     table = [entry for row in rows for entry in _entries(row)]
     section.tables.append(metrics_table(table))
     for batch in request.batches:
         chosen = [row for row in rows if row.batch == batch]
-        curves = {f"{kind}, forward": [1000 * row.costs[kind].seconds for row in chosen] for kind in KINDS}
-        curves |= {f"{kind}, backward": [1000 * row.costs[kind].backward_seconds for row in chosen] for kind in KINDS}
+        curves = {
+            f"{name}, {direction}": [1000 * getattr(row.costs[kind], field) for row in chosen]
+            for direction, field in (("forward pass", "seconds"), ("backward pass", "backward_seconds"))
+            for kind, name in KINDS.items()
+        }
         title = f"attention and feed-forward by length, batch {batch}"
         figure = draw_curves(title, "length in tokens", "milliseconds", lengths, curves, logarithmic=True)
         section.figures.append((figure, title))
