@@ -24,6 +24,7 @@ from monoblock.errors import InputError, did_you_mean
 
 MASK_NAMES = ("attention_mask", "padding_mask", "key_padding_mask", "src_key_padding_mask", "pad_mask")
 SOURCE_MASK_NAMES = ("source_mask", "src_mask", "src_key_padding_mask", "source_padding_mask", "src_padding_mask")
+POSITION_NAMES = ("position_ids", "positions", "pos_ids", "token_positions")
 TARGET_NAMES = ("targets", "target", "labels", "y")  # with them, some models give the logits of every token
 CONTEXT_NAMES = (
     "context",
@@ -60,7 +61,7 @@ class PlainOptions:
 
 
 class PlainSubject(Subject):
-    left_padding = False  # only where the model turns out to count positions from the first token
+    left_padding = False  # only where positions can be given to the model
     inner_padding = False
 
     def __init__(self, model: Callable[..., Any], options: PlainOptions) -> None:
@@ -91,6 +92,7 @@ class PlainSubject(Subject):
             self.length = self._find_length(options.length)
             self._read_output(options.kind)
             self._find_mask()
+            self._find_positions()
         self.declared = self._declare(options)
         self._cached = options.cached
         self.has_cache = options.cached is not None
@@ -99,7 +101,6 @@ class PlainSubject(Subject):
             self.masks_cache = len(names) > 2
             self.passes_mask_to_cache = self.masks_cache
             self.masks_cache = self.masks_cache or self.pad_id is not None
-        self.left_padding = False
 
     def _check_names(self, options: PlainOptions) -> None:
         """Raise InputError for an argument that the model does not have."""
@@ -121,7 +122,9 @@ class PlainSubject(Subject):
         ]
         named_masks = {*MASK_NAMES, options.mask_argument}
         self.requires_mask = any(p.name in named_masks for p in required)
-        others = [p for p in required if p.name not in named_masks]
+        self.requires_positions = any(p.name in POSITION_NAMES for p in required)
+        self.positions_argument = next((name for name in POSITION_NAMES if name in self.parameters), None)
+        others = [p for p in required if p.name not in named_masks and p.name not in POSITION_NAMES]
         self.reads_source = options.source is not None or len(others) == 2 or options.kind == "encoder-decoder"
 
     def _make_source(self, options: PlainOptions) -> None:
@@ -224,6 +227,20 @@ class PlainSubject(Subject):
         elif self.pad_id is not None:
             self.takes_mask = True  # the model finds the padding by its id
 
+    def _find_positions(self) -> None:
+        """Find whether the argument for positions takes those of the tokens: 0, 1, 2, … must change nothing."""
+        if self.positions_argument is not None and not self.requires_positions:
+            name, ids = self.positions_argument, super().probe(rows=2)
+            self.positions_argument = None
+            plain = self.logits(ids)
+            self.positions_argument = name
+            try:
+                fits = difference(self.logits(ids, torch.ones_like(ids)), plain) < 100 * self.tolerance
+            except Exception:  # it means something else
+                fits = False
+            self.positions_argument = name if fits else None
+        self.left_padding = self.positions_argument is not None and self.kind == "causal"
+
     def _declare(self, options: PlainOptions) -> Declared:
         config = getattr(self.module, "config", None)
         owners = (self.module, config)
@@ -245,6 +262,9 @@ class PlainSubject(Subject):
             mask = torch.ones_like(ids)
         if mask is not None and self.mask_argument is not None:
             arguments[self.mask_argument] = ~mask.bool() if self.mask_is_padding else mask.bool()
+        if self.positions_argument is not None and (mask is not None or self.requires_positions):
+            counted = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(-1) - 1
+            arguments[self.positions_argument] = counted.clamp(min=0)
         if mask is not None and self.pad_id is not None:
             ids = ids.masked_fill(~mask.bool(), self.pad_id)
         for name, value in (

@@ -104,6 +104,9 @@ KEEPS = frozenset(
     ]
 )
 
+# Operations whose result still holds, as a sum, the position vectors that were added to their first tensor.
+HOLDS = COPIES | KEEPS | {"mul", "mul_", "div", "div_", "native_layer_norm", "_fused_rms_norm"}
+
 MASKED = -5e3  # masks are written as -inf, the least number of a dtype, -1e9 or -1e4
 
 
@@ -141,6 +144,7 @@ class PositionAdd:
 
     vectors: Tensor
     attentions: int
+    before: frozenset[int] = frozenset()  # numbers of the additions that the stream holds already
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.report import Finding
+from monoblock.doctor.examination import Examination, finding, not_applicable
+from monoblock.doctor.report import Finding, Outcome
 from monoblock.doctor.subject import difference
 
 
@@ -30,13 +30,13 @@ def check_prefix(exam: Examination) -> Finding | None:
     )
 
 
-def check_window(exam: Examination) -> Finding | None:
+def check_window(exam: Examination) -> Outcome:
     """Count the keys that each layer lets a query see, and compare with the declared window."""
     declared, is_causal = exam.subject.declared, exam.subject.kind != "bidirectional"
     records, T = exam.self_attentions, exam.ids.shape[1]
     windows = declared.windows if declared.windows is not None else (declared.window,) * len(records)
-    if exam.subject.kind == "encoder-decoder" or len(records) != len(windows):
-        return None
+    if not records or exam.subject.kind == "encoder-decoder" or len(records) != len(windows):
+        return not_applicable("window", f"{len(records)} attentions were seen where {len(windows)} are declared")
     for layer, (record, window) in enumerate(zip(records, windows, strict=True)):
         expected = T if window is None else min(T, window if is_causal else 2 * window - 1)
         seen = int(record.visible.sum(-1).max())

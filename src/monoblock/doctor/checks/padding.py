@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,10 @@ PAD = 3
 
 
 def check_padding(exam: Examination) -> Finding | None:
-    """Pad a text on the right, the left and inside: the outputs of its tokens must not change."""
+    """Pad a text on the right, the left and inside: the outputs of its tokens must not change.
+
+    A decoder that cannot be given positions need not take padding on the left, but is said not to support it.
+    """
     subject = exam.subject
     if subject.inverted_mask is not None:
         return finding(
@@ -30,17 +35,31 @@ def check_padding(exam: Examination) -> Finding | None:
     left = _padded(exam, ids, plain, PAD, 0)
     if subject.left_padding:
         sides["left"] = left
-    elif left and not sides["right"] and subject.kind == "causal":
-        exam.notes.append(
-            f"padding on the left changes the output by {left:.2g} standard deviations: pad on the right, or count "
-            "positions from the first token"
-        )
     if subject.inner_padding:
         sides["inside"] = _padded_inside(exam, ids, plain)
     if not any(sides.values()):
-        return None
+        return _left_unsupported(left) if left and subject.kind == "causal" else None
     evidence = {f"difference_{side}": value for side, value in sides.items()}
     return finding("padding", "fail", evidence, *_cause(exam, ids, sides))
+
+
+def _left_unsupported(left: float) -> Finding:
+    """Report a decoder that is right with padding on the right only."""
+    cause = (
+        "positions count the padding, and the model takes no position ids that could leave it out"
+        if math.isfinite(left)
+        else "a query at padding sees no key, its softmax is NaN, and NaN spreads to the tokens"
+    )
+    fix = "take position ids and make them from the mask: position_ids = (mask.cumsum(1) - 1).clamp(min=0)"
+    return finding(
+        "padding",
+        "unsupported",
+        {"difference_left": left, "difference_right": 0.0},
+        f"padding on the left changes the logits of the tokens: {cause}. Batches of prompts of unequal length generate "
+        "other text than each prompt alone",
+        (fix if math.isfinite(left) else "let padding see itself: mask | torch.eye(T, dtype=torch.bool); then " + fix)
+        + "; until then, pad on the right only",
+    )
 
 
 def _padded(exam: Examination, ids: Tensor, plain: Tensor, left: int, right: int) -> float:
