@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from monoblock.doctor.dependence import draw_dependence
 from monoblock.doctor.examination import Examination
 from monoblock.doctor.options import split_options
 from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
@@ -120,11 +122,24 @@ def run_checks(
     finally:
         torch.set_rng_state(rng_state)
     _keep_causes(report, found)
+    if math.isinf(max_seconds):
+        _draw(exam, report)
     if exam.subject.reads_tokens:
         long = exam.__dict__.get("long_ids")
         report.lengths = (exam.ids.shape[1], *(() if long is None else (long.shape[1],)))
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _draw(exam: Examination, report: Report) -> None:
+    """Add pictures of what outputs depend on; a model that refuses such a run has none."""
+    rng_state = torch.get_rng_state()
+    try:
+        report.pictures |= draw_dependence(exam, report)
+    except Exception as error:
+        report.notes.append(f"no picture of what outputs depend on was drawn: {' '.join(str(error).split()):.100}")
+    finally:
+        torch.set_rng_state(rng_state)
 
 
 def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked | None:

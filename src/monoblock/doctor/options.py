@@ -1,4 +1,4 @@
-"""The keyword arguments of `mb.diagnose`, and their two kinds: what the user says of the model, and what comes with it."""
+"""The keyword arguments of `mb.diagnose`: what the user says of the model, and what is handed over with it."""
 
 from __future__ import annotations
 

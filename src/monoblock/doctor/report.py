@@ -55,6 +55,7 @@ class NotChecked:
     reason: str
     how: str = ""  # "": the check does not apply to the model
     hand_over: str = ""  # the argument that is missing; checks that lack the same one are listed together
+    condition: str = ""  # what the model must have for the argument to make sense
 
 
 Outcome = Finding | NotChecked | None  # of a check; None: it has passed
@@ -139,7 +140,12 @@ def describe_not_checked(rows: Sequence[NotChecked]) -> list[str]:
         group, key = (waiting, row.hand_over) if row.hand_over else (others, f"{row.reason}; {row.how}")
         group, key = (group, key) if row.how else (inapplicable, row.reason)
         group.setdefault(key, []).append(row.check)
-    lines = [f"hand over {what} to check: {', '.join(names)}" for what, names in waiting.items()]
+    conditions = {row.hand_over: row.condition for row in rows if row.condition}
+    always = {what: names for what, names in waiting.items() if what not in conditions}
+    lines = [f"hand over {what} to check: {', '.join(names)}" for what, names in always.items()]
+    if conditions:
+        parts = [f"{what} ({why}): {', '.join(waiting[what])}" for what, why in conditions.items()]
+        lines.append(f"hand over, if the model has it, {'; '.join(parts)}")
     lines += [f"{', '.join(names)}: {reason}" for reason, names in others.items()]
     reasons = [f"{', '.join(names)} ({reason})" for reason, names in inapplicable.items()]
     return lines + ([f"does not apply: {'; '.join(reasons)}"] if reasons else [])

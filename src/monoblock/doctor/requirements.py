@@ -17,12 +17,14 @@ class Requirement:
     reason: str  # why it is missing
     hand_over: str = ""  # the argument that brings it
     further: str = ""  # what else to know about the argument
+    condition: str = ""  # what the model must have for the argument to make sense
 
     def describe(self, check: str, *, is_known: bool) -> NotChecked:
         """Return why a check is left out; is_known: the model itself says that it has nothing of this kind."""
         if not self.hand_over or is_known:
             return NotChecked(check, self.reason)
-        return NotChecked(check, self.reason, f"pass {self.hand_over}{self.further}", self.hand_over)
+        how = f"pass {self.hand_over}{self.further}{self.condition and f' if it has {self.condition}'}"
+        return NotChecked(check, self.reason, how, self.hand_over, self.condition)
 
 
 BATCH, STEP, OPTIMIZER, RUN = "batch=(ids, labels)", "step=f", "optimizer=…", "the folder of a run"
@@ -43,31 +45,31 @@ REQUIREMENTS: dict[str, Requirement] = {
         lambda e: e.subject.takes_prefix,
         "no argument for a prefix is named",
         "prefix_argument='prefix'",
-        " if tokens of a prefix see each other",
+        condition="a prefix whose tokens see each other",
     ),
     "window": Requirement(
         lambda e: bool(e.subject.declared.window) or any(e.subject.declared.windows or ()),
         "no window is declared",
         "window=4",
-        " if it has one",
+        condition="a window",
     ),
     "documents": Requirement(
         lambda e: e.subject.takes_documents,
         "no argument for packed documents is named",
         "documents_argument='documents'",
-        " if it reads several documents in a row",
+        condition="several documents in a row",
     ),
     "cache": Requirement(
         lambda e: e.subject.has_cache,
         "there is no cached step",
-        "cached=f",
-        ", where f(ids, state) returns the logits of the next ids and the new state; state is None at first",
+        "cached=f, where f(ids, state) returns the logits of the next ids and the new state,",
+        " which is None at first",
     ),
     "source": Requirement(
         lambda e: e.subject.source is not None and e.subject.takes_source_mask,
         "the model reads no source with a mask",
         "source=ids and pad_id=0",
-        " for an encoder-decoder",
+        condition="an encoder beside its decoder",
     ),
     "attention": Requirement(
         lambda e: bool(e.recorded.attentions),

@@ -155,7 +155,7 @@ def _kind(model: Any) -> Any:
 
 
 def _generation(model: Any) -> tuple[dict[str, Any] | None, dict[str, tuple[int, ...]]]:
-    """Return the options of `model.generation_config`, and the ids in it that are only defaults of the configuration."""
+    """Return the options of `model.generation_config`, and the ids in it that are defaults of the configuration."""
     config = getattr(model, "generation_config", None)
     if config is None or not hasattr(config, "to_diff_dict"):
         return None, {}

@@ -52,8 +52,8 @@ def _check_tokens(exam: Examination, options: Mapping[str, Any]) -> Finding | No
                 continue
             if token in unset.get(name, ()):
                 exam.notes.append(
-                    f"{name}={token} is the default of the configuration class and not an id of this model, which knows "
-                    f"0 to {vocab - 1}: set it before you generate"
+                    f"{name}={token} is the default of the configuration class, and not an id of this model, which "
+                    f"knows 0 to {vocab - 1}: set it before you generate"
                 )
                 continue
             reason = f"{name}={token} is not an id of the model"
