@@ -81,6 +81,15 @@ def expected_dependence(exam: Examination, length: int) -> Tensor:
     return ((distance >= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool)) & (distance.abs() <= reach)
 
 
+def _visible(exam: Examination, layer: int) -> Tensor:
+    """Return which keys a query of a layer may see, (T, T)."""
+    declared, length = exam.subject.declared, exam.ids.shape[1]
+    window = declared.windows[layer] if declared.windows and layer < len(declared.windows) else declared.window
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    seen = distance >= 0 if exam.subject.kind != "bidirectional" else distance == distance
+    return seen if window is None else seen & (distance.abs() < window)
+
+
 def _draw_tokens(exam: Examination, finding: Finding | None) -> Panels:
     """Draw which tokens each output depends on; in the long text if the fault shows in that one only."""
     ids = exam.ids
@@ -95,10 +104,8 @@ def _draw_tokens(exam: Examination, finding: Finding | None) -> Panels:
     panels = [_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names)]
     record, layer = _attention(exam) if ids is exam.ids else (None, 0)
     if record is not None:
-        weights, is_causal = _largest_weights(record), exam.subject.kind != "bidirectional"
-        seen = torch.ones(length, length, dtype=torch.bool)
         panel = Panel(
-            f"attention, layer {layer}", _rows(weights), _rows(seen.tril() if is_causal else seen), names, names
+            f"attention, layer {layer}", _rows(_largest_weights(record)), _rows(_visible(exam, layer)), names, names
         )
         panels.append(replace(panel, row_axis="query", column_axis="key"))
     return Panels("which tokens the output at each position depends on", tuple(panels))
@@ -171,31 +178,29 @@ def _draw_padding(exam: Examination, finding: Finding) -> Panels:
     is_left = not finding.evidence.get("difference_right") and bool(finding.evidence.get("difference_left"))
     left, right = (PAD, 0) if is_left else (0, PAD)
     padded, mask = pad(ids, left, right, exam.subject.pad_id)
-    names = tuple("pad" if not m else str(i - left) for i, m in enumerate(mask[0].tolist()))
-    plain, output = exam.run(ids).float(), exam.run(padded, mask).float()
-    panels: list[Panel] = []
-    if exam.is_per_token:
-        real = mask[0].bool().cpu()
-        allowed = expected_dependence(exam, len(names)) & real[None, :]
-        change = measure(
-            lambda rows: exam.run(rows, mask.expand(len(rows), -1)),
-            padded,
-            exam.subject.other_tokens(padded),
-            range(len(names)),
-        )
-        panels = [
-            _panel(exam, "measured", change[real], allowed[real], tuple(n for n in names if n != "pad"), names),
-            _mask_panel(allowed[real], tuple(n for n in names if n != "pad"), names),
-        ]
-        output = output[:, left : left + ids.shape[1]]
-    moved = (output - plain).abs().flatten(2).amax(-1)[0] if plain.dim() > 2 else (output - plain).abs().amax(-1)
-    moved = (moved / max(float(plain.std()), 1e-6)).nan_to_num(1.0)[:, None].cpu()
-    rows = tuple(str(i) for i in range(len(moved))) if exam.is_per_token else ("text",)
-    none = torch.zeros(len(moved), 1, dtype=torch.bool)
-    bar = _panel(exam, "change by padding", moved, none, rows, ("",))
+    real, length = mask[0].bool().cpu(), padded.shape[1]
+    columns = tuple(str(i - left) if is_real else "pad" for i, is_real in enumerate(real.tolist()))
+    rows = tuple(name for name in columns if name != "pad") if exam.is_per_token else ("text",)
+
+    def run(changed: Tensor) -> Tensor:
+        output = exam.run(changed, mask.expand(len(changed), -1))
+        return output[:, left : left + ids.shape[1]] if exam.is_per_token else output[:, None]
+
+    change = measure(run, padded, exam.subject.other_tokens(padded), range(length))
+    allowed = (expected_dependence(exam, length)[real] & real) if exam.is_per_token else real[None]
+    plain, output = exam.run(ids).float().view_as(run(padded)), run(padded).float()
+    moved = (output - plain).abs().flatten(2).amax(-1)[0] / max(float(plain.std()), 1e-6)
+    none = torch.zeros(len(rows), 1, dtype=torch.bool)
+    bar = _panel(exam, "change by padding", moved.nan_to_num(1.0)[:, None].cpu(), none, rows, ("",))
     side = "left" if is_left else "right"
-    caption = f"what outputs depend on with {PAD} tokens of padding on the {side}, and what the padding changes"
-    return Panels(caption, (*panels, replace(bar, column_axis="")))
+    return Panels(
+        f"what outputs depend on with {PAD} tokens of padding on the {side}, and what the padding changes",
+        (
+            _panel(exam, "measured", change, allowed, rows, columns),
+            _mask_panel(allowed, rows, columns),
+            replace(bar, column_axis=""),
+        ),
+    )
 
 
 def _panel(

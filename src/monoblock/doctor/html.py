@@ -40,7 +40,7 @@ def write_html(report: Report, path: Path) -> None:
 def render_html(report: Report) -> str:
     """Return the report as a page: findings, pictures, checks that passed, and what was not checked."""
     title = f"Report on {report.subject}"
-    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(headline(report))}.</p>"]
+    parts = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(headline(report).capitalize())}.</p>"]
     matrices = [picture for picture in report.pictures.values() if isinstance(picture, Panels)]
     for finding in (*report.findings, *report.unsupported):
         own = "".join(_figure(picture) for picture in matrices if picture.check == finding.check)

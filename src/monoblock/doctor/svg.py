@@ -52,10 +52,9 @@ def _draw_panel(panel: Panel, x: float) -> tuple[str, float, float]:
         )
     middle = TOP + height / 2
     parts.append(f'<text x="{left:.1f}" y="{TOP + height + 32:.1f}">{html.escape(panel.column_axis)}</text>')
-    turn = f'transform="rotate(-90 {x + 12:.1f} {middle:.1f})"'
-    parts.append(
-        f'<text x="{x + 12:.1f}" y="{middle:.1f}" text-anchor="middle" {turn}>{html.escape(panel.row_axis)}</text>'
-    )
+    if height > 5.5 * len(panel.row_axis):
+        turn = f'text-anchor="middle" transform="rotate(-90 {x + 12:.1f} {middle:.1f})"'
+        parts.append(f'<text x="{x + 12:.1f}" y="{middle:.1f}" {turn}>{html.escape(panel.row_axis)}</text>')
     needed = max(width, 6.0 * len(panel.column_axis), 7.0 * len(panel.title))
     return "".join(parts), LEFT + needed + 18, TOP + height + BOTTOM
 
@@ -77,7 +76,7 @@ def bar_chart(name: str, numbers: Sequence[float]) -> str:
     top = max(finite, default=1.0) or 1.0
     low = min((x for x in finite if x > 0), default=top)
     is_log = top / low > 100
-    step = (WIDTH - MARGIN) / max(1, len(numbers))
+    step = min(80.0, (WIDTH - MARGIN) / max(1, len(numbers)))
     bars = []
     for index, value in enumerate(numbers):
         share = _share(value, low, top, is_log)

@@ -78,11 +78,8 @@ def _check_end(exam: Examination, options: Mapping[str, Any]) -> Finding | None:
     if own is not None and not ends:
         reason = "there is no end token, so every text is written up to the limit; the tokenizer has one"
         return _generation({"of_the_tokenizer": own}, reason, f"write eos_token_id = {own}", "warn")
-    if exam.subject.kind == "encoder-decoder" and exam.handed.generation is None:
-        starts = [options.get("decoder_start_token_id"), options.get("bos_token_id")]
-        if starts == [None, None]:
-            reason = "there is neither a start token of the target nor a bos token: generation cannot begin"
-            return _generation({"start_tokens": 0}, reason, "write decoder_start_token_id", "warn")
+    if exam.subject.kind == "encoder-decoder" and not {"decoder_start_token_id", "bos_token_id"} & set(options):
+        exam.notes.append("neither decoder_start_token_id nor bos_token_id is set: set one before you generate")
     if ends and "pad_token_id" not in options:
         exam.notes.append(
             "no pad_token_id is set in the decoding options: rows of a batch that end early are filled with the end "
