@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monoblock.doctor.output_layout import Layout, find_layout, to_rows
 from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.subject import (
     Declared,
@@ -63,6 +64,7 @@ class PlainOptions:
 class PlainSubject(Subject):
     left_padding = False  # only where positions can be given to the model
     inner_padding = False
+    layout: Layout = "rows first"  # of what the model returns
 
     def __init__(self, model: Callable[..., Any], options: PlainOptions) -> None:
         super().__init__()
@@ -146,9 +148,10 @@ class PlainSubject(Subject):
             with recorder.recording(ids):
                 _ = self.function(ids, ids) if self.reads_source else self.logits(ids)
         except Exception as error:
+            called = "model(source, ids), as its arguments suggest" if self.reads_source else "ids of shape (1, 3)"
             raise InputError(
-                f"the model cannot be called with ids of shape (1, 3): {error!s:.150}; give a function of ids, and its "
-                "vocabulary as vocab=…"
+                f"the model cannot be called with {called}: {error!s:.120}; give a function of ids, and its vocabulary "
+                "as vocab=…"
             ) from error
         if not recorder.token_tables:
             raise InputError("no embedding of the ids was found; give the size of the vocabulary: vocab=61")
@@ -179,6 +182,8 @@ class PlainSubject(Subject):
 
     def _read_output(self, kind: Kind | None) -> None:
         output = self.logits(super().probe(rows=2))
+        self.layout = find_layout(output, self.length, self.vocab)
+        output = to_rows(output, self.layout, 2)
         if output.dim() == 3 and output.shape[:2] == (2, 1) and output.shape[-1] >= self.vocab:
             output = self._with_targets(output)
         self.per_token = output.dim() >= 3 and output.shape[:2] == (2, self.length)
@@ -275,7 +280,7 @@ class PlainSubject(Subject):
             if name is not None and value is not None:
                 arguments[name] = value
         if not self.reads_source:
-            return output_tensor(self.function(ids, **arguments))
+            return to_rows(output_tensor(self.function(ids, **arguments)), self.layout, len(ids))
         source, source_mask = options.get("source"), options.get("source_mask")
         assert self.source is not None
         source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
@@ -284,7 +289,7 @@ class PlainSubject(Subject):
         if source_mask is not None and self.source_mask_argument is not None:
             is_padding = "pad" in self.source_mask_argument
             arguments[self.source_mask_argument] = ~source_mask.bool() if is_padding else source_mask.bool()
-        return output_tensor(self.function(source, ids, **arguments))
+        return to_rows(output_tensor(self.function(source, ids, **arguments)), self.layout, len(ids))
 
     def cached(
         self, ids: Tensor, state: Any, mask: Tensor | None = None, *, recorded: bool = False
@@ -294,7 +299,7 @@ class PlainSubject(Subject):
             ids = ids.masked_fill(~mask[:, -ids.shape[1] :].bool(), self.pad_id)
         extra = (mask,) if self.passes_mask_to_cache and mask is not None else ()
         output, state = self._cached(ids, state, *extra)
-        return output_tensor(output), state
+        return to_rows(output_tensor(output), self.layout, len(ids)), state
 
 
 def _attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:

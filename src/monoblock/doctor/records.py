@@ -153,3 +153,13 @@ class TableLookup:
 
     rows: int
     indices: Tensor
+
+    def positions(self, length: int) -> Tensor | None:
+        """Return the row of the table for each token of a text; None if the indices are of another kind.
+
+        Relative positions, which are looked up for pairs of tokens, differ from query to query.
+        """
+        if self.indices.shape[-1:] != (length,):
+            return None
+        rows = self.indices.reshape(-1, length)
+        return rows[0] if bool((rows == rows[0]).all()) else None

@@ -197,9 +197,8 @@ def check_context(exam: Examination) -> Outcome:
     module = exam.subject.module
     length = exam.ids.shape[1] if exam.subject.reads_tokens else 0
     for lookup in exam.recorded.lookups if module is not None and length else ():
-        indices = lookup.indices
-        is_positions = indices.shape[-1] == length and bool((indices.reshape(-1, length)[0].diff() == 1).all())
-        if is_positions and lookup.rows < context:
+        row = lookup.positions(length)
+        if row is not None and bool((row.diff() == 1).all()) and lookup.rows < context:
             return _context_finding("the declared context", context, lookup.rows, "fail")
     return None
 

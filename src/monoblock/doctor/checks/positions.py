@@ -133,10 +133,9 @@ def check_position_offset(exam: Examination) -> Outcome:
     declared, length = exam.subject.declared, exam.ids.shape[1]
     is_plain, is_seen = type(exam.subject).__name__ == "PlainSubject", False
     for lookup in exam.recorded.lookups:
-        indices = lookup.indices
-        if indices.shape[-1] != length or lookup.rows < length:
+        row = lookup.positions(length)
+        if row is None or lookup.rows < length:
             continue
-        row = indices.reshape(-1, length)[0]
         if not bool((row.diff() == 1).all()):
             if is_plain and 1 < len(row.unique()) < length:
                 return _repeated_finding(len(row.unique()), length)
