@@ -88,6 +88,14 @@ class NeedsPositions(TakesPositions):
         return super().forward(ids, attention_mask, position_ids)
 
 
+class PicksOutputs(Masked):
+    """The argument names the outputs to return, not the positions of the tokens."""
+
+    def forward(self, ids, attention_mask=None, positions=None):
+        logits = super().forward(ids, attention_mask)
+        return logits if positions is None else logits.gather(1, positions[..., None].expand(-1, -1, VOCAB))
+
+
 class EveryLayer(GPT):
     """Adds the positions again in every layer: to the residual stream, or for the mended twin to queries and keys."""
 
@@ -255,6 +263,11 @@ def test_a_model_that_takes_positions_is_given_those_of_the_mask(model):
     assert (found(report), report.unsupported, states(report)["padding"]) == ([], [], "passed")
     (finding,) = examine(model, "ignored", checks="padding").findings if model is TakesPositions else [None]
     assert finding is None or "positions count the padding" in finding.reason
+
+
+def test_an_argument_that_picks_outputs_is_not_taken_for_positions():
+    report = examine(PicksOutputs)
+    assert (found(report), states(report)["padding"]) == ([], "unsupported")
 
 
 def test_a_mask_that_does_not_reach_a_layer_of_a_decoder_is_found_by_padding_on_the_left():

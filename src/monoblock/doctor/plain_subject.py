@@ -234,17 +234,19 @@ class PlainSubject(Subject):
 
     def _find_positions(self) -> None:
         """Find whether the argument for positions takes those of the tokens: 0, 1, 2, … must change nothing."""
-        if self.positions_argument is not None and not self.requires_positions:
-            name, ids = self.positions_argument, super().probe(rows=2)
-            self.positions_argument = None
+        name, self.left_padding = self.positions_argument, self.kind == "causal"
+        if name is not None and not self.requires_positions:
+            ids, self.positions_argument = super().probe(rows=2), None
             plain = self.logits(ids)
             self.positions_argument = name
             try:
                 fits = difference(self.logits(ids, torch.ones_like(ids)), plain) < 100 * self.tolerance
+                same = output_tensor(self.function(ids, **{name: torch.zeros_like(ids)}))
+                fits = fits and difference(same, same[:, :1]) > self.tolerance  # else it picks the outputs to return
             except Exception:  # it means something else
                 fits = False
             self.positions_argument = name if fits else None
-        self.left_padding = self.positions_argument is not None and self.kind == "causal"
+        self.left_padding = self.left_padding and self.positions_argument is not None
 
     def _declare(self, options: PlainOptions) -> Declared:
         config = getattr(self.module, "config", None)
