@@ -90,6 +90,7 @@ CAUSES = {
     "cache_unrotated_keys": "without their rotation",
     "cache_of_another_layer": "belong to another layer",
     "positions_added_twice": "added twice",
+    "positions_in_every_layer": "again between the layers",
     "rotated_twice": "rotated twice",
     "mask_after_softmax": "the mask is applied after the softmax",
     "softmax_over_queries": "over the wrong axis, -2: queries instead of keys",

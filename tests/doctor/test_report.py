@@ -87,7 +87,7 @@ def test_a_finding_has_numbers_a_reason_and_a_fix(report):
 
 def test_json_has_the_documented_keys(report):
     data = json.loads(json.dumps(report.to_dict()))
-    assert list(data) == ["ok", "findings", "notes", "not_checked"]
+    assert list(data) == ["ok", "findings", "unsupported", "notes", "not_checked"]
     assert [list(row) for row in data["not_checked"]] == [["check", "reason", "how"]] * len(data["not_checked"])
     assert "label_shift" in {row["check"] for row in data["not_checked"]}
     assert list(data["findings"][0]) == ["check", "verdict", "evidence", "reason", "fix", "docs"]
@@ -175,11 +175,11 @@ def test_a_folder_without_a_tokenizer_or_with_that_of_another_model_is_examined(
 def test_no_check_begins_after_the_time_of_the_checks_before_training(monkeypatch):
     torch.manual_seed(0)
     model = mb.Transformer(mb.preset("gpt-tiny"))
-    complete = diagnose_model(model, cheap=True)
+    complete = diagnose_model(model, cheap=True, objective="causal_lm")
     assert not any(row.reason == "time was up" for row in complete.not_checked)
     clock = itertools.count(step=CHEAP_SECONDS / 4)
     monkeypatch.setattr("monoblock.doctor.diagnose.time.perf_counter", lambda: float(next(clock)))
-    report = diagnose_model(model, cheap=True, max_seconds=CHEAP_SECONDS)
+    report = diagnose_model(model, cheap=True, objective="causal_lm", max_seconds=CHEAP_SECONDS)
     assert 0 < len(report.checks) <= 3
     late = {row.check for row in report.not_checked if row.reason == "time was up"}
     assert late == {row.name for row in complete.checks} - {row.name for row in report.checks}

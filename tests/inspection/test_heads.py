@@ -8,9 +8,16 @@ import torch.nn.functional as F
 
 import monoblock as mb
 from monoblock.inspection.head_ranking import HeadGroup, choose_heads, prunable_layers, rank_heads
-from monoblock.inspection.head_scores import _count_hits, repeated_token_scores, text_scores
+from monoblock.inspection.head_scores import (
+    _count_hits,
+    repeated_token_scores,
+    score_repeated_tokens,
+    text_chance,
+    text_scores,
+)
 from monoblock.inspection.head_statistics import head_statistics
 from monoblock.inspection.importance import HeadImportance, head_importance
+from monoblock.runs.inspect.attention import describe_best_heads
 
 T = 7
 
@@ -103,6 +110,27 @@ def test_text_scores_are_shares(model):
     assert all(0 <= row.positional <= 1 and 0 <= row.rare <= 1 for row in rows)
     with pytest.raises(mb.InputError, match="too short"):
         text_scores(model, [[1, 2]])
+
+
+def test_the_level_of_chance_is_that_of_weights_on_random_keys(model):
+    rows, level = score_repeated_tokens(model, length=5, batch=2, seed=1)
+    assert rows == repeated_token_scores(model, length=5, batch=2, seed=1)
+    uniform = sum(1 / (query + 1) for query in range(6, 10)) / 4
+    assert uniform < level < 1.1 * uniform  # a fresh model attends almost evenly
+    level = text_chance(model, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    assert 1 / 9 < level["positional"] < 0.9
+    assert level["rare"] == 1  # every token occurs once, so that each is the rarest
+
+
+def test_scores_at_the_level_of_chance_name_no_head():
+    rows = [
+        {"layer": "decoder.0.attention", "head": 0, "induction": 0.0151, "previous": 0.31},
+        {"layer": "decoder.0.attention", "head": 1, "induction": 0.0149, "previous": 0.02},
+    ]
+    words = describe_best_heads(rows, {"induction": 0.0150, "previous": 0.02})
+    assert words.startswith("Highest: previous: decoder.0.attention head 0 (31.0%; chance 2.0%). No head is above ")
+    assert "No head is above chance in induction (1.5%; chance 1.5%)." in words
+    assert "Highest" not in describe_best_heads(rows, {"induction": 0.0150})
 
 
 # -- importance -----------------------------------------------------------------------------------------------------

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from monoblock.doctor.examination import Examination, Handed
+from monoblock.doctor.dependence import draw_dependence
+from monoblock.doctor.examination import Examination
+from monoblock.doctor.options import split_options
 from monoblock.doctor.own_subject import OwnRecurrent, OwnSubject
 from monoblock.doctor.plain_subject import PlainOptions, PlainSubject
 from monoblock.doctor.report import CheckResult, Finding, NotChecked, Report
 from monoblock.doctor.requirements import REQUIREMENTS, SAID_BY_THE_MODEL
-from monoblock.doctor.subject import KINDS, Subject
+from monoblock.doctor.subject import Subject
 from monoblock.doctor.table import CHECKS, Check
 from monoblock.doctor.transformers_subject import TransformersSubject, is_transformers_model
 from monoblock.errors import InputError, did_you_mean
 from monoblock.nn.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
-
-PLAIN_FIELDS = [field.name for field in fields(PlainOptions)]
 
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:
@@ -62,9 +63,7 @@ def diagnose_model(
     """
     started = time.perf_counter()
     names = _names_of_checks(checks)
-    about_model = PlainOptions(**{name: options.pop(name) for name in PLAIN_FIELDS if name in options})
-    handed = Handed(**options)
-    _check_arguments(about_model.kind, about_model.length, about_model.window, handed.batch)
+    about_model, handed = split_options(options)
     named_pad_id = about_model.pad_id
     if named_pad_id is None and handed.tokenizer is not None:
         about_model = replace(about_model, pad_id=getattr(handed.tokenizer, "pad_id", None))
@@ -89,24 +88,6 @@ def _names_of_checks(checks: str | Sequence[str] | None) -> list[str] | None:
     return names
 
 
-def _check_arguments(kind: str | None, length: int | None, window: int | None, batch: Any) -> None:
-    """Raise InputError for arguments that cannot be."""
-    if kind is not None and kind not in KINDS:
-        raise InputError(f"kind={kind!r}: write one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    if length is not None and length < 3:
-        raise InputError(f"length={length} is too short to examine; give 8 tokens or more")
-    if window is not None and window < 1:
-        raise InputError(f"window={window}: a token sees at least itself; give 1 or more")
-    if batch is None:
-        return
-    is_pair = isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
-    if not is_pair:
-        raise InputError("batch= takes two tensors, (ids, labels); for a language model ids[:, :-1] and ids[:, 1:]")
-    if batch[0].dim() < 2 or len(batch[0]) != len(batch[1]):
-        shapes = " and ".join(str(tuple(t.shape)) for t in batch)
-        raise InputError(f"batch= has shapes {shapes}; ids are (B, T), and labels have as many rows")
-
-
 def run_checks(
     exam: Examination, checks: Sequence[Check], started: float | None = None, max_seconds: float = float("inf")
 ) -> Report:
@@ -121,7 +102,7 @@ def run_checks(
         for check in checks:
             skipped = _why_skipped(check, exam, deadline)
             if skipped is not None:
-                report.not_checked += [skipped] if skipped.how else []
+                report.not_checked.append(skipped)
                 continue
             begin = time.perf_counter()
             try:
@@ -134,11 +115,15 @@ def run_checks(
             seconds = time.perf_counter() - begin
             if result is None:
                 report.checks.append(CheckResult(check.name, "passed", seconds))
+            elif isinstance(result, NotChecked):
+                report.not_checked.append(result)
             else:
                 found.setdefault(result.check, (result, check, seconds))
     finally:
         torch.set_rng_state(rng_state)
     _keep_causes(report, found)
+    if math.isinf(max_seconds):
+        _draw(exam, report)
     if exam.subject.reads_tokens:
         long = exam.__dict__.get("long_ids")
         report.lengths = (exam.ids.shape[1], *(() if long is None else (long.shape[1],)))
@@ -146,13 +131,23 @@ def run_checks(
     return report
 
 
+def _draw(exam: Examination, report: Report) -> None:
+    """Add pictures of what outputs depend on; a model that refuses such a run has none."""
+    rng_state = torch.get_rng_state()
+    try:
+        report.pictures |= draw_dependence(exam, report)
+    except Exception as error:
+        report.notes.append(f"no picture of what outputs depend on was drawn: {' '.join(str(error).split()):.100}")
+    finally:
+        torch.set_rng_state(rng_state)
+
+
 def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked | None:
-    """Return why a check cannot run now, with an empty `how` if it does not concern the model; None if it can run."""
-    missing = next((name for name in check.needs if not REQUIREMENTS[name][0](exam)), None)
+    """Return why a check cannot run now; None if it can run."""
+    missing = next((name for name in check.needs if not REQUIREMENTS[name].is_met(exam)), None)
     if missing is not None:
-        _, reason, how = REQUIREMENTS[missing]
         is_known = missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)
-        return NotChecked(check.name, reason, "" if is_known else how)
+        return REQUIREMENTS[missing].describe(check.name, is_known=is_known)
     if time.perf_counter() > deadline:
         return NotChecked(check.name, "time was up", "run monoblock doctor on the model")
     module = exam.subject.module
@@ -191,10 +186,10 @@ def _keep_causes(report: Report, found: dict[str, tuple[Finding, Check, float]])
     for name, (result, _, seconds) in found.items():
         cause = next((other for other in found if name in explains.get(other, ()) and _is_cause(found, other)), None)
         if cause is None:
-            report.findings.append(result)
+            (report.unsupported if result.verdict == "unsupported" else report.findings).append(result)
         report.checks.append(CheckResult(name, result.verdict if cause is None else "explained", seconds, cause))
 
 
 def _is_cause(found: dict[str, tuple[Finding, Check, float]], name: str) -> bool:
-    """Return whether a finding is strong enough to explain others: a warning is not."""
+    """Return whether a finding is strong enough to explain others: a warning or a limit is not."""
     return found[name][0].verdict == "fail" or name in ("softmax_precision", "scale", "initial_loss", "learning_rate")

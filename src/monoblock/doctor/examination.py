@@ -12,7 +12,7 @@ from torch import Tensor
 
 from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.records import AttentionRecord
-from monoblock.doctor.report import DOCS, Evidence, Finding, Verdict
+from monoblock.doctor.report import DOCS, Evidence, Finding, NotChecked, Verdict
 from monoblock.doctor.subject import Subject, difference
 
 
@@ -56,6 +56,11 @@ class Examination:
     handed: Handed = field(default_factory=Handed)
     notes: list[str] = field(default_factory=list)
     pictures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> Mapping[str, Any] | None:
+        """The default decoding options: those that were handed over, or those of the model."""
+        return self.subject.generation if self.handed.generation is None else self.handed.generation
 
     @cached_property
     def ids(self) -> Tensor:
@@ -133,6 +138,11 @@ class Examination:
 
 def finding(check: str, verdict: Verdict, evidence: Evidence, reason: str, fix: str) -> Finding:
     return Finding(check, verdict, evidence, reason, fix, f"{DOCS}#{check}")
+
+
+def not_applicable(check: str, reason: str) -> NotChecked:
+    """Return that a check has nothing to look at in this model."""
+    return NotChecked(check, reason)
 
 
 def pad(ids: Tensor, left: int, right: int, fill: int | None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from monoblock.doctor.output_layout import Layout, find_layout, to_rows
 from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.subject import (
     Declared,
@@ -24,6 +25,7 @@ from monoblock.errors import InputError, did_you_mean
 
 MASK_NAMES = ("attention_mask", "padding_mask", "key_padding_mask", "src_key_padding_mask", "pad_mask")
 SOURCE_MASK_NAMES = ("source_mask", "src_mask", "src_key_padding_mask", "source_padding_mask", "src_padding_mask")
+POSITION_NAMES = ("position_ids", "positions", "pos_ids", "token_positions")
 TARGET_NAMES = ("targets", "target", "labels", "y")  # with them, some models give the logits of every token
 CONTEXT_NAMES = (
     "context",
@@ -60,8 +62,9 @@ class PlainOptions:
 
 
 class PlainSubject(Subject):
-    left_padding = False  # only where the model turns out to count positions from the first token
+    left_padding = False  # only where positions can be given to the model
     inner_padding = False
+    layout: Layout = "rows first"  # of what the model returns
 
     def __init__(self, model: Callable[..., Any], options: PlainOptions) -> None:
         super().__init__()
@@ -91,6 +94,7 @@ class PlainSubject(Subject):
             self.length = self._find_length(options.length)
             self._read_output(options.kind)
             self._find_mask()
+            self._find_positions()
         self.declared = self._declare(options)
         self._cached = options.cached
         self.has_cache = options.cached is not None
@@ -99,7 +103,6 @@ class PlainSubject(Subject):
             self.masks_cache = len(names) > 2
             self.passes_mask_to_cache = self.masks_cache
             self.masks_cache = self.masks_cache or self.pad_id is not None
-        self.left_padding = False
 
     def _check_names(self, options: PlainOptions) -> None:
         """Raise InputError for an argument that the model does not have."""
@@ -121,7 +124,9 @@ class PlainSubject(Subject):
         ]
         named_masks = {*MASK_NAMES, options.mask_argument}
         self.requires_mask = any(p.name in named_masks for p in required)
-        others = [p for p in required if p.name not in named_masks]
+        self.requires_positions = any(p.name in POSITION_NAMES for p in required)
+        self.positions_argument = next((name for name in POSITION_NAMES if name in self.parameters), None)
+        others = [p for p in required if p.name not in named_masks and p.name not in POSITION_NAMES]
         self.reads_source = options.source is not None or len(others) == 2 or options.kind == "encoder-decoder"
 
     def _make_source(self, options: PlainOptions) -> None:
@@ -143,9 +148,10 @@ class PlainSubject(Subject):
             with recorder.recording(ids):
                 _ = self.function(ids, ids) if self.reads_source else self.logits(ids)
         except Exception as error:
+            called = "model(source, ids), as its arguments suggest" if self.reads_source else "ids of shape (1, 3)"
             raise InputError(
-                f"the model cannot be called with ids of shape (1, 3): {error!s:.150}; give a function of ids, and its "
-                "vocabulary as vocab=…"
+                f"the model cannot be called with {called}: {error!s:.120}; give a function of ids, and its vocabulary "
+                "as vocab=…"
             ) from error
         if not recorder.token_tables:
             raise InputError("no embedding of the ids was found; give the size of the vocabulary: vocab=61")
@@ -176,6 +182,8 @@ class PlainSubject(Subject):
 
     def _read_output(self, kind: Kind | None) -> None:
         output = self.logits(super().probe(rows=2))
+        self.layout = find_layout(output, self.length, self.vocab)
+        output = to_rows(output, self.layout, 2)
         if output.dim() == 3 and output.shape[:2] == (2, 1) and output.shape[-1] >= self.vocab:
             output = self._with_targets(output)
         self.per_token = output.dim() >= 3 and output.shape[:2] == (2, self.length)
@@ -224,6 +232,22 @@ class PlainSubject(Subject):
         elif self.pad_id is not None:
             self.takes_mask = True  # the model finds the padding by its id
 
+    def _find_positions(self) -> None:
+        """Find whether the argument for positions takes those of the tokens: 0, 1, 2, … must change nothing."""
+        name, self.left_padding = self.positions_argument, self.kind == "causal"
+        if name is not None and not self.requires_positions:
+            ids, self.positions_argument = super().probe(rows=2), None
+            plain = self.logits(ids)
+            self.positions_argument = name
+            try:
+                fits = difference(self.logits(ids, torch.ones_like(ids)), plain) < 100 * self.tolerance
+                same = output_tensor(self.function(ids, **{name: torch.zeros_like(ids)}))
+                fits = fits and difference(same, same[:, :1]) > self.tolerance  # else it picks the outputs to return
+            except Exception:  # it means something else
+                fits = False
+            self.positions_argument = name if fits else None
+        self.left_padding = self.left_padding and self.positions_argument is not None
+
     def _declare(self, options: PlainOptions) -> Declared:
         config = getattr(self.module, "config", None)
         owners = (self.module, config)
@@ -245,6 +269,9 @@ class PlainSubject(Subject):
             mask = torch.ones_like(ids)
         if mask is not None and self.mask_argument is not None:
             arguments[self.mask_argument] = ~mask.bool() if self.mask_is_padding else mask.bool()
+        if self.positions_argument is not None and (mask is not None or self.requires_positions):
+            counted = (torch.ones_like(ids) if mask is None else mask.long()).cumsum(-1) - 1
+            arguments[self.positions_argument] = counted.clamp(min=0)
         if mask is not None and self.pad_id is not None:
             ids = ids.masked_fill(~mask.bool(), self.pad_id)
         for name, value in (
@@ -255,7 +282,7 @@ class PlainSubject(Subject):
             if name is not None and value is not None:
                 arguments[name] = value
         if not self.reads_source:
-            return output_tensor(self.function(ids, **arguments))
+            return to_rows(output_tensor(self.function(ids, **arguments)), self.layout, len(ids))
         source, source_mask = options.get("source"), options.get("source_mask")
         assert self.source is not None
         source = self.source[:1].expand(ids.shape[0], -1) if source is None else source
@@ -264,7 +291,7 @@ class PlainSubject(Subject):
         if source_mask is not None and self.source_mask_argument is not None:
             is_padding = "pad" in self.source_mask_argument
             arguments[self.source_mask_argument] = ~source_mask.bool() if is_padding else source_mask.bool()
-        return output_tensor(self.function(source, ids, **arguments))
+        return to_rows(output_tensor(self.function(source, ids, **arguments)), self.layout, len(ids))
 
     def cached(
         self, ids: Tensor, state: Any, mask: Tensor | None = None, *, recorded: bool = False
@@ -274,7 +301,7 @@ class PlainSubject(Subject):
             ids = ids.masked_fill(~mask[:, -ids.shape[1] :].bool(), self.pad_id)
         extra = (mask,) if self.passes_mask_to_cache and mask is not None else ()
         output, state = self._cached(ids, state, *extra)
-        return output_tensor(output), state
+        return to_rows(output_tensor(output), self.layout, len(ids)), state
 
 
 def _attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monoblock.doctor.records import COPIES, ID_FREE, KEEPS, AttentionRecord, PositionAdd, TableLookup
+from monoblock.doctor.records import COPIES, HOLDS, ID_FREE, KEEPS, AttentionRecord, PositionAdd, TableLookup
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class _Lineage:
     rotations: int = 0
     scores: tuple[Tensor, Tensor] | None = None  # the queries and keys whose product it is
     record: AttentionRecord | None = None  # it holds the weights of this attention
+    added: frozenset[int] = frozenset()  # numbers of the additions of positions that it still holds as a sum
 
 
 _UNKNOWN = _Lineage()
@@ -85,7 +86,11 @@ class Recorder:
         if name in ("native_dropout", "bernoulli", "bernoulli_", "rand", "rand_like", "normal_", "uniform_"):
             self.random_draws += 1
         tensors = [a for a in _flatten(args) if isinstance(a, Tensor)]
+        count = len(self.position_adds)
         lineage = self._result_lineage(name, args, kwargs, tensors, result)
+        if name in HOLDS:
+            held = frozenset(range(count, len(self.position_adds))).union(*(self._get(t).added for t in tensors))
+            lineage = lineage if lineage.added == held else replace(lineage, added=held)
         for out in _flatten([result]):
             if isinstance(out, Tensor):
                 self._set(out, lineage)
@@ -224,7 +229,8 @@ class Recorder:
         axis = next(i for i, size in enumerate(added.shape[:-1]) if size in self._lengths and size > 1)
         vectors = added.movedim(axis, 0).reshape(added.shape[axis], -1, added.shape[-1])[:, 0]
         if vectors.isfinite().all():
-            self.position_adds.append(PositionAdd(vectors.detach().float().clone(), len(self.attentions)))
+            vectors = vectors.detach().float().clone()
+            self.position_adds.append(PositionAdd(vectors, len(self.attentions), lineage.added))
 
 
 def _attention_by_hand(

@@ -104,6 +104,9 @@ KEEPS = frozenset(
     ]
 )
 
+# Operations whose result still holds, as a sum, the position vectors that were added to their first tensor.
+HOLDS = COPIES | KEEPS | {"mul", "mul_", "div", "div_", "native_layer_norm", "_fused_rms_norm"}
+
 MASKED = -5e3  # masks are written as -inf, the least number of a dtype, -1e9 or -1e4
 
 
@@ -141,6 +144,7 @@ class PositionAdd:
 
     vectors: Tensor
     attentions: int
+    before: frozenset[int] = frozenset()  # numbers of the additions that the stream holds already
 
 
 @dataclass
@@ -149,3 +153,13 @@ class TableLookup:
 
     rows: int
     indices: Tensor
+
+    def positions(self, length: int) -> Tensor | None:
+        """Return the row of the table for each token of a text; None if the indices are of another kind.
+
+        Relative positions, which are looked up for pairs of tokens, differ from query to query.
+        """
+        if self.indices.shape[-1:] != (length,):
+            return None
+        rows = self.indices.reshape(-1, length)
+        return rows[0] if bool((rows == rows[0]).all()) else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["fail", "warn"]
+Verdict = Literal["fail", "warn", "unsupported"]
 Evidence = Mapping[str, float | int | str]
-State = Literal["passed", "fail", "warn", "explained"]
+State = Literal["passed", "fail", "warn", "unsupported", "explained"]
 
 DOCS = "docs/doctor.md"
+WORDS: dict[Verdict, str] = {"fail": "FAIL", "warn": "WARN", "unsupported": "NOT SUPPORTED"}
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Finding:
     """A fault: the check that found it, the numbers that show it, why it matters, and what to write instead."""
 
     check: str
-    verdict: Verdict  # "fail": results are wrong; "warn": unusual, and worth a look
+    # "fail": results are wrong; "warn": unusual, and worth a look; "unsupported": no fault, but do not use the model so
+    verdict: Verdict
     evidence: Evidence
     reason: str
     fix: str
@@ -51,19 +53,29 @@ class NotChecked:
 
     check: str
     reason: str
-    how: str
+    how: str = ""  # "": the check does not apply to the model
+    hand_over: str = ""  # the argument that is missing; checks that lack the same one are listed together
+    condition: str = ""  # what the model must have for the argument to make sense
+
+
+Outcome = Finding | NotChecked | None  # of a check; None: it has passed
 
 
 @dataclass
 class Report:
-    """The findings of an examination; `ok` is True if none of them has the verdict "fail"."""
+    """The findings of an examination; `ok` is True if none of them has the verdict "fail".
+
+    `unsupported` has what the model cannot do, with numbers, reason and remedy; it counts neither as a fault nor as a
+    check that has passed.
+    """
 
     subject: str
     findings: list[Finding] = field(default_factory=list)
+    unsupported: list[Finding] = field(default_factory=list)
     checks: list[CheckResult] = field(default_factory=list)
     not_checked: list[NotChecked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # facts worth knowing that are no fault
-    pictures: dict[str, Any] = field(default_factory=dict)  # name -> matrix or list of numbers, for the HTML report
+    pictures: dict[str, Any] = field(default_factory=dict)  # name -> list of numbers or Panels, for the HTML report
     seconds: float = 0.0
     lengths: tuple[int, ...] = ()  # tokens of the probes; the last may be a long text for causality only
 
@@ -74,8 +86,13 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as `doctor --json` prints it."""
         rows = [{"check": row.check, "reason": row.reason, "how": row.how} for row in self.not_checked]
-        findings = [finding.to_dict() for finding in self.findings]
-        return {"ok": self.ok, "findings": findings, "notes": self.notes, "not_checked": rows}
+        return {
+            "ok": self.ok,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "unsupported": [finding.to_dict() for finding in self.unsupported],
+            "notes": self.notes,
+            "not_checked": rows,
+        }
 
     def __str__(self) -> str:
         return format_report(self)
@@ -91,11 +108,11 @@ def _number(value: float | int | str) -> str:
 
 def format_report(report: Report) -> str:
     """Return the report as text: the findings first, then what passed and what was not checked."""
-    lines = [f"{report.subject}: {_headline(report)}"]
-    for finding in report.findings:
+    lines = [f"{report.subject}: {headline(report)} ({report.seconds:.1f} s)"]
+    for finding in (*report.findings, *report.unsupported):
         lines += [
             "",
-            f"{'FAIL' if finding.verdict == 'fail' else 'WARN'}  {finding.check}",
+            f"{WORDS[finding.verdict]}  {finding.check}",
             f"  evidence  {format_evidence(finding.evidence)}",
             f"  reason    {finding.reason}",
             f"  fix       {finding.fix}",
@@ -110,15 +127,34 @@ def format_report(report: Report) -> str:
         lines += [f"probes: texts of {report.lengths[0]} tokens{more}"]
     lines += [f"note: {note}" for note in report.notes]
     if report.not_checked:
-        lines += ["", "not checked:"]
-        lines += [f"  {row.check}: {row.reason}; {row.how}" for row in report.not_checked]
+        lines += ["", "not checked:", *(f"  {line}" for line in describe_not_checked(report.not_checked))]
     return "\n".join(lines)
 
 
-def _headline(report: Report) -> str:
-    if not report.findings:
-        return f"no findings in {len(report.checks)} checks ({report.seconds:.1f} s)"
+def describe_not_checked(rows: Sequence[NotChecked]) -> list[str]:
+    """Return a line for each thing to hand over, with the checks that wait for it; then what does not apply."""
+    waiting: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    inapplicable: dict[str, list[str]] = {}  # what is missing, or the reason -> names of checks
+    for row in rows:
+        group, key = (waiting, row.hand_over) if row.hand_over else (others, f"{row.reason}; {row.how}")
+        group, key = (group, key) if row.how else (inapplicable, row.reason)
+        group.setdefault(key, []).append(row.check)
+    conditions = {row.hand_over: row.condition for row in rows if row.condition}
+    always = {what: names for what, names in waiting.items() if what not in conditions}
+    lines = [f"hand over {what} to check: {', '.join(names)}" for what, names in always.items()]
+    if conditions:
+        parts = [f"{what} ({why}): {', '.join(waiting[what])}" for what, why in conditions.items()]
+        lines.append(f"hand over, if the model has it, {'; '.join(parts)}")
+    lines += [f"{', '.join(names)}: {reason}" for reason, names in others.items()]
+    reasons = [f"{', '.join(names)} ({reason})" for reason, names in inapplicable.items()]
+    return lines + ([f"does not apply: {'; '.join(reasons)}"] if reasons else [])
+
+
+def headline(report: Report) -> str:
+    """Return the number of findings in words."""
     fails = sum(finding.verdict == "fail" for finding in report.findings)
-    warns = len(report.findings) - fails
+    warns, limits = len(report.findings) - fails, len(report.unsupported)
     counts = [f"{n} {word}{'s' if n != 1 else ''}" for n, word in ((fails, "failure"), (warns, "warning")) if n]
-    return f"{' and '.join(counts)} in {len(report.checks)} checks ({report.seconds:.1f} s)"
+    more = f", {limits} not supported" if limits else ""
+    return f"{' and '.join(counts) or 'no findings'} in {len(report.checks)} checks{more}"

@@ -3,92 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from monoblock.doctor.examination import Examination
+from monoblock.doctor.report import NotChecked
 
-# What a check may need: a test of an examination, why it is missing, and how to hand it over ("": it does not apply).
-REQUIREMENTS: dict[str, tuple[Callable[[Examination], bool], str, str]] = {
-    "tokens": (lambda e: e.subject.reads_tokens, "the model reads no tokens", ""),
-    "causal": (
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a check needs.  Without `hand_over` there is nothing to pass: the check does not apply to the model."""
+
+    is_met: Callable[[Examination], bool]
+    reason: str  # why it is missing
+    hand_over: str = ""  # the argument that brings it
+    further: str = ""  # what else to know about the argument
+    condition: str = ""  # what the model must have for the argument to make sense
+
+    def describe(self, check: str, *, is_known: bool) -> NotChecked:
+        """Return why a check is left out; is_known: the model itself says that it has nothing of this kind."""
+        if not self.hand_over or is_known:
+            return NotChecked(check, self.reason)
+        how = f"pass {self.hand_over}{self.further}{self.condition and f' if it has {self.condition}'}"
+        return NotChecked(check, self.reason, how, self.hand_over, self.condition)
+
+
+BATCH, STEP, OPTIMIZER, RUN = "batch=(ids, labels)", "step=f", "optimizer=…", "the folder of a run"
+
+REQUIREMENTS: dict[str, Requirement] = {
+    "tokens": Requirement(lambda e: e.subject.reads_tokens, "the model reads no tokens"),
+    "causal": Requirement(
         lambda e: e.is_causal,
         "the model reads in both directions or gives one output for a text",
-        "pass kind='causal' if it must not see the future, and return the logits of every token, (B, T, V)",
+        "kind='causal'",
+        " if it must not see the future, and return the logits of every token, (B, T, V)",
     ),
-    "per_token": (lambda e: e.is_per_token, "the model gives one output for a text", ""),
-    "mask": (
-        lambda e: e.subject.takes_mask,
-        "the model takes no mask",
-        "pass mask_argument='attention_mask' or pad_id=0",
+    "per_token": Requirement(lambda e: e.is_per_token, "the model gives one output for a text"),
+    "mask": Requirement(
+        lambda e: e.subject.takes_mask, "the model takes no mask", "mask_argument='attention_mask' or pad_id=0"
     ),
-    "prefix": (
+    "prefix": Requirement(
         lambda e: e.subject.takes_prefix,
         "no argument for a prefix is named",
-        "pass prefix_argument='prefix' if tokens of a prefix see each other",
+        "prefix_argument='prefix'",
+        condition="a prefix whose tokens see each other",
     ),
-    "window": (
+    "window": Requirement(
         lambda e: bool(e.subject.declared.window) or any(e.subject.declared.windows or ()),
         "no window is declared",
-        "pass window=4 if it has one",
+        "window=4",
+        condition="a window",
     ),
-    "documents": (
+    "documents": Requirement(
         lambda e: e.subject.takes_documents,
         "no argument for packed documents is named",
-        "pass documents_argument='documents' if it reads several documents in a row",
+        "documents_argument='documents'",
+        condition="several documents in a row",
     ),
-    "cache": (
+    "cache": Requirement(
         lambda e: e.subject.has_cache,
         "there is no cached step",
-        "pass cached=f, where f(ids, state) returns the logits of the next ids and the new state; state is None at "
-        "first",
+        "cached=f, where f(ids, state) returns the logits of the next ids and the new state,",
+        " which is None at first",
     ),
-    "source": (
+    "source": Requirement(
         lambda e: e.subject.source is not None and e.subject.takes_source_mask,
         "the model reads no source with a mask",
-        "pass source=ids and pad_id=0 for an encoder-decoder",
+        "source=ids and pad_id=0",
+        condition="an encoder beside its decoder",
     ),
-    "attention": (
+    "attention": Requirement(
         lambda e: bool(e.recorded.attentions),
         "no attention was seen: the model has none, or it is compiled, or not written in PyTorch",
-        "pass the model as an nn.Module that is not compiled",
+        "the model as an nn.Module that is not compiled",
     ),
-    "module": (lambda e: e.subject.module is not None, "the weights of a function are not seen", "pass the nn.Module"),
-    "tokenizer": (lambda e: e.handed.tokenizer is not None, "there is no tokenizer", "pass tokenizer=…"),
-    "objective": (
-        lambda e: e.handed.objective is not None,
-        "the task is not known",
-        "pass objective='causal_lm' (or 'classification', …)",
+    "module": Requirement(
+        lambda e: e.subject.module is not None, "the weights of a function are not seen", "the nn.Module"
     ),
-    "generation": (
-        lambda e: e.handed.generation is not None,
-        "there are no decoding options",
-        "pass generation={'eos_token_id': 2, …}",
+    "tokenizer": Requirement(lambda e: e.handed.tokenizer is not None, "there is no tokenizer", "tokenizer=…"),
+    "generation": Requirement(
+        lambda e: e.generation is not None, "there are no decoding options", "generation={'eos_token_id': 2, …}"
     ),
-    "batch": (lambda e: e.handed.batch is not None, "there is no batch", "pass batch=(ids, labels)"),
-    "step": (
-        lambda e: e.handed.step is not None and e.subject.module is not None,
-        "there is no training step",
-        "pass step=f, where f() makes one training step of the module",
-    ),
-    "optimizer": (
+    "batch": Requirement(lambda e: e.handed.batch is not None, "there is no batch", BATCH),
+    "optimizer": Requirement(
         lambda e: (e.handed.optimizer is not None or e.handed.step is not None) and e.subject.module is not None,
         "there is no optimizer",
-        "pass optimizer=… or step=f with the module",
+        OPTIMIZER,
+        " or step=f with the module",
     ),
-    "optimizer_or_run": (
+    "optimizer_or_run": Requirement(
         lambda e: e.handed.optimizer is not None or e.handed.history is not None,
         "there is no optimizer",
-        "pass optimizer=…, or the folder of a run",
+        OPTIMIZER,
+        ", or the folder of a run",
     ),
-    "run": (lambda e: e.handed.history is not None, "there is no training run", "pass the folder of a run"),
-    "step_or_run": (
+    "run": Requirement(lambda e: e.handed.history is not None, "there is no training run", RUN),
+    "step_or_run": Requirement(
         lambda e: (e.handed.step is not None and e.subject.module is not None) or e.handed.history is not None,
         "there is neither a training step nor a run",
-        "pass step=f, or the folder of a run",
+        STEP,
+        ", where f() makes one training step of the module, or the folder of a run",
     ),
-    "batch_or_run": (
+    "batch_or_run": Requirement(
         lambda e: e.handed.batch is not None or e.handed.history is not None,
         "there is neither a batch nor a run",
-        "pass batch=(ids, labels), or the folder of a run",
+        BATCH,
+        ", or the folder of a run",
     ),
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -60,6 +61,9 @@ class Subject:
     source: Tensor | None = None  # of an encoder-decoder
     takes_source_mask = False
     asked_length: int | None = None  # the length that the user gave
+    positions_argument: str | None = None  # the argument that takes the position of each token
+    generation: Mapping[str, Any] | None = None  # the default decoding options that the model holds
+    unset_tokens: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # ids in them that nobody has chosen
     inverted_mask: float | None = None  # the change by a mask of tokens only, if the argument turns out to be inverted
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from monoblock.doctor.checks import (
     cache,
     causality,
     fit,
+    generation,
     leaks,
     numerics,
     optimizer,
@@ -20,7 +21,7 @@ from monoblock.doctor.checks import (
     weights,
 )
 from monoblock.doctor.examination import Examination
-from monoblock.doctor.report import Finding
+from monoblock.doctor.report import Outcome
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Check:
 
     name: str
     about: str
-    run: Callable[[Examination], Finding | None]
+    run: Callable[[Examination], Outcome]
     needs: tuple[str, ...] = ()
     explains: tuple[str, ...] = ()
     group: str = "structure"
@@ -185,7 +186,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "generation_defaults",
         "the decoding options are possible",
-        fit.check_generation_defaults,
+        generation.check_generation_defaults,
         ("tokens", "generation"),
         group="fit",
         cheap=True,

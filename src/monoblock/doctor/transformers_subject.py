@@ -92,6 +92,7 @@ class TransformersSubject(Subject):
         sizes = {getattr(config, name, None) for name in ("hidden_size", "d_model", "head_dim", "intermediate_size")}
         self.length = prime_length(min(limits, default=None), tuple(s for s in sizes if isinstance(s, int)))
         self.declared = _declare(model, limit)
+        self.generation, self.unset_tokens = _generation(model)
         self.has_cache = self.kind == "causal" and "past_key_values" in self.parameters
         self.masks_cache = True
         if self.kind == "encoder-decoder":
@@ -151,6 +152,23 @@ def _kind(model: Any) -> Any:
     if "MaskedLM" in name or config.model_type in ENCODERS or name.endswith("EncoderModel"):
         return "bidirectional"
     return "causal"
+
+
+def _generation(model: Any) -> tuple[dict[str, Any] | None, dict[str, tuple[int, ...]]]:
+    """Return the options of `model.generation_config`, and the ids in it that are defaults of the configuration."""
+    config = getattr(model, "generation_config", None)
+    if config is None or not hasattr(config, "to_diff_dict"):
+        return None, {}
+    options = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    options["do_sample"] = bool(getattr(config, "do_sample", False))
+    if not options.pop("_from_model_config", False):
+        return options, {}
+    try:
+        defaults = type(model.config)()
+    except Exception:  # a configuration without defaults: every id was chosen
+        return options, {}
+    ids = {name: getattr(defaults, name, None) for name in options if name.endswith("token_id")}
+    return options, {name: (value,) for name, value in ids.items() if isinstance(value, int)}
 
 
 def _padding_row(model: Any) -> int | None:

@@ -3,6 +3,9 @@
 Induction and duplicate-token heads are found on random tokens that are repeated (Olsson et al. 2022): in
 A B C … A B C …, an induction head at the second A attends to the token after the first A, a duplicate-token head to the
 first A itself.  Positional and rare-token heads are those of Voita et al. (2019).
+
+The best of many heads has a score above zero by chance alone.  The level of chance is what the best head reaches in
+95 % of draws in which each token puts the weights that it has on random keys among those that it sees.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch import Tensor
 from monoblock.errors import InputError
 from monoblock.inspection.trace import trace
 from monoblock.nn.transformer import Transformer
+
+DRAWS, LEVEL = 200, 0.95
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,16 @@ class HeadScores:
         return {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
-@torch.no_grad()
 def repeated_token_scores(model: Transformer, *, length: int = 48, batch: int = 4, seed: int = 0) -> list[HeadScores]:
     """Score the heads of a decoder or an encoder on `length` random tokens that are repeated once."""
+    return score_repeated_tokens(model, length=length, batch=batch, seed=seed)[0]
+
+
+@torch.no_grad()
+def score_repeated_tokens(
+    model: Transformer, *, length: int = 48, batch: int = 4, seed: int = 0
+) -> tuple[list[HeadScores], float]:
+    """Return the scores of `repeated_token_scores` and their level of chance."""
     embedding = model.config.input
     if model.config.family not in ("decoder-only", "encoder-only") or not hasattr(embedding, "vocab"):
         raise InputError(f"repeated tokens are read by models of one stack, but this is {model.config.family}")
@@ -47,7 +59,7 @@ def repeated_token_scores(model: Transformer, *, length: int = 48, batch: int = 
     half = torch.randint(embedding.vocab, (batch, length), generator=generator)
     seen = trace(model, torch.cat((half, half), 1).to(model.device), names="*.attention.weights")
     queries = torch.arange(length + 1, 2 * length, device=model.device)  # not the first: its induction token is its own
-    result = []
+    result, best = [], torch.zeros(DRAWS)
     for name, weights in seen.items():
 
         def mean_weight(offset: int, weights: Tensor = weights) -> list[float]:
@@ -59,7 +71,39 @@ def repeated_token_scores(model: Transformer, *, length: int = 48, batch: int = 
             HeadScores(layer, head, induction=one, duplicate=two, previous=three)
             for head, (one, two, three) in enumerate(scores)
         ]
-    return result
+        rows = weights[:, :, queries].float().cpu()  # (B, H, Q, S)
+        keys = _draw_keys((rows > 0).any(1), DRAWS, seed)  # (B, Q, draws)
+        drawn = rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1, -1))
+        best = torch.maximum(best, drawn.mean((0, 2)).amax(0))
+    return result, float(best.quantile(LEVEL))
+
+
+@torch.no_grad()
+def text_chance(
+    model: Transformer, ids: Sequence[int], *, special_ids: frozenset[int] = frozenset(), seed: int = 0
+) -> dict[str, float]:
+    """Return the level of chance of the positional and the rare-token scores on a text."""
+    seen = trace(model, torch.tensor([list(ids)], device=model.device), names="*.attention.weights")
+    counts = Counter(ids)
+    frequencies = torch.tensor([_frequency(token, counts, special_ids) for token in ids])
+    T, best = len(ids), torch.zeros(2, DRAWS)
+    queries = torch.arange(1, T - 1)
+    for weights in seen.values():
+        visible, heads = (weights[0] > 0).any(0)[1:-1].cpu(), weights.shape[1]  # (queries, T)
+        keys = _draw_keys(visible, DRAWS * heads, seed).T.unflatten(0, (DRAWS, heads))  # (draws, heads, queries)
+        rarest = frequencies.expand(T - 2, T).masked_fill(~visible, float("inf")).amin(-1)
+        beside = torch.maximum(*((keys == queries + step).double().mean(-1) for step in (-1, 1)))
+        rare = (frequencies[keys] == rarest).double().mean(-1)
+        best = torch.maximum(best, torch.stack((beside, rare)).amax(-1))
+    return dict(zip(("positional", "rare"), best.double().quantile(LEVEL, -1).tolist(), strict=True))
+
+
+def _draw_keys(visible: Tensor, draws: int, seed: int) -> Tensor:
+    """Draw keys at random among the visible ones of each query; visible is (*, S), and the result (*, draws)."""
+    chances = visible.float().flatten(0, -2)
+    chances[~chances.any(-1)] = 1.0  # a query that sees nothing
+    keys = torch.multinomial(chances, draws, replacement=True, generator=torch.Generator().manual_seed(seed))
+    return keys.view(*visible.shape[:-1], draws)
 
 
 @torch.no_grad()

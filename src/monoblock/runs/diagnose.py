@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from monoblock.config.model import ModelConfig
 from monoblock.doctor.diagnose import diagnose_model
 from monoblock.doctor.examination import TrainingHistory
+from monoblock.doctor.options import DiagnoseOptions, check_names
 from monoblock.doctor.report import Report
-from monoblock.doctor.subject import Kind
 from monoblock.doctor.table import CHECKS
 from monoblock.errors import FileError, InputError, MonoblockError
 from monoblock.interop.hub import resolve_model_path
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.recipes.schema import Recipe
+from monoblock.runs.generation_config import DECODER_START_KEY, read_written_options
 from monoblock.runs.load import load_folder
 from monoblock.runs.recipe import read_stored_recipe
 from monoblock.runs.run import Run
@@ -31,32 +30,7 @@ from monoblock.training.metrics_file import METRICS_FILE, read_metrics
 CHEAP_SECONDS = 1.2  # after which no further check is begun before a training
 
 
-def diagnose(
-    model: Any,
-    *,
-    vocab: int | None = None,
-    length: int | None = None,
-    kind: Kind | None = None,
-    pad_id: int | None = None,
-    mask_argument: str | None = None,
-    source: Tensor | None = None,
-    source_mask_argument: str | None = None,
-    cached: Callable[..., Any] | None = None,
-    window: int | None = None,
-    tied: bool | None = None,
-    documents_argument: str | None = None,
-    prefix_argument: str | None = None,
-    tokenizer: Any = None,
-    texts: Sequence[str] = (),
-    batch: tuple[Tensor, Tensor] | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    step: Callable[[], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    objective: str | None = None,
-    labels: Sequence[str] = (),
-    generation: Mapping[str, Any] | None = None,
-    checks: str | Sequence[str] | None = None,
-) -> Report:
+def diagnose(model: Any, **options: Unpack[DiagnoseOptions]) -> Report:
     """Examine a model and return a report: what is wrong, by which numbers, why, and what to write instead.
 
         report = mb.diagnose(model)                                 # ours, of transformers, any nn.Module
@@ -85,14 +59,14 @@ def diagnose(
     objective, labels, generation: the task (such as "causal_lm"), names of classes, default decoding options.
     checks: names of checks, as a list or separated by commas; by default all.
     """
-    options = {name: value for name, value in locals().items() if name != "model"}  # all other arguments
+    check_names(options)
     if not isinstance(model, str | Path):
         return diagnose_model(model, **options)
     folder = resolve_model_path(model)
     if not folder.exists():
         raise FileError(f"there is no folder or file {folder}; train a model first, or give the folder of a model")
     found = read_folder(folder)
-    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    given = {name: value for name, value in options.items() if value is not None}
     report = diagnose_model(found.pop("model"), **{**found, **given})
     report.subject = f"{folder} ({report.subject})"
     return report
@@ -103,13 +77,15 @@ def read_folder(folder: Path) -> dict[str, Any]:
     try:
         loaded = load_folder(folder, "cpu", torch.float32, force=True)
     except (FileError, InputError):  # perhaps only of the tokenizer, which is missing or belongs to another model
-        return {"model": Transformer.from_pretrained(folder), **_read_tokenizer(folder)}
+        model = Transformer.from_pretrained(folder)
+        tokenizer = _read_tokenizer(folder)
+        return {"model": model, **tokenizer, **_read_generation(folder, model, tokenizer.get("tokenizer"))}
     options: dict[str, Any] = {
         "model": loaded.model,
         "tokenizer": loaded.tokenizer,
         "objective": loaded.objective,
         "labels": [] if all(name.startswith("LABEL_") for name in loaded.labels) else loaded.labels,
-        "generation": _generation(loaded),
+        **_read_generation(folder, loaded.model, loaded.tokenizer),
     }
     if folder.is_dir() and (folder / RECIPE_FILE).is_file() and (folder / METRICS_FILE).is_file():
         options["history"] = read_history(folder, loaded)
@@ -132,11 +108,20 @@ def load_model_to_examine(folder: str | Path) -> Transformer:
     return model
 
 
-def _generation(loaded: LoadedModel) -> dict[str, Any] | None:
-    config = loaded.model.config
-    if loaded.tokenizer is None or not isinstance(config, ModelConfig) or config.decoder is None:
-        return None
-    return {**loaded.defaults.options, "decoder_start_token_id": loaded.defaults.decoder_start_token_id}
+def _read_generation(folder: Path, model: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Read the decoding options of a folder as they are written there, possible or not; {} if there are none.
+
+    Ids of special tokens that they lack are the tokenizer's, as in generation.
+    """
+    config = model.config
+    if not isinstance(config, ModelConfig) or config.decoder is None:
+        return {}
+    options = read_written_options(folder)
+    if tokenizer is not None:
+        start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
+        own = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id, DECODER_START_KEY: start}
+        options = {name: token for name, token in own.items() if token is not None} | options
+    return {"generation": options} if options else {}
 
 
 def read_history(folder: Path, loaded: LoadedModel) -> TrainingHistory:

@@ -76,8 +76,7 @@ def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> Genera
     folder = Path(folder)
     data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
     config = _read_json_if_present(folder, CONFIG_FILE)
-    published = {} if "format" in config else {name: config[name] for name in TOKEN_ID_FIELDS if name in config}
-    values = {name: value for name, value in {**published, **data}.items() if value is not None}
+    values = read_written_options(folder)
     options = {name: value for name, value in values.items() if name in SETTINGS_FIELDS}
     from_recipe = folder.is_dir() and has_file(folder, RECIPE_FILE)
     if not values.get("do_sample", from_recipe):  # Hugging Face files give a temperature even without sampling
@@ -99,6 +98,21 @@ def read_generation_defaults(folder: str | Path, tokenizer: Tokenizer) -> Genera
         raise FileError(f"{folder / GENERATION_CONFIG_FILE}: {problem}") from None
     start = _decoder_start_token_id(values.get(DECODER_START_KEY), folder, tokenizer)
     return GenerationDefaults(options, start, ignored, from_recipe)
+
+
+def read_written_options(folder: Path) -> dict[str, Any]:
+    """Return the decoding options that the files of a folder state, checked by nobody; {} if it states none.
+
+    Without do_sample, a folder that is no run means greedy decoding, as in Hugging Face.
+    """
+    data = _read_json_if_present(folder, GENERATION_CONFIG_FILE)
+    config = _read_json_if_present(folder, CONFIG_FILE)
+    is_published = "format" not in config
+    published = {name: config[name] for name in TOKEN_ID_FIELDS if name in config} if is_published else {}
+    values = {name: value for name, value in {**published, **data}.items() if value is not None}
+    if values and folder.is_dir() and not has_file(folder, RECIPE_FILE):
+        values.setdefault("do_sample", False)
+    return values
 
 
 def _is_neutral(name: str, value: Any) -> bool:

@@ -19,7 +19,7 @@ def check_scale(exam: Examination) -> Finding | None:
     """Compare the factor between q·k and the scores with the configuration, or with 1 / sqrt(head size)."""
     declared = exam.subject.declared.scales
     for layer, record in enumerate(exam.recorded.attentions):
-        if record.scale is None or record.size < 2:
+        if record.scale is None or record.size < 2 or (declared is None and _is_cosine(record)):
             continue
         expected = record.size**-0.5
         known = (*(declared or ()), expected)
@@ -53,6 +53,13 @@ def check_scale(exam: Examination) -> Finding | None:
             "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
         )
     return None
+
+
+def _is_cosine(record: AttentionRecord) -> bool:
+    """Return whether a score is a cosine times a temperature: all queries and all keys are equally long, some 1."""
+    lengths = [t.float().norm(dim=-1) for t in (record.query, record.key)]
+    are_equal = all(float(length.max() - length.min()) < 1e-2 * float(length.max()) for length in lengths)
+    return are_equal and any(abs(float(length.mean()) - 1) < 1e-2 for length in lengths)
 
 
 def _widths(exam: Examination, record: AttentionRecord) -> set[int]:

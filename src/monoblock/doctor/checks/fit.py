@@ -1,4 +1,4 @@
-"""Checks of whether model, tokenizer, head, task and decoding options belong together."""
+"""Checks of whether model, tokenizer, head and task belong together."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from monoblock.doctor.checks.numerics import find_blocks
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.report import Finding
+from monoblock.doctor.examination import Examination, finding, not_applicable
+from monoblock.doctor.report import Finding, NotChecked, Outcome
 
 MAX_UNUSED_ROWS = 2048  # published models pad their vocabulary by up to about a thousand rows
 MAX_UNKNOWN = 0.05  # share of unknown tokens; tokenizers on their own language have less than 1 %
@@ -153,7 +153,7 @@ def _check_fresh(exam: Examination) -> Finding | None:
     )
 
 
-def check_model_type(exam: Examination) -> Finding | None:
+def check_model_type(exam: Examination) -> Outcome:
     """Compare the kind of model with the task, and look for a decoder that is read at its first token."""
     kind, objective = exam.subject.kind, exam.handed.objective
     allowed = FAMILY_OF_TASK.get(objective or "", (kind,))
@@ -168,7 +168,9 @@ def check_model_type(exam: Examination) -> Finding | None:
             f"use {FAMILY_NAMES.get(allowed[0], allowed[0])} for this task",
         )
     if kind != "causal" or exam.is_per_token:
-        return None
+        known = objective in FAMILY_OF_TASK
+        task = "objective='causal_lm' (or 'classification', …)"
+        return None if known else NotChecked("model_type", "the task is not known", f"pass {task}", task)
     changed = exam.ids.clone()
     changed[:, 1:] = exam.subject.other_tokens(exam.ids)[:, 1:]
     if exam.is_off(exam.run(changed), exam.output):
@@ -182,11 +184,11 @@ def check_model_type(exam: Examination) -> Finding | None:
     )
 
 
-def check_context(exam: Examination) -> Finding | None:
+def check_context(exam: Examination) -> Outcome:
     """Compare the lengths of batches, tokenizer and position table with the context."""
     context, handed = exam.subject.declared.context, exam.handed
     if context is None:
-        return None
+        return not_applicable("context", "the model states no context")
     if handed.batch is not None and handed.batch[0].dim() == 2 and handed.batch[0].shape[1] > context:
         return _context_finding("the batch", int(handed.batch[0].shape[1]), context, "fail")
     longest = getattr(handed.tokenizer, "model_max_length", None)
@@ -195,9 +197,8 @@ def check_context(exam: Examination) -> Finding | None:
     module = exam.subject.module
     length = exam.ids.shape[1] if exam.subject.reads_tokens else 0
     for lookup in exam.recorded.lookups if module is not None and length else ():
-        indices = lookup.indices
-        is_positions = indices.shape[-1] == length and bool((indices.reshape(-1, length)[0].diff() == 1).all())
-        if is_positions and lookup.rows < context:
+        row = lookup.positions(length)
+        if row is not None and bool((row.diff() == 1).all()) and lookup.rows < context:
             return _context_finding("the declared context", context, lookup.rows, "fail")
     return None
 
@@ -211,44 +212,3 @@ def _context_finding(what: str, length: int, context: int, verdict: Any) -> Find
         "do not exist",
         f"cut texts to {context} tokens, or use a model with a longer context",
     )
-
-
-def check_generation_defaults(exam: Examination) -> Finding | None:
-    """Look for decoding options that cannot be right."""
-    options, vocab = dict(exam.handed.generation or {}), exam.subject.vocab
-    tokenizer = exam.handed.tokenizer
-    for name in ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"):
-        value = options.get(name)
-        ids = value if isinstance(value, list | tuple) else [value]
-        for token in ids:
-            if isinstance(token, int) and not 0 <= token < vocab:
-                evidence: dict[str, Any] = {name: token, "vocabulary": vocab}
-                return _generation(
-                    evidence, f"{name}={token} is not an id of the model", "write an id of the tokenizer"
-                )
-    eos = options.get("eos_token_id")
-    own = getattr(tokenizer, "eos_id", getattr(tokenizer, "eos_token_id", None))
-    if own is not None and eos is not None and own not in (eos if isinstance(eos, list | tuple) else [eos]):
-        evidence = {"eos_token_id": str(eos), "of_the_tokenizer": own}
-        reason = "the end token of generation is not that of the tokenizer, so generation does not stop where texts end"
-        return _generation(evidence, reason, f"write eos_token_id = {own}")
-    context, new = exam.subject.declared.context, options.get("max_new_tokens")
-    if isinstance(new, int) and context is not None and new > context:
-        evidence = {"max_new_tokens": new, "context": context}
-        return _generation(
-            evidence, "more new tokens are asked for than fit into the context", f"write at most {context}"
-        )
-    if _above(options.get("num_beams"), 1) and _above(options.get("temperature"), 0) and options.get("do_sample", True):
-        evidence = {"num_beams": options["num_beams"], "temperature": options["temperature"]}
-        return _generation(
-            evidence, "beam search and sampling exclude each other", "write temperature = 0, or num_beams = 1"
-        )
-    return None
-
-
-def _above(value: object, limit: float) -> bool:
-    return isinstance(value, int | float) and value > limit
-
-
-def _generation(evidence: dict[str, Any], reason: str, fix: str) -> Finding:
-    return finding("generation_defaults", "fail", evidence, reason, f"{fix} in generation_config.json")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.report import Finding
+from monoblock.doctor.examination import Examination, finding, not_applicable
+from monoblock.doctor.report import Finding, Outcome
 from monoblock.doctor.subject import difference
 
 
@@ -30,13 +31,13 @@ def check_prefix(exam: Examination) -> Finding | None:
     )
 
 
-def check_window(exam: Examination) -> Finding | None:
+def check_window(exam: Examination) -> Outcome:
     """Count the keys that each layer lets a query see, and compare with the declared window."""
     declared, is_causal = exam.subject.declared, exam.subject.kind != "bidirectional"
     records, T = exam.self_attentions, exam.ids.shape[1]
     windows = declared.windows if declared.windows is not None else (declared.window,) * len(records)
-    if exam.subject.kind == "encoder-decoder" or len(records) != len(windows):
-        return None
+    if not records or exam.subject.kind == "encoder-decoder" or len(records) != len(windows):
+        return not_applicable("window", f"{len(records)} attentions were seen where {len(windows)} are declared")
     for layer, (record, window) in enumerate(zip(records, windows, strict=True)):
         expected = T if window is None else min(T, window if is_causal else 2 * window - 1)
         seen = int(record.visible.sum(-1).max())
@@ -58,12 +59,19 @@ def _window_finding(window: int, seen: int, where: str) -> Finding:
 
 
 def check_batch(exam: Examination) -> Finding | None:
-    """Run a row alone and with other neighbours: it must not change."""
-    ids = exam.ids
-    others = ids.clone()
-    others[1:] = exam.subject.other_tokens(ids[1:]) if exam.subject.reads_tokens else -ids[1:]
-    neighbours = exam.is_off(exam.run(others)[:1], exam.output[:1])
-    alone = exam.is_off(exam.run(ids[:1]), exam.output[:1])
+    """Run the first and the last row alone and with other neighbours: they must not change."""
+    ids, source = exam.ids, exam.subject.source
+
+    def run(rows: Tensor) -> Tensor:
+        return exam.run(rows) if source is None else exam.run(rows, source=source[:1].expand(len(rows), -1))
+
+    output, neighbours, alone = run(ids), 0.0, 0.0
+    for row in (0, len(ids) - 1):
+        others = exam.subject.other_tokens(ids) if exam.subject.reads_tokens else -ids
+        others[row] = ids[row]
+        expected = output[row : row + 1]
+        neighbours = max(neighbours, exam.is_off(run(others)[row : row + 1], expected))
+        alone = max(alone, exam.is_off(run(ids[row : row + 1]), expected))
     if not neighbours and not alone:
         module = exam.subject.module
         modules = [] if module is None or not exam.subject.reads_tokens else module.modules()
@@ -82,8 +90,8 @@ def check_batch(exam: Examination) -> Finding | None:
         "batch",
         "fail",
         {"difference_with_other_neighbours": neighbours, "difference_alone": alone},
-        "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, or a "
-        "reshape mixes rows",
+        "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, a "
+        "reshape mixes rows, or experts with a capacity drop tokens",
         "normalize over the features only: x.mean(-1, keepdim=True), nn.LayerNorm(width); transpose before view, and "
         "keep the batch axis first",
     )

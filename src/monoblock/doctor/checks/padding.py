@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,17 @@ from monoblock.doctor.examination import Examination, finding, pad
 from monoblock.doctor.report import Finding
 
 PAD = 3
+SEEN = 1e-6  # weights on padding below this are rounding
+MASK_FIX = (
+    "join the padding mask to the causal mask, scores.masked_fill(mask[:, None, None, :] == 0, -inf), in every layer"
+)
 
 
 def check_padding(exam: Examination) -> Finding | None:
-    """Pad a text on the right, the left and inside: the outputs of its tokens must not change."""
+    """Pad a text on the right, the left and inside: the outputs of its tokens must not change.
+
+    A decoder that cannot be given positions need not take padding on the left, but is said not to support it.
+    """
     subject = exam.subject
     if subject.inverted_mask is not None:
         return finding(
@@ -30,17 +39,61 @@ def check_padding(exam: Examination) -> Finding | None:
     left = _padded(exam, ids, plain, PAD, 0)
     if subject.left_padding:
         sides["left"] = left
-    elif left and not sides["right"] and subject.kind == "causal":
-        exam.notes.append(
-            f"padding on the left changes the output by {left:.2g} standard deviations: pad on the right, or count "
-            "positions from the first token"
-        )
     if subject.inner_padding:
         sides["inside"] = _padded_inside(exam, ids, plain)
+    if not any(sides.values()) and left and subject.kind == "causal":
+        return _left_finding(exam, ids, left)
     if not any(sides.values()):
         return None
     evidence = {f"difference_{side}": value for side, value in sides.items()}
     return finding("padding", "fail", evidence, *_cause(exam, ids, sides))
+
+
+def _left_finding(exam: Examination, ids: Tensor, left: float) -> Finding:
+    """Report a decoder that is right with padding on the right, where no token sees it, and wrong on the left."""
+    seen, layer = _weight_on_padding(exam, ids, PAD, 0)
+    evidence = {"difference_left": left, "difference_right": 0.0}
+    takes_mask = getattr(exam.subject, "mask_argument", None) is not None
+    if seen > SEEN and takes_mask:
+        return finding(
+            "padding",
+            "fail",
+            {**evidence, "largest_weight_on_padding": seen, "layer": layer},
+            f"tokens attend to padding on the left in layer {layer}, although the mask hides it: the mask does not "
+            "reach this attention",
+            MASK_FIX,
+        )
+    fix = "take position ids and make them from the mask: position_ids = (mask.cumsum(1) - 1).clamp(min=0)"
+    if seen > SEEN:
+        cause = "tokens attend to it, and positions count it"
+        fix = "take a mask and hide the padding: scores.masked_fill(mask[:, None, None, :] == 0, -inf); then " + fix
+    elif not math.isfinite(left):
+        cause = "a query at padding sees no key, its softmax is NaN, and NaN spreads to the tokens"
+        fix = "let padding see itself: mask | torch.eye(T, dtype=torch.bool); then " + fix
+    else:
+        cause = "positions count the padding, and the model takes no position ids that could leave it out"
+    return finding(
+        "padding",
+        "unsupported",
+        evidence,
+        f"padding on the left changes the logits of the tokens: {cause}. Batches of prompts of unequal length generate "
+        "other text than each prompt alone",
+        f"{fix}; until then, pad on the right only",
+    )
+
+
+def _weight_on_padding(exam: Examination, ids: Tensor, left: int, right: int) -> tuple[float, int]:
+    """Return the largest weight of a token on padding in a recorded pass, and its layer."""
+    padded, mask = pad(ids, left, right, exam.subject.pad_id)
+    length, end = padded.shape[1], left + ids.shape[1]
+    found = [(0.0, 0)]
+    for layer, record in enumerate(exam.record(padded, mask).attentions):
+        used = record.weights if record.used_weights is None else record.used_weights
+        if used.shape[-1] == length:
+            queries = used[:, left:end] if used.shape[-2] == length else used
+            weights = torch.cat((queries[..., :left], queries[..., end:]), -1).float().nan_to_num()
+            found.append((float(weights.max()), layer))
+    return max(found, key=lambda pair: pair[0])
 
 
 def _padded(exam: Examination, ids: Tensor, plain: Tensor, left: int, right: int) -> float:
@@ -64,17 +117,10 @@ def _padded_inside(exam: Examination, ids: Tensor, plain: Tensor) -> float:
 
 
 def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str, str]:
-    padded, mask = pad(ids, 0, PAD, exam.subject.pad_id)
-    records = exam.record(padded, mask).attentions
-    length = padded.shape[1]
-    seen = 0.0
-    for record in records:
-        used = record.weights if record.used_weights is None else record.used_weights
-        if used.shape[-1] == length:
-            queries = used[:, : ids.shape[1]] if used.shape[-2] == length else used
-            seen = max(seen, float(queries[..., ids.shape[1] :].float().nan_to_num().max()))
+    records = exam.recorded.attentions
+    seen, _ = _weight_on_padding(exam, ids, 0, PAD)
     is_pooled = not exam.is_per_token
-    if records and seen < 1e-6 and is_pooled:
+    if records and seen < SEEN and is_pooled:
         return (
             "attention ignores the padding, but the pooling does not: padded positions are summed or averaged with "
             "the rest",
@@ -87,8 +133,7 @@ def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str
         )
     return (
         "padding changes the outputs of the tokens: they attend to it, or it takes part in a norm or a convolution",
-        "join the padding mask to the causal mask, scores.masked_fill(mask[:, None, None, :] == 0, -inf), in every "
-        "layer",
+        MASK_FIX,
     )
 
 

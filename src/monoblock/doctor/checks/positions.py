@@ -7,17 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.examination import Examination, finding, not_applicable
 from monoblock.doctor.records import AttentionRecord, PositionAdd
-from monoblock.doctor.report import Finding
+from monoblock.doctor.report import Finding, NotChecked, Outcome
 
 SAME = 0.99  # cosine from which two position vectors are the same up to a factor
 
 
-def check_positions(exam: Examination) -> Finding | None:
+def check_positions(exam: Examination) -> Outcome:
     """Repeat one token: if no query, key or score differs between places, positions are not used."""
     if exam.subject.declared.positions == "none" and exam.subject.kind != "bidirectional":
-        return None  # chosen: with a causal mask two layers tell positions apart
+        # Chosen: with a causal mask two layers tell positions apart.
+        return not_applicable("positions", "the configuration says that the model has no positions")
     ids = exam.ids[:2].clone()
     ids[:] = ids[:, :1]
     source = None if exam.subject.source is None else exam.subject.source[:2].clone()
@@ -71,21 +72,16 @@ def _check_swap(exam: Examination) -> Finding | None:
     )
 
 
-def check_positions_twice(exam: Examination) -> Finding | None:
-    """Look for two additions of the same position vectors before an attention, and for keys rotated twice."""
+def check_positions_twice(exam: Examination) -> Outcome:
+    """Look for the same position vectors added twice to one stream, and for queries and keys rotated twice."""
     recorder = exam.recorded
     for index, first in enumerate(recorder.position_adds):
-        for second in recorder.position_adds[index + 1 :]:
-            if first.attentions == second.attentions and _is_same(first, second):
-                norms = float(first.vectors.norm()), float(second.vectors.norm())
-                return finding(
-                    "positions_twice",
-                    "fail",
-                    {"times": 2, "norm_of_the_first": norms[0], "norm_of_the_second": norms[1]},
-                    "the same position vectors are added twice to the embeddings, so positions drown the tokens",
-                    "add them in one place only: in the embedding, or in the model, not in both",
-                )
+        again = [a for a in recorder.position_adds[index + 1 :] if index in a.before and _is_same(first, a)]
+        if again:
+            return _added_again(first, again)
     rotations = max((record.rotations for record in recorder.attentions), default=0)
+    if not recorder.position_adds and not rotations:
+        return not_applicable("positions_twice", "no positions are added to vectors, and no queries rotated")
     if rotations > 1:
         return finding(
             "positions_twice",
@@ -106,6 +102,25 @@ def check_positions_twice(exam: Examination) -> Finding | None:
     return None
 
 
+def _added_again(first: PositionAdd, again: list[PositionAdd]) -> Finding:
+    """Report position vectors that are added to a stream which holds them already."""
+    times, norms = 1 + len(again), (float(first.vectors.norm()), float(again[0].vectors.norm()))
+    evidence = {"times": times, "norm_of_the_first": norms[0], "norm_of_the_second": norms[1]}
+    if again[0].attentions == first.attentions:
+        reason = "the same position vectors are added twice to the embeddings, so positions drown the tokens"
+        fix = "add them in one place only: in the embedding, or in the model, not in both"
+        return finding("positions_twice", "fail", evidence, reason, fix)
+    later = [added.attentions for added in again]
+    return finding(
+        "positions_twice",
+        "fail",
+        {**evidence, "attentions_before": ", ".join(str(number) for number in (first.attentions, *later))},
+        f"the same position vectors are added {times} times, again between the layers: the residual stream keeps the "
+        "first ones, so positions grow with depth and drown the tokens",
+        "add them once, to the embeddings, and not inside the blocks: x = token(ids) + position(torch.arange(T))",
+    )
+
+
 def _is_same(first: PositionAdd, second: PositionAdd) -> bool:
     if first.vectors.shape != second.vectors.shape:
         return False
@@ -113,19 +128,19 @@ def _is_same(first: PositionAdd, second: PositionAdd) -> bool:
     return float(cosine) > SAME
 
 
-def check_position_offset(exam: Examination) -> Finding | None:
+def check_position_offset(exam: Examination) -> Outcome:
     """Compare the first row of the position table that is used with the row it should be."""
     declared, length = exam.subject.declared, exam.ids.shape[1]
-    is_plain = type(exam.subject).__name__ == "PlainSubject"
+    is_plain, is_seen = type(exam.subject).__name__ == "PlainSubject", False
     for lookup in exam.recorded.lookups:
-        indices = lookup.indices
-        if indices.shape[-1] != length or lookup.rows < length:
+        row = lookup.positions(length)
+        if row is None or lookup.rows < length:
             continue
-        row = indices.reshape(-1, length)[0]
         if not bool((row.diff() == 1).all()):
             if is_plain and 1 < len(row.unique()) < length:
                 return _repeated_finding(len(row.unique()), length)
             continue
+        is_seen = True
         first, expected = int(row[0]), declared.table_offset
         if expected is None:  # there may be a few spare rows, before the first position or at the end
             spare = lookup.rows - declared.context if declared.context is not None else 0
@@ -135,9 +150,16 @@ def check_position_offset(exam: Examination) -> Finding | None:
     if declared.table_offset is None and is_plain:
         for added in exam.recorded.position_adds:
             start = _sinusoid_start(added.vectors)
+            is_seen = is_seen or start is not None
             if start is not None and start > 0.5:
                 return _offset_finding({"first_position": start, "expected": 0})
-    return None
+    return None if is_seen else _no_table(exam)
+
+
+def _no_table(exam: Examination) -> NotChecked:
+    if exam.recorded.position_adds:
+        return not_applicable("position_offset", "the added positions are neither rows of a table nor sinusoids")
+    return not_applicable("position_offset", "no table of positions is read")
 
 
 def _repeated_finding(different: int, length: int) -> Finding:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from monoblock.doctor.examination import Examination, finding
-from monoblock.doctor.report import Finding
+from monoblock.doctor.examination import Examination, finding, not_applicable
+from monoblock.doctor.report import Finding, Outcome
 from monoblock.doctor.subject import difference
 
 
@@ -28,11 +28,13 @@ def _embedding_and_output(exam: Examination) -> tuple[torch.Tensor, torch.Tensor
     return next((p for p in pairs if p[0] is p[1] or p[0].data_ptr() == p[1].data_ptr()), pairs[0] if pairs else None)
 
 
-def check_tying(exam: Examination) -> Finding | None:
+def check_tying(exam: Examination) -> Outcome:
     """Compare the storage of the token embedding with that of the output matrix."""
     pair = _embedding_and_output(exam)
+    if pair is None and exam.subject.declared.tied:
+        return None  # there is no second matrix that could differ
     if pair is None:
-        return None
+        return not_applicable("tying", "no output matrix of the shape of the embedding was found")
     table, output = pair
     is_shared, declared = table.data_ptr() == output.data_ptr(), exam.subject.declared.tied
     is_copy = not is_shared and difference(table, output) < 1e-3

@@ -224,6 +224,12 @@ def _positions_added_twice(patient: Patient) -> None:
     module.forward = twice
 
 
+def _positions_in_every_layer(patient: Patient) -> None:
+    table: Any = patient.model.input.position
+    for block in patient.blocks[1:]:  # the first has them from the embeddings
+        block.register_forward_pre_hook(lambda _, args: (args[0] + table.weight[: args[0].shape[1]], *args[1:]))
+
+
 def _rotated_twice(patient: Patient) -> None:
     _replace_attention(patient, rotate=True)
 
@@ -298,6 +304,8 @@ STRUCTURE = (
     Fault("no_positions", "positions are never added", "positions", _no_positions, "learned positions"),
     Fault("positions_added_twice", "positions are added twice", "positions_twice", _positions_added_twice,
           "learned positions"),
+    Fault("positions_in_every_layer", "positions are added in every layer", "positions_twice",
+          _positions_in_every_layer, "learned positions"),
     Fault("rotated_twice", "queries and keys are rotated twice", "positions_twice", _rotated_twice, "rotary positions"),
     Fault("position_offset", "positions begin at 1", "position_offset", _position_offset, "learned positions"),
     Fault("source_padding_in_cross", "cross-attention ignores source padding", "cross_padding",

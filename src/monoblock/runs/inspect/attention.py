@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.coreference import find_coreference_head
-from monoblock.inspection.head_scores import repeated_token_scores, text_scores
+from monoblock.inspection.head_scores import score_repeated_tokens, text_chance, text_scores
 from monoblock.inspection.head_statistics import head_statistics
 from monoblock.inspection.pruning import attention_layers
 from monoblock.inspection.trace import Trace, trace
@@ -23,6 +23,7 @@ from monoblock.runs.inspect.inputs import InspectedInput
 from monoblock.runs.inspect.part import Part, Request
 
 MIN_NOTED = 2  # tokens; the statistics of fewer say nothing
+MARGIN = 0.01  # by which a score must be above chance: less is of no use to a reader
 MAX_WEIGHT_BYTES = 3 * 10**9
 GRID_TITLES = {
     "encoder.attention": "encoder: all heads",
@@ -178,9 +179,11 @@ def _special_tokens(request: Request, argument: int) -> torch.Tensor | None:
 
 def scores_part(request: Request) -> Part:
     """Score heads on repeated random tokens, and on the text: what each head attends to."""
-    rows = [one.to_json() for one in repeated_token_scores(request.model)]
+    scores, level = score_repeated_tokens(request.model)
+    rows = [one.to_json() for one in scores]
     ids = request.input.arguments[0][0].tolist()
     names = ["induction", "duplicate", "previous"]
+    chance = dict.fromkeys(names, level)
     about = (
         "On random tokens that are repeated once: the mean weight on the token after the former occurrence "
         "(induction), on the former occurrence (duplicate) and on the token before (previous) (Olsson et al. 2022)."
@@ -193,12 +196,26 @@ def scores_part(request: Request) -> Part:
         )
         on_text = text_scores(request.model, [ids], special_ids=request.pipe.tokenizer.special_ids)
         rows = [row | {"positional": one.positional, "rare": one.rare} for row, one in zip(rows, on_text, strict=True)]
+        chance |= text_chance(request.model, ids, special_ids=request.pipe.tokenizer.special_ids)
     rows = [{name: row[name] for name in ("layer", "head", *names)} for row in rows]
-    best = {name: max(rows, key=itemgetter(name)) for name in names}
-    described = "; ".join(f"{name}: {row['layer']} head {row['head']} ({row[name]:.0%})" for name, row in best.items())
-    section = Section("What heads look for", f"{about} Highest: {described}.")
+    section = Section("What heads look for", f"{about} {describe_best_heads(rows, chance)}")
     section.tables.append(metrics_table(rows))
     return Part(section, rows)
+
+
+def describe_best_heads(rows: Sequence[Mapping[str, Any]], chance: Mapping[str, float]) -> str:
+    """Say which head has the highest of each score, or that none is above chance."""
+    best = {name: max(rows, key=itemgetter(name)) for name in chance}
+    is_above = {name: row[name] >= chance[name] + MARGIN for name, row in best.items()}
+    numbers = {name: f"({row[name]:.1%}; chance {chance[name]:.1%})" for name, row in best.items()}
+    above = [f"{n}: {row['layer']} head {row['head']} {numbers[n]}" for n, row in best.items() if is_above[n]]
+    below = [f"{name} {numbers[name]}" for name in best if not is_above[name]]
+    parts = [f"Highest: {'; '.join(above)}."] if above else []
+    parts += [f"No head is above chance in {', '.join(below)}."] if below else []
+    return (
+        f"{' '.join(parts)} Chance is what the best of the {len(rows)} heads reaches in 95 % of draws in which each "
+        f"token puts its weights on random keys that it sees; a score is above it by {MARGIN:.0%} or more."
+    )
 
 
 def coreference_part(request: Request) -> Part:

@@ -1,0 +1,245 @@
+"""Pictures of what outputs depend on: each token is changed in turn, and the change of every output is measured.
+
+This needs nothing but a function of ids, so that it shows a leak in any model; attention weights that were recorded are
+drawn beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from monoblock.doctor.examination import Examination, pad
+from monoblock.doctor.records import AttentionRecord
+from monoblock.doctor.report import Finding, Report
+
+PLACES, PLACES_OF_LARGE = 32, 12  # of a long text that are drawn
+PAD = 3
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A matrix (rows of numbers from 0 to 1) and which of its cells are allowed to be more than 0."""
+
+    title: str
+    values: tuple[tuple[float, ...], ...]
+    allowed: tuple[tuple[float, ...], ...]  # 0: not allowed
+    rows: tuple[str, ...]  # names of rows and columns
+    columns: tuple[str, ...]
+    row_axis: str = "output at position"
+    column_axis: str = "position that is changed"
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Matrices side by side; `check` is the check whose finding they show."""
+
+    caption: str
+    panels: tuple[Panel, ...]
+    check: str | None = None
+
+
+def draw_dependence(exam: Examination, report: Report) -> dict[str, Panels]:
+    """Return a picture for each finding of structure that one can show, and for a model without any, one of it."""
+    drawn: dict[str, Panels] = {}
+    if not exam.subject.reads_tokens or not exam.has_states:
+        return drawn
+    for finding in (*report.findings, *report.unsupported):
+        draw = PICTURES.get(finding.check)
+        if draw is not None:
+            picture = replace(draw(exam, finding), check=finding.check)
+            drawn[f"{finding.check}: {picture.caption}"] = picture
+    if not drawn:
+        picture = _draw_tokens(exam, None)
+        drawn[picture.caption] = picture
+    return drawn
+
+
+def measure(run: Run, ids: Tensor, others: Tensor, places: Sequence[int]) -> Tensor:
+    """Change the token at each place in turn; return the change of the outputs, in standard deviations, (T, places)."""
+    rows = ids[:1].expand(len(places), -1).clone()
+    for row, place in enumerate(places):
+        rows[row, place] = others[0, place]
+    new, old = run(rows).detach().float(), run(ids[:1]).detach().float()
+    spread = max(float(old.std()), 0.1 * float(old.abs().max()), 1e-6)
+    change = (new - old).abs().flatten(2).amax(-1) / spread  # (places, T)
+    return change.nan_to_num(nan=1.0, posinf=1.0).T.cpu()
+
+
+def expected_dependence(exam: Examination, length: int) -> Tensor:
+    """Return which tokens an output may depend on, through all layers together, (T, T)."""
+    declared, is_causal = exam.subject.declared, exam.subject.kind in ("causal", "encoder-decoder")
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    windows = declared.windows
+    if windows is None and declared.window is not None:
+        windows = (declared.window,) * len(exam.self_attentions)
+    reach = length if not windows or None in windows else sum(w - 1 for w in windows if w is not None)
+    return ((distance >= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool)) & (distance.abs() <= reach)
+
+
+def _visible(exam: Examination, layer: int) -> Tensor:
+    """Return which keys a query of a layer may see, (T, T)."""
+    declared, length = exam.subject.declared, exam.ids.shape[1]
+    window = declared.windows[layer] if declared.windows and layer < len(declared.windows) else declared.window
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    seen = distance >= 0 if exam.subject.kind != "bidirectional" else distance == distance
+    return seen if window is None else seen & (distance.abs() < window)
+
+
+def _draw_tokens(exam: Examination, finding: Finding | None) -> Panels:
+    """Draw which tokens each output depends on; in the long text if the fault shows in that one only."""
+    ids = exam.ids
+    if finding is not None and exam.long_ids is not None and finding.evidence.get("length") == exam.long_ids.shape[1]:
+        ids = exam.long_ids
+    length, most = ids.shape[1], PLACES_OF_LARGE if exam.subject.is_large else PLACES
+    places = sorted({round(i * (length - 1) / (most - 1)) for i in range(most)}) if length > most else range(length)
+    index = torch.tensor(places)
+    change = measure(exam.states, ids, exam.subject.other_tokens(ids), places)[index]
+    allowed = expected_dependence(exam, length)[index][:, index]
+    names = tuple(str(place) for place in places)
+    panels = [_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names)]
+    record, layer = _attention(exam) if ids is exam.ids else (None, 0)
+    if record is not None:
+        panel = Panel(
+            f"attention, layer {layer}", _rows(_largest_weights(record)), _rows(_visible(exam, layer)), names, names
+        )
+        panels.append(replace(panel, row_axis="query", column_axis="key"))
+    return Panels("which tokens the output at each position depends on", tuple(panels))
+
+
+def _draw_rows(exam: Examination, finding: Finding) -> Panels:
+    """Draw which rows of a batch the output of each row depends on."""
+    ids, others = exam.ids, exam.subject.other_tokens(exam.ids)
+    old, columns = exam.run(ids).float(), []
+    for row in range(len(ids)):
+        changed = ids.clone()
+        changed[row] = others[row]
+        columns.append((exam.run(changed).float() - old).abs().flatten(1).amax(1) / max(float(old.std()), 1e-6))
+    names, change = tuple(str(row) for row in range(len(ids))), torch.stack(columns, 1).nan_to_num(1.0).cpu()
+    allowed = torch.eye(len(ids), dtype=torch.bool)
+    panels = [_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names)]
+    named = [replace(panel, row_axis="output of row", column_axis="row that is changed") for panel in panels]
+    return Panels("which rows of a batch an output depends on", tuple(named))
+
+
+def _draw_documents(exam: Examination, finding: Finding) -> Panels:
+    """Draw which tokens an output depends on in a row of two packed documents."""
+    length = exam.ids.shape[1]
+    documents = (torch.arange(length) >= length // 2).long()
+    allowed = expected_dependence(exam, length) & (documents[:, None] == documents[None, :])
+    caption = f"which tokens an output depends on, with a new document from position {length // 2} on"
+    return _draw_with(exam, "documents", documents, allowed, caption)
+
+
+def _draw_prefix(exam: Examination, finding: Finding) -> Panels:
+    """Draw which tokens an output depends on after a prefix whose tokens see each other."""
+    length = exam.ids.shape[1]
+    prefix = torch.arange(length) < length // 3
+    allowed = expected_dependence(exam, length) | prefix[None, :]
+    caption = f"which tokens an output depends on, with a prefix of {length // 3} tokens"
+    return _draw_with(exam, "prefix", prefix, allowed, caption)
+
+
+def _draw_with(exam: Examination, option: str, value: Tensor, allowed: Tensor, caption: str) -> Panels:
+    """Draw which tokens an output depends on in a run with an option that has a value for each token."""
+    places, value = range(exam.ids.shape[1]), value.to(exam.ids.device)
+    others, names = exam.subject.other_tokens(exam.ids), tuple(str(place) for place in places)
+    change = measure(lambda ids: exam.run(ids, **{option: value.expand(ids.shape)}), exam.ids, others, places)
+    panels = (_panel(exam, "measured", change, allowed, names, names), _mask_panel(allowed, names, names))
+    return Panels(caption, panels)
+
+
+def _draw_source(exam: Examination, finding: Finding) -> Panels:
+    """Draw which tokens of a padded source the outputs of the target depend on."""
+    assert exam.subject.source is not None
+    padded, mask = pad(exam.subject.source[:1], 0, PAD, exam.subject.pad_id)
+    ids, length = exam.ids[:1], padded.shape[1]
+
+    def run(sources: Tensor) -> Tensor:
+        rows = len(sources)
+        return exam.run(ids.expand(rows, -1), source=sources, source_mask=mask.expand(rows, -1))
+
+    change = measure(run, padded, exam.subject.other_tokens(padded), range(length))
+    rows = tuple(str(place) for place in range(ids.shape[1]))
+    columns = (*(str(place) for place in range(length - PAD)), *["pad"] * PAD)
+    allowed = mask[0].bool().cpu().expand(len(rows), -1)
+    panels = (_panel(exam, "measured", change, allowed, rows, columns), _mask_panel(allowed, rows, columns))
+    axis = "position of the source that is changed"
+    return Panels("which tokens of a source an output depends on", tuple(replace(p, column_axis=axis) for p in panels))
+
+
+def _draw_padding(exam: Examination, finding: Finding) -> Panels:
+    """Draw which tokens and which padding an output depends on, and what padding changes at each token."""
+    ids = exam.ids[:1, : exam.ids.shape[1] - PAD]
+    is_left = not finding.evidence.get("difference_right") and bool(finding.evidence.get("difference_left"))
+    left, right = (PAD, 0) if is_left else (0, PAD)
+    padded, mask = pad(ids, left, right, exam.subject.pad_id)
+    real, length = mask[0].bool().cpu(), padded.shape[1]
+    columns = tuple(str(i - left) if is_real else "pad" for i, is_real in enumerate(real.tolist()))
+    rows = tuple(name for name in columns if name != "pad") if exam.is_per_token else ("text",)
+
+    def run(changed: Tensor) -> Tensor:
+        output = exam.run(changed, mask.expand(len(changed), -1))
+        return output[:, left : left + ids.shape[1]] if exam.is_per_token else output[:, None]
+
+    change = measure(run, padded, exam.subject.other_tokens(padded), range(length))
+    allowed = (expected_dependence(exam, length)[real] & real) if exam.is_per_token else real[None]
+    plain, output = exam.run(ids).float().view_as(run(padded)), run(padded).float()
+    moved = (output - plain).abs().flatten(2).amax(-1)[0] / max(float(plain.std()), 1e-6)
+    none = torch.zeros(len(rows), 1, dtype=torch.bool)
+    bar = _panel(exam, "change by padding", moved.nan_to_num(1.0)[:, None].cpu(), none, rows, ("",))
+    side = "left" if is_left else "right"
+    return Panels(
+        f"what outputs depend on with {PAD} tokens of padding on the {side}, and what the padding changes",
+        (
+            _panel(exam, "measured", change, allowed, rows, columns),
+            _mask_panel(allowed, rows, columns),
+            replace(bar, column_axis=""),
+        ),
+    )
+
+
+def _panel(
+    exam: Examination, title: str, change: Tensor, allowed: Tensor, rows: tuple[str, ...], columns: tuple[str, ...]
+) -> Panel:
+    """Return a panel of changes: 0 for what rounding explains, and otherwise 0.3 to 1 on a logarithmic scale."""
+    limit, top = exam.subject.tolerance, max(float(change.max()), 1e-12)
+    shares = 1 + 0.15 * (change.clamp(min=1e-12) / top).log10()
+    return Panel(title, _rows(shares.clamp(0.3, 1).where(change > limit, 0.0)), _rows(allowed), rows, columns)
+
+
+def _mask_panel(allowed: Tensor, rows: tuple[str, ...], columns: tuple[str, ...]) -> Panel:
+    return Panel("expected", _rows(0.6 * allowed.float()), _rows(allowed), rows, columns)
+
+
+def _attention(exam: Examination) -> tuple[AttentionRecord | None, int]:
+    """Return the attention of the first layer that sees later keys, or of the first one at all, and its number."""
+    records = exam.self_attentions
+    leaking = [layer for layer, record in enumerate(records) if bool(_largest_weights(record).triu(1).any())]
+    layer = leaking[0] if leaking and exam.subject.kind != "bidirectional" else 0
+    return (records[layer], layer) if records else (None, 0)
+
+
+def _largest_weights(record: AttentionRecord) -> Tensor:
+    """Return the largest weight of all heads and rows, (T, S)."""
+    used = record.used_weights
+    weights = used if used is not None and used.shape == record.weights.shape else record.weights
+    return weights.detach().float().nan_to_num().amax(0).clamp(0, 1).cpu()
+
+
+def _rows(matrix: Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in matrix.tolist())
+
+
+PICTURES: dict[str, Callable[[Examination, Finding], Panels]] = {
+    **dict.fromkeys(("causality", "window", "mask_after_softmax", "positions", "positions_twice"), _draw_tokens),
+    "prefix": _draw_prefix,
+    "cross_padding": _draw_source,
+    "batch": _draw_rows,
+    "packing": _draw_documents,
+    "padding": _draw_padding,
+}
