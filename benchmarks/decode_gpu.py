@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -143,11 +143,16 @@ def check_tokens() -> list[str]:
 
 
 def generate_tokens(model: mb.Transformer, settings: Settings, fast: bool) -> list[list[int]]:
-    """Continue three prompts of different lengths."""
-    config = model.config
-    vocab = config.input.vocab
-    prompts = [[(7 * index + 3 * n) % vocab for index in range(n)] for n in (5, 3, 7)]
+    """Continue three prompts of different lengths, and then three times three of one length, which are recorded."""
     engine = Engine(model, capacity=24, optimize=fast, max_burst=4)
+    batches = ((5, 3, 7), *[(6, 6, 6)] * 3)
+    return [row for start, lengths in enumerate(batches) for row in continue_prompts(engine, settings, lengths, start)]
+
+
+def continue_prompts(engine: Engine, settings: Settings, lengths: Sequence[int], start: int) -> list[list[int]]:
+    config = engine.model.config
+    vocab = config.input.vocab
+    prompts = [[(start + row + 7 * i + 3 * n) % vocab for i in range(n)] for row, n in enumerate(lengths)]
     if config.encoder is not None:
         requests = [engine.add([0], settings, prompt) for prompt in prompts]
     else:
@@ -172,8 +177,8 @@ def random_model(config: ModelConfig) -> mb.Transformer:
 
 
 def median_seconds(run: Callable[[], object], repeats: int = 3) -> float:
-    """Return the median time of `run`, after one call to warm up."""
-    run()
+    """Return the median time of `run`, after two calls to warm up, in which steps and prompts are recorded."""
+    run(), run()
     seconds = []
     for _ in range(repeats):
         torch.cuda.synchronize()
