@@ -28,9 +28,9 @@ from _report import commit, processor_name, write_section
 import monoblock as mb
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
 from monoblock.cli.bench import measure_runners, print_report
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import DraftModel
 
 RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"
 COMMON_KEYS = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")

@@ -5,9 +5,9 @@ import torch
 from support import build_model
 
 import monoblock as mb
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import DraftModel
 
 PROMPT, NEW = 50, 100
 

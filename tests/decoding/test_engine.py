@@ -5,9 +5,10 @@ import torch
 from support import build_model, tiny_model
 
 import monoblock as mb
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import DraftModel, PromptLookup
+from monoblock.decoding.speculative import PromptLookup
 
 VOCAB, CONTEXT = 31, 41
 

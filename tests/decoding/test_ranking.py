@@ -6,10 +6,10 @@ from operator_support import use_kernels_for_toys
 from support import build_model
 
 import monoblock as mb
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.ranking import segmented_topk, top_continuations
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import DraftModel
 from monoblock.errors import InputError
 from monoblock.kernels.cpu import library
 

@@ -7,11 +7,12 @@ import torch
 from support import build_model
 
 import monoblock as mb
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.filters import top_k
 from monoblock.decoding.sampling import RandomStream, sample_tokens
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import DraftModel, PromptLookup
+from monoblock.decoding.speculative import PromptLookup
 
 VOCAB, SEEDS, PROMPT = 5, 3000, [1, 2, 1]
 TEMPERATURE, TOP_K = 1.7, 4

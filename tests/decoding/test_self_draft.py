@@ -11,9 +11,9 @@ from support import build_model, is_encoder_decoder, random_source, random_token
 import monoblock as mb
 from monoblock.decoding.backends import cpu_step, self_draft
 from monoblock.decoding.backends.prepared_model import prepare
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
-from monoblock.decoding.speculative import DraftModel
 from monoblock.kernels.cpu import library
 from monoblock.quantization import packing
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from monoblock.decoding.backends.self_draft import make_self_draft
 from monoblock.decoding.batch_rows import default_max_rows
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import MAX_BURST, Engine
 from monoblock.decoding.prompt import parse_prompt
 from monoblock.decoding.request import RequestOutput
 from monoblock.decoding.settings import Settings, check_effects, parse_settings, split_seeds
-from monoblock.decoding.speculative import DraftModel, PromptLookup, Proposer
+from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions

@@ -165,6 +165,11 @@ def request_rows(requests: list[Request]) -> list[tuple[Request, int]]:
     return [(request, row) for request in requests for row in range(request.settings.rows_per_prompt)]
 
 
+def tokens_left(request: Request, row: int) -> int:
+    """Return how many more tokens a row may get."""
+    return request.token_budget - len(request.sequences[row].new_tokens)
+
+
 def error_outputs(requests: list[Request]) -> list[RequestOutput]:
     """Return the outputs of requests that have failed since the last call."""
     outputs = [output for request in requests for output in request.unreported_errors]

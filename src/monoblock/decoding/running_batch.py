@@ -8,6 +8,7 @@ from torch import Tensor
 from monoblock.decoding import beam
 from monoblock.decoding.backends.protocol import DecoderState, can_burst, can_roll_back, can_search
 from monoblock.decoding.backends.select import Backend
+from monoblock.decoding.backends.speculative_graph import records_rounds
 from monoblock.decoding.batch_filters import Filters, choose_tokens, constrain_logits
 from monoblock.decoding.request import Request, RequestOutput, active_mask, error_outputs, request_rows
 from monoblock.decoding.speculative import Proposer, speculate
@@ -162,8 +163,9 @@ class RunningBatch:
     def remove_finished(self, wait_for_all: bool = False) -> None:
         """Remove finished requests if they are at least a quarter of the batch, since the remaining rows are copied.
 
-        With `wait_for_all`, remove them only when all requests of the batch are finished.
+        With `wait_for_all`, and while recorded rounds run, remove them only when all requests are finished.
         """
+        wait_for_all = wait_for_all or (records_rounds(self.state) and self.state.graph is not None)
         done = [request for request in self.requests if request.is_done]
         if done and (4 * len(done) >= len(self.requests)) and (not wait_for_all or len(done) == len(self.requests)):
             self.remove(done)
@@ -200,5 +202,7 @@ class RunningBatch:
     def end(self) -> None:
         """Drop all requests and release the state."""
         state, self.requests, self.state, self.filters = self.state, [], None, None
+        if self.proposer is not None:
+            self.proposer.release()
         if state is not None:
             state.release()

@@ -215,7 +215,7 @@ class CpuSearchDecoderState(CachedDecoderState):
                 moved = tensor.transpose(1, 2)[rows, column].transpose(1, 2)
                 tensor[:, :, : cache.capacity] = moved.masked_fill(unwritten, 0)
         for index in cache.index_by_capacity.values():
-            index.record_single_tokens(cache.lengths)
+            index.record_sequential_tokens(cache.lengths)
         cache.max_written = torch.maximum(cache.max_written, cache.lengths)
 
 

@@ -4,9 +4,10 @@
     prepared.model                  # the inference copy
     release(model)                  # free everything now
 
-A `PreparedModel` owns the inference copy, the beam-search operators, a recorded CUDA graph and the buffers of beam
+A `PreparedModel` owns the inference copy, the beam-search operators, recorded CUDA graphs and the buffers of beam
 searches that wait for the next call, and the quantized copies that propose tokens in speculative decoding.  It never
-refers to the model itself, so all of this is freed when the model is freed.
+refers to the model itself, so all of this is freed when the model is freed.  A recorded round of speculative decoding
+also refers to the inference copy of the draft.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from monoblock.decoding.backends.cpu_search_operators import SearchOperators, bu
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState
 from monoblock.decoding.backends.inference_copy import build_inference_copy, reason_for_no_copy, refresh, signature
 from monoblock.decoding.backends.search.cuda_search import BufferPool
+from monoblock.decoding.backends.speculative_graph import SPARE_TOKENS, SpeculativeGraphState
 from monoblock.nn.transformer import Transformer
 
 _PREPARED: WeakKeyDictionary[Transformer, PreparedModel] = WeakKeyDictionary()
@@ -37,7 +39,7 @@ class PreparedModel:
         self.signature = signature(model)
         self.model = build_inference_copy(model)
         self._drafts: dict[str, tuple[Sequence[int], Transformer]] = {}  # by kind: weight versions, quantized copy
-        self._idle_graph: CudaGraphDecoderState | None = None
+        self._idle_graphs: dict[type[CudaGraphDecoderState], CudaGraphDecoderState] = {}
         self._search_buffers = BufferPool(self.model)
         self._search_operators: SearchOperators | None = None
         self._has_search_operators = False
@@ -61,16 +63,27 @@ class PreparedModel:
 
     def make_graph_state(self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None) -> CudaGraphDecoderState:
         """Return a state that replays a CUDA graph: the one that an earlier call has kept, if it fits, or a new one."""
+        return self._make_state(CudaGraphDecoderState, capacity, rows_per_prompt, prefill_chunk)
+
+    def make_speculative_state(
+        self, capacity: int, rows_per_prompt: int, prefill_chunk: int | None
+    ) -> CudaGraphDecoderState:
+        """Return a state that replays rounds of speculative decoding, likewise."""
+        return self._make_state(SpeculativeGraphState, capacity + SPARE_TOKENS, rows_per_prompt, prefill_chunk)
+
+    def _make_state(
+        self, kind: type[CudaGraphDecoderState], capacity: int, rows_per_prompt: int, prefill_chunk: int | None
+    ) -> CudaGraphDecoderState:
         with _lock:
-            state, self._idle_graph = self._idle_graph, None
+            state = self._idle_graphs.pop(kind, None)
         if state is not None and state.fits(capacity, rows_per_prompt, prefill_chunk):
             return state
         shape, pool = (capacity, rows_per_prompt, prefill_chunk), self._search_buffers
-        return CudaGraphDecoderState(self.model, *shape, give_back=self._keep_graph, pool=pool)
+        return kind(self.model, *shape, give_back=self._keep_graph, pool=pool)
 
     def _keep_graph(self, state: CudaGraphDecoderState) -> None:
         with _lock:
-            self._idle_graph = state
+            self._idle_graphs[type(state)] = state
 
 
 def prepare(model: Transformer) -> PreparedModel | None:

@@ -130,9 +130,11 @@ class TransformerBackend:
     ) -> DecoderState:
         if not self.use_cache:
             return UncachedDecoderState(self.model, capacity, rows_per_prompt, self.tap)
+        if self.prepared is not None and supports_cuda_graph(self.model):
+            prepared = self.prepared
+            make_state = prepared.make_speculative_state if speculative else prepared.make_graph_state
+            return make_state(capacity, rows_per_prompt, prefill_chunk)
         if self.prepared is not None and not speculative:
-            if supports_cuda_graph(self.model):
-                return self.prepared.make_graph_state(capacity, rows_per_prompt, prefill_chunk)
             operators = self.prepared.get_search_operators() if rows_per_prompt > 1 else None
             if operators is not None:
                 return CpuSearchDecoderState(self.model, capacity, rows_per_prompt, prefill_chunk, operators=operators)

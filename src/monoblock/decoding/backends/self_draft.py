@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from monoblock.decoding.backends.cpu_step import MAX_TOKENS
 from monoblock.decoding.backends.prepared_model import prepare
-from monoblock.decoding.speculative import DraftModel
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.errors import InputError
 from monoblock.kernels.cpu.library import load_kernels
 from monoblock.nn.lstm import Recurrent

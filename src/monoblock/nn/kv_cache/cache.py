@@ -242,17 +242,20 @@ class Cache:
 
     # -- fixed shapes ----------------------------------------------------------------------------------------------
 
-    def make_static(self) -> None:
-        """Give every pass the same shapes, so that a CUDA graph can replay it; empty columns are then masked."""
+    def make_static(self, max_tokens: int = 1) -> None:
+        """Give every pass the same shapes, so that a CUDA graph can replay it; empty columns are then masked.
+
+        A pass writes at most `max_tokens` tokens to each row, and the caller leaves room for them.
+        """
         if any(isinstance(layer, LinearLayerCache) for layer in self.layers):
             raise InputError("the cache of linear attention cannot be static; use it as it is")
-        self.is_static, self.common_length, self.max_length = True, None, self.capacity - 1
+        self.is_static, self.common_length, self.max_length = True, None, self.capacity - max_tokens
 
     def make_dynamic(self) -> None:
         """Undo `make_static`, reading the current lengths from the device."""
         self.is_static, self.max_length = False, int(self.lengths.max())
         for index in self.index_by_capacity.values():
-            index.record_single_tokens(self.lengths)
+            index.record_sequential_tokens(self.lengths)
         self.max_written = torch.maximum(self.max_written, self.lengths)
 
     def copy_from(self, other: Cache) -> bool:

@@ -52,8 +52,8 @@ class CacheIndex:
         self, new_positions: TokenPositions, lengths: Tensor, max_length: int, is_static: bool = False
     ) -> CacheWrite:
         """Record the positions of new tokens; return the columns to write to and the positions of the keys they see."""
-        if is_static and new_positions.length == 1 and new_positions.valid is None and self.is_sequential:
-            return self._single_token_write(lengths)
+        if is_static and new_positions.valid is None and self.is_sequential:
+            return self._sequential_write(lengths, new_positions.length)
         B, T = lengths.shape[0], new_positions.length
         valid = new_positions.valid
         if valid is None:
@@ -79,14 +79,17 @@ class CacheIndex:
         """Whether columns hold tokens in order and every token sees all tokens before it."""
         return self.window is None and self.document is None and self.prefix_or_global is None
 
-    def _single_token_write(self, lengths: Tensor) -> CacheWrite:
-        """Prepare to write one token per row with few operations; `record_single_tokens` records positions later."""
+    def _sequential_write(self, lengths: Tensor, count: int) -> CacheWrite:
+        """Prepare to write tokens with few operations; `record_sequential_tokens` records their positions later."""
         column = torch.arange(self.capacity, device=lengths.device)[None]
-        key_positions = TokenPositions(column, valid=column <= lengths[:, None])
-        return CacheWrite(lengths[:, None], key_positions, self.capacity, lengths, False)
+        first = lengths[:, None]
+        if count == 1:
+            return CacheWrite(first, TokenPositions(column, valid=column <= first), self.capacity, lengths, False)
+        key_positions = TokenPositions(column, valid=column < first + count)
+        return CacheWrite(first + column[:, :count], key_positions, self.capacity, None, False)
 
-    def record_single_tokens(self, lengths: Tensor) -> None:
-        """Record the positions of tokens written by single-token passes."""
+    def record_sequential_tokens(self, lengths: Tensor) -> None:
+        """Record the positions of tokens written while the cache was static."""
         if self.is_sequential:
             column = torch.arange(self.capacity + 1, device=lengths.device)[None]
             known = self.token_index >= 0
