@@ -10,6 +10,7 @@ first records CUDA graphs and compiles kernels); the time includes the prompt.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from _report import commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
+from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.kernels.gpu import attend_step, gated_activation, linear, norm
@@ -130,9 +132,11 @@ def check_tokens() -> list[str]:
         model = mb.Transformer(config).cuda().eval()
         for settings in (Settings(max_new_tokens=9), Settings(max_new_tokens=9, temperature=1.0, seed=3)):
             try:
-                fast, plain = (generate_tokens(model, settings, fast) for fast in (True, False))
-                if fast != plain:
-                    failures.append(f"{name}: {fast} instead of {plain}")
+                plain = generate_tokens(model, settings, fast=False)
+                for draft in (None, similar_model(model) if model.encoder is None else None):
+                    fast = generate_tokens(model, settings, fast=True, draft=draft)
+                    if fast != plain:
+                        failures.append(f"{name}{' with a draft' if draft else ''}: {fast} instead of {plain}")
             except RuntimeError as problem:
                 failures.append(f"{name}: {str(problem)[:300]}")
                 torch.cuda.synchronize()
@@ -142,9 +146,21 @@ def check_tokens() -> list[str]:
     return checked if not failures else [f"only {len(checked) - len(failures)}"]
 
 
-def generate_tokens(model: mb.Transformer, settings: Settings, fast: bool) -> list[list[int]]:
+def similar_model(model: mb.Transformer) -> mb.Transformer:
+    """Return a copy with slightly different weights, as a draft."""
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.05 * weight.abs().mean() * torch.randn_like(weight))
+    return draft
+
+
+def generate_tokens(
+    model: mb.Transformer, settings: Settings, fast: bool, draft: mb.Transformer | None = None
+) -> list[list[int]]:
     """Continue three prompts of different lengths, and then three times three of one length, which are recorded."""
-    engine = Engine(model, capacity=24, optimize=fast, max_burst=4)
+    proposer = None if draft is None else DraftModel(draft)
+    engine = Engine(model, capacity=24, optimize=fast, max_burst=4, proposer=proposer)
     batches = ((5, 3, 7), *[(6, 6, 6)] * 3)
     return [row for start, lengths in enumerate(batches) for row in continue_prompts(engine, settings, lengths, start)]
 
