@@ -6,11 +6,15 @@ import pytest
 import torch
 from support import preset_names, tiny_model
 
+from monoblock.config.knobs import vary
 from monoblock.decoding.backends import cuda_graph, prepared_model, select
 from monoblock.decoding.backends.cuda_graph import CudaGraphDecoderState, supports_cuda_graph
+from monoblock.decoding.backends.inference import inference_experts
+from monoblock.decoding.backends.inference.inference_experts import InferenceExperts
 from monoblock.decoding.backends.recorded_prompts import RecordedPrompts
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.nn.transformer import Transformer
 
 PROMPTS = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3])
 
@@ -120,15 +124,30 @@ def test_a_request_that_joins_a_running_batch_changes_nothing(monkeypatch):
     assert [tokens[first], tokens[second]] == decode(plain_engine(model), SETTINGS["greedy"], PROMPTS[:2])
 
 
-def test_experts_are_not_recorded():
-    names = preset_names(
-        lambda config: config.decoder is not None and any(b.feedforward.experts for b in config.decoder.layers())
-    )
-    assert names
-    for name in [*names, "gpt2"]:
+def test_every_decoder_with_softmax_attention_is_recorded():
+    names = preset_names(lambda config: config.decoder is not None)
+    for name in names:
         on_gpu = SimpleNamespace(decoder=tiny_model(name).decoder, device=torch.device("cuda"))
-        assert supports_cuda_graph(on_gpu) == (name == "gpt2")
+        assert supports_cuda_graph(on_gpu), name
     assert not supports_cuda_graph(tiny_model("gpt2"))
+
+
+@pytest.mark.parametrize("settings", ["greedy", "sampled", "ends early"])
+@pytest.mark.parametrize("count", [5, 24], ids=["all experts run", "weights are gathered"])
+def test_experts_of_recorded_steps_have_fixed_shapes(count, settings, monkeypatch):
+    """Neither way reads on the host which expert a token goes to."""
+    config = tiny_model("mixtral-8x7b").config
+    torch.manual_seed(0)
+    model, settings = Transformer(vary(config, experts=count)).eval(), SETTINGS[settings]
+    expected = decode(plain_engine(model), settings)
+    monkeypatch.setattr(inference_experts, "needs_fixed_shapes", lambda x: x.shape[0] <= 3)
+    gathered = []
+    run_gathered = InferenceExperts._run_gathered
+    monkeypatch.setattr(
+        InferenceExperts, "_run_gathered", lambda self, *args: gathered.append(1) or run_gathered(self, *args)
+    )
+    assert decode(graph_engine(model, monkeypatch), settings) == expected
+    assert bool(gathered) == (count == 24)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-7b", "mistral-7b", "gemma2-2b"])

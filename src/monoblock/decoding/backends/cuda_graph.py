@@ -18,6 +18,7 @@ from monoblock.decoding.backends.recorded_prompts import (
     MAX_CACHE_BYTES,
     PromptShape,
     RecordedPrompts,
+    can_record_prompts,
     prompts_have_one_length,
 )
 from monoblock.decoding.backends.search.cuda_search import BufferKey, BufferPool, RecordedSearch
@@ -25,6 +26,7 @@ from monoblock.decoding.backends.search.record import Recording, record
 from monoblock.decoding.backends.supported_fields import (
     ATTENTION,
     BLOCK,
+    EXPERTS,
     FEEDFORWARD,
     NORM,
     POSITIONS,
@@ -52,8 +54,8 @@ SUPPORTED: AllowList = {
     **allow(SCALING, "attention.positions.scaling."),
     **allow(ATTENTION, "cross."),
     **allow(NORM, "cross.qk_norm."),
-    **allow(FEEDFORWARD, "feedforward."),
-    "feedforward.experts": one_of(None),  # which expert a token goes to is known only on the device
+    **allow(f"{FEEDFORWARD} experts", "feedforward."),
+    **allow(EXPERTS, "feedforward.experts."),
 }
 
 
@@ -86,7 +88,7 @@ class CudaGraphDecoderState(CachedDecoderState):
         self.prompts: Sequence[Prompt] | None = None  # of a search that begins with the next step
         self.search: RecordedSearch | None = None  # while a search runs
         self.searches: list[BeamSearch] = []  # those of `search`
-        self.can_record_prompts = model.encoder is None and rows_per_prompt == 1 and prefill_chunk is None
+        self.can_record_prompts = rows_per_prompt == 1 and prefill_chunk is None and can_record_prompts(model)
         self.last_prompts: PromptShape | None = None  # of the last call, if a pass over them can be recorded
         self.recorded_prompts: RecordedPrompts | None = None
         self.graph: Recording | None = None

@@ -21,6 +21,7 @@ from monoblock.decoding.backends.inference.gpu_quantized_linear import (
     InferenceQuantizedEmbedding,
     InferenceQuantizedLinear,
 )
+from monoblock.decoding.backends.inference.inference_experts import InferenceExperts
 from monoblock.decoding.backends.inference.inference_modules import (
     InferenceAttention,
     InferenceBlock,
@@ -64,6 +65,7 @@ INFERENCE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     Attention: InferenceAttention,
     Block: InferenceBlock,
     FeedForward: InferenceFeedForward,
+    Experts: InferenceExperts,
     Norm: InferenceNorm,
     Head: InferenceHead,
     Stack: InferenceStack,
@@ -182,7 +184,7 @@ def _copy_module(module: M) -> M:
     copied.training = False
     copied._modules = {name: None if child is None else _copy_module(child) for name, child in module._modules.items()}
     kind: Any = INFERENCE_CLASSES.get(type(module))
-    if kind is not None and not isinstance(module, Experts):
+    if kind is not None:
         copied.__class__ = kind
     return copied
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from monoblock.decoding.backends.search.record import record
 from monoblock.decoding.prompt import Prompt
+from monoblock.nn.experts import Experts
 from monoblock.nn.kv_cache.cache import Cache
 from monoblock.nn.transformer import Transformer
 
@@ -27,6 +28,11 @@ class PromptShape(NamedTuple):
     length: int
     capacity: int
     chunk: int
+
+
+def can_record_prompts(model: Transformer) -> bool:
+    """Return whether a pass over prompts has fixed shapes: with experts, they depend on the tokens."""
+    return model.encoder is None and not any(isinstance(module, Experts) for module in model.modules())
 
 
 def prompts_have_one_length(prompts: Sequence[Prompt]) -> bool:
