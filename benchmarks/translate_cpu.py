@@ -25,6 +25,7 @@ import torch
 import monoblock as mb
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.quantization.convert import quantize
 
 RESULTS = Path(__file__).with_name("results") / "translate-cpu.md"
 BEAMS, NEW, BATCH = 4, 14, 64
@@ -78,12 +79,13 @@ def batch_indices(rows: TokenRows) -> list[list[int]]:
 
 
 @functools.cache
-def load_model(folder: Path) -> mb.Transformer:
-    return mb.Transformer.from_pretrained(folder).eval()
+def load_model(folder: Path, bits: int | None) -> mb.Transformer:
+    model = mb.Transformer.from_pretrained(folder).eval()
+    return model if bits is None else quantize(model, bits=bits)
 
 
-def run_monoblock(folder: Path, rows: TokenRows, **_: Any) -> TokenRows:
-    model = load_model(folder)
+def run_monoblock(folder: Path, rows: TokenRows, bits: int | None = None, **_: Any) -> TokenRows:
+    model = load_model(folder, bits)
     settings = Settings(
         max_new_tokens=NEW, min_new_tokens=NEW, num_beams=BEAMS, eos_token_id=(EOS,), suppress_tokens=(PAD,)
     )
@@ -123,7 +125,7 @@ def run_transformers(folder: Path, rows: TokenRows, model: Any, **_: Any) -> Tok
 
 
 @functools.cache
-def load_ctranslate2(folder: Path, model: Any, threads: int) -> Any:
+def load_ctranslate2(folder: Path, model: Any, threads: int, compute_type: str) -> Any:
     """Convert the model for CTranslate2, and load it."""
     import ctranslate2 as ct2
     from ctranslate2.converters import transformers as converters
@@ -144,18 +146,26 @@ def load_ctranslate2(folder: Path, model: Any, threads: int) -> Any:
         spec.optimize()
         target.mkdir()
         spec.save(str(target))
-    return ct2.Translator(str(target), device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads)
+    return ct2.Translator(str(target), device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads)
 
 
-def run_ctranslate2(folder: Path, rows: TokenRows, model: Any, threads: int, **_: Any) -> TokenRows:
-    translator = load_ctranslate2(folder, model, threads)
+def run_ctranslate2(
+    folder: Path, rows: TokenRows, model: Any, threads: int, compute_type: str = "float32", **_: Any
+) -> TokenRows:
+    translator = load_ctranslate2(folder, model, threads, compute_type)
     sources = [[f"t{token}" for token in row[:-1]] + ["</s>"] for row in rows]
     options = {"min_decoding_length": NEW, "max_decoding_length": NEW, "suppress_sequences": [[f"t{PAD}"]]}
     results = translator.translate_batch(sources, beam_size=BEAMS, max_batch_size=BATCH, **options)
     return [[int(token[1:]) for token in result.hypotheses[0]] for result in results]
 
 
-RUNNERS = {"monoblock": run_monoblock, "transformers": run_transformers, "CTranslate2, fp32": run_ctranslate2}
+RUNNERS = {
+    "monoblock": run_monoblock,
+    "monoblock, 8 bits": functools.partial(run_monoblock, bits=8),
+    "transformers": run_transformers,
+    "CTranslate2, fp32": run_ctranslate2,
+    "CTranslate2, int8": functools.partial(run_ctranslate2, compute_type="int8"),
+}
 
 
 def installed_runners(runners: dict[str, Any]) -> dict[str, Any]:

@@ -247,9 +247,7 @@ def test_prompts_that_have_begun_are_not_mixed_with_others():
 
 def test_a_token_outside_the_token_table_is_refused():
     small = {"stack": native_stack(is_plain=True), "output_table": torch.ones(37, 24), "output_bias": None}
-    model = torch.classes.monoblock.SearchModel(
-        **small, output_scale=1.0, token_table=torch.ones(5, 24), token_scale=1.0
-    )
+    model = torch.classes.monoblock.SearchModel(**search_model() | small | {"token_table": torch.ones(5, 24)})
     search = torch.classes.monoblock.BeamSearchBatch(**beam_search() | {"model": model})
     for _ in range(2):
         search.add(**prompt())
