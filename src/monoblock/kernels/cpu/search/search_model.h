@@ -66,6 +66,7 @@ class SearchModel : public torch::CustomClassHolder {
   // Before every step: weights may have been resized or moved since.
   void check() const {
     stack->check_weights();
+    TORCH_CHECK(!table_least || table_scale, "table_least is given without table_scale; leave it out");
     table_scale ? check_quantized_table() : check_tensor("output_table", output_table, at::kFloat, {ANY, stack->width});
     if (output_bias) check_tensor("output_bias", *output_bias, at::kFloat, {vocabulary()});
     if (token_table) check_tensor("token_table", *token_table, at::kFloat, {ANY, stack->width});
