@@ -118,7 +118,8 @@ def test_quantized_weights_give_the_texts_and_scores_of_the_dequantized_model_in
     model = quantize(translator(**BLOCKS[block]), bits=bits, group=32, table_bits=12 - bits)
     sources = random_sources(11)
     operators = search_operators(model)
-    assert operators is not None and operators.encoder is not None
+    assert operators is not None
+    assert operators.encoder is not None
     results = search(model, sources)
     assert taken == {"begin_search": [True], "step_search": [True] * 17}
     assert_same(results, search_plain(dequantize(model), sources), tolerance=2e-4)

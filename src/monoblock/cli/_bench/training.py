@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,7 +34,7 @@ class PlainBlock(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.output(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.feedforward_norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(self.up(self.feedforward_norm(x))))
 
 
 class PlainGpt(nn.Module):
@@ -56,19 +57,19 @@ class PlainGpt(nn.Module):
 
 def _gpt_sizes(config: ModelConfig) -> tuple[int, int, int]:
     """Return the vocabulary, the context and the number of heads of a GPT."""
-    assert config.decoder is not None and config.context is not None
+    assert config.decoder is not None
+    assert config.context is not None
     return config.input.vocab, config.context, next(iter(config.decoder.layers())).attention.heads  # type: ignore[union-attr]
 
 
 def build_reference(config: ModelConfig) -> Any:
     """Build GPT-2 of the same shape in transformers, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    transformers: Any = import_module("transformers")
     vocab, context, heads = _gpt_sizes(config)
     sizes = {"n_embd": config.width, "n_layer": config.depth, "n_head": heads, "n_positions": context}
     special = {"bos_token_id": None, "eos_token_id": None}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes, **special)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes, **special)
     )
 
 
@@ -91,7 +92,7 @@ def time_step(model: nn.Module, ids: Tensor) -> float:
     out = model(ids)
     logits = out if isinstance(out, Tensor) else out.logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     synchronize(str(ids.device))
     return time.perf_counter() - start
 

@@ -47,20 +47,22 @@ class TranslationSetup(NamedTuple):
     threads: int
 
 
-def build_setup(folder: Path, shape: Shape, device: str, threads: int) -> TranslationSetup:
+def build_setup(
+    folder: Path, shape: Shape, device: str, threads: int, dtype: torch.dtype = torch.float32
+) -> TranslationSetup:
     """Build a Marian model with random weights in transformers and load it; without transformers, build ours alone."""
     if find_spec("transformers") is None:
         torch.manual_seed(1)
         config = vaswani(vocab=shape.vocab, width=shape.width, depth=shape.depth, heads=shape.heads, context=128)
-        return TranslationSetup(Transformer(config).to(device).eval(), None, folder, device, threads)
-    marian = save_marian(folder, shape).to(device)
-    return TranslationSetup(Transformer.from_pretrained(folder, device=device).eval(), marian, folder, device, threads)
+        return TranslationSetup(Transformer(config).to(device, dtype).eval(), None, folder, device, threads)
+    marian = save_marian(folder, shape).to(device, dtype)
+    model = Transformer.from_pretrained(folder, device=device, dtype=dtype).eval()
+    return TranslationSetup(model, marian, folder, device, threads)
 
 
 def save_marian(folder: Path, shape: Shape) -> Any:
     """Save a Marian model with random weights, and return it."""
-    import transformers
-
+    transformers: Any = import_module("transformers")
     with silence_transformers():
         sizes = {"encoder_layers": shape.depth, "decoder_layers": shape.depth}
         sizes |= {"encoder_attention_heads": shape.heads, "decoder_attention_heads": shape.heads}
