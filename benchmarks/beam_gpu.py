@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 from _report import commit, device_name, write_section
-from translate_cpu import TokenRows, pad_rows, random_sources
 from translate_real import to_transformers
 
 import monoblock as mb
+from monoblock.cli._bench.translation import TokenRows, pad_rows, random_sources
 from monoblock.decoding.backends import select
 from monoblock.decoding.backends.prepared_model import prepare, release
 from monoblock.decoding.batch_rows import default_max_rows

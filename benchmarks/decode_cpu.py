@@ -26,8 +26,9 @@ import torch
 from _report import commit, processor_name, write_section
 
 import monoblock as mb
+from monoblock.cli._bench.decoding import measure_runners
 from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
-from monoblock.cli.bench import measure_runners, print_report
+from monoblock.cli.bench import print_report
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings

@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from _report import commit, processor_name, write_section
 from torch.profiler import ProfilerActivity, profile
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import monoblock as mb
+from monoblock.cli._bench.ceilings import best_product_seconds
+from monoblock.cli._bench.training import OURS, build_models, time_models, time_step
 
 RESULTS = Path(__file__).with_name("results") / "train-cpu.md"
-OURS, THEIRS, PLAIN = "monoblock", "transformers", "nanoGPT's operations"
-WARMUP_ROUNDS = 3
 GROUPS = {  # group -> prefixes of operator names; the first match counts
     "matrix products": ("monoblock::linear", "aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("monoblock::attend", "aten::_scaled_dot_product"),
@@ -36,75 +33,6 @@ GROUPS = {  # group -> prefixes of operator names; the first match counts
     "copies": ("aten::copy_", "aten::cat", "aten::fill_", "aten::clone"),
     "sums and residuals": ("aten::sum", "aten::add"),
 }
-
-
-def build_reference(config: mb.ModelConfig) -> GPT2LMHeadModel:
-    attention = next(config.decoder.layers()).attention
-    sizes = {"n_embd": config.width, "n_layer": config.depth, "n_head": attention.heads, "n_positions": config.context}
-    special = {"bos_token_id": None, "eos_token_id": None}
-    settings = GPT2Config(
-        vocab_size=config.input.vocab, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes, **special
-    )
-    return GPT2LMHeadModel(settings)
-
-
-class PlainBlock(torch.nn.Module):
-    """A pre-norm block with one projection to queries, keys and values, and torch's fused attention."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.feedforward_norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.qkv, self.output = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.output(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.feedforward_norm(x))))
-
-
-class PlainGpt(torch.nn.Module):
-    """A GPT of torch's own layers, with the operations of nanoGPT: learned positions, exact GELU, tied head."""
-
-    def __init__(self, config: mb.ModelConfig) -> None:
-        super().__init__()
-        heads = next(config.decoder.layers()).attention.heads
-        self.token = torch.nn.Embedding(config.input.vocab, config.width)
-        self.position = torch.nn.Embedding(config.context, config.width)
-        self.blocks = torch.nn.ModuleList(PlainBlock(config.width, heads) for _ in range(config.depth))
-        self.norm = torch.nn.LayerNorm(config.width)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.token.weight)
-
-
-def time_step(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    """Return the seconds of one forward pass, loss and backward pass."""
-    model.zero_grad(set_to_none=True)
-    start = time.perf_counter()
-    out = model(ids)
-    logits = out if isinstance(out, torch.Tensor) else out.logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    return time.perf_counter() - start
-
-
-def time_models(models: dict[str, torch.nn.Module], ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each model's steps; the models take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    warmup = min(WARMUP_ROUNDS, rounds)
-    for round_number in range(rounds + warmup):
-        for name, model in models.items():
-            step_seconds = time_step(model.train(), ids)
-            if round_number >= warmup:
-                seconds[name].append(step_seconds)
-    return seconds
 
 
 def profile_shares(model: torch.nn.Module, ids: torch.Tensor, rounds: int) -> tuple[dict[str, float], float]:
@@ -120,28 +48,13 @@ def profile_shares(model: torch.nn.Module, ids: torch.Tensor, rounds: int) -> tu
     return {name: value / total for name, value in seconds.items()}, seconds["matrix products"]
 
 
-def peak_flops(size: int, rounds: int = 8) -> float:
-    """Return the best FLOP/s of a product of two large matrices."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = mb.tiny("gpt2") if args.smoke else mb.preset(args.preset)
     batch, length, rounds = (2, 16, 1) if args.smoke else (args.batch, args.length, args.rounds)
     size = 64 if args.smoke else 2048
     torch.manual_seed(0)
     ids = torch.randint(0, config.input.vocab, (batch, length))
-    models: dict[str, torch.nn.Module] = {
-        OURS: mb.Transformer(config),
-        PLAIN: PlainGpt(config),
-        THEIRS: build_reference(config),
-    }
+    models, _ = build_models(config)
     if args.compile:
         models[f"{OURS}, compiled"] = torch.compile(mb.Transformer(config))
     seconds = time_models(models, ids, rounds)
@@ -159,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "times_faster": {name: _speedups(times, seconds[OURS]) for name, times in seconds.items() if name != OURS},
         "shares": shares,
         "products_per_second": 6 * weights * batch * length / product_seconds,
-        "peak_per_second": peak_flops(size),
+        "peak_per_second": 2 * size**3 / best_product_seconds(size),
         "peak_size": size,
     }
 

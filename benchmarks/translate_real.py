@@ -15,19 +15,28 @@ import functools
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from translate_cpu import BATCH, BEAMS, PAUSE_SECONDS, TokenRows, batch_indices, installed_runners, pad_rows
 
 import monoblock as mb
-from monoblock.decoding.engine import Engine
+from monoblock.cli._bench.translation import (
+    BATCH,
+    BEAMS,
+    PAUSE_SECONDS,
+    TokenRows,
+    batch_indices,
+    pad_rows,
+    search_batches,
+)
 from monoblock.decoding.settings import Settings
 from monoblock.metrics.text import bleu
 from monoblock.nn.positions import sinusoid
+from monoblock.quantization.convert import quantize
 from monoblock.runs.load import load
 from monoblock.runs.pipeline import Pipeline
 
@@ -98,17 +107,15 @@ def to_transformers(pipe: Pipeline) -> Any:
     return converted
 
 
-def run_monoblock(pipe: Pipeline, rows: TokenRows, **_: Any) -> TokenRows:
+@functools.cache
+def quantized(model: mb.Transformer) -> mb.Transformer:
+    return quantize(model, bits=8).eval()
+
+
+def run_monoblock(pipe: Pipeline, rows: TokenRows, is_quantized: bool = False, **_: Any) -> TokenRows:
     settings = Settings(max_new_tokens=NEW, num_beams=BEAMS, early_stopping=True, eos_token_id=(pipe.tokenizer.eos_id,))
-    start = (pipe.defaults.decoder_start_token_id,)
-    targets: TokenRows = [[] for _ in rows]
-    for indices in batch_indices(rows):
-        engine = Engine(pipe.model, max_rows=BATCH * BEAMS, capacity=NEW + 1)
-        index_by_request = {engine.add(start, settings, rows[index]): index for index in indices}
-        while engine.busy:
-            for event in engine.step():
-                targets[index_by_request[event.request_id]] = list(event.tokens)
-    return targets
+    model = quantized(pipe.model) if is_quantized else pipe.model
+    return search_batches(model, rows, (pipe.defaults.decoder_start_token_id,), settings, NEW)
 
 
 @torch.inference_mode()
@@ -124,7 +131,7 @@ def run_transformers(pipe: Pipeline, rows: TokenRows, model: Any, **_: Any) -> T
 
 
 @functools.cache
-def load_ctranslate2(folder: str, model: Any, eos: int, threads: int) -> Any:
+def load_ctranslate2(folder: str, model: Any, eos: int, threads: int, compute_type: str) -> Any:
     import ctranslate2 as ct2
     from ctranslate2.converters import transformers as converters
 
@@ -139,17 +146,25 @@ def load_ctranslate2(folder: str, model: Any, eos: int, threads: int) -> Any:
     spec.validate()
     spec.optimize()
     spec.save(folder)
-    return ct2.Translator(folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads)
+    return ct2.Translator(folder, device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads)
 
 
-def run_ctranslate2(pipe: Pipeline, rows: TokenRows, model: Any, folder: str, threads: int) -> TokenRows:
-    translator = load_ctranslate2(folder, model, pipe.tokenizer.eos_id, threads)
+def run_ctranslate2(
+    pipe: Pipeline, rows: TokenRows, model: Any, folder: str, threads: int, compute_type: str = "float32"
+) -> TokenRows:
+    translator = load_ctranslate2(folder, model, pipe.tokenizer.eos_id, threads, compute_type)
     sources = [[f"t{token}" for token in row] for row in rows]
     results = translator.translate_batch(sources, beam_size=BEAMS, max_batch_size=BATCH, max_decoding_length=NEW)
     return [[int(token[1:]) for token in result.hypotheses[0]] for result in results]
 
 
-RUNNERS = {"monoblock": run_monoblock, "transformers": run_transformers, "CTranslate2, fp32": run_ctranslate2}
+RUNNERS = {
+    "monoblock": run_monoblock,
+    "monoblock, 8 bits": functools.partial(run_monoblock, is_quantized=True),
+    "transformers": run_transformers,
+    "CTranslate2, fp32": run_ctranslate2,
+    "CTranslate2, int8": functools.partial(run_ctranslate2, compute_type="int8"),
+}
 
 
 def load_run(args: argparse.Namespace) -> tuple[Pipeline, TokenRows, list[str]]:
@@ -177,7 +192,7 @@ def measure(args: argparse.Namespace) -> str:
     pipe, rows, references = build_toy() if args.smoke else load_run(args)
     model = to_transformers(pipe)
     special = {pipe.tokenizer.eos_id, pipe.tokenizer.pad_id, pipe.defaults.decoder_start_token_id}
-    runners = installed_runners(RUNNERS)
+    runners = {name: run for name, run in RUNNERS.items() if "CTranslate2" not in name or find_spec("ctranslate2")}
     seconds, texts = dict.fromkeys(runners, float("inf")), {}
     with tempfile.TemporaryDirectory() as temporary:
         for _ in range(args.rounds):
@@ -199,7 +214,7 @@ def format_table(
     count, ours = len(references), seconds["monoblock"]
     lines = [
         f"{count:,} sentences of Multi30k test 2016, de→en, beam {BEAMS}, {parameters:,} trained parameters, "
-        f"{threads} threads, fp32, torch {torch.__version__}",
+        f"{threads} threads, torch {torch.__version__}",
         "",
         "| runner | seconds | sentences per second | speedup of monoblock | BLEU | same targets |",
         "|---|---|---|---|---|---|",

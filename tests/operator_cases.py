@@ -131,6 +131,8 @@ def search_model() -> Arguments:
     return {
         "stack": native_stack(is_plain=True),
         "output_table": draw(VOCABULARY, D),
+        "table_scale": None,
+        "table_least": None,
         "output_bias": draw(VOCABULARY),
         "output_scale": 1.0,
         "token_table": draw(VOCABULARY, D),

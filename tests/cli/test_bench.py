@@ -1,5 +1,7 @@
 """`monoblock bench`: all runners generate the same tokens, and the report is consistent."""
 
+import contextlib
+import io
 import json
 
 import model_folders
@@ -7,9 +9,12 @@ import pytest
 import torch
 
 import monoblock as mb
+from monoblock.cli._bench import startup, suite, training, translation
+from monoblock.cli._shared import bench_runners
 from monoblock.cli._shared.bench_runners import RUNNERS, BenchSetup, RunnerUnavailable, export_for_peers
 from monoblock.cli.main import run
 
+ON_CPU = ["--device", "cpu", "--dtype", "fp32"]
 SMALL = ["--prompt", "5", "--new", "4", "--rounds", "1"]
 
 
@@ -47,8 +52,6 @@ def test_other_libraries_generate_the_same_tokens(model, tmp_path):
 
 
 def test_a_library_that_is_not_installed_is_reported(model, tmp_path, monkeypatch):
-    from monoblock.cli._shared import bench_runners
-
     monkeypatch.setattr(bench_runners, "find_spec", lambda name: None)
     for name in RUNNERS:
         if not name.startswith("monoblock"):
@@ -72,8 +75,6 @@ def test_json_has_a_row_for_each_runner(folder, capsys):
 
 
 def test_the_table_names_libraries_that_are_not_installed(folder, capsys, monkeypatch):
-    from monoblock.cli._shared import bench_runners
-
     monkeypatch.setattr(bench_runners, "find_spec", lambda name: None)
     assert run(["bench", folder, *SMALL]) == 0
     out, err = capsys.readouterr()
@@ -97,6 +98,9 @@ def test_an_encoder_decoder_is_measured(tmp_path, capsys):
         (["gpt2", "--only", "transfomers"], "did you mean 'transformers'"),
         (["FOLDER", "--new", "60"], "but this model has 32"),
         (["gpt2", "--new", "0"], "is not in the range"),
+        (["gpt2", "--all"], "WHAT has no effect"),
+        (["--all", "--only", "monoblock"], "--only has no effect"),
+        (["--small"], "--small belongs to --all"),
     ],
 )
 def test_invalid_arguments_are_one_line_errors(folder, arguments, message, capsys):
@@ -126,3 +130,53 @@ def test_the_default_lengths_fit_a_short_context(folder, capsys):
     assert run(["bench", folder, "--rounds", "1", "--only", "monoblock", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["prompt"], report["new"]) == (10, 21)  # of a context of 32
+
+
+@pytest.fixture(scope="module")
+def whole_report(tmp_path_factory):
+    """The report of `--all` with toy sizes where no other library is installed, and the page that it wrote."""
+    page = tmp_path_factory.mktemp("bench") / "speed.md"
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bench_runners, training, translation, startup):
+            patch.setattr(module, "find_spec", lambda name: None)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert run(["bench", "--all", "--small", "--rounds", "1", "--json", "--out", str(page), *ON_CPU]) == 0
+    return json.loads(output.getvalue()), page.read_text(encoding="utf-8")
+
+
+def test_one_table_has_all_tasks_with_the_fraction_of_a_ceiling(whole_report):
+    report, _ = whole_report
+    ours = {row["task"].split(",")[0]: row for row in report["rows"] if row["runner"] == "monoblock"}
+    assert list(ours) == ["training", "prefill", "decoding", "translation", "start-up to the first token"]
+    assert min(report["ceilings"].values()) > 0
+    for task, row in ours.items():
+        assert row["ratio"] == pytest.approx(1) or row["note"] == "too short to measure"
+        assert (row["fraction"] is None) == (task.startswith("start-up") or row["speed"] is None)
+    assert {row["runner"] for row in report["rows"]} >= {"nanoGPT's operations", "monoblock, 8 bits"}
+
+
+def test_libraries_that_are_not_installed_are_lines_of_the_table(whole_report):
+    report, page = whole_report
+    absent = {(row["task"].split(",")[0], row["runner"]) for row in report["rows"] if row["note"] == "not installed"}
+    assert absent >= {
+        ("training", "transformers"),
+        ("decoding", "CTranslate2, int8"),
+        ("translation", "transformers"),
+        ("translation", "CTranslate2, fp32"),
+        ("start-up to the first token", "llama.cpp"),
+    }
+    assert "| start-up to the first token | llama.cpp | not installed |" in page
+    assert len([line for line in page.splitlines() if line.startswith("|")]) == 2 + len(report["rows"])
+
+
+def test_the_fraction_of_a_ceiling_is_what_the_work_needs_over_what_the_hardware_does():
+    config = mb.vaswani(vocab=61, width=32, depth=1, heads=2)
+    weights = 4 * 32 * 32 + 2 * 32 * 128  # of an encoder block
+    decoder = weights + 2 * 32 * 32 + 61 * 32  # of a target token: queries and output of cross-attention, and the table
+    products = 2 * (weights + 2 * 32 * 32) * 15 + 2 * decoder * 4 * 14  # sources have their keys and values once
+    assert suite.search_flops(config, 15) == pytest.approx(products, rel=0.2)  # the rest is attention
+    row = suite.Row("a", "monoblock", 50.0, "tokens/s")
+    assert suite.ratio_to_ours(row._replace(runner="other", speed=25.0), [row]) == 0.5
+    startup_row = suite.Row("b", "monoblock", 2.0, "s")
+    assert suite.ratio_to_ours(startup_row._replace(runner="other", speed=4.0), [startup_row]) == 0.5

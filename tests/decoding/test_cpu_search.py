@@ -15,6 +15,7 @@ from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.kernels.cpu import library
 from monoblock.nn.lora import add_lora, fold_lora, lora_layers
+from monoblock.quantization.convert import dequantize, quantize
 
 SIZES = {"vocab": 37, "width": 24, "depth": 2, "heads": 3, "hidden": 29, "context": 23}
 BLOCKS = {
@@ -92,11 +93,11 @@ def search_plain(model, sources, settings=SETTINGS):
     return search(model.double(), sources, settings, optimize=False, use_cache=False)
 
 
-def assert_same(actual, expected):
+def assert_same(actual, expected, tolerance=2e-5):
     assert actual.keys() == expected.keys()
     for key, (tokens, score) in expected.items():
         assert actual[key][0] == tokens
-        assert actual[key][1] == pytest.approx(score, abs=2e-5, rel=2e-5)
+        assert actual[key][1] == pytest.approx(score, abs=tolerance, rel=tolerance)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -106,6 +107,22 @@ def test_texts_and_scores_are_those_of_the_plain_model_in_fp64(block, taken):
     results = search(model, sources)
     assert taken == {"begin_search": [True], "step_search": [True] * 17}
     assert_same(results, search_plain(model, sources))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("block", ["pre", "gated"])
+def test_quantized_weights_give_the_texts_and_scores_of_the_dequantized_model_in_fp64(block, bits, taken):
+    """Rows and widths are no multiples of a tile's; the last panel has one vector, and the table has its own bits."""
+    if not library.has_matrix_tiles():
+        pytest.skip("quantized weights are multiplied in matrix tiles")
+    model = quantize(translator(**BLOCKS[block]), bits=bits, group=32, table_bits=12 - bits)
+    sources = random_sources(11)
+    operators = search_operators(model)
+    assert operators is not None
+    assert operators.encoder is not None
+    results = search(model, sources)
+    assert taken == {"begin_search": [True], "step_search": [True] * 17}
+    assert_same(results, search_plain(dequantize(model), sources), tolerance=2e-4)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])

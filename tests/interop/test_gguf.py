@@ -147,6 +147,16 @@ def test_quantized_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path
     assert np.array_equal(ours.numpy(), theirs.reshape(5, 512))
 
 
+def test_each_tensor_is_converted_once(tmp_path, monkeypatch):
+    """The membership test of a Mapping would convert a tensor only to see that it is there."""
+    model = mb.Transformer(mb.tiny("smollm2-135m"))
+    save_gguf(model, tmp_path / "x.gguf", kind="f32")
+    converted, convert = [], GgufWeights.__getitem__
+    monkeypatch.setattr(GgufWeights, "__getitem__", lambda self, name: converted.append(name) or convert(self, name))
+    mb.Transformer.from_pretrained(tmp_path / "x.gguf")
+    assert len(converted) == len(set(converted)) > 9
+
+
 def test_the_header_is_read_as_the_gguf_package_reads_it(tmp_path):
     save_gguf(random_model("llama 3"), tmp_path / "model.gguf", tokenizer=mb.Tokenizer.from_content(*spm_tokenizer()))
     header, theirs = read_gguf_header(tmp_path / "model.gguf"), gguf.GGUFReader(tmp_path / "model.gguf")

@@ -16,6 +16,7 @@ from operator_cases import (
     native_stack,
     norm_fields,
     prompt,
+    search_model,
     stack,
     started_search,
     step,
@@ -91,7 +92,7 @@ ACCEPTED = (
     "BeamSearchBatch.hypotheses / prompt / zero",
     *(
         f"* / {argument} / None"
-        for argument in ("bias", "*mask", "active", "output_bias", "token_table", "position_table")
+        for argument in ("bias", "*mask", "active", "output_bias", "token_table", "position_table", "table_*")
     ),
     "BeamSearchBatch.step / x / None",
     # what torch makes a plain tensor before it calls an operator; methods of classes are given it as it is
@@ -245,11 +246,34 @@ def test_prompts_that_have_begun_are_not_mixed_with_others():
         search.step(None, [])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_table": torch.zeros(37, 16, dtype=torch.int8)}, "output_table"),
+        ({"output_table": torch.zeros(37, 24, dtype=torch.uint8)}, "output_table"),
+        ({"output_table": torch.zeros(37, 32)}, "output_table"),
+        ({"table_scale": torch.zeros(36, 1, dtype=torch.bfloat16)}, "table_scale"),
+        ({"table_scale": torch.zeros(37, 1)}, "table_scale"),
+        ({"table_least": torch.zeros(37, 2, dtype=torch.bfloat16)}, "output_table"),
+        ({"table_scale": None, "table_least": torch.zeros(37, 1, dtype=torch.bfloat16)}, "table_least"),
+    ],
+)
+def test_a_quantized_output_table_is_checked(change, message):
+    if not library.has_matrix_tiles():
+        pytest.skip("quantized tables are multiplied in matrix tiles")
+    table = {
+        "output_table": torch.zeros(37, 32, dtype=torch.int8),
+        "table_scale": torch.zeros(37, 1, dtype=torch.bfloat16),
+        "output_bias": torch.zeros(37),
+    }
+    torch.classes.monoblock.SearchModel(**search_model() | table)
+    with pytest.raises(RuntimeError, match=message):
+        torch.classes.monoblock.SearchModel(**search_model() | table | change)
+
+
 def test_a_token_outside_the_token_table_is_refused():
     small = {"stack": native_stack(is_plain=True), "output_table": torch.ones(37, 24), "output_bias": None}
-    model = torch.classes.monoblock.SearchModel(
-        **small, output_scale=1.0, token_table=torch.ones(5, 24), token_scale=1.0
-    )
+    model = torch.classes.monoblock.SearchModel(**search_model() | small | {"token_table": torch.ones(5, 24)})
     search = torch.classes.monoblock.BeamSearchBatch(**beam_search() | {"model": model})
     for _ in range(2):
         search.add(**prompt())

@@ -71,6 +71,8 @@ def search_model(bias=None):
     return torch.classes.monoblock.SearchModel(
         stack=model.decoder.fused_stack.native_stack,
         output_table=model.output_embedding.detach(),
+        table_scale=None,
+        table_least=None,
         output_bias=bias,
         output_scale=1.0,
         token_table=None,

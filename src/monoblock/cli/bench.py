@@ -1,26 +1,25 @@
-"""`monoblock bench [MODEL|PRESET]`: measure decoding speed and memory, and compare with other libraries."""
+"""`monoblock bench [MODEL|PRESET]`: measure speed and memory, and compare with other libraries."""
 
 from __future__ import annotations
 
 import shlex
-import statistics
+import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from monoblock.cli._shared.model_options import DTYPES, device_option, dtype_option, resolve_device
+from monoblock import __version__
+from monoblock.cli._shared.model_options import device_option, dtype_option, resolve_device
 from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
 from monoblock.errors import ConfigError, did_you_mean, with_article
 
 if TYPE_CHECKING:
-    from monoblock.cli._shared.bench_runners import BenchSetup, Runner
     from monoblock.config.model import ModelConfig
     from monoblock.nn.transformer import Transformer
 
-DTYPE_NAMES = {name: short for short, name in DTYPES.items()}
+DEFAULT_MODEL = "gpt2"
 DEFAULT_PROMPT, DEFAULT_NEW = 32, 64  # tokens
 COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights", "peak memory")
 
@@ -28,16 +27,25 @@ COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights",
 @click.command(
     name="bench",
     help="Measure the tokens per second and the memory of WHAT: a model folder, or a preset, which gets random weights "
-    "(default: gpt2). Other installed libraries that can run the same weights are measured for comparison.",
+    "(default: gpt2). Other installed libraries that can run the same weights are measured for comparison. --all "
+    "measures training, prefill, decoding, translation and start-up with fixed shapes, beside what the hardware can do "
+    "at most.",
 )
-@click.argument("what", default="gpt2")
+@click.argument("what", required=False)
+@click.option("--all", "is_all", is_flag=True, help="Measure all tasks in one table, instead of one model.")
+@click.option("--small", is_flag=True, help="With --all: toy sizes, to see in seconds that everything runs.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --all: write the table to this file (Markdown).",
+)
 @click.option(
     "--prompt", type=click.IntRange(min=1), help="Tokens in the prompt.  [default: 32, less if the context is short]"
 )
 @click.option(
     "--new", type=click.IntRange(min=1), help="Tokens to generate.  [default: 64, less if the context is short]"
 )
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences in a batch.")
+@click.option("--batch", type=click.IntRange(min=1), help="Sequences in a batch.  [default: 1]")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Repetitions; the median is reported."
 )
@@ -51,10 +59,13 @@ COLUMNS = ("runner", "prefill tok/s", "decode tok/s", "ms per token", "weights",
 @dtype_option
 @json_option
 def command(
-    what: str,
+    what: str | None,
+    is_all: bool,
+    small: bool,
+    out: Path | None,
     prompt: int | None,
     new: int | None,
-    batch: int,
+    batch: int | None,
     rounds: int,
     only: tuple[str, ...],
     no_peers: bool,
@@ -62,7 +73,17 @@ def command(
     dtype: str | None,
     as_json: bool,
 ) -> None:
+    if is_all:
+        for option, value in {"WHAT": what, "--prompt": prompt, "--new": new, "--batch": batch, "--only": only}.items():
+            if value:
+                raise ConfigError(f"--all measures fixed shapes, so {option} has no effect; leave out one of the two")
+        return _measure_all(small, out, rounds, not no_peers, device, dtype, as_json)
+    if small or out is not None:
+        raise ConfigError(f"{'--small' if small else '--out'} belongs to --all; add --all, or leave it out")
+    from monoblock.cli._bench.decoding import measure_runners
+
     names = _select_runners(only, no_peers)
+    what, batch = what or DEFAULT_MODEL, batch or 1
     model, prompt, new = _load_model(what, device, dtype, prompt, new)
     with tempfile.TemporaryDirectory(prefix="monoblock-bench-") as folder:
         report = {"model": what} | measure_runners(model, Path(folder), names, prompt, new, batch, rounds)
@@ -71,6 +92,37 @@ def command(
     else:
         print_report(report)
     suggest_next(f"account {shlex.quote(what)} --batch {batch} --length {prompt + new}")
+
+
+def _measure_all(
+    small: bool, out: Path | None, rounds: int, with_peers: bool, device: str | None, dtype: str | None, as_json: bool
+) -> None:
+    """Measure all tasks, print the table, and write it to `out`."""
+    from monoblock.cli._bench.suite import (
+        COLUMNS as SUITE_COLUMNS,
+        Options,
+        describe,
+        format_markdown,
+        measure_all,
+        table_cells,
+    )
+
+    device, torch_dtype = resolve_device(device, dtype)
+    report = measure_all(Options(device, torch_dtype, rounds, small, with_peers))
+    if out is not None:
+        out.write_text(format_markdown(report, _describe_run()), encoding="utf-8")
+    if as_json:
+        return print_json(report)
+    click.echo(describe(report))
+    print_table(SUITE_COLUMNS, [table_cells(row) for row in report["rows"]])
+    suggest_next("bench gpt2 --batch 8")
+
+
+def _describe_run() -> str:
+    """Return the command, the date and the version, for a file of results."""
+    from datetime import date
+
+    return f"`monoblock {shlex.join(sys.argv[1:])}`, {date.today()}, monoblock {__version__}"
 
 
 def _select_runners(only: tuple[str, ...], only_monoblock: bool) -> list[str]:
@@ -123,135 +175,6 @@ def _choose_lengths(config: ModelConfig, prompt: int | None, new: int | None) ->
             f"--prompt and --new need a context of {length} tokens, but this model has {context}; lower them"
         )
     return prompt, new
-
-
-def measure_runners(
-    model: Transformer,
-    folder: Path,
-    names: list[str],
-    prompt: int,
-    new: int,
-    batch: int,
-    rounds: int,
-    prompts: list[list[list[int]]] | None = None,
-) -> dict[str, Any]:
-    """Time the named runners and return the report as `--json` prints it.
-
-    folder: the folder to which the model is exported, for other libraries to load.
-    prompt, new: the number of tokens in a prompt, and the number of tokens to generate.
-    prompts: batches of token ids, of which each round uses the next; None uses one random batch (batch, prompt).
-    """
-    import torch
-
-    from monoblock.accounting.report import account
-    from monoblock.cli._shared.bench_runners import BenchSetup
-
-    parameter = next(iter(model.parameters()))
-    setup = BenchSetup(model, folder, str(parameter.device), torch.get_num_threads())
-    runners, unavailable = _build_runners(setup, names)
-    vocabulary = min(part.vocab for part in model.config.inputs.values() if hasattr(part, "vocab"))
-    random_batch = torch.randint(1, vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
-    times, failed = _time_runners(runners, prompts or [random_batch], new, rounds, parameter.device)
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return {
-        "device": setup.device,
-        "dtype": dtype,
-        "threads": setup.threads,
-        "torch": torch.__version__,
-        "prompt": prompt,
-        "new": new,
-        "batch": batch,
-        "rounds": rounds,
-        "kv_cache_bytes": account(model.config).kv_cache_bytes(batch, prompt + new, DTYPE_NAMES[dtype]),
-        "runners": {
-            name: _summarize_times(times[name], runner.weight_bytes, prompt * batch, new * batch)
-            for name, runner in runners.items()
-            if name in times
-        },
-        "absent": unavailable | failed,
-    }
-
-
-def _build_runners(setup: BenchSetup, names: list[str]) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Build the named runners; return them by name, and for each one that is not available the reason."""
-    from monoblock.cli._shared.bench_runners import RUNNERS, RunnerUnavailable, export_for_peers
-
-    peers = [name for name in names if not name.startswith("monoblock")]
-    export_problem = export_for_peers(setup.model, setup.folder) if peers else None
-    runners, unavailable = {}, {}
-    for name in names:
-        try:
-            if name in peers and export_problem is not None:
-                raise RunnerUnavailable(export_problem)
-            click.echo(f"preparing {name}", err=True)
-            runners[name] = RUNNERS[name](setup)
-        except RunnerUnavailable as problem:
-            unavailable[name] = str(problem)
-        except Exception as problem:
-            if name not in peers:
-                raise
-            unavailable[name] = _failure(problem)
-    return runners, unavailable
-
-
-def _failure(problem: Exception) -> str:
-    """Return one line about the error of another library."""
-    return f"failed with {type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
-
-
-def _time_runners(
-    runners: dict[str, Runner], prompts: list[list[list[int]]], new: int, rounds: int, device: Any
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Time the runners; return for each its seconds to the first token and to all tokens by round, and its peak memory.
-
-    The runners take turns within a round, so that a change in the load of the machine affects all of them. The peak
-    memory is that of the GPU; it is None on a CPU. The second result has the error of each other library that failed.
-    """
-    times: dict[str, Any] = {name: {"first": [], "all": [], "peak": None} for name in runners}
-    failed: dict[str, str] = {}
-    for round_number in range(rounds + 1):
-        click.echo("warming up" if not round_number else f"round {round_number} of {rounds}", err=True)
-        for name in list(times):
-            try:
-                seconds, peak = _time_once(runners[name], prompts[round_number % len(prompts)], new, device)
-            except Exception as problem:
-                if name.startswith("monoblock"):
-                    raise
-                failed[name] = _failure(problem)
-                del times[name]
-                continue
-            times[name]["peak"] = peak
-            for key, value in seconds.items() if round_number else ():
-                times[name][key].append(value)
-    return times, failed
-
-
-def _time_once(runner: Runner, prompts: list[list[int]], new: int, device: Any) -> tuple[dict[str, float], int | None]:
-    """Return the seconds to the first token and to all tokens, and the peak memory on a GPU."""
-    import torch
-
-    is_gpu, seconds = device.type == "cuda", {}
-    if is_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    for key, count in (("first", 1), ("all", new + 1)):
-        start = time.perf_counter()
-        runner.run(prompts, count)
-        if is_gpu:
-            torch.cuda.synchronize(device)
-        seconds[key] = time.perf_counter() - start
-    return seconds, torch.cuda.max_memory_allocated(device) if is_gpu else None
-
-
-def _summarize_times(times: dict[str, Any], weight_bytes: int, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    first, total = statistics.median(times["first"]), statistics.median(times["all"])
-    return {
-        "prefill_tokens_per_second": prompt_tokens / first,
-        "decode_tokens_per_second": new_tokens / (total - first) if total > first else None,  # too short to measure
-        "seconds_first": first,
-        "seconds_all": total,
-        "weight_bytes": weight_bytes,
-        "peak_bytes": times["peak"],
-    }
 
 
 def _decode_speed(rate: float | None, batch: int) -> tuple[float | None, float | None]:

@@ -30,7 +30,7 @@ VERBS = {
     "evaluate": ("monoblock.cli.evaluate", "Compute perplexity, BLEU, accuracy, … of a model on a corpus."),
     "backtranslate": ("monoblock.cli.backtranslate", "Make synthetic training pairs from target sentences."),
     "compare": ("monoblock.cli.compare", "Run an experiment: train variants of a model and compare them."),
-    "bench": ("monoblock.cli.bench", "Measure tokens per second and memory, and compare with other libraries."),
+    "bench": ("monoblock.cli.bench", "Measure speed and memory, and compare with other libraries."),
     "convert": (
         "monoblock.cli.convert",
         "Convert a model between monoblock, Hugging Face and GGUF, and compare the logits.",

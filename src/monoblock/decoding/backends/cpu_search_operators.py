@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monoblock.decoding.backends.cpu_step import FusedStack, InferenceStack, has_plain_matrices, is_plain_fp32
+from monoblock.decoding.backends.cpu_step import (
+    FusedStack,
+    InferenceStack,
+    has_plain_matrices,
+    has_readable_weights,
+    is_plain_fp32,
+)
 from monoblock.decoding.backends.supported_fields import (
     BLOCK,
     FEEDFORWARD,
@@ -23,10 +29,12 @@ from monoblock.decoding.backends.supported_fields import (
     positive,
     unsupported_field,
 )
+from monoblock.kernels.cpu.library import has_matrix_tiles
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
+from monoblock.quantization.cpu_linear import KernelLinear
 
 ENCODER_SUPPORTED: AllowList = {
     **allow(BLOCK),
@@ -85,8 +93,10 @@ def _token_table(model: Transformer, embedding: Embedding) -> Tensor | None:
 def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
     stack, head = model.decoder, model.head
     fused = stack.fused_stack if isinstance(stack, InferenceStack) else None
-    table = model.output_embedding if head is None or head.output is None else getattr(head.output, "weight", None)
-    if fused is None or head is None or not isinstance(table, Tensor) or not is_plain_fp32(table):
+    if fused is None or head is None:
+        return None
+    table = _table_tensors(model.output_embedding if head.output is None else head.output)
+    if table is None:
         return None
     has_layers = head.transform is not None or head.projection is not None or head.norm is not None
     if has_layers or head.teacher is not None or head.config.softcap is not None:
@@ -99,12 +109,25 @@ def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
         return None
     return torch.classes.monoblock.SearchModel(
         stack=fused.native_stack,
-        output_table=table.detach(),
+        output_table=table[0],
+        table_scale=table[1] if len(table) > 1 else None,
+        table_least=table[2] if len(table) > 2 else None,
         output_bias=output_bias,
         output_scale=head.scale,
         token_table=None if embedding is None else _token_table(model, embedding),
         token_scale=1.0 if embedding is None else embedding.scale,
     )
+
+
+def _table_tensors(table: Tensor | nn.Module | None) -> tuple[Tensor, ...] | None:
+    """Return an output table as the operator reads it: in fp32, or quantized with its scales and minima.
+
+    Return None if the operator does not support it.
+    """
+    if isinstance(table, KernelLinear) and table.storage != "dense":
+        return table.tensors if has_matrix_tiles() else None
+    weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
+    return (weight.detach(),) if isinstance(weight, Tensor) and is_plain_fp32(weight) else None
 
 
 def _build_encoder(encoder: Stack | None) -> Any:
@@ -117,7 +140,7 @@ def _build_encoder(encoder: Stack | None) -> Any:
 
 
 def _is_plain_encoder_block(block: Block) -> bool:
-    """Return whether the encoder operator supports a block: full attention, plain fp32 weights on the CPU."""
+    """Return whether the encoder operator supports a block: full attention, fp32 or quantized weights on the CPU."""
     if unsupported_field(block.config, ENCODER_SUPPORTED) is not None:
         return False
-    return has_plain_matrices(block) and all(is_plain_fp32(t) for t in (*block.parameters(), *block.buffers()))
+    return has_plain_matrices(block) and all(has_readable_weights(module) for module in block.modules())

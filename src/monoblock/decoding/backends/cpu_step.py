@@ -117,7 +117,7 @@ def supports_block(block: Block) -> bool:
     """Return whether the C++ operator supports everything that a block computes."""
     if unsupported_field(block.config, SUPPORTED) is not None:
         return False
-    return has_plain_matrices(block) and all(_has_readable_weights(module) for module in block.modules())
+    return has_plain_matrices(block) and all(has_readable_weights(module) for module in block.modules())
 
 
 def has_plain_matrices(block: Block) -> bool:
@@ -126,7 +126,7 @@ def has_plain_matrices(block: Block) -> bool:
     return all(layer is None or isinstance(layer, (nn.Linear, KernelLinear)) for layer in layers)
 
 
-def _has_readable_weights(module: nn.Module) -> bool:
+def has_readable_weights(module: nn.Module) -> bool:
     """Return whether the C++ operator supports the dtype and layout of a module's own weights."""
     if isinstance(module, KernelLinear):
         return module.tensors[0].dtype != torch.bfloat16

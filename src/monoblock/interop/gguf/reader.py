@@ -1,7 +1,7 @@
 """Read a model from a GGUF file, the format of llama.cpp: configuration, weights and tokenizer in one file.
 
-Quantized tensors are dequantized by the `gguf` package.  Before that, this module checks that the tensors in the header
-do not overlap and do not end after the file.
+Tensors in Q8_0, F16 and F32 are converted here, those in other storage types by the `gguf` package.  Before that, this
+module checks that the tensors in the header do not overlap and do not end after the file.
 """
 
 from __future__ import annotations
@@ -34,6 +34,22 @@ if TYPE_CHECKING:
 
 BLOCKS_PER_PASS = 2**15  # quantization blocks converted at once, to limit memory
 FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16}
+Array = np.ndarray[Any, Any]
+
+
+def _convert_floats(raw: Array, ggml_type: Any, values: Array) -> None:
+    values[:] = raw.view(FLOAT_DTYPES[ggml_type.name])
+
+
+def _convert_q8_0(raw: Array, ggml_type: Any, values: Array) -> None:
+    """Convert blocks of 32 numbers of 8 bits, each behind its scale in 16 bits."""
+    blocks = torch.from_numpy(raw).view(-1, 34)
+    scales = blocks[:, :2].contiguous().view(torch.float16).float()
+    torch.mul(blocks[:, 2:].view(torch.int8), scales, out=torch.from_numpy(values).view(-1, 32))
+
+
+# By storage type; the result is bit for bit that of the gguf package.
+CONVERSIONS = {"F32": _convert_floats, "F16": _convert_floats, "Q8_0": _convert_q8_0}
 
 
 def import_gguf() -> Any:
@@ -60,7 +76,7 @@ class GgufWeights(Mapping[str, Tensor]):
                 f"{path} is cut short: its tensors need {header.data_offset + end:,} bytes, "
                 f"but it has only {header.file_size:,}"
             )
-        self.raw = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+        self.raw = np.asarray(np.memmap(path, mode="c", dtype=np.uint8))  # torch warns of memory that is not writable
 
     def _byte_size(self, name: str, info: TensorInfo) -> int:
         """Return the number of bytes of a tensor, from its shape and storage type."""
@@ -81,20 +97,25 @@ class GgufWeights(Mapping[str, Tensor]):
         start = self.header.data_offset + info.offset
         ggml_type = self.gguf.GGMLQuantizationType(info.ggml_type)
         block, block_bytes = self.gguf.GGML_QUANT_SIZES[ggml_type]
-        dtype = FLOAT_DTYPES.get(ggml_type.name, np.uint8)
         values = np.empty(math.prod(info.shape), dtype=np.float32)
+        convert = CONVERSIONS.get(ggml_type.name, self._convert_slowly)
         try:
-            # Treat the tensor as one long row, because the gguf package is slow with many rows.
             for first in range(0, len(values), BLOCKS_PER_PASS * block):
                 chunk = values[first : first + BLOCKS_PER_PASS * block]
                 offset = start + first // block * block_bytes
-                raw = self.raw[offset : offset + len(chunk) // block * block_bytes].reshape(1, -1)
-                chunk[:] = self.gguf.quants.dequantize(raw.view(dtype), ggml_type).reshape(-1)
+                convert(self.raw[offset : offset + len(chunk) // block * block_bytes], ggml_type, chunk)
         except (NotImplementedError, KeyError, ValueError):
             raise FileError(
                 f"{self.path}: {short_repr(name)} has the storage type {ggml_type.name}, which is not supported"
             ) from None
         return torch.from_numpy(values).reshape(info.shape)
+
+    def _convert_slowly(self, raw: Array, ggml_type: Any, values: Array) -> None:
+        """Convert with the gguf package, as one long row, because it is slow with many rows."""
+        values[:] = self.gguf.quants.dequantize(raw.reshape(1, -1), ggml_type).reshape(-1)
+
+    def __contains__(self, name: object) -> bool:  # that of Mapping would convert the tensor
+        return name in self.header.tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.header.tensors)

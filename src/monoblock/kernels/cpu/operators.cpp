@@ -50,9 +50,11 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   library.def("encode", &panels::encode);
 
   library.class_<SearchModel>("SearchModel")
-      .def(torch::init<c10::intrusive_ptr<NativeStack>, at::Tensor, OptionalTensor, double, OptionalTensor, double>(),
+      .def(torch::init<c10::intrusive_ptr<NativeStack>, at::Tensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
+                       OptionalTensor, double>(),
            "",
-           {arg("stack"), arg("output_table"), arg("output_bias"), arg("output_scale"), arg("token_table"),
+           {arg("stack"), arg("output_table"), arg("table_scale"), arg("table_least"), arg("output_bias"),
+            arg("output_scale"), arg("token_table"),
             arg("token_scale")})
       .def("cache_memory", &SearchModel::cache_memory);
 

@@ -121,8 +121,8 @@ class BeamSearchBatch : public torch::CustomClassHolder {
     }
     batch.x = x ? x->const_data_ptr<float>() : embedded.data();
     const int64_t candidates = std::max<int64_t>(2, 1 + settings.eos_tokens.size()) * settings.beams;
-    LogitsTopK out{model->output_table.const_data_ptr<float>(),
-                   fp32_or_null(model->output_bias),
+    const WeightMatrix table = model->output_matrix();
+    LogitsTopK out{table,
                    V,
                    D,
                    model->output_scale,

@@ -17,9 +17,9 @@ namespace panels {
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
-// The output table (tokens, width), and the results of each row of the batch.
+// The output table, and the results of each row of the batch.
 struct LogitsTopK {
-  const float *table, *bias;
+  const WeightMatrix& table;  // (tokens, width)
   int64_t tokens, width;
   float scale;
   const std::vector<int64_t>& suppressed;  // never among the top k, though they keep their probability
@@ -106,23 +106,18 @@ class PanelTopK {
 // Rank some panels against the whole table, a block of tokens at a time.
 inline void rank_panels(const std::vector<Panel>& panels, LogitsTopK& out) {
   std::vector<PanelTopK> ranked;
+  std::vector<PanelRows> rows;
   for (const Panel& p : panels) {
     if (out.scale != 1.0f)
       for (int64_t i = 0; i < out.width * p.step(); ++i) p.x[i] *= out.scale;
-    ranked.emplace_back(out, p);
+    ranked.emplace_back(out, p), rows.push_back({p.x, p.vectors});
   }
   alignas(64) float logits[BLOCK_ROWS * MAX_VECTORS * LANES];
-  for (int64_t n = 0; n < out.tokens; n += BLOCK_ROWS) {
-    const int64_t count = std::min(BLOCK_ROWS, out.tokens - n), left = out.tokens - n - count;
-    const float* table = out.table + n * out.width;
-    Prefetch prefetch(table + count * out.width, std::min(BLOCK_ROWS, left) * out.width, count, out.width,
-                      panels.size());
-    for (size_t i = 0; i < panels.size(); ++i) {
-      tiles(panels[i].vectors, table, count, out.width, panels[i].x, out.bias ? out.bias + n : nullptr, logits,
-            prefetch);
-      ranked[i].add(logits, n, count);
-    }
-  }
+  PanelProducts products;
+  products.set_inputs(std::move(rows), out.width);
+  products.multiply(
+      out.table, [&](size_t, int64_t) { return logits; },
+      [&](size_t i, int64_t n, int64_t count, float* y) { ranked[i].add(y, n, count); });
   for (PanelTopK& panel : ranked) panel.finish();
 }
 

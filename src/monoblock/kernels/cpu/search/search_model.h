@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "linear/tiles.h"
 #include "stack/stack_weights.h"
 
 namespace {
@@ -42,13 +43,16 @@ class MemoryPool {
 class SearchModel : public torch::CustomClassHolder {
  public:
   const c10::intrusive_ptr<NativeStack> stack;
-  const at::Tensor output_table;                  // (V, D)
+  const at::Tensor output_table;  // (V, D); quantized with scales, and with minima in four bits, (V, groups) each
+  const OptionalTensor table_scale, table_least;
   const OptionalTensor output_bias, token_table;  // (V,); (V', D), where tokens are embedded by a search itself
   const float output_scale, token_scale;
 
-  SearchModel(c10::intrusive_ptr<NativeStack> stack, at::Tensor output_table, OptionalTensor output_bias,
-              double output_scale, OptionalTensor token_table, double token_scale)
-      : stack(std::move(stack)), output_table(std::move(output_table)), output_bias(std::move(output_bias)),
+  SearchModel(c10::intrusive_ptr<NativeStack> stack, at::Tensor output_table, OptionalTensor table_scale,
+              OptionalTensor table_least, OptionalTensor output_bias, double output_scale, OptionalTensor token_table,
+              double token_scale)
+      : stack(std::move(stack)), output_table(std::move(output_table)), table_scale(std::move(table_scale)),
+        table_least(std::move(table_least)), output_bias(std::move(output_bias)),
         token_table(std::move(token_table)), output_scale(float(output_scale)), token_scale(float(token_scale)) {
     TORCH_CHECK(this->stack, "stack is None; a NativeStack is needed");
     TORCH_CHECK(this->stack->supports_batches(),
@@ -62,12 +66,23 @@ class SearchModel : public torch::CustomClassHolder {
   // Before every step: weights may have been resized or moved since.
   void check() const {
     stack->check_weights();
-    check_tensor("output_table", output_table, at::kFloat, {ANY, stack->width});
+    TORCH_CHECK(!table_least || table_scale, "table_least is given without table_scale; leave it out");
+    table_scale ? check_quantized_table() : check_tensor("output_table", output_table, at::kFloat, {ANY, stack->width});
     if (output_bias) check_tensor("output_bias", *output_bias, at::kFloat, {vocabulary()});
     if (token_table) check_tensor("token_table", *token_table, at::kFloat, {ANY, stack->width});
   }
 
   int64_t vocabulary() const { return output_table.size(0); }
+
+  WeightMatrix output_matrix() const {
+    WeightMatrix m;
+    m.format = !table_scale ? WeightMatrix::DENSE : table_least ? WeightMatrix::INT4 : WeightMatrix::INT8;
+    m.weight = output_table.const_data_ptr(), m.bias = fp32_or_null(output_bias), m.rows = vocabulary();
+    m.columns = output_table.size(1) * (table_least ? 2 : 1);
+    if (table_scale) m.scale = bf16_bits(*table_scale), m.groups = table_scale->size(1);
+    if (table_least) m.least = bf16_bits(*table_least);
+    return m;
+  }
 
   // Uninitialised fp32 memory for keys and values.  The tensor owns it until the last view of it is gone.
   at::Tensor cache_memory(int64_t size) {
@@ -78,6 +93,16 @@ class SearchModel : public torch::CustomClassHolder {
   }
 
  private:
+  static const uint16_t* bf16_bits(const at::Tensor& t) { return static_cast<const uint16_t*>(t.const_data_ptr()); }
+
+  void check_quantized_table() const {
+    TORCH_CHECK(can_use_tiles(), "output_table is quantized, which needs a processor with matrix tiles (AMX)");
+    check_tensor("output_table", output_table, table_least ? at::kByte : at::kChar, {ANY, ANY});
+    check_tensor("table_scale", *table_scale, at::kBFloat16, {vocabulary(), ANY});
+    if (table_least) check_tensor("table_least", *table_least, at::kBFloat16, {vocabulary(), table_scale->size(1)});
+    check_groups("output_table", output_table.size(1) * (table_least ? 2 : 1), table_scale->size(1), stack->width);
+  }
+
   const std::shared_ptr<MemoryPool> pool = std::make_shared<MemoryPool>();
 };
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention/batched_attention.h"
+#include "linear/panel_products.h"
 #include "linear/thread_products.h"
 #include "threads.h"
 
@@ -79,6 +80,7 @@ class BatchShare {
   const Batch& batch;
   float *rows, *attended;  // of one panel, row by row: what attention reads and writes
   float* Panel::* input = &Panel::x;
+  PanelProducts products;
   std::vector<float> scores;
 
   void allocate(int64_t first, int64_t last, std::vector<float>& memory) {
@@ -119,17 +121,18 @@ class BatchShare {
     transpose(rows, p.step(), D, D, p.x, p.step());
   }
 
-  // All panels with one weight, a block of its rows at a time.
-  void multiply(const WeightMatrix& m, float* Panel::* from, float* Panel::* to, int64_t offset = 0) {
-    const float* weight = static_cast<const float*>(m.weight);
-    for (int64_t n = 0; n < m.rows; n += BLOCK_ROWS) {
-      const int64_t count = std::min(BLOCK_ROWS, m.rows - n), left = m.rows - n - count;
-      Prefetch prefetch(weight + (n + count) * m.columns, std::min(BLOCK_ROWS, left) * m.columns, count, m.columns,
-                        panels.size());
-      for (Panel& p : panels)
-        tiles(p.vectors, weight + n * m.columns, count, m.columns, p.*from, m.bias ? m.bias + n : nullptr,
-              p.*to + (offset + n) * p.step(), prefetch);
-    }
+  // Choose what the next products read: `inputs` features of a buffer of each panel.
+  void read_from(float* Panel::* from, int64_t inputs) {
+    std::vector<PanelRows> rows;
+    for (const Panel& p : panels) rows.push_back({p.*from, p.vectors});
+    products.set_inputs(std::move(rows), inputs);
+  }
+
+  // All panels with one weight, to the features from `offset` on of another buffer.
+  void multiply(const WeightMatrix& m, float* Panel::* to, int64_t offset = 0) {
+    products.multiply(
+        m, [&](size_t i, int64_t n) { return panels[i].*to + (offset + n) * panels[i].step(); },
+        [](size_t, int64_t, int64_t, float*) {});
   }
 
   // Choose what the first products of a sublayer read: the residual stream, or its norm.
@@ -179,9 +182,10 @@ class BatchShare {
 
   void self_attention(const Layer& layer, const KeyValues& cache) {
     const int64_t Q = layer.query.rows, K = layer.key.rows, V = layer.value.rows;
-    multiply(layer.query, input, &Panel::projected);
-    multiply(layer.key, input, &Panel::projected, Q);
-    multiply(layer.value, input, &Panel::projected, Q + K);
+    read_from(input, batch.stack.width);
+    multiply(layer.query, &Panel::projected);
+    multiply(layer.key, &Panel::projected, Q);
+    multiply(layer.value, &Panel::projected, Q + K);
     for (const Panel& p : panels) {
       transpose(p.projected + Q * p.step(), K + V, p.step(), p.step(), rows, K + V);
       for (int64_t i = 0; i < p.count; ++i) store_token(cache, row(p, i), layer.kv_heads, rows + i * (K + V));
@@ -195,11 +199,13 @@ class BatchShare {
           [&](int64_t j) { return values + query.cache_rows[j] * cache.value_row + j * cache.value_column; },
           cache.key_size, cache.value_size, nullptr, layer.scale, q, scores.data(), out);
     });
-    multiply(layer.output, &Panel::input, &Panel::projected);
+    read_from(&Panel::input, layer.heads * cache.value_size);
+    multiply(layer.output, &Panel::projected);
   }
 
   void cross_attention(const Layer& layer, const KeyValues& source) {
-    multiply(layer.cross_query, input, &Panel::projected);
+    read_from(input, batch.stack.width);
+    multiply(layer.cross_query, &Panel::projected);
     const int64_t heads_per_key = layer.cross_heads / layer.cross_kv_heads;
     attend_rows(layer.cross_heads, source, [&](const BatchRow& query, int64_t h, const float* q, float* out) {
       const int64_t number = query.number / batch.rows_per_source;
@@ -211,19 +217,22 @@ class BatchShare {
           batch.source_mask ? batch.source_mask + number * batch.source_mask_row : nullptr, layer.cross_scale, q,
           scores.data(), out);
     });
-    multiply(layer.cross_output, &Panel::input, &Panel::projected);
+    read_from(&Panel::input, layer.cross_heads * source.value_size);
+    multiply(layer.cross_output, &Panel::projected);
   }
 
   void feedforward(const Layer& layer) {
-    if (layer.gate.format) multiply(layer.gate, input, &Panel::gate);
-    multiply(layer.up, input, &Panel::hidden);
+    read_from(input, batch.stack.width);
+    if (layer.gate.format) multiply(layer.gate, &Panel::gate);
+    multiply(layer.up, &Panel::hidden);
     for (Panel& p : panels)
       for (int64_t i = 0; i < layer.up.rows * p.step(); i += LANES) {
         const Floats up = load<Floats>(p.hidden + i);
         store(p.hidden + i, layer.gate.format ? activate(load<Floats>(p.gate + i), layer.activation) * up
                                               : activate(up, layer.activation));
       }
-    multiply(layer.down, &Panel::hidden, &Panel::projected);
+    read_from(&Panel::hidden, layer.up.rows);
+    multiply(layer.down, &Panel::projected);
   }
 };
 

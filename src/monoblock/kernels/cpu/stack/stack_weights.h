@@ -13,6 +13,7 @@
 
 #include "attention/attention.h"
 #include "fields.h"
+#include "linear/tiles.h"
 
 namespace {
 
@@ -239,7 +240,7 @@ class NativeStack : public torch::CustomClassHolder {
       if (l.qk_norm || l.softcap || l.clip || l.clamp || l.sinks) return false;
       for (const WeightMatrix* m :
            {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
-        if (m->format != WeightMatrix::DENSE && m->format != WeightMatrix::NONE) return false;
+        if (m->format != WeightMatrix::DENSE && m->format != WeightMatrix::NONE && !can_use_tiles()) return false;
     }
     return true;
   }

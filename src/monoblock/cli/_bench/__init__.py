@@ -1,0 +1,1 @@
+"""What `monoblock bench --all` measures; the programs in benchmarks/ use the same runners."""
