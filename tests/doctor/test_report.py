@@ -87,7 +87,10 @@ def test_a_finding_has_numbers_a_reason_and_a_fix(report):
 
 def test_json_has_the_documented_keys(report):
     data = json.loads(json.dumps(report.to_dict()))
-    assert list(data) == ["ok", "findings", "unsupported", "notes", "not_checked"]
+    assert list(data) == ["ok", "findings", "unsupported", "notes", "passed", "explained", "not_checked"]
+    names = [*data["passed"], *data["explained"], *(row["check"] for row in data["findings"] + data["not_checked"])]
+    assert sorted(names) == sorted(check.name for check in CHECKS)  # each check ended in one way
+    assert data["explained"]["cache"] == "causality"
     assert [list(row) for row in data["not_checked"]] == [["check", "reason", "how"]] * len(data["not_checked"])
     assert "label_shift" in {row["check"] for row in data["not_checked"]}
     assert list(data["findings"][0]) == ["check", "verdict", "evidence", "reason", "fix", "docs"]

@@ -29,6 +29,7 @@ from monoblock.nn.transformer import Transformer
 
 def make_subject(model: Any, options: PlainOptions) -> Subject:
     """Adapt a model to the interface that the checks use."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(model, type):
         raise InputError(f"{model.__name__} is a class; give an instance: mb.diagnose({model.__name__}(…))")
     if isinstance(model, Transformer):
@@ -67,13 +68,21 @@ def diagnose_model(
     named_pad_id = about_model.pad_id
     if named_pad_id is None and handed.tokenizer is not None:
         about_model = replace(about_model, pad_id=getattr(handed.tokenizer, "pad_id", None))
-    subject = make_subject(model, about_model)
-    subject.asked_length = about_model.length
-    if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
-        raise InputError(f"pad_id={named_pad_id} is no id of the model, which knows 0 to {subject.vocab - 1}")
-    chosen = [c for c in CHECKS if (names is None or c.name in names) and (c.cheap or not cheap)]
-    exam = Examination(subject, handed)
-    return run_checks(exam, chosen, started, max_seconds)
+    with torch.compiler.set_stance("force_eager"):  # compiled code shows no modules, and each probe would compile anew
+        subject = make_subject(model, about_model)
+        subject.asked_length = about_model.length
+        if named_pad_id is not None and not 0 <= named_pad_id < max(subject.vocab, 1):
+            raise InputError(f"pad_id={named_pad_id} is no id of the model, which knows 0 to {subject.vocab - 1}")
+        chosen = [c for c in CHECKS if (names is None or c.name in names) and (c.cheap or not cheap)]
+        exam = Examination(subject, handed)
+        if _is_compiled(model):
+            exam.notes.append("the model is compiled; it was examined without torch.compile")
+        return run_checks(exam, chosen, started, max_seconds)
+
+
+def _is_compiled(model: Any) -> bool:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules)
 
 
 def _names_of_checks(checks: str | Sequence[str] | None) -> list[str] | None:

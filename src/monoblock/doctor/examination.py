@@ -133,7 +133,10 @@ class Examination:
     def is_off(self, a: Tensor, b: Tensor, *, factor: float = 1.0) -> float:
         """Return the difference of two outputs that should be equal, or 0 if rounding explains it."""
         distance = difference(a, b)
-        return distance if distance > self.subject.tolerance * factor else 0.0
+        return distance if self.is_above_rounding(distance, factor=factor) else 0.0
+
+    def is_above_rounding(self, distance: float, *, factor: float = 1.0) -> bool:
+        return distance > self.subject.tolerance * factor
 
 
 def finding(check: str, verdict: Verdict, evidence: Evidence, reason: str, fix: str) -> Finding:

@@ -91,6 +91,8 @@ class Report:
             "findings": [finding.to_dict() for finding in self.findings],
             "unsupported": [finding.to_dict() for finding in self.unsupported],
             "notes": self.notes,
+            "passed": [result.name for result in self.checks if result.state == "passed"],
+            "explained": {r.name: r.explained_by for r in self.checks if r.state == "explained"},
             "not_checked": rows,
         }
 
@@ -127,7 +129,11 @@ def format_report(report: Report) -> str:
         lines += [f"probes: texts of {report.lengths[0]} tokens{more}"]
     lines += [f"note: {note}" for note in report.notes]
     if report.not_checked:
-        lines += ["", "not checked:", *(f"  {line}" for line in describe_not_checked(report.not_checked))]
+        lines += [
+            "",
+            "not checked (what to hand over are arguments of mb.diagnose):",
+            *(f"  {line}" for line in describe_not_checked(report.not_checked)),
+        ]
     return "\n".join(lines)
 
 

@@ -195,6 +195,11 @@ def output_tensor(output: Any) -> Tensor:
         value = getattr(output, name, None)
         if isinstance(value, Tensor):
             return value
+    ends = [getattr(output, name, None) for name in ("start_logits", "end_logits")]
+    if all(isinstance(value, Tensor) for value in ends):
+        return torch.stack(ends, -1)  # type: ignore[arg-type]
+    if isinstance(pooled := getattr(output, "pooler_output", None), Tensor):
+        return pooled
     if isinstance(output, Tensor):
         return output
     if isinstance(output, dict):

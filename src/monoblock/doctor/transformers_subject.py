@@ -1,5 +1,4 @@
-"""The subject for models of the transformers package, which is not imported: their attributes say all that is "
-"needed."""
+"""The subject for models of the transformers package, which is not imported: their attributes say what is needed."""
 
 from __future__ import annotations
 
@@ -17,13 +16,16 @@ ENCODERS = frozenset(
     [
         "albert",
         "bert",
+        "bert-generation",
         "big_bird",
         "camembert",
+        "canine",
         "convbert",
         "data2vec-text",
         "deberta",
         "deberta-v2",
         "distilbert",
+        "dpr",
         "electra",
         "ernie",
         "esm",
@@ -32,23 +34,31 @@ ENCODERS = frozenset(
         "funnel",
         "ibert",
         "layoutlm",
+        "layoutlmv2",
+        "layoutlmv3",
+        "lilt",
         "longformer",
         "luke",
+        "markuplm",
         "megatron-bert",
         "mobilebert",
         "modernbert",
         "mpnet",
         "mra",
         "nezha",
+        "nomic_bert",
         "nystromformer",
         "perceiver",
         "qdqbert",
+        "reformer",
         "rembert",
         "roberta",
         "roberta-prelayernorm",
         "roc_bert",
         "roformer",
+        "splinter",
         "squeezebert",
+        "tapas",
         "xlm",
         "xlm-roberta",
         "xlm-roberta-xl",
@@ -149,9 +159,22 @@ def _kind(model: Any) -> Any:
         return "encoder-decoder" if "decoder_input_ids" in parameter_names(model) else "bidirectional"
     if getattr(config, "is_decoder", False):
         return "causal"
-    if "MaskedLM" in name or config.model_type in ENCODERS or name.endswith("EncoderModel"):
+    if "MaskedLM" in name or config.model_type in ENCODERS or name.endswith(("EncoderModel", "Encoder")):
         return "bidirectional"
-    return "causal"
+    return "bidirectional" if _says_bidirectional(model) else "causal"
+
+
+def _says_bidirectional(model: Any) -> bool:
+    """Return whether the configuration, or every attention module, says that tokens see later ones."""
+    text_config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    if getattr(text_config, "attn_type", None) == "bi" or getattr(text_config, "is_causal", None) is False:
+        return True  # XLNet; decoders that were made encoders
+    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        return True  # EmbeddingGemma
+    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return False  # such a model is meant to be causal, whatever its modules say
+    said = [getattr(module, "is_causal", None) for module in model.modules()]
+    return False in said and True not in said
 
 
 def _generation(model: Any) -> tuple[dict[str, Any] | None, dict[str, tuple[int, ...]]]:

@@ -91,9 +91,9 @@ def check_batch(exam: Examination) -> Finding | None:
         "fail",
         {"difference_with_other_neighbours": neighbours, "difference_alone": alone},
         "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, a "
-        "reshape mixes rows, or experts with a capacity drop tokens",
+        "reshape mixes rows, attention takes the batch for the sequence, or experts with a capacity drop tokens",
         "normalize over the features only: x.mean(-1, keepdim=True), nn.LayerNorm(width); transpose before view, and "
-        "keep the batch axis first",
+        "keep the batch axis first (layers of PyTorch with attention need batch_first=True)",
     )
 
 

@@ -127,6 +127,19 @@ def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str
             "pool over tokens only: (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
         )
     if not sides.get("right") and (sides.get("left") or sides.get("inside")):
+        before, layer = _weight_on_padding(exam, ids, PAD, 0)
+        if before > SEEN:
+            return (
+                f"tokens attend to the padding before them in layer {layer}, although the mask hides it: the mask does "
+                "not reach this attention",
+                MASK_FIX,
+            )
+        if not records:
+            return (
+                "the padding before a token changes its output, although the mask hides it: a recurrence or a "
+                "convolution reads it, or positions count it",
+                "where the mask is 0, set the inputs to zero and keep the state as it was; or pad on the right only",
+            )
         return (
             "positions count the padding: a token after padding gets a later position than the same token without it",
             "count tokens only: position_ids = mask.cumsum(1) - 1, and give them to the position encoding",

@@ -10,6 +10,7 @@ from torch import Tensor
 from monoblock.doctor.examination import Examination, finding, not_applicable
 from monoblock.doctor.records import AttentionRecord, PositionAdd
 from monoblock.doctor.report import Finding, NotChecked, Outcome
+from monoblock.doctor.subject import difference
 
 SAME = 0.99  # cosine from which two position vectors are the same up to a factor
 
@@ -55,21 +56,40 @@ def _is_blind(record: AttentionRecord) -> bool:
 
 
 def _check_swap(exam: Examination) -> Finding | None:
-    """Swap two tokens: without positions, the output of the others stays the same."""
-    ids = exam.ids.clone()
-    ids[:, [1, 4]] = ids[:, [4, 1]]
-    new, old = exam.run(ids), exam.output
-    if exam.is_per_token:
-        new, old = new[:, -1], old[:, -1]
-    if exam.is_off(new, old):
+    """Swap two tokens, near the end and far from it: without positions, the output of the last stays the same."""
+    swapped = []
+    for first, second in ((-2, -3), (1, 4)):  # a recurrent model may forget the second pair
+        ids = exam.ids.clone()
+        ids[:, [first, second]] = ids[:, [second, first]]
+        swapped.append(_change(exam, ids))
+    if any(exam.is_above_rounding(value) for value in swapped):
         return None
-    return finding(
-        "positions",
-        "fail",
-        {"difference_after_a_swap": 0.0},
-        "two tokens can be swapped without any change: the model does not use positions",
-        "add position vectors to the embeddings, or rotate queries and keys by their position",
-    )
+    ids = (exam.ids + exam.subject.vocab // 2) % exam.subject.vocab
+    everywhere = _change(exam, ids)
+    ids[:, -1] = exam.ids[:, -1]
+    elsewhere = _change(exam, ids)
+    evidence = {
+        "difference_after_a_swap": max(swapped),
+        "difference_with_other_earlier_tokens": elsewhere,
+        "difference_with_other_tokens": everywhere,
+    }
+    if not exam.is_above_rounding(everywhere):
+        reason = "the output is the same for all tokens: the ids do not reach it"
+        fix = "follow the ids through the forward pass: the output must be computed from their embeddings"
+    elif exam.is_per_token and not exam.is_above_rounding(elsewhere):
+        reason = "the output at a position depends on the token there only: the model reads neither other tokens nor "
+        reason += "positions"
+        fix = "add attention, which reads the other tokens, and position vectors; check that its output is used"
+    else:
+        reason = "two tokens can be swapped without any change: the model does not use positions"
+        fix = "add position vectors to the embeddings, or rotate queries and keys by their position"
+    return finding("positions", "fail", evidence, reason, fix)
+
+
+def _change(exam: Examination, ids: Tensor) -> float:
+    """Return the difference that other ids make to the output of the last token, or of the text."""
+    new, old = exam.run(ids), exam.output
+    return difference(new[:, -1], old[:, -1]) if exam.is_per_token else difference(new, old)
 
 
 def check_positions_twice(exam: Examination) -> Outcome:
