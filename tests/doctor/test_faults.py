@@ -109,7 +109,7 @@ CAUSES = {
     "no_residuals": "gradients vanish",
     "duplicate_heads": "equal queries",
     "dead_head": "output is zero",
-    "nan_in_a_layer": "is born in",
+    "nan_in_a_layer": "first appears in",
     "fp16_overflow": "too large for fp16",
     "beta2_too_low": "beta2=0.5",
     "weight_decay_too_high": "weight_decay=2",

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import monoblock as mb
-from monoblock.doctor.faults.table import diagnose_with_fault
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,7 +91,7 @@ def test_the_reason_says_what_a_model_without_positions_reads(model, words):
 
 
 def test_attention_to_padding_on_the_left_is_named():
-    class Decoder(nn.Module):
+    class Unmasked(nn.Module):
         """A decoder that is given a mask and positions, and uses the positions only."""
 
         def __init__(self):
@@ -107,14 +106,23 @@ def test_attention_to_padding_on_the_left_is_named():
             return self.head(x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
 
     torch.manual_seed(0)
-    (finding,) = mb.diagnose(Decoder(), checks="padding").findings
+    (finding,) = mb.diagnose(Unmasked(), checks="padding").findings
     assert finding.reason.startswith("tokens attend to")
 
 
-def test_a_dropped_mask_is_not_called_a_wrong_position():
-    report = diagnose_with_fault("padding_mask_dropped")
-    (finding,) = (finding for finding in report.findings if finding.check == "padding")
-    assert "attend to" in finding.reason
+@pytest.mark.parametrize("how", ["attention", "recurrence"])
+def test_padding_that_a_mask_should_hide_is_not_called_a_wrong_position(how):
+    if how == "attention":
+        model = build("LlamaForCausalLM", "LlamaConfig", **SIZES)
+        forward = model.model.forward
+        model.model.forward = lambda attention_mask, **options: forward(
+            attention_mask=None if attention_mask is None else torch.ones_like(attention_mask), **options
+        )
+    else:
+        model = build("RwkvForCausalLM", "RwkvConfig", **SIZES, context_length=64, attention_hidden_size=32)
+    (finding,) = mb.diagnose(model, checks="padding").findings
+    assert finding.reason.startswith("tokens attend to the padding" if how == "attention" else "the padding before")
+    assert "cumsum" not in finding.fix
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
@@ -151,3 +159,47 @@ def test_attention_over_the_batch_is_told_how_to_put_the_batch_first():
 
     (finding,) = mb.diagnose(TimeFirst(), checks="batch").findings
     assert "batch_first=True" in finding.fix
+
+
+class Decoder(nn.Module):
+    """A decoder as one writes it by hand, with one fault."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.token, self.position = nn.Embedding(VOCAB, 32), nn.Embedding(64, 32)
+        self.qkv, self.mix, self.head = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, VOCAB)
+
+    def split(self, x):
+        B, T, _ = x.shape
+        return x.reshape(B, 4, T, 8) if self.fault == "reshape" else x.view(B, T, 4, 8).transpose(1, 2)
+
+    def forward(self, ids):
+        B, T = ids.shape
+        places = torch.arange(T)
+        x = self.token(ids) + self.position(places.flip(0) if self.fault == "from the end" else places)
+        q, k, v = map(self.split, self.qkv(x).chunk(3, -1))
+        scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)
+        weights = scores.softmax(1 if self.fault == "softmax over heads" else -1)
+        logits = self.head(x + self.mix((weights @ v).transpose(1, 2).reshape(B, T, 32)))
+        return logits.softmax(-1) if self.fault == "softmax of logits" else logits
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "words", "fix"),
+    [
+        ("from the end", "causality", "how many tokens follow", "torch.arange(T)"),
+        ("reshape", "causality", "a reshape without a transpose", ".transpose(1, 2)"),
+        ("softmax over heads", "overflow", "another axis than the keys", "softmax(-1)"),
+        ("softmax of logits", "overfit", "outputs are probabilities", "return logits"),
+    ],
+)
+def test_the_cause_of_a_common_fault_is_named(fault, check, words, fix):
+    torch.manual_seed(0)
+    ids = torch.randint(VOCAB, (8, 17))
+    batch = (ids[:, :-1], ids[:, 1:])
+    assert mb.diagnose(Decoder(None), batch=batch).findings == []
+    (finding,) = mb.diagnose(Decoder(fault), batch=batch).findings
+    assert finding.check == check
+    assert words in finding.reason
+    assert fix in finding.fix

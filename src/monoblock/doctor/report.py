@@ -129,11 +129,8 @@ def format_report(report: Report) -> str:
         lines += [f"probes: texts of {report.lengths[0]} tokens{more}"]
     lines += [f"note: {note}" for note in report.notes]
     if report.not_checked:
-        lines += [
-            "",
-            "not checked (what to hand over are arguments of mb.diagnose):",
-            *(f"  {line}" for line in describe_not_checked(report.not_checked)),
-        ]
+        lines += ["", "not checked (the arguments are those of mb.diagnose):"]
+        lines += [f"  {line}" for line in describe_not_checked(report.not_checked)]
     return "\n".join(lines)
 
 

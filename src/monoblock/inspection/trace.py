@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monoblock.errors import InputError
+from monoblock.errors import InputError, did_you_mean
 from monoblock.inspection.edits import Edit, match_names
 from monoblock.inspection.module_taps import tap_modules
 from monoblock.nn.tap import Tap
@@ -74,6 +74,9 @@ class Trace(dict[str, Tensor]):
     """Activations by name, and the logits of the same pass (of a model without logits, its hidden states)."""
 
     logits: Tensor
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"{name} was not recorded{did_you_mean(name, list(self)) or '; give it in names='}")
 
 
 def trace(

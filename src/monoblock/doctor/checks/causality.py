@@ -32,10 +32,12 @@ def check_causality(exam: Examination) -> Finding | None:
         ids = exam.long_ids
         worst, place = find_leak(exam, ids)
     if not worst:
-        return None
-    T, reach = ids.shape[1], _reach_ahead(exam, ids)
+        return _check_length(exam)
+    T = ids.shape[1]
+    reaches = [_reach_ahead(exam, ids, place) for place in (T - 1, 3 * T // 4, T // 2)]
+    reach = max(reaches)
     ahead = "all later tokens" if reach >= T - 2 else f"{reach} token{'s' if reach > 1 else ''} ahead"
-    cause, fix = _cause(exam, ids, reach)
+    cause, fix = _cause(exam, ids, reaches)
     if ids is not exam.ids:
         cause += f"; texts of {exam.ids.shape[1]} tokens are right, texts of {T} are not"
     presumed = getattr(exam.subject, "kind_is_presumed", False)
@@ -46,6 +48,27 @@ def check_causality(exam: Examination) -> Finding | None:
         {"max_difference": worst, "at_position": place, "tokens_ahead": reach, "length": T},
         f"a token sees {ahead} (counted over all layers): {cause}. {CONSEQUENCE}{unless}",
         fix,
+    )
+
+
+def _check_length(exam: Examination) -> Finding | None:
+    """Cut the end of a text off: its first tokens give what they gave before."""
+    T, cut = exam.ids.shape[1], exam.ids.shape[1] // 2 + 1
+    try:
+        short = exam.states(exam.ids[:, :cut])
+    except Exception:  # a model may read texts of one length only
+        return None
+    distance = exam.is_off(short, exam.states(exam.ids)[:, :cut])
+    if not distance:
+        return None
+    return finding(
+        "causality",
+        "fail",
+        {"max_difference": distance, "length": T, "shorter_length": cut},
+        "the output at a token depends on how many tokens follow it, though not on which: positions are counted from "
+        "the end, or something is divided by the length of the text. In generation the length is another one at each "
+        "step",
+        "count positions from the start, torch.arange(T); divide by the number of tokens up to each place",
     )
 
 
@@ -61,22 +84,25 @@ def find_leak(exam: Examination, ids: Tensor) -> tuple[float, int]:
     return max(found, key=lambda pair: pair[0])
 
 
-def _reach_ahead(exam: Examination, ids: Tensor) -> int:
-    """Return how many positions before a changed token the first changed output lies."""
+def _reach_ahead(exam: Examination, ids: Tensor, place: int) -> int:
+    """Return how many positions before a token, which is changed, the first changed output lies."""
     ids = ids[:1]
     changed = ids.clone()
-    changed[:, -1] = exam.subject.other_tokens(ids)[:, -1]
+    changed[:, place] = exam.subject.other_tokens(ids)[:, place]
     new, old = exam.states(changed), exam.states(ids)
-    moved = [i for i in range(ids.shape[1] - 1) if exam.is_off(new[:, i], old[:, i])]
-    return ids.shape[1] - 1 - min(moved) if moved else 1
+    moved = [i for i in range(place) if exam.is_off(new[:, i], old[:, i])]
+    return place - min(moved) if moved else 1
 
 
 # -- causes ---------------------------------------------------------------------------------------------------------
 
 
-def _cause(exam: Examination, ids: Tensor, reach: int) -> tuple[str, str]:
-    """Tell a missing, shifted, partial or weak mask from a path outside attention by the weights on later keys."""
-    T, source = ids.shape[1], exam.subject.source
+def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str]:
+    """Tell a missing, shifted, partial or weak mask from a path outside attention by the weights on later keys.
+
+    reaches: how far ahead outputs see a token, for tokens at several places.
+    """
+    T, source, reach = ids.shape[1], exam.subject.source, max(reaches)
     records = exam.record(ids[:2].clone()).attentions if source is None or source.shape[1] != T else []
     records = [record for record in records if record.weights.shape[-2:] == (T, T)]
     leaking = [layer for layer, record in enumerate(records) if bool(_later(record).any())]
@@ -84,9 +110,15 @@ def _cause(exam: Examination, ids: Tensor, reach: int) -> tuple[str, str]:
         what = "no causal mask is applied" if reach >= T - 2 else "a mask that is off by one, or a convolution"
         return f"{what} (no attention was recorded that could tell)", MASK_FIX
     if not leaking:
-        if reach < T - 2:
+        if reach < T - 2 and reach <= 2 * min(reaches):  # as far from every place
             what = "a convolution or a shift reads later tokens"
             fix = "pad convolutions on the left only: F.pad(x, (kernel - 1, 0)); shift to the right only"
+        elif reach < T - 2:
+            what = "a reshape without a transpose mixes heads and positions, since some places see further than others"
+            fix = (
+                "split heads by .view(B, T, heads, -1).transpose(1, 2), and merge them by .transpose(1, 2)"
+                ".reshape(B, T, width)"
+            )
         else:
             what = "a norm or a mean over the sequence, or a reshape without a transpose that mixes heads and positions"
             fix = (

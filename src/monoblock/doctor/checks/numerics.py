@@ -1,4 +1,4 @@
-"""Checks of numbers: overflow, the layer where the first NaN is born, growth of the residual stream."""
+"""Checks of numbers: overflow, the layer where the first NaN appears, growth of the residual stream."""
 
 from __future__ import annotations
 
@@ -59,7 +59,18 @@ def check_overflow(exam: Examination) -> Finding | None:
         watch.remove()
     if not is_finite or watch.first_bad is not None:
         name = watch.first_bad or "the operations between modules"
-        return _overflow_finding({"first_bad_module": name}, f"NaN or inf is born in {name}")
+        reason = f"NaN or inf first appears in {name}"
+        if (layer := _layer_without_keys(exam)) is None:
+            return _overflow_finding({"first_bad_module": name}, reason)
+        return finding(
+            "overflow",
+            "fail",
+            {"first_bad_module": name, "attention_layer": layer},
+            f"{reason}, because the softmax of attention in layer {layer} is given rows of -inf only: a query sees no "
+            "key at all, or the softmax is taken over another axis than the keys",
+            "take the softmax over the keys, scores.softmax(-1), and let each query see a key; one at padding may see "
+            "itself",
+        )
     if not watch.largest:
         return None
     name = max(watch.largest, key=lambda key: watch.largest[key])
@@ -71,6 +82,14 @@ def check_overflow(exam: Examination) -> Finding | None:
             f"activations of {name} are too large for fp16 and overflow there",
             "run the model in bf16 or fp32, or scale the weights down",
         )
+    return None
+
+
+def _layer_without_keys(exam: Examination) -> int | None:
+    """Return the first attention whose weights are NaN although no score is; None if there is none."""
+    for layer, record in enumerate(exam.recorded.attentions):
+        if not bool(record.weights.isfinite().all()):
+            return None if bool(record.scores.isnan().any() | record.scores.isposinf().any()) else layer
     return None
 
 

@@ -237,15 +237,24 @@ def check_overfit(exam: Examination) -> Finding | None:
     first, best, frequencies = losses[0], min(losses[-5:]), _entropy(labels)
     if best < max(0.85 * min(first, frequencies), 0.1):
         return None
+    cause, fix = "", "check that logits and labels belong together, that no layer is frozen or detached, and that "
+    fix += "inputs reach the output"
+    if _are_probabilities(exam.output):
+        cause = ". Its outputs are probabilities, of which the loss takes the softmax again"
+        fix = "return logits, without the softmax: F.cross_entropy applies it"
     return finding(
         "overfit",
         "fail",
         {"loss_before": first, "loss_after": best, "steps": OVERFIT_STEPS, "loss_of_label_frequencies": frequencies},
         f"the model cannot learn a single batch: after {OVERFIT_STEPS} steps its loss is still {best:.2f}, not much "
-        f"better than the frequencies of the labels without any input ({frequencies:.2f})",
-        "check that logits and labels belong together, that no layer is frozen or detached, and that inputs reach the "
-        "output",
+        f"better than the frequencies of the labels without any input ({frequencies:.2f}){cause}",
+        fix,
     )
+
+
+def _are_probabilities(output: Tensor) -> bool:
+    sums = output.float().sum(-1)
+    return output.shape[-1] > 1 and bool((output >= 0).all()) and bool(((sums - 1).abs() < 1e-2).all())
 
 
 def _entropy(labels: Tensor) -> float:
