@@ -274,3 +274,11 @@ def test_a_transformers_model_is_traced_by_hooks(kind, implementation):
     assert not zero[f"{attention}.heads"][:, 1].any()
     torch.testing.assert_close(zero[f"{attention}.heads"][0, 0], seen[f"{attention}.heads"][0, 0], rtol=0, atol=1e-5)
     assert torch.equal(mb.trace(model, ids, attention_mask=mask, names=attention).logits, expected)
+
+
+def test_a_name_that_was_not_recorded_is_an_error_with_a_hint(model):
+    seen = mb.trace(model, random_tokens(2, 13), names="decoder.*.output")
+    with pytest.raises(KeyError, match=r"did you mean 'decoder\.0\.output'"):
+        seen["decoder.0.outpt"]
+    with pytest.raises(KeyError, match="give it in names="):
+        seen["logits"]

@@ -88,8 +88,9 @@ def probes_part(request: Request) -> Part:
         "Probes by layer",
         f"A linear classifier reads the labels of {unit} in {request.labelled_data} from the residual stream: best "
         f"after {best.name} ({best.accuracy:.1%}; always the most frequent label: {report.majority:.1%}). Trained on "
-        f"{report.num_train:,} {unit}, tested on {report.num_test:,}. In the control task every distinct text has a "
-        "random label (Hewitt and Liang 2019); selectivity is the accuracy minus that of the control task.",
+        f"{report.num_train:,} {unit}, tested on {report.num_test:,}. In the control task every distinct "
+        f"{unit.removesuffix('s')} has a random label (Hewitt and Liang 2019); selectivity is the accuracy minus "
+        "that of the control task.",
     )
     section.tables.append(metrics_table(rows))
     curves = {
