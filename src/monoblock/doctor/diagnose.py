@@ -174,7 +174,10 @@ def _check_runs(exam: Examination) -> None:
     except Exception as error:
         message = " ".join(str(error).split())
         shape = tuple(exam.ids.shape)
-        raise InputError(f"the model cannot be called with an input of shape {shape}: {message:.160}") from error
+        raise InputError(
+            f"the model cannot be called with an input of shape {shape}: {message:.160}; if it needs other inputs, "
+            "give a function of ids: mb.diagnose(lambda ids: …, vocab=…)"
+        ) from error
     if exam.handed.loss is None or exam.handed.batch is None:
         return
     ids, labels = exam.handed.batch
