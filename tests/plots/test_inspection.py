@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import monoblock as mb
-from monoblock.plots.tokens import MISSING_GLYPH, check_length, drawable, readable_tokens
+from monoblock.plots.tokens import MISSING_GLYPH, check_length, choose_labels, drawable, readable_tokens
 
 pytest.importorskip("matplotlib")
 
@@ -204,3 +204,10 @@ def test_the_mean_by_offset_is_that_of_the_diagonals():
     assert offsets.tolist() == [-2, -1, 0, 1, 2]
     assert means.tolist() == [6, 5, 4, 3, 2]
     assert deviations.tolist() == [0, 2, pytest.approx(np.std([0, 4, 8])), 2, 0]
+
+
+def test_positions_without_tokens_are_not_numbered_twice():
+    places, labels, _ = choose_labels([str(n) for n in range(50)], inches=1.0)
+    assert labels == [str(place) for place in places]
+    places, labels, _ = choose_labels(["cat"] * 50, inches=1.0)
+    assert labels == [f"{place} cat" for place in places]

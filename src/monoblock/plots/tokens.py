@@ -75,7 +75,8 @@ def choose_labels(tokens: Sequence[str], inches: float) -> tuple[list[int], list
     places = list(range(0, len(tokens), step))
     labels = [drawable(shorten(tokens[place])) for place in places]
     if step > 1:
-        labels = [f"{place} {label}" for place, label in zip(places, labels, strict=True)]
+        pairs = zip(map(str, places), labels, strict=True)
+        labels = [label if label == place else f"{place} {label}" for place, label in pairs]
     return places, labels, min(9.0, max(6.0, 72 * 0.75 * inches * step / len(tokens)))
 
 
