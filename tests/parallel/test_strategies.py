@@ -130,6 +130,7 @@ def test_a_checkpoint_of_several_processes_is_safetensors_and_json_and_can_be_re
             torch.testing.assert_close(parts[group][name], tensor, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_other_strategies_and_numbers_of_processes(root, alone, tmp_path):
     """2 pp → 1 → 4 fsdp+tp → 2 tp: no sample is repeated or left out, and the losses are those of one process."""
     recipe, folder = root / "experts/recipe.toml", tmp_path / "run"
@@ -182,6 +183,7 @@ def test_processes_that_share_matrices_drop_the_same_elements_after_a_resume(tmp
     assert {name: main[name] for name in other} == other  # at the end, the main process has the whole model
 
 
+@pytest.mark.slow
 def test_every_group_of_processes_has_the_time_out_of_the_recipe(tmp_path):
     recipe = write_recipe(tmp_path, EXACT, {"train": {"steps": 1}})
     overrides = ["train.parallel=fsdp+tp", "parallel.tensor=2", "parallel.timeout=77", "parallel.offload=true"]
