@@ -110,6 +110,13 @@ def test_invalid_arguments_are_one_line_errors(folder, arguments, message, capsy
     assert message in err.splitlines()[-1]
 
 
+def test_a_table_that_cannot_be_written_is_an_error_before_anything_is_measured(capsys):
+    assert run(["bench", "--all", "--out", "nowhere/table.md"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: there is no folder nowhere for --out nowhere/table.md; make it, or give another file\n"
+
+
 @pytest.mark.parametrize("fails_at", ["build", "run"])
 def test_another_library_that_fails_is_one_line_and_the_others_are_measured(folder, capsys, monkeypatch, fails_at):
     class Broken:

@@ -8,8 +8,8 @@ import torch
 
 from monoblock.config.families import gpt, vaswani
 from monoblock.experiments.costs.kv_cache import cache_bytes, count_positions
-from monoblock.experiments.costs.measuring import saved_bytes
 from monoblock.experiments.costs.scale import jacobian_norm
+from monoblock.experiments.costs.time_and_memory import saved_bytes
 from monoblock.experiments.models.gradients import initial_norms
 from monoblock.experiments.models.norms import neighbour_effect
 from monoblock.experiments.models.scaling_law import fit_line, summarize

@@ -13,7 +13,7 @@ import click
 from monoblock import __version__
 from monoblock.cli._shared.model_options import device_option, dtype_option, resolve_device
 from monoblock.cli._shared.output import format_bytes, json_option, print_json, print_table, suggest_next
-from monoblock.errors import ConfigError, did_you_mean, with_article
+from monoblock.errors import ConfigError, FileError, did_you_mean, with_article
 
 if TYPE_CHECKING:
     from monoblock.config.model import ModelConfig
@@ -77,6 +77,8 @@ def command(
         for option, value in {"WHAT": what, "--prompt": prompt, "--new": new, "--batch": batch, "--only": only}.items():
             if value:
                 raise ConfigError(f"--all measures fixed shapes, so {option} has no effect; leave out one of the two")
+        if out is not None and not out.parent.is_dir():  # before minutes of measuring
+            raise FileError(f"there is no folder {out.parent} for --out {out}; make it, or give another file")
         return _measure_all(small, out, rounds, not no_peers, device, dtype, as_json)
     if small or out is not None:
         raise ConfigError(f"{'--small' if small else '--out'} belongs to --all; add --all, or leave it out")

@@ -17,7 +17,7 @@ from torch import Tensor
 from monoblock.accounting.memory import attention_matrix_bytes
 from monoblock.config.model import AttentionConfig
 from monoblock.config.schema import check_types
-from monoblock.experiments.costs.measuring import best_seconds, default_device, peak_bytes, saved_bytes
+from monoblock.experiments.costs.time_and_memory import best_seconds, default_device, peak_bytes, saved_bytes
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths

@@ -11,7 +11,7 @@ import torch
 from monoblock.accounting.report import account
 from monoblock.config.families import gpt
 from monoblock.config.schema import check_at_least, check_types
-from monoblock.experiments.costs.measuring import best_seconds, default_device
+from monoblock.experiments.costs.time_and_memory import best_seconds, default_device
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths

@@ -15,7 +15,7 @@ import torch
 from monoblock.config.families import gpt
 from monoblock.config.knobs import vary
 from monoblock.config.schema import check_at_least, check_types
-from monoblock.experiments.costs.measuring import best_seconds, default_device, peak_bytes, saved_bytes
+from monoblock.experiments.costs.time_and_memory import best_seconds, default_device, peak_bytes, saved_bytes
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, Trial, selection
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths

@@ -118,10 +118,7 @@ class WeightBlocks {
       return;
     }
     alignas(64) Floats sums[4][TILE];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
+    store_sum_tiles(sums);
     finish_writes();
     for (int64_t r = 0; r < live; ++r)
       for (int v = 0; v < vectors; ++v) store(y + r * width + v * LANES, sums[r / TILE * 2 + v][r % TILE]);

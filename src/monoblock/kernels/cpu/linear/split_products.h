@@ -87,10 +87,7 @@ struct Output {
       return;
     }
     alignas(64) Floats sums[4][TILE];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
+    store_sum_tiles(sums);
     for (int n = 0; n < 4; ++n) store_tile(sums[n], row + n / 2 * TILE, column + n % 2 * TILE);
   }
 

@@ -78,6 +78,14 @@ class TileScope {
   TileScope& operator=(const TileScope&) = delete;
 };
 
+// Write the sums of the tiles 0 to 3.
+inline void store_sum_tiles(Floats (*sums)[TILE]) {
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  _tile_stored(2, sums[2], 64);
+  _tile_stored(3, sums[3], 64);
+}
+
 // Before tiles are loaded from memory that was just written: the intrinsics do not tell the compiler that they read it.
 inline void finish_writes() { asm volatile("" ::: "memory"); }
 
