@@ -33,7 +33,7 @@ from monoblock.tasks.task_data import validate
 from monoblock.training.events import StepEvent
 from monoblock.training.loss import CrossEntropyLoss
 
-GRID = ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3")  # learning rates, the same for both
+GRID = ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")  # learning rates, the same for both
 SEARCH_SHARE = 0.1  # of the steps
 RECIPES = {"transformer": "wikitext2", "lstm": "wikitext2-lstm"}
 EXERCISE_RECIPES = {"transformer": "exercise-8-9", "lstm": "exercise-8-9-lstm"}
@@ -206,7 +206,7 @@ EXPERIMENT = Experiment(
     smoke_options={"seconds": 1.0},
     smoke_arms=("transformer", "lstm-time", "exercise-lstm"),
     budget="65 million words and about 29 million parameters for each model; the arms of equal time have 240 seconds "
-    "of training steps; learning rates from the same grid of five, with a tenth of the tokens",
+    "of training steps; learning rates from the same grid of six, with a tenth of the tokens",
     data="WikiText-2 by words, test split",
     columns=(
         *("test_perplexity", "perplexity_blocks", "perplexity_sliding", "perplexity_carried", "training_perplexity"),
