@@ -1,7 +1,8 @@
 """Measure the time and memory of a forward and a backward pass: by component, by layer, or by kind.
 
 The formulas of `accounting` predict the cost of a pass; this module measures it.  Hooks read a clock before and after
-each component; on a GPU they record events, so that the passes are not slowed down by waiting.
+each component; on a GPU they record events, so that the passes are not slowed down by waiting.  The kernels of a GPU are
+queued behind a pause, so that they follow one another at once and the time of launching them does not count.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from monoblock.errors import InputError
 from monoblock.nn.transformer import Transformer
 
 GroupBy = Literal["component", "layer", "kind"]
+GPU_CYCLES_PER_SECOND = 2e9  # about; only the length of a pause depends on it
 INPUTS = ("input", "target")  # their inputs are ids, so that the end of their backward pass cannot be seen
 
 
@@ -42,6 +44,14 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.pause = 0.0  # seconds; the time that the host takes to launch the kernels of a pass
+
+    def start(self) -> Any:
+        """Wait for the device and read the time; on a GPU, first queue a pause, behind which the kernels gather."""
+        self.wait()
+        if self.device.type == "cuda" and self.pause:
+            torch.cuda._sleep(round(self.pause * GPU_CYCLES_PER_SECOND))
+        return self.read()
 
     def read(self) -> Any:
         if self.device.type != "cuda":
@@ -158,9 +168,10 @@ def profile(
     """
     if by not in GROUPS:
         raise InputError(f"there is no grouping {by!r}; write one of {', '.join(GROUPS)}")
+    clock = Clock(next(iter(model.parameters())).device)
     best: dict[str, ComponentCost] | None = None
     for pass_index in range(rounds + 1):
-        costs = _profile_pass(model, inputs, backward)
+        costs = _profile_pass(model, inputs, backward, clock)
         if pass_index and (best is None or _seconds(costs) < _seconds(best)):
             best = costs
     assert best is not None
@@ -174,10 +185,11 @@ def _seconds(costs: dict[str, ComponentCost]) -> float:
     return costs["total"].seconds + costs["total"].backward_seconds
 
 
-def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...], backward: bool) -> dict[str, ComponentCost]:
+def _profile_pass(
+    model: Transformer, inputs: tuple[Tensor, ...], backward: bool, clock: Clock
+) -> dict[str, ComponentCost]:
     """Measure one pass; return the cost of every timed module by its full name, of the rest, and in total."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    clock = Clock(next(iter(model.parameters())).device)
     forward = ComponentTimer(clock, seen_storages=weights)
     reverse = ComponentTimer(clock)
     handles: list[Any] = []
@@ -191,14 +203,14 @@ def _profile_pass(model: Transformer, inputs: tuple[Tensor, ...], backward: bool
             handles.append(module.register_full_backward_hook(reverse.exit_hook))
     try:
         with torch.autograd.graph.saved_tensors_hooks(forward.saved_tensor_hook, lambda tensor: tensor):
-            clock.wait()
-            start = clock.read()
+            start = clock.start()
+            launch = time.perf_counter()
             output = model(*inputs)
             middle = clock.read()
+            clock.pause = time.perf_counter() - launch
         if backward:
             value = output.float().mean()
-            clock.wait()
-            middle_of_both = clock.read()
+            middle_of_both = clock.start()
             value.backward()
             while reverse.active:
                 reverse.close()
