@@ -1,4 +1,4 @@
-"""Jobs of an experiment run after their dependencies, in one process or several; a failure is one line."""
+"""Jobs of an experiment run after their dependencies, in one process or several; one that fails stops no other."""
 
 import pytest
 
@@ -29,3 +29,16 @@ def test_a_job_runs_after_its_dependencies(tmp_path, processes):
     assert messages == ["one: done", "two: done", "last: done"]
     with pytest.raises((ConfigError, InputError), match="a line too long; shorten it"):
         list(run_jobs([Job("bad", fail, (tmp_path,))], processes))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failed_job_stops_only_those_that_depend_on_it(tmp_path, processes):
+    jobs = [
+        Job("bad", fail, (tmp_path,)),
+        Job("after", write_file, (tmp_path, "after"), ("bad",)),
+        Job("last", write_file, (tmp_path, "last"), ("one", "after")),
+        Job("one", write_file, (tmp_path, "one")),
+    ]
+    with pytest.raises(ConfigError, match=r"bad: a line too long; shorten it \(2 more failed"):
+        list(run_jobs(jobs, processes))
+    assert {path.name for path in tmp_path.iterdir()} == {"one"}

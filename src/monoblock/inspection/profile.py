@@ -1,7 +1,7 @@
 """Measure the time and memory of a forward and a backward pass: by component, by layer, or by kind.
 
 The formulas of `accounting` predict the cost of a pass; this module measures it.  Hooks read a clock before and after
-each component; on a GPU they record events, so that the passes are not slowed down by waiting.  The kernels of a GPU are
+each component; on a GPU they record events, so that the passes are not slowed down by waiting.  There, the kernels are
 queued behind a pause, so that they follow one another at once and the time of launching them does not count.
 """
 

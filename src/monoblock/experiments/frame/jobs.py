@@ -21,30 +21,42 @@ class Job(NamedTuple):
 
 
 def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
-    """Run all jobs, in the given order as far as `depends_on` allows; yield progress messages."""
+    """Run all jobs, in the given order as far as `depends_on` allows; yield progress messages.
+
+    A job that fails does not stop the others, except those that depend on it.  At the end, ConfigError is raised.
+    """
+    failures: dict[str, str] = {}
     if processes == 1:
-        for job in _topological_order(jobs):
-            yield from job.run(*job.args)
-        return
-    context = multiprocessing.get_context("spawn")  # a process that has initialized CUDA cannot be forked
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_limit_threads, initargs=(processes,)) as pool:
-        try:
-            yield from _run_parallel(list(jobs), pool, processes)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        yield from _run_in_turn(list(jobs), failures)
+    else:
+        context = multiprocessing.get_context("spawn")  # a process that has initialized CUDA cannot be forked
+        with ProcessPoolExecutor(processes, context, _limit_threads, (processes,)) as pool:
+            try:
+                yield from _run_parallel(list(jobs), pool, processes, failures)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    if failures:
+        name, problem = next(iter(failures.items()))
+        others = f" ({len(failures) - 1} more failed or depend on one that did)" if len(failures) > 1 else ""
+        raise ConfigError(f"{name}: {problem}{others}")
 
 
-def _topological_order(jobs: Sequence[Job]) -> Iterator[Job]:
-    waiting, done = list(jobs), set[str]()
+def _run_in_turn(waiting: list[Job], failures: dict[str, str]) -> Iterator[str]:
+    done: set[str] = set()
     while waiting:
         job = next(job for job in waiting if done.issuperset(job.depends_on))
-        yield job
         waiting.remove(job)
+        try:
+            yield from job.run(*job.args)
+        except MonoblockError as problem:
+            yield from _fail(job, str(problem), waiting, failures)
         done.add(job.name)
 
 
-def _run_parallel(waiting: list[Job], pool: ProcessPoolExecutor, processes: int) -> Iterator[str]:
+def _run_parallel(
+    waiting: list[Job], pool: ProcessPoolExecutor, processes: int, failures: dict[str, str]
+) -> Iterator[str]:
     done: set[str] = set()
     running: dict[Future[tuple[list[str], str | None]], Job] = {}
     while waiting or running:
@@ -54,11 +66,22 @@ def _run_parallel(waiting: list[Job], pool: ProcessPoolExecutor, processes: int)
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             job = running.pop(future)
             messages, problem = future.result()
-            last = messages[-1] if messages else "already done"
-            yield last if last.startswith(job.name) else f"{job.name}: {last}"
-            if problem is not None:
-                raise ConfigError(f"{job.name}: {problem}")
+            if problem is None:
+                last = messages[-1] if messages else "already done"
+                yield last if last.startswith(job.name) else f"{job.name}: {last}"
+            else:
+                yield from _fail(job, problem, waiting, failures)
             done.add(job.name)
+
+
+def _fail(job: Job, problem: str, waiting: list[Job], failures: dict[str, str]) -> Iterator[str]:
+    """Note that a job has failed, and take the jobs that depend on it off the list."""
+    failures[job.name] = problem
+    yield f"{job.name}: failed: {problem}"
+    for other in [other for other in waiting if job.name in other.depends_on]:
+        if other in waiting:
+            waiting.remove(other)
+            yield from _fail(other, f"it depends on {job.name}, which failed", waiting, failures)
 
 
 def _run_job(job: Job) -> tuple[list[str], str | None]:

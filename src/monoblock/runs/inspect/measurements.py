@@ -28,7 +28,7 @@ def profile_part(request: Request) -> Part:
         "Profile",
         f"Time of forward and backward passes over random tokens on {model.device}, and the bytes that the forward "
         "pass saves for the backward pass. Of three passes the fastest counts; a share is that of both passes, and "
-        "rest is the time outside of all parts.",
+        "rest is the time outside of all parts. On a GPU, the time of launching kernels does not count.",
     )
     table = [entry for row in rows for entry in _entries(row)]
     section.tables.append(metrics_table(table))
