@@ -26,6 +26,7 @@ from monoblock.config.model import ModelConfig
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.kernels.gpu import attend_step, gated_activation, linear, norm
 from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
@@ -133,10 +134,10 @@ def check_tokens() -> list[str]:
         for settings in (Settings(max_new_tokens=9), Settings(max_new_tokens=9, temperature=1.0, seed=3)):
             try:
                 plain = generate_tokens(model, settings, fast=False)
-                for draft in (None, similar_model(model) if model.encoder is None else None):
-                    fast = generate_tokens(model, settings, fast=True, draft=draft)
+                for kind, proposer in make_proposers(model).items():
+                    fast = generate_tokens(model, settings, fast=True, proposer=proposer)
                     if fast != plain:
-                        failures.append(f"{name}{' with a draft' if draft else ''}: {fast} instead of {plain}")
+                        failures.append(f"{name}, {kind}: {fast} instead of {plain}")
             except RuntimeError as problem:
                 failures.append(f"{name}: {str(problem)[:300]}")
                 torch.cuda.synchronize()
@@ -144,6 +145,13 @@ def check_tokens() -> list[str]:
     for line in failures:
         print("WRONG", line, flush=True)
     return checked if not failures else [f"only {len(checked) - len(failures)}"]
+
+
+def make_proposers(model: mb.Transformer) -> dict[str, Proposer | None]:
+    """Return what a decoder is checked with: nothing, a draft, and the tokens of the prompt."""
+    if model.encoder is not None:
+        return {"alone": None}
+    return {"alone": None, "draft": DraftModel(similar_model(model)), "lookup": PromptLookup(3)}
 
 
 def similar_model(model: mb.Transformer) -> mb.Transformer:
@@ -156,10 +164,9 @@ def similar_model(model: mb.Transformer) -> mb.Transformer:
 
 
 def generate_tokens(
-    model: mb.Transformer, settings: Settings, fast: bool, draft: mb.Transformer | None = None
+    model: mb.Transformer, settings: Settings, fast: bool, proposer: Proposer | None = None
 ) -> list[list[int]]:
     """Continue three prompts of different lengths, and then three times three of one length, which are recorded."""
-    proposer = None if draft is None else DraftModel(draft)
     engine = Engine(model, capacity=24, optimize=fast, max_burst=4, proposer=proposer)
     batches = ((5, 3, 7), *[(6, 6, 6)] * 3)
     return [row for start, lengths in enumerate(batches) for row in continue_prompts(engine, settings, lengths, start)]

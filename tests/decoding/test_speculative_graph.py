@@ -11,6 +11,7 @@ from monoblock.decoding.backends.search.record import Call
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.decoding.speculative import PromptLookup
 
 PROMPTS = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3])
 GREEDY = Settings(max_new_tokens=17)
@@ -73,6 +74,34 @@ def test_recorded_rounds_give_the_tokens_of_the_model_alone(name, kind, settings
     assert share >= {"similar": 0.2, "other": 0.0, "same": 0.7}[kind]  # some proposals come after the last token
     if kind == "other" and name != "gemma2-2b":  # which repeats one token whatever its weights are
         assert share < 0.5
+
+
+@pytest.mark.parametrize("settings", [GREEDY, ENDING], ids=["greedy", "ends early"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b", "mistral-7b", "gemma2-2b", "bloom-560m"])
+def test_recorded_lookups_give_the_tokens_of_the_model_alone(name, settings, recordings):
+    model = tiny_model(name)
+    assert decode(model, settings, draft=PromptLookup(3)) == decode(model, settings)
+    assert len(recordings) == 1
+    more = [list(reversed(prompt)) for prompt in PROMPTS]
+    assert decode(model, settings, more, draft=PromptLookup(3)) == decode(model, settings, more)
+    assert decode(model, settings, draft=PromptLookup(15)) == decode(model, settings)
+    assert decode(model, settings, [[3]], draft=PromptLookup(3)) == decode(model, settings, [[3]])
+
+
+def test_tokens_are_looked_up_on_the_device_as_in_python():
+    """Rows of few different tokens, so that tokens occur often, once or never before."""
+    generator = torch.Generator().manual_seed(0)
+    for max_ngram in (1, 3, 4):
+        lookup = PromptLookup(5, max_ngram)
+        for _ in range(40):
+            lengths = torch.randint(1, 14, (3,), generator=generator)
+            rows = [torch.randint(4, (int(n),), generator=generator).tolist() for n in lengths]
+            rows.append([7, 1, 2])
+            padded = torch.tensor([[*row, *[0] * (20 - len(row))] for row in rows])
+            newest = torch.tensor([([0, *row])[-2:] for row in rows])
+            proposals = speculative_graph.LookupProposals(padded, 5, max_ngram)
+            found = proposals.propose(newest, torch.tensor([len(row) - 1 for row in rows]))
+            assert found.tolist() == lookup.propose(rows, [], 5, None).tolist()
 
 
 def test_a_round_is_recorded_once_for_prompts_of_one_shape(recordings):

@@ -11,14 +11,13 @@ from torch import Tensor
 from monoblock.decoding.backends.eager import CachedDecoderState
 from monoblock.decoding.backends.protocol import RollbackState
 from monoblock.decoding.backends.select import Backend, choose_backend
-from monoblock.decoding.backends.speculative_graph import records_rounds
+from monoblock.decoding.backends.speculative_graph import DraftProposals, records_rounds
 from monoblock.decoding.batch_filters import Filters, uniform_numbers
 from monoblock.decoding.prompt import Prompt
-from monoblock.decoding.request import Request, RequestOutput, request_rows, tokens_left
+from monoblock.decoding.recorded_rounds import run_recorded_rounds
+from monoblock.decoding.request import Request, RequestOutput, request_rows
 from monoblock.errors import InputError, with_article
 from monoblock.nn.transformer import Transformer
-
-MAX_ROUNDS = 8  # recorded rounds that run before tokens are read: after an end token, the rest is in vain
 
 
 class DraftModel:
@@ -86,34 +85,20 @@ class DraftModel:
 
     def run_rounds(self, state: RollbackState, requests: list[Request]) -> list[RequestOutput] | None:
         """Run recorded rounds with the state of the main model; return None if these requests cannot be recorded."""
-        draft, count, limit = self.state, self.max_proposals, self.model.config.context
-        if not (records_rounds(state) and records_rounds(draft) and state.can_run_rounds(count)):
-            return None
-        pairs = request_rows(requests)
-        filters = Filters([request.settings for request, _ in pairs], state.device)
-        if filters.has_sampling or not filters.is_stateless or not draft.can_run_rounds(count):
+        draft, limit = self.state, self.model.config.context
+        if not records_rounds(draft) or not draft.can_run_rounds(self.max_proposals):
             return None
         if limit is not None and limit < max(request.max_length for request in requests):
             return None
-        newest = torch.tensor([request.row_tokens(row)[-2:] for request, row in pairs], device=state.device)
-        limits = [0 if request.is_row_done(row) else request.max_length for request, row in pairs]
-        left = max(tokens_left(*pair) for pair in pairs if not pair[0].is_row_done(pair[1]))
-        rounds = min(MAX_ROUNDS, -(-left // (count + 1)))
-        chosen, counts = state.run_rounds(draft, newest, torch.tensor(limits, device=state.device), count, rounds)
-        return self._append_rounds(pairs, chosen.tolist(), counts.tolist())
-
-    def _append_rounds(
-        self, pairs: list[tuple[Request, int]], chosen: list[list[list[int]]], counts: list[list[int]]
-    ) -> list[RequestOutput]:
-        """Append the accepted tokens of several rounds: the first `counts` (rows, rounds) of each round of `chosen`."""
-        outputs = []
-        for (request, row), row_chosen, row_counts in zip(pairs, chosen, counts, strict=True):
-            tokens = [t for found, n in zip(row_chosen, row_counts, strict=True) for t in found[:n]]
-            output = request.append_tokens(row, tokens) if tokens else None
-            if output is not None:
-                outputs.append(output)
-            self.proposed += self.max_proposals * sum(n > 0 for n in row_counts)
-            self.accepted += sum(n - 1 for n in row_counts if n)
+        found = run_recorded_rounds(
+            state, requests, self.max_proposals, lambda _: DraftProposals(draft, self.max_proposals)
+        )
+        if found is None:
+            return None
+        outputs, counts = found
+        used = [count for row in counts for count in row if count]
+        self.proposed += self.max_proposals * len(used)
+        self.accepted += sum(used) - len(used)
         return outputs
 
     def propose(

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from monoblock.decoding.backends.protocol import RollbackState
+from monoblock.decoding.backends.speculative_graph import SPARE_TOKENS, LookupProposals, SpeculativeGraphState
 from monoblock.decoding.batch_filters import Filters, choose_tokens
-from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.prompt import Prompt
+from monoblock.decoding.recorded_rounds import run_recorded_rounds
 from monoblock.decoding.request import Request, RequestOutput, active_mask, request_rows, tokens_left
 
 
@@ -37,6 +38,10 @@ class Proposer(Protocol):
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Append rows for new prompts to the batch."""
+        ...
+
+    def run_rounds(self, state: RollbackState, requests: list[Request]) -> list[RequestOutput] | None:
+        """Run several recorded rounds on a GPU, and append their tokens; None if these cannot be recorded."""
         ...
 
     def propose(
@@ -71,9 +76,9 @@ class Proposer(Protocol):
 def speculate(state: RollbackState, proposer: Proposer, requests: list[Request], capacity: int) -> list[RequestOutput]:
     """Let the proposer propose tokens, check them in one pass of the model, and append the accepted ones.
 
-    On a GPU, several rounds with a draft model run before the tokens are read.
+    On a GPU, several rounds run before the tokens are read.
     """
-    if isinstance(proposer, DraftModel) and (recorded := proposer.run_rounds(state, requests)) is not None:
+    if (recorded := proposer.run_rounds(state, requests)) is not None:
         return recorded
     pairs = request_rows(requests)
     rows = [request.row_tokens(row) for request, row in pairs]
@@ -150,6 +155,18 @@ class PromptLookup:
 
     def release(self) -> None:
         """Do nothing."""
+
+    def run_rounds(self, state: RollbackState, requests: list[Request]) -> list[RequestOutput] | None:
+        """Run recorded rounds, in which the tokens are looked up on the device."""
+
+        def make_proposals(state: SpeculativeGraphState) -> LookupProposals:
+            columns = state.capacity + SPARE_TOKENS
+            rows = [request.row_tokens(row) for request, row in request_rows(requests)]
+            padded = [[*tokens, *[0] * (columns - len(tokens))] for tokens in rows]
+            return LookupProposals(torch.tensor(padded, device=state.device), self.num_proposals, self.max_ngram)
+
+        found = run_recorded_rounds(state, requests, self.num_proposals, make_proposals)
+        return None if found is None else found[0]
 
     def propose(
         self, rows: Sequence[Sequence[int]], requests: list[Request], max_tokens: int, active: Tensor | None
