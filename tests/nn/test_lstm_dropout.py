@@ -260,6 +260,13 @@ def test_training_works_under_autocast():
     assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in model.parameters())
 
 
+def test_hooks_on_the_layers_run_in_training():
+    model, seen = build(**ALL).train(), []
+    model.decoder.register_forward_hook(lambda module, inputs, output: seen.append(output[0].shape))
+    model(random_ids())
+    assert seen == [(B, T, D)]
+
+
 def test_the_same_seed_drops_the_same():
     model, ids = build(**ALL).train(), random_ids()
     torch.manual_seed(5)

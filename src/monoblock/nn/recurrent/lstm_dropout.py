@@ -87,13 +87,13 @@ class DropoutLSTM(nn.LSTM):
     def _layer_weights(self, layer: int) -> list[Tensor]:
         """Return the weights of a layer in torch's order, with recurrent weights dropped."""
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        weights = [self.get_parameter(f"{name}_l{layer}") for name in names]
-        kept: list[Tensor] = [weights[0], F.dropout(weights[1], self.recurrent_dropout), *weights[2:]]
+        weights: list[Tensor] = [getattr(self, f"{name}_l{layer}") for name in names]
+        weights[1] = F.dropout(weights[1], self.recurrent_dropout)
         if not weights[0].is_cuda:
-            return kept
+            return weights
         # cuDNN reads the weights of a call from one buffer; if they lie elsewhere, torch warns and copies them.
-        flat = torch.cat([weight.flatten() for weight in kept]).split([weight.numel() for weight in kept])
-        return [part.view_as(weight) for part, weight in zip(flat, kept, strict=True)]
+        flat = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
+        return [part.view_as(weight) for part, weight in zip(flat, weights, strict=True)]
 
     def _drop_features(self, data: Tensor, batch_sizes: Tensor | None) -> Tensor:
         """Apply the dropout between two layers to (B, T, D), or to packed (N, D)."""
