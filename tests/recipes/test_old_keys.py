@@ -23,8 +23,8 @@ MODELS = {
 RETUNED = {  # changed since
     "dakshina-hi": ["model.dropout=0.1", "model.word_dropout=0.1", "train.steps=7000"],
     "wikitext2-lstm": [
-        *("model.dropout=0.25", "model.embedding_dropout=0.5", "model.head_dropout=0.5", "model.word_dropout=0.1"),
-        *("model.variational_dropout=true", "model.recurrent_dropout=0.4"),
+        *("model.dropout=0.3", "model.embedding_dropout=0.5", "model.head_dropout=0.6", "model.word_dropout=0.1"),
+        *("model.variational_dropout=true", "model.recurrent_dropout=0.5"),
     ],
 }
 
