@@ -20,7 +20,13 @@ MODELS = {
 }
 
 
-RETUNED = {"dakshina-hi": ["model.dropout=0.1", "model.word_dropout=0.1", "train.steps=7000"]}  # changed since
+RETUNED = {  # changed since
+    "dakshina-hi": ["model.dropout=0.1", "model.word_dropout=0.1", "train.steps=7000"],
+    "wikitext2-lstm": [
+        *("model.dropout=0.3", "model.embedding_dropout=0.5", "model.head_dropout=0.6", "model.word_dropout=0.1"),
+        *("model.variational_dropout=true", "model.recurrent_dropout=0.5"),
+    ],
+}
 
 
 def tables(recipe):

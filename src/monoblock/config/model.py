@@ -246,7 +246,14 @@ class RecurrentConfig:
     target_vocab: int | None = None  # size of the target vocabulary; None: it is that of the source
     attention: bool = True  # encoder-decoder: attend to the source; False: only a summary of it (Cho et al. 2014)
     tie: bool = True  # share the output matrix with the (target) embedding
-    dropout: float = 0.0  # dropout probability
+    dropout: float = 0.0  # dropout probability of the embedding, between layers and before the output
+    embedding_dropout: float | None = None  # dropout probability of the embedding; None: `dropout`
+    head_dropout: float | None = None  # dropout probability before the output; None: `dropout`
+    word_dropout: float = 0.0  # rate of tokens whose whole embedding is zeroed (cf. Gal and Ghahramani 2016)
+    # language model: drop the same features, and the same words, at all time steps of a row (Gal and Ghahramani 2016)
+    variational_dropout: bool = False
+    # language model: rate of weights of the hidden-to-hidden matrices that are zeroed (AWD-LSTM, Merity et al. 2018)
+    recurrent_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -254,7 +261,12 @@ class RecurrentConfig:
         check_at_most(self, MAX_VOCAB, "vocab", "target_vocab")
         check_at_most(self, MAX_WIDTH, "width")
         check_at_most(self, MAX_LAYERS, "depth")
-        check_fraction(self, "dropout")
+        check_fraction(self, "dropout", "word_dropout", "recurrent_dropout")
+        given = [name for name in ("embedding_dropout", "head_dropout") if getattr(self, name) is not None]
+        check_fraction(self, *given)
+        for name in ("variational_dropout", "recurrent_dropout"):
+            if self.kind == "encoder_decoder" and getattr(self, name):
+                raise ConfigError(f"{name} is for LSTM language models; leave it out for kind='encoder_decoder'")
 
     @property
     def family(self) -> Family:

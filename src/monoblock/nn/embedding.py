@@ -24,6 +24,11 @@ def tied_table(token: nn.Module) -> Tensor | nn.Module:
     return token if hasattr(token, "linear") else cast(Tensor, token.weight)
 
 
+def draw_kept_words(x: Tensor, rate: float) -> Tensor:
+    """Return a factor (…, 1) for every embedding (…, D): 0 with probability `rate`, else 1 / (1 - rate)."""
+    return F.dropout(torch.ones_like(x[..., :1]), rate)
+
+
 def _table_rows(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
     """Return the first `count` rows (count, D) of an embedding.
 
@@ -95,7 +100,7 @@ class Embedding(nn.Module):
         In a causal model the first token sees only itself.  If it were zero, every norm would divide by almost zero and
         blow up its gradient.
         """
-        kept = F.dropout(torch.ones_like(x[..., :1]), self.config.word_dropout)
+        kept = draw_kept_words(x, self.config.word_dropout)
         return x * torch.where(token_positions.positions[..., None] == 0, 1.0, kept)
 
     def _add_positions(self, x: Tensor, token_positions: TokenPositions) -> Tensor:

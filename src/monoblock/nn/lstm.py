@@ -41,6 +41,7 @@ from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
 from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
 from monoblock.nn.module_hooks import weight_if_plain
+from monoblock.nn.recurrent.lstm_dropout import VariationalDropout, drop_words, language_model_layers
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]
@@ -72,7 +73,9 @@ class Recurrent(nn.Module):
             option = f"target_vocab={config.target_vocab}" if config.attention else "attention=False"
             raise ConfigError(f"{option} has no meaning in a language model; leave it out")
         D, L, V = config.width, config.depth, config.target_vocab or config.vocab
-        self.dropout = nn.Dropout(config.dropout)
+        dropout = VariationalDropout if config.variational_dropout else nn.Dropout
+        rates = (config.embedding_dropout, config.head_dropout)
+        self.embedding_dropout, self.head_dropout = (dropout(config.dropout if p is None else p) for p in rates)
         self.layer_dropout = config.dropout if L > 1 else 0.0  # torch warns about dropout with one layer
         self.input = nn.Embedding(config.vocab, D)
         self.target = None if config.target_vocab is None else nn.Embedding(V, D)
@@ -81,7 +84,7 @@ class Recurrent(nn.Module):
         self.bias = nn.Parameter(torch.empty(V))
         self.encoder: nn.LSTM | None = None
         if config.kind == "language_model":
-            self.decoder: nn.Module = nn.LSTM(D, D, L, batch_first=True, dropout=self.layer_dropout)
+            self.decoder: nn.Module = language_model_layers(config, self.layer_dropout)
         else:
             self.encoder = nn.LSTM(D, D, L, batch_first=True, dropout=self.layer_dropout, bidirectional=True)
             self.decoder = nn.ModuleList(nn.LSTMCell(3 * D if layer == 0 else D, D) for layer in range(L))
@@ -135,7 +138,7 @@ class Recurrent(nn.Module):
         check_ids("ids", ids, self.config.vocab, "BT")
         self._check_batch(len(ids), state)
         lengths = valid_lengths("attention_mask", attention_mask, ids)
-        x = self.dropout(apply_tap(tap, "input.output", self.input(ids)))
+        x = self._embed("input", self.input, ids, tap)
         x, state = _run_lstm(self.decoder, x, lengths, state)
         return self._logits(x, tap), state
 
@@ -145,7 +148,7 @@ class Recurrent(nn.Module):
         check_ids("source", source, self.config.vocab, "BS")
         lengths = valid_lengths("source_mask", source_mask, source)
         assert self.encoder is not None
-        x = self.dropout(apply_tap(tap, "input.output", self.input(source)))
+        x = self._embed("input", self.input, source, tap)
         values, _ = _run_lstm(self.encoder, x, lengths, None)
         values = apply_tap(tap, "encoder.output", values)
         if not self.config.attention:
@@ -184,14 +187,20 @@ class Recurrent(nn.Module):
             return logits.squeeze(1), state
         state = state or self.initial_state(memory)
         self._check_batch(len(token), state, memory)
-        x = self.dropout(apply_tap(tap, "target.output", self._output_embedding(token)))
+        x = self._embed("target", self._output_embedding, token, tap)
         state, context, _ = self._decoder_step(x, state, memory, tap)
         return self._logits(self._maxout(state.hidden[-1], context, x), tap), state
+
+    def _embed(self, name: str, embedding: nn.Embedding, ids: Tensor, tap: Tap | None) -> Tensor:
+        x = apply_tap(tap, f"{name}.output", embedding(ids))
+        rate, by_type = self.config.word_dropout, self.config.variational_dropout
+        x = drop_words(x, ids, rate, self.config.vocab, by_type=by_type) if self.training and rate else x
+        return cast(Tensor, self.embedding_dropout(x))
 
     def _decode(self, target: Tensor, state: LSTMState, memory: EncoderMemory, tap: Tap | None) -> Tensor:
         """Run the recurrence over given tokens, then compute the logits of all steps at once."""
         self._check_batch(len(target), state, memory)
-        x = self.dropout(apply_tap(tap, "target.output", self._output_embedding(target)))  # (B, T, D)
+        x = self._embed("target", self._output_embedding, target, tap)  # (B, T, D)
         steps = []
         for embedded in x.unbind(1):
             state, context, step_weights = self._decoder_step(embedded, state, memory, None)
@@ -231,7 +240,7 @@ class Recurrent(nn.Module):
         return pairs.view(*x.shape, 2).amax(-1)  # (…, D)
 
     def _logits(self, x: Tensor, tap: Tap | None) -> Tensor:
-        x = self.dropout(apply_tap(tap, "decoder.output", x))
+        x = self.head_dropout(apply_tap(tap, "decoder.output", x))
         table = self._output_embedding.weight if self.output is None else weight_if_plain(self.output, nn.Linear)
         logits = F.linear(x, table, self.bias) if isinstance(table, Tensor) else table(x) + self.bias
         return apply_tap(tap, "head.logits", logits)

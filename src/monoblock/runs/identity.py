@@ -35,6 +35,11 @@ CHANGEABLE_ON_RESUME = (
 
 # Fields of configurations that were added after runs had been stored, with their defaults.
 LATER_FIELDS: dict[str, Any] = {"multi_label": False, "attention": True, "kind": "softmax"}
+LATER_LSTM_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("embedding_dropout", "head_dropout")),
+    **dict.fromkeys(("word_dropout", "recurrent_dropout"), 0.0),
+    "variational_dropout": False,
+}
 
 
 def run_identity(
@@ -78,8 +83,10 @@ def _config_dict(config: ModelConfig | RecurrentConfig) -> Any:
             return value
         return {key: strip(item) for key, item in value.items() if not is_later_default(key, item)}
 
+    later = LATER_FIELDS | (LATER_LSTM_FIELDS if isinstance(config, RecurrentConfig) else {})
+
     def is_later_default(key: str, item: Any) -> bool:
-        return key in LATER_FIELDS and type(item) is type(LATER_FIELDS[key]) and item == LATER_FIELDS[key]
+        return key in later and type(item) is type(later[key]) and item == later[key]
 
     return strip(to_dict(config))
 
