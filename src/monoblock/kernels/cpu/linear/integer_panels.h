@@ -54,7 +54,7 @@ class Vectors {
 struct QuantizedRows {
   int64_t columns = 0, groups = 0, group = 0;
   Vectors<Shorts> pairs;        // of each panel (columns / 2, vectors): two inputs of each row
-  Vectors<Floats> steps, sums;  // of each panel (groups, vectors): sums of x, for formats with an offset
+  Vectors<Floats> steps, sums;  // of each panel (groups, vectors): sums of the rounded x, for formats with an offset
 
   void resize(int64_t vectors, int64_t columns_, int64_t groups_) {
     columns = columns_, groups = groups_, group = columns / groups;
@@ -64,21 +64,24 @@ struct QuantizedRows {
   // Quantize group g of vector v of a panel from x (inputs, stride), LANES rows; what is behind `live` inputs is zero.
   void quantize_group(const PanelVectors& panel, int v, int64_t g, const float* x, int64_t stride, int64_t live) {
     const float limit = 32767, shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-    Floats largest = {}, total = {}, nonfinite = {};
+    Floats largest = {}, nonfinite = {};
     for (int64_t i = 0; i < std::min(live, group); ++i) {
       const Floats v = load<Floats>(x + i * stride), size = v < 0.0f ? -v : v;
-      largest = size > largest ? size : largest, nonfinite += v - v, total += v;
+      largest = size > largest ? size : largest, nonfinite += v - v;
     }
     const int64_t at = panel.first * groups + g * panel.count + v;
-    *steps.at(at) = largest / limit + nonfinite, *sums.at(at) = total;
     const Floats scale = largest > 1e-30f ? limit / largest : Floats{};
     const auto quantize = [&](int64_t i) {
       if (i >= live) return Ints{};
       return __builtin_convertvector((load<Floats>(x + i * stride) * scale + shift) - shift, Ints);
     };
     Shorts* to = pairs.at((panel.first * columns + g * group * panel.count) / 2 + v);
-    for (int64_t i = 0; i < group; i += 2, to += panel.count)
-      *to = Shorts((quantize(i) & 0xffff) | (quantize(i + 1) << 16));
+    Ints total = {};
+    for (int64_t i = 0; i < group; i += 2, to += panel.count) {
+      const Ints even = quantize(i), odd = quantize(i + 1);
+      *to = Shorts((even & 0xffff) | (odd << 16)), total += even + odd;
+    }
+    *steps.at(at) = largest / limit + nonfinite, *sums.at(at) = to_floats(total) * *steps.at(at);
   }
 
   // Rows of x (batch, inputs), in panels that are full but the last.
@@ -100,9 +103,11 @@ struct QuantizedRows {
 
 // One group of a tile of weights with V vectors of rows.
 template <int V>
-inline void sum_group(const int16_t* weight, const Shorts* x, int64_t chunks, Ints (&sums)[TILE_ROWS][V]) {
-  for (int64_t c = 0; c < chunks; ++c, weight += TILE_ROWS * CHUNK, x += PAIRS * V)
-    _Pragma("GCC unroll 2") for (int64_t p = 0; p < PAIRS; ++p) {
+inline void sum_group(const int16_t* weight, const Shorts* x, int64_t chunks, Fetch& fetch,
+                      Ints (&sums)[TILE_ROWS][V]) {
+  for (int64_t c = 0; c < chunks; ++c, weight += TILE_ROWS * CHUNK, x += PAIRS * V) {
+    fetch.fetch();
+    UNROLL for (int64_t p = 0; p < PAIRS; ++p) {
       Shorts rows[V];
       UNROLL for (int v = 0; v < V; ++v) rows[v] = x[p * V + v];
       UNROLL for (int r = 0; r < TILE_ROWS; ++r) {
@@ -112,6 +117,7 @@ inline void sum_group(const int16_t* weight, const Shorts* x, int64_t chunks, In
         UNROLL for (int v = 0; v < V; ++v) sums[r][v] = add_pair_products(sums[r][v], w, rows[v]);
       }
     }
+  }
 }
 
 // A block of rows of a weight with a few panels.
@@ -134,10 +140,9 @@ class BlockProducts {
       for (int64_t g = 0; g < x.groups; ++g) {
         widen(r, g, tile);
         for (int64_t i = 0; i < number; ++i) {
-          fetch.fetch();
           Floats* to = totals + (i * BLOCK_ROWS + r) * MAX_VECTORS;
-          panels[i].count == MAX_VECTORS ? add_group<MAX_VECTORS>(tile, r, g, panels[i].first, to)
-                                         : add_group<1>(tile, r, g, panels[i].first, to);
+          panels[i].count == MAX_VECTORS ? add_group<MAX_VECTORS>(tile, r, g, panels[i].first, fetch, to)
+                                         : add_group<1>(tile, r, g, panels[i].first, fetch, to);
         }
       }
   }
@@ -178,16 +183,17 @@ class BlockProducts {
   }
 
   template <int V>
-  __attribute__((noinline)) void add_group(const int16_t* tile, int64_t r, int64_t g, int64_t vector, Floats* to) const {
+  __attribute__((noinline)) void add_group(const int16_t* tile, int64_t r, int64_t g, int64_t vector, Fetch& fetch,
+                                           Floats* to) const {
     Ints sums[TILE_ROWS][V] = {};
-    sum_group<V>(tile, x.pairs.at((vector * x.columns + g * x.group * V) / 2), x.group / CHUNK, sums);
+    sum_group<V>(tile, x.pairs.at((vector * x.columns + g * x.group * V) / 2), x.group / CHUNK, fetch, sums);
     const Floats *step = x.steps.at(vector * x.groups + g * V), *sum = x.sums.at(vector * x.groups + g * V);
     const float *scale = scales.data() + g * BLOCK_ROWS + r, *least = leasts.data() + g * BLOCK_ROWS + r;
     UNROLL for (int n = 0; n < TILE_ROWS; ++n)
       UNROLL for (int v = 0; v < V; ++v) {
-        Floats total = (g ? to[n * V + v] : Floats{}) + to_floats(sums[n][v]) * step[v] * scale[n];
+        Floats total = g ? to[n * V + v] : Floats{};
         if (Format::offset) total += sum[v] * least[n];
-        to[n * V + v] = total;
+        to[n * V + v] = total + to_floats(sums[n][v]) * (step[v] * scale[n]);  // only this waits for the sums
       }
   }
 };
@@ -208,7 +214,7 @@ void multiply_rows(const Format& format, const QuantizedRows& x, const std::vect
   BlockProducts<Format> block(format, x, bias);
   const int64_t number = int64_t(panels.size());
   for (int64_t n = begin; n < end; n += BLOCK_ROWS) {
-    Fetch fetch = next_block(format, n + BLOCK_ROWS, end, number * format.groups * BLOCK_TILES);
+    Fetch fetch = next_block(format, n + BLOCK_ROWS, end, number * format.columns / CHUNK * BLOCK_TILES);
     block.set_block(n, end - n);
     for (int64_t i = 0; i < number; i += PASS_PANELS) {
       const int64_t together = std::min(PASS_PANELS, number - i);
