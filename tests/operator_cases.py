@@ -209,6 +209,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "linear_int4": (operator("linear_int4"), lambda: linear(4)),
     "quantize_int8": (operator("quantize_int8"), lambda: {"weight": draw(7, 32)}),
     "can_use_tiles": (operator("can_use_tiles"), dict),
+    "can_multiply_many_rows": (operator("can_multiply_many_rows"), lambda: {"group": 64}),
     "linear_tiles": (operator("linear_tiles"), lambda: linear(32)),
     "linear_tiles_grad_input": (
         operator("linear_tiles_grad_input"),

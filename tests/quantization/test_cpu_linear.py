@@ -1,5 +1,9 @@
 """The CPU kernels give what the plain products give: every format, odd sizes, many rows, with and without compiler."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,7 +128,7 @@ def test_wide_4_bit_matrices_agree_with_fp64(batch):
 @pytest.mark.parametrize("batch", [17, 33, 70])
 @pytest.mark.parametrize(("kind", "group"), [("int8", 32), ("int8", 64), ("int8", 96), ("int4", 32), ("int4", 64)])
 def test_many_rows_of_quantized_weights_agree_with_fp64(kind, group, batch):
-    """With matrix tiles, where the processor has them; rows, outputs and inputs fill no whole tile."""
+    """In matrix tiles, where the processor has them, or in panels; rows, outputs and inputs fill no whole tile."""
     rows, inputs = 71, 83
     matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
     kernel = getattr(torch.ops.monoblock, f"linear_{kind}")
@@ -135,6 +139,62 @@ def test_many_rows_of_quantized_weights_agree_with_fp64(kind, group, batch):
     assert torch.equal(result[:17], alone), "a row is the same with fewer other rows"
     x[3, 5] = float("nan")
     assert not bool(kernel(x, *(part for part in matrix if part is not None), bias)[3].isfinite().any())
+
+
+@pytest.mark.parametrize("batch", [2, 16, 17, 31, 32, 33, 49, 70, 161])
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 512])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_products_are_those_of_the_quantized_numbers(kind, group, batch):
+    """The reference quantizes x as well, and adds up exact sums of integers in fp64."""
+    if kind == "int4" and batch >= 17 and library.has_matrix_tiles():
+        pytest.skip("tiles multiply 4 bits in bfloat16")
+    rows, inputs = (61, 577) if group < 512 else (13, 1025)
+    matrix, x, bias = store_matrix(kind, group, rows, inputs), draw(batch, inputs, seed=1), draw(rows, seed=2)
+    x[0, :group] = 0
+    x[-1, group : 2 * group] *= 1e4
+    result = getattr(torch.ops.monoblock, f"linear_{kind}")(x, *(part for part in matrix if part is not None), bias)
+    exact = bias.double() + quantized_product(x, matrix, inputs, group)
+    size = F.linear(x.double().abs(), added_magnitudes(matrix, inputs)) + 1  # of what is added up in fp32
+    assert bool(((result - exact).abs() <= 4e-6 * size).all())
+
+
+def added_magnitudes(matrix, inputs):
+    """|s q| + |m| of each weight: with 4 bits, s q and m are added up separately and nearly cancel out."""
+    if matrix.least is None:
+        return dequantize(matrix, inputs).abs()
+    zero = torch.zeros_like
+    scaled, least = matrix._replace(least=zero(matrix.least)), matrix._replace(scale=zero(matrix.scale))
+    return dequantize(scaled, inputs).abs() + dequantize(least, inputs).abs()
+
+
+def quantized_product(x, matrix, inputs, group):
+    """Round x to 16 bits with a step for each group, and return its product with a quantized matrix in fp64."""
+    wide = F.pad(x, (0, -inputs % group)).unflatten(1, (-1, group))
+    is_nibble_dot = matrix.least is not None and len(x) < 17 and group == 32 and wide[0].numel() % 128 == 0
+    limit = 32639 if is_nibble_dot else 32767  # two signed bytes, or 16 bits
+    largest = wide.abs().amax(-1, keepdim=True)
+    integers = (wide * torch.where(largest > 1e-30, limit / largest, 0.0)).round()
+    unscaled = matrix._replace(scale=torch.ones_like(matrix.scale), least=None)
+    if matrix.least is not None:
+        unscaled = unscaled._replace(least=torch.zeros_like(matrix.least))
+    weights = unpack(unscaled, wide[0].numel(), torch.float64).unflatten(1, (-1, group))
+    sums = torch.einsum("bgi,rgi->brg", integers.double(), weights)  # exact: integers below 2^53
+    result = torch.einsum("brg,bg,rg->br", sums, (largest / limit)[..., 0].double(), matrix.scale.double())
+    if matrix.least is None:
+        return result
+    added = integers.double().sum(-1) * (largest / limit)[..., 0].double() if len(x) >= 17 else wide.double().sum(-1)
+    return result + added @ matrix.least.double().T
+
+
+def test_many_rows_without_matrix_tiles():
+    """Where the processor has matrix tiles, run the tests of many rows once more without them."""
+    if not library.has_matrix_tiles():
+        pytest.skip("the other tests run without matrix tiles already")
+    names = "many_rows_of or quantized_numbers or same_logits"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", names]
+    environment = os.environ | {"MONOBLOCK_NO_TILES": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_transposed_input_is_read_correctly():
@@ -174,7 +234,7 @@ def test_dense_matrices_go_through_the_kernel_and_are_not_copied():
 
 def test_many_rows_other_dtypes_and_gradients_use_the_plain_product():
     module = KernelLinear(store_matrix("int8", 32, 19, 64), 64)
-    module.kernel_rows = cpu_linear.KERNEL_ROWS["int8"]  # as without matrix tiles
+    module.kernel_rows = cpu_linear.KERNEL_ROWS["int8"]  # as without a kernel for many rows
     for x in (draw(33, 64), draw(2, 64).double()):
         assert_near(module(x), F.linear(x, module.dequantize(x.dtype)))
     x = draw(2, 64).requires_grad_()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.kernels.cpu.library import has_matrix_tiles, load_kernels
+from monoblock.kernels.cpu.library import can_multiply_many_rows, load_kernels
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import TABLE_MODULES, copy_sharing_weights, replace_child
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
@@ -22,8 +22,6 @@ ROW_MULTIPLE = 32  # the length of a dense row must be a multiple of this
 # Numbers of rows of x for which the kernel is faster, by storage (measured with benchmarks/matvec.py --rows N); for
 # more rows it is faster to dequantize the matrix once.  The kernel computes the same for a row alone and among others.
 KERNEL_ROWS = {"dense": range(1, 9), "half": range(1, 9), "int8": range(1, 33), "int4": range(1, 33)}
-# With matrix tiles (AMX), quantized weights in groups of at most this size are never dequantized.
-MAX_TILE_GROUP = 512
 
 
 class KernelLinear(nn.Module):
@@ -43,10 +41,18 @@ class KernelLinear(nn.Module):
 
     def _choose_kernel_rows(self) -> range:
         """Return the numbers of rows of x for which the kernel is faster than torch."""
-        first, *scales = self.tensors
-        if scales and self.in_features <= MAX_TILE_GROUP * scales[0].shape[-1] and has_matrix_tiles():
+        first = self.tensors[0]
+        if self.group and can_multiply_many_rows(self.group):
             return range(1, sys.maxsize)
         return KERNEL_ROWS["half" if first.dtype == torch.bfloat16 else self.storage]
+
+    @property
+    def group(self) -> int:
+        """The number of weights that share a scale; 0 if the matrix is not quantized."""
+        if self.storage == "dense":
+            return 0
+        integers, scale = self.tensors[:2]
+        return integers.shape[-1] * (2 if self.storage == "int4" else 1) // scale.shape[-1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from monoblock.decoding.backends.supported_fields import (
     positive,
     unsupported_field,
 )
-from monoblock.kernels.cpu.library import has_matrix_tiles
+from monoblock.kernels.cpu.library import can_multiply_many_rows
 from monoblock.nn.block import Block
 from monoblock.nn.embedding import Embedding
 from monoblock.nn.stack import Stack
@@ -125,7 +125,7 @@ def _table_tensors(table: Tensor | nn.Module | None) -> tuple[Tensor, ...] | Non
     Return None if the operator does not support it.
     """
     if isinstance(table, KernelLinear) and table.storage != "dense":
-        return table.tensors if has_matrix_tiles() else None
+        return table.tensors if can_multiply_many_rows(table.group) else None
     weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
     return (weight.detach(),) if isinstance(weight, Tensor) and is_plain_fp32(weight) else None
 

@@ -73,6 +73,15 @@ def has_matrix_tiles() -> bool:
     return load_kernels().is_ready and bool(torch.ops.monoblock.can_use_tiles())
 
 
+@functools.cache
+def can_multiply_many_rows(group: int) -> bool:
+    """Return whether the kernels multiply many rows by quantized weights in groups of this size.
+
+    Elsewhere it is faster to dequantize the weights first.
+    """
+    return load_kernels().is_ready and bool(torch.ops.monoblock.can_multiply_many_rows(group))
+
+
 def find_compiler() -> str | None:
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 

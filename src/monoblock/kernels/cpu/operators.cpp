@@ -23,6 +23,7 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   library.def("quantize_int8(Tensor weight) -> (Tensor, Tensor)");
 
   library.def("can_use_tiles() -> bool", [] { return can_use_tiles(); });
+  library.def("can_multiply_many_rows(int group) -> bool", [](int64_t group) { return can_multiply_many_rows(group); });
 
   // training
   library.def("linear_tiles(Tensor x, Tensor weight, Tensor? bias) -> Tensor");

@@ -14,7 +14,6 @@
 namespace {
 namespace integer_tiles {
 
-constexpr int64_t MAX_GROUP = 512;  // 512 * 32767 * 127 < 2^31
 constexpr int64_t AHEAD = 2;        // what a tile stores can be read only some hundred cycles, or two groups, later
 constexpr int64_t BLOCK_TILES = 4;  // tiles of weights that stay in the cache for all rows of x
 

@@ -10,8 +10,9 @@
 #include <vector>
 
 #include "checks.h"
-#include "linear/matvec.h"
+#include "linear/integer_panels.h"
 #include "linear/integer_tiles.h"
+#include "linear/matvec.h"
 #include "linear/split_products.h"
 
 namespace {
@@ -50,7 +51,7 @@ class LinearInput {
   NibbleInput nibbles;
 };
 
-constexpr int64_t MIN_TILE_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles
+constexpr int64_t MANY_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles or panels
 
 void check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
   check_dtype("x", x, at::kFloat), check_memory("weight", weight);
@@ -127,17 +128,30 @@ at::Tensor multiply_in_integers(const Int8Format& format, const at::Tensor& x, c
 }
 #endif
 
-// The same for a quantized weight: many rows of x are multiplied in tiles, where the processor has them.
+template <class Format>
+at::Tensor multiply_in_panels(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows) {
+  const at::Tensor input = x.contiguous();
+  at::Tensor out = empty_output(input, rows);
+  const OptionalTensor fp32_bias = to_fp32(bias);
+  integer_panels::multiply(format, input.const_data_ptr<float>(), x.numel() / x.size(-1), x.size(-1), rows,
+                           fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+  return out;
+}
+
+// The same for a quantized weight: many rows of x are multiplied in tiles, where the processor has them, or in panels.
 template <class Format>
 at::Tensor multiply_quantized(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows) {
   const int64_t group = format.columns / format.groups;
+  if (x.numel() / x.size(-1) >= MANY_ROWS && can_multiply_many_rows(group)) {
 #if MONOBLOCK_TILES
-  if (x.numel() / x.size(-1) >= MIN_TILE_ROWS && can_use_tiles()) {
-    if constexpr (!Format::offset)
-      if (group <= integer_tiles::MAX_GROUP) return multiply_in_integers(format, x, bias, rows);
-    return multiply_in_tiles<2>(x, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
-  }
+    if (can_use_tiles()) {
+      if constexpr (!Format::offset)
+        if (group <= MAX_PRODUCTS) return multiply_in_integers(format, x, bias, rows);
+      return multiply_in_tiles<2>(x, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
+    }
 #endif
+    return multiply_in_panels(format, x, bias, rows);
+  }
   return multiply(format, LinearInput(x, format.columns, group, true, Format::offset), bias, rows);
 }
 

@@ -1,13 +1,15 @@
 // A weight times several panels, a block of its rows at a time, which stays in the cache for all panels.
 //
-// fp32 weights are multiplied by `tiles` of panel.h.  Quantized weights need matrix tiles: they and the panels become
-// sums of two bfloat16 (split_numbers.h), and the sums of three products come out as a panel.  A block of the weight is
-// unpacked while the block before it is multiplied.  fp32 weights could be multiplied likewise, in six products, but
-// whether that is faster than `tiles` depends on what else the processor does.
+// fp32 weights are multiplied by `tiles` of panel.h.  Quantized weights are multiplied in matrix tiles where the
+// processor has them: they and the panels become sums of two bfloat16 (split_numbers.h), and the sums of three products
+// come out as a panel.  A block of the weight is unpacked while the block before it is multiplied.  fp32 weights could
+// be multiplied likewise, in six products, but whether that is faster than `tiles` depends on what else the processor
+// does.  Without matrix tiles quantized weights are multiplied in 16-bit integers (integer_panels.h).
 #pragma once
 
 #include <vector>
 
+#include "linear/integer_panels.h"
 #include "linear/panel.h"
 #include "linear/split_products.h"
 #include "stack/stack_weights.h"
@@ -130,19 +132,20 @@ class WeightBlocks {
 class PanelProducts {
  public:
   // Choose the panels (inputs, rows) that the next products read.
-  void set_inputs(std::vector<PanelRows> rows, int64_t size) { panels = std::move(rows), inputs = size, is_packed = false; }
+  void set_inputs(std::vector<PanelRows> rows, int64_t size) {
+    panels = std::move(rows), inputs = size, is_packed = false, packed_group = 0;
+  }
 
   // For a block of rows from n on, and each panel: y = where(panel, n), then y (count, rows) is filled, then done(panel,
   // n, count, y).
   template <class Where, class Done>
   void multiply(const WeightMatrix& m, Where where, Done done) {
-#if MONOBLOCK_TILES
     if (m.format == WeightMatrix::INT8)
-      return in_tiles(Int8Format{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, m, where, done);
+      return multiply_quantized(Int8Format{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, m,
+                                where, done);
     if (m.format == WeightMatrix::INT4)
-      return in_tiles(Int4Format{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups}, m,
-                      where, done);
-#endif
+      return multiply_quantized(Int4Format{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups},
+                                m, where, done);
     const float* weight = static_cast<const float*>(m.weight);
     for (int64_t n = 0; n < m.rows; n += BLOCK_ROWS) {
       const int64_t count = std::min(BLOCK_ROWS, m.rows - n), left = m.rows - n - count;
@@ -160,7 +163,44 @@ class PanelProducts {
  private:
   std::vector<PanelRows> panels;
   int64_t inputs = 0;
-  bool is_packed = false;
+  bool is_packed = false;    // for tiles
+  int64_t packed_group = 0;  // of integers
+
+  template <class Format, class Where, class Done>
+  void multiply_quantized(const Format& format, const WeightMatrix& m, Where where, Done done) {
+#if MONOBLOCK_TILES
+    if (can_use_tiles()) return in_tiles(format, m, where, done);
+#endif
+    in_integers(format, m, where, done);
+  }
+
+  template <class Format, class Where, class Done>
+  void in_integers(const Format& format, const WeightMatrix& m, Where where, Done done) {
+    using namespace integer_panels;
+    thread_local integer_panels::QuantizedRows x;  // its memory is kept between products
+    std::vector<PanelVectors> vectors;
+    for (const PanelRows& p : panels)
+      vectors.push_back({vectors.empty() ? 0 : vectors.back().first + vectors.back().count, p.vectors});
+    if (packed_group != m.columns / m.groups) quantize_panels(x, vectors, m);
+    multiply_rows(format, x, vectors, 0, m.rows, m.bias, [&](int64_t i, int64_t n, const BlockProducts<Format>& block) {
+      float* y = where(size_t(i), n);
+      block.write(i % PASS_PANELS, panels[i].vectors, y);
+      done(size_t(i), n, block.size(), y);
+    });
+  }
+
+  void quantize_panels(integer_panels::QuantizedRows& x, const std::vector<integer_panels::PanelVectors>& vectors,
+                       const WeightMatrix& m) {
+    const int64_t group = m.columns / m.groups;
+    x.resize(vectors.back().first + vectors.back().count, m.columns, m.groups);
+    for (size_t i = 0; i < panels.size(); ++i)
+      for (int v = 0; v < panels[i].vectors; ++v)
+        for (int64_t g = 0; g < m.groups; ++g) {
+          const int64_t step = int64_t(panels[i].vectors) * LANES;
+          x.quantize_group(vectors[i], v, g, panels[i].x + g * group * step + v * LANES, step, inputs - g * group);
+        }
+    packed_group = group;
+  }
 
 #if MONOBLOCK_TILES
   template <class Format, class Where, class Done>

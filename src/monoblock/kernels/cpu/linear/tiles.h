@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 
 #include "simd.h"
@@ -53,10 +54,11 @@ struct Fetch {
 
 #if MONOBLOCK_TILES
 
-// Whether this process may use tiles.
+// Whether this process may use tiles.  MONOBLOCK_NO_TILES=1 in the environment forbids it, for tests of the other paths.
 inline bool can_use_tiles() {
   constexpr int request_permission = 0x1023, tile_data = 18;  // of arch_prctl
-  static const bool is_granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  static const bool is_granted =
+      !std::getenv("MONOBLOCK_NO_TILES") && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   return is_granted;
 }
 

@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "checks.h"
-#include "linear/tiles.h"
 #include "stack/stack_weights.h"
 
 namespace {
@@ -96,11 +95,13 @@ class SearchModel : public torch::CustomClassHolder {
   static const uint16_t* bf16_bits(const at::Tensor& t) { return static_cast<const uint16_t*>(t.const_data_ptr()); }
 
   void check_quantized_table() const {
-    TORCH_CHECK(can_use_tiles(), "output_table is quantized, which needs a processor with matrix tiles (AMX)");
     check_tensor("output_table", output_table, table_least ? at::kByte : at::kChar, {ANY, ANY});
     check_tensor("table_scale", *table_scale, at::kBFloat16, {vocabulary(), ANY});
     if (table_least) check_tensor("table_least", *table_least, at::kBFloat16, {vocabulary(), table_scale->size(1)});
-    check_groups("output_table", output_table.size(1) * (table_least ? 2 : 1), table_scale->size(1), stack->width);
+    const int64_t columns = output_table.size(1) * (table_least ? 2 : 1), groups = table_scale->size(1);
+    check_groups("output_table", columns, groups, stack->width);
+    TORCH_CHECK(can_multiply_many_rows(columns / groups), "output_table is quantized in groups of ", columns / groups,
+                ", for which this processor has no products of many rows; ask can_multiply_many_rows()");
   }
 
   const std::shared_ptr<MemoryPool> pool = std::make_shared<MemoryPool>();

@@ -13,7 +13,7 @@
 
 #include "attention/attention.h"
 #include "fields.h"
-#include "linear/tiles.h"
+#include "linear/integer_panels.h"
 
 namespace {
 
@@ -23,6 +23,8 @@ struct WeightMatrix {
   const uint16_t *scale = nullptr, *least = nullptr;  // bfloat16 (rows, groups)
   const float* bias = nullptr;
   int64_t rows = 0, columns = 0, groups = 1;  // columns as stored: inputs filled up to whole groups
+
+  bool is_quantized() const { return format == INT8 || format == INT4; }
 };
 
 struct Sublayer {
@@ -240,7 +242,7 @@ class NativeStack : public torch::CustomClassHolder {
       if (l.qk_norm || l.softcap || l.clip || l.clamp || l.sinks) return false;
       for (const WeightMatrix* m :
            {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
-        if (m->format != WeightMatrix::DENSE && m->format != WeightMatrix::NONE && !can_use_tiles()) return false;
+        if (m->is_quantized() && !can_multiply_many_rows(m->columns / m->groups)) return false;
     }
     return true;
   }
