@@ -104,6 +104,13 @@ def test_tokens_are_looked_up_on_the_device_as_in_python():
             assert found.tolist() == lookup.propose(rows, [], 5, None).tolist()
 
 
+def test_accepted_tokens_are_looked_up_in_later_rounds():
+    proposals = speculative_graph.LookupProposals(torch.tensor([[7, 8, 9, *[0] * 9]]), 2, 3)
+    proposals.accept(torch.tensor([2]), torch.tensor([[4, 7, 8]]), torch.tensor([3]))
+    assert proposals.tokens[0, :6].tolist() == [7, 8, 9, 4, 7, 8]
+    assert proposals.propose(torch.tensor([[7, 8]]), torch.tensor([5])).tolist() == [[9, 4]]
+
+
 def test_a_round_is_recorded_once_for_prompts_of_one_shape(recordings):
     model, drafts = models("gpt2")
     batches = [[[(start + row + 3 * i) % 61 for i in range(6)] for row in range(2)] for start in range(4)]
