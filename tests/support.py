@@ -28,6 +28,11 @@ def preset_names(keep=lambda config: True):
     return [name for name, row in PRESETS.items() if keep(row.config)]
 
 
+def tiny_names(keep=lambda config: True):
+    """The names of the presets whose configuration passes `keep`, one of those with the same tiny configuration."""
+    return list({tiny(name): name for name in reversed(preset_names(keep))}.values())[::-1]
+
+
 # Tiny models with knobs that no published model sets.
 VARIANTS = {
     "linear attention": llama(
@@ -49,8 +54,8 @@ VARIANTS = {
 
 
 def law_names(keep=lambda config: True):
-    """The names of the presets and variants whose configuration passes `keep`."""
-    return preset_names(keep) + [name for name, config in VARIANTS.items() if keep(config)]
+    """The names of the presets and variants whose configuration passes `keep`, each tiny configuration once."""
+    return tiny_names(keep) + [name for name, config in VARIANTS.items() if keep(config)]
 
 
 def tiny_config(name):

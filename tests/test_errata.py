@@ -268,6 +268,7 @@ def reversal_accuracy(length, *, attention):
     return float((model.eval()(source, inputs).argmax(-1) == reversed_source).float().mean())
 
 
+@pytest.mark.slow
 def test_an_lstm_reverses_short_strings_and_with_attention_longer_ones():
     assert reversal_accuracy(3, attention=False) > 0.97
     assert reversal_accuracy(8, attention=False) < 0.9

@@ -61,7 +61,7 @@ def test_the_version_is_that_of_the_project():
 def test_configurations_never_import_torch(statement):
     heavy = "{'torch', 'numpy', 'rich', 'click'}"
     code = f"import sys\n{statement}\nloaded = {heavy} & set(sys.modules)\nassert not loaded, loaded"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -37,12 +37,12 @@ def install(project, minor=12):
     stub.chmod(0o755)
     script = project / "scripts" / "install"
     options = {"cwd": "/", "env": os.environ | {"PYTHON": str(stub)}, "capture_output": True, "text": True}
-    return subprocess.run(["bash", str(script)], timeout=60, **options)
+    return subprocess.run(["bash", str(script)], timeout=600, **options)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_is_bash_that_parses_and_stops_at_the_first_error(script):
-    assert subprocess.run(["bash", "-n", str(script)], timeout=60).returncode == 0
+    assert subprocess.run(["bash", "-n", str(script)], timeout=600).returncode == 0
     assert "\nset -euo pipefail\n" in script.read_text()
     assert os.access(script, os.X_OK)
 

@@ -39,7 +39,7 @@ def test_key_value_heads_that_do_not_divide_are_replicated(fake):
     assert plan.memory.state == pytest.approx(fake.sharded_state_bytes(MODELS["llama"], plan.parallel), rel=0.01)
 
 
-@pytest.mark.parametrize("preset_name", ["llama2-70b", "gpt3-175b"])
+@pytest.mark.parametrize("preset_name", ["llama2-70b", pytest.param("gpt3-175b", marks=pytest.mark.slow)])
 def test_the_state_of_a_large_model_on_512_ranks(fake, preset_name):
     config = preset(preset_name)
     plan = account(config).plan("fsdp+tp", 512)

@@ -83,7 +83,7 @@ def test_a_browser_draws_the_page_and_its_viewer(folders, run_verb, tmp_path):
     path.write_text(page, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [browser, *options, "--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     seen = json.loads(re.search("<title>(.*?)</title>", shown)[1])
     tokens = json.loads(re.search('<script id="data" type="application/json">(.*?)</script>', shown, re.DOTALL)[1])
     assert seen["errors"] == 0

@@ -38,7 +38,7 @@ def raising(error):
 
 
 def python(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=600, **options)
 
 
 # -- starting
@@ -145,7 +145,7 @@ def test_a_closed_pipe_prints_no_error():
     os.close(read)
     try:
         result = subprocess.run(
-            [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
+            [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=600
         )
     finally:
         os.close(write)

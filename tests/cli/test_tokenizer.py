@@ -46,7 +46,7 @@ for words in ([], ["--help"], ["train", "--help"], ["show", "--help"]):
 loaded = [name for name in ("torch", "tokenizers", "numpy") if name in sys.modules]
 assert not loaded, loaded
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
 
 

@@ -79,7 +79,7 @@ def test_a_failing_cell_is_reported_with_the_number_of_its_cell(tmp_path):
     path = tmp_path / "00_wrong.ipynb"
     path.write_text(json.dumps({"cells": cells}))
     command = [sys.executable, str(FOLDER / "execute.py"), "--one", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 1
     assert "00_wrong.ipynb, cell 1" in result.stderr
     assert "AssertionError" in result.stderr

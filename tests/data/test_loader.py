@@ -76,7 +76,6 @@ def count_processes():
 
 def test_processes_end_when_the_user_stops_early():
     plan, make_batch = packed_plan()
-    start = time.monotonic()
     batches = iter(BatchLoader(plan, make_batch, workers=2))
     next(batches)
     assert count_processes() == 2
@@ -84,7 +83,6 @@ def test_processes_end_when_the_user_stops_early():
     assert count_processes() == 0
     take(BatchLoader(plan, make_batch, workers=2), 1)
     assert count_processes() == 0
-    assert time.monotonic() - start < 30
 
 
 def test_an_error_in_a_worker_is_the_same_line_as_without_workers():

@@ -9,10 +9,10 @@ from support import (
     build_model,
     has_decoder,
     is_encoder_decoder,
-    preset_names,
     random_source,
     random_tokens,
     tiny_model,
+    tiny_names,
 )
 
 import monoblock as mb
@@ -80,7 +80,7 @@ def assert_same_cache(actual, expected, assert_equal=assert_near):
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 @torch.no_grad()
 def test_a_step_gives_the_logits_and_cache_of_the_plain_path(name, bits, taken):
     model, assert_equal = build_tiny(name, bits), assert_near if bits is None else assert_near_in_norm
@@ -99,7 +99,7 @@ def has_experts(model):
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 @torch.no_grad()
 def test_several_tokens_of_a_row_give_the_logits_and_cache_of_the_plain_path(name, bits, taken):
     """Some are not committed, as when a proposal was wrong."""

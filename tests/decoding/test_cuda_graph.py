@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import preset_names, tiny_model
+from support import tiny_model, tiny_names
 
 from monoblock.config.knobs import vary
 from monoblock.decoding.backends import cuda_graph, prepared_model, select
@@ -125,7 +125,7 @@ def test_a_request_that_joins_a_running_batch_changes_nothing(monkeypatch):
 
 
 def test_every_decoder_with_softmax_attention_is_recorded():
-    names = preset_names(lambda config: config.decoder is not None)
+    names = tiny_names(lambda config: config.decoder is not None)
     for name in names:
         on_gpu = SimpleNamespace(decoder=tiny_model(name).decoder, device=torch.device("cuda"))
         assert supports_cuda_graph(on_gpu), name

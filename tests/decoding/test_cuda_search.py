@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import block_configs, preset_names, tiny_model
+from support import block_configs, tiny_model, tiny_names
 
 from monoblock.decoding.backends import prepared_model, select
 from monoblock.decoding.backends.cuda_graph import SUPPORTED
@@ -74,8 +74,8 @@ def is_supported(config):
     return config.decoder is not None and all(unsupported_field(block, SUPPORTED) is None for block in blocks)
 
 
-SUPPORTED_PRESETS = preset_names(is_supported)
-ENCODER_DECODERS = preset_names(lambda config: is_supported(config) and config.family == "encoder-decoder")
+SUPPORTED_PRESETS = tiny_names(is_supported)
+ENCODER_DECODERS = tiny_names(lambda config: is_supported(config) and config.family == "encoder-decoder")
 DECODERS = ["gpt2", "llama-7b", "mistral-7b", "bloom-560m", "gemma2-2b"]
 
 

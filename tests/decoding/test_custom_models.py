@@ -8,7 +8,7 @@ import pytest
 import torch
 from generate_support import IDS, eager, generate, gpt
 from operator_support import use_kernels_for_toys
-from support import has_decoder, preset_names, tiny_model
+from support import has_decoder, tiny_model, tiny_names
 from torch import nn
 
 import monoblock as mb
@@ -152,7 +152,7 @@ def test_replaced_masks_and_configurations_are_used(change, kernels):
     assert torch.equal(generate(model, num_beams=3), generate(model, use_cache=False, num_beams=3))
 
 
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 def test_models_of_every_preset_are_of_this_package_s_modules(name):
     assert reason_to_run_as_is(tiny_model(name)) is None
 

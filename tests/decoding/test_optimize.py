@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import preset_names
+from support import tiny_names
 
 from monoblock.config.families import gpt, llama
 from monoblock.config.presets import tiny
@@ -26,7 +26,7 @@ def inputs(model, batch=2, length=5):
     return (ids, ids) if model.encoder is not None and model.decoder is not None else (ids,)
 
 
-@pytest.mark.parametrize("name", preset_names(lambda config: config.decoder is not None))
+@pytest.mark.parametrize("name", tiny_names(lambda config: config.decoder is not None))
 @pytest.mark.parametrize("fuse", [False, True])
 def test_an_inference_copy_gives_the_models_logits(name, fuse):
     model = build(tiny(name))

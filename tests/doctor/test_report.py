@@ -110,7 +110,7 @@ def test_chromium_shows_the_page_without_errors(report, tmp_path):
     page.write_text(render_html(report), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command = ["chromium", *options, "--enable-logging=stderr", "--dump-dom", page.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert "no causal mask is applied" in shown.stdout
     assert "<svg" in shown.stdout
     assert "CONSOLE" not in shown.stderr

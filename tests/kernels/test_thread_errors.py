@@ -10,7 +10,7 @@ import pytest
 import monoblock as mb
 from monoblock.kernels.cpu import library
 
-TIMEOUT = 120  # seconds, so that a deadlock fails
+TIMEOUT = 600  # seconds, so that a deadlock fails
 
 # So many columns, all of them one in memory, that scratch for one number a column cannot be allocated.
 LARGE_SOURCES = """

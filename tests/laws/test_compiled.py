@@ -24,8 +24,12 @@ import monoblock as mb
 from monoblock.config.model import Rotary, Scaling
 
 WITHOUT_EXPERTS = law_names(lambda config: not has_experts(config))
-# Presets whose padded pass is traced in the quick run: one of each kind of mask, positions and norm. The rest is slow.
-QUICK = ("gpt2", "llama-7b", "mistral-7b", "gemma2-2b", "bloom-560m", "bert-base", "t5-small", "vaswani-base")
+# Presets that are traced in the quick run: one of each kind of mask, positions and norm. The rest is slow.
+QUICK = ("gpt-tiny", "llama-7b", "mistral-7b", "gemma2-2b", "bloom-560m", "bert-base", "t5-small", "vaswani-base")
+
+
+def quick_or_slow(names):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,7 @@ def reset_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", WITHOUT_EXPERTS)
+@pytest.mark.parametrize("name", quick_or_slow(WITHOUT_EXPERTS))
 def test_a_model_is_traced_as_one_graph(name):
     model = tiny_model(name)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -41,13 +45,7 @@ def test_a_model_is_traced_as_one_graph(name):
     assert_near(compiled(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in law_names(lambda config: is_text(config) and not has_experts(config))
-    ],
-)
+@pytest.mark.parametrize("name", quick_or_slow(law_names(lambda config: is_text(config) and not has_experts(config))))
 def test_a_padded_pass_is_traced_as_one_graph(name):
     model = tiny_model(name)
     mask = torch.ones(B, T, dtype=torch.bool)

@@ -22,11 +22,11 @@ from support import (
     is_single_text,
     is_text,
     law_names,
-    preset_names,
     random_tokens,
     run_model,
     tiny_config,
     tiny_model,
+    tiny_names,
 )
 
 from monoblock.config.knobs import vary
@@ -51,7 +51,7 @@ def test_packed_documents_are_separate_documents(name):
             assert_near(packed_text, hidden_states(model, text))
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", tiny_names(is_text))
 def test_a_window_as_long_as_the_text_is_no_window(name):
     windowed, full = (build_model(vary(tiny(name), window=window)) for window in (max(S, T), None))
     arguments = example_inputs(windowed)
@@ -59,7 +59,7 @@ def test_a_window_as_long_as_the_text_is_no_window(name):
         assert_near(windowed(*arguments), full(*arguments))
 
 
-@pytest.mark.parametrize("name", preset_names(is_text))
+@pytest.mark.parametrize("name", tiny_names(is_text))
 def test_a_window_shorter_than_the_text_changes_the_result(name):
     windowed, full = (build_model(vary(tiny(name), window=window)) for window in (2, None))
     arguments = example_inputs(windowed)
@@ -91,7 +91,7 @@ def test_plain_attention_is_fused_attention(name):
     assert len(tap.activations) == sum(1 + (block.cross is not None) for block in block_configs(model.config))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_attention_weights_are_distributions(name):
     model, tap = tiny_model(name), ActivationTap("weights")
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_saved_then_loaded_is_the_same_model_bit_for_bit(name, tmp_path):
         assert_bit_equal(loaded(*example_inputs(model)), model(*example_inputs(model)))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 @pytest.mark.parametrize("is_tiny", [True, False])
 def test_a_configuration_survives_json(name, is_tiny):
     config = tiny(name) if is_tiny else preset(name)
@@ -160,7 +160,7 @@ def test_a_configuration_survives_json(name, is_tiny):
 # -- position -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", preset_names(has_encoder))
+@pytest.mark.parametrize("name", tiny_names(has_encoder))
 def test_an_encoder_without_positions_is_permutation_equivariant(name):
     model = build_model(vary(tiny(name), positions="none", window=None))
     ids, order = random_tokens(), torch.randperm(T, generator=torch.Generator().manual_seed(2))

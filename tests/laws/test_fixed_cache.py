@@ -7,14 +7,14 @@ from support import (
     assert_near,
     has_decoder,
     is_encoder_decoder,
-    preset_names,
     random_source,
     random_tokens,
     tiny_model,
+    tiny_names,
 )
 
 
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 def test_a_static_cache_gives_the_logits_of_a_dynamic_one(name):
     model, ids = tiny_model(name), random_tokens()
     memory = model.encode(random_source()) if is_encoder_decoder(model.config) else None

@@ -11,11 +11,11 @@ from support import (
     is_text,
     law_names,
     pad_rows,
-    preset_names,
     random_source,
     random_tokens,
     run_model,
     tiny_config,
+    tiny_names,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,7 +79,7 @@ def has_norm_before_every_sublayer(config):
     return all(block.norm_place in ("pre", "sandwich") and block.attention_norm for block in block_configs(config))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_embeddings_near_the_largest_fp16_number_give_no_nan(name, dtype):
     """Activations of up to 6e4 enter the first block (fp16 ends at 65,504)."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_near, build_model, example_inputs, preset_names, random_tokens, tiny_model
+from support import assert_near, build_model, example_inputs, random_tokens, tiny_model, tiny_names
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
@@ -62,7 +62,7 @@ def test_hooks_of_all_modules_run_on_long_inputs(name):
     assert names_called(model, *inputs) == {name for name, _ in model.named_modules()}
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_hooks_of_all_modules_run_in_every_preset(name):
     model = build_model(tiny_model(name).config)
     assert names_called(model, *example_inputs(model)) == {name for name, _ in model.named_modules()}

@@ -14,11 +14,11 @@ from support import (
     example_inputs,
     has_decoder,
     is_encoder_decoder,
-    preset_names,
     random_source,
     random_tokens,
     run_model,
     tiny_model,
+    tiny_names,
 )
 
 from monoblock.config.families import bert, gpt, vaswani
@@ -30,7 +30,7 @@ from monoblock.nn.transformer import Transformer
 # -- shapes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_outputs_have_the_shape_the_head_promises(name):
     model = tiny_model(name)
     config, head = model.config, model.config.head
@@ -44,7 +44,7 @@ def test_outputs_have_the_shape_the_head_promises(name):
     assert model(*example_inputs(model)).shape == shapes[head.kind if head else None]
 
 
-@pytest.mark.parametrize("name", preset_names(is_encoder_decoder))
+@pytest.mark.parametrize("name", tiny_names(is_encoder_decoder))
 def test_an_encoder_decoder_is_encode_then_decode(name):
     model, source, ids = tiny_model(name), random_source(), random_tokens()
     memory = model.encode(source)
@@ -110,7 +110,7 @@ def test_documents_are_packed_with_padding_after_them():
 # -- taps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_a_tap_that_returns_what_it_gets_changes_nothing(name):
     model, names = tiny_model(name), []
 
@@ -146,7 +146,7 @@ def test_attention_weights_are_computed_only_if_wanted():
 # -- the model as a module ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_weights_are_named_in_the_papers_words(name):
     for key in tiny_model(name).state_dict():
         first, *rest = key.split(".")
@@ -155,7 +155,7 @@ def test_weights_are_named_in_the_papers_words(name):
 
 
 def test_tied_weights_are_stored_once():
-    for name in preset_names():
+    for name in tiny_names():
         weights = tiny_model(name).state_dict()
         assert len({tensor.data_ptr() for tensor in weights.values()}) == len(weights), name
     assert "head.output.weight" not in tiny_model("gpt2").state_dict()
@@ -308,6 +308,6 @@ def test_logits_at_places_beside_a_pooled_head_are_refused():
     assert_refused("logits_at", lambda: model(random_tokens(), logits_at=torch.zeros(B, 1, dtype=torch.long)))
 
 
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 def test_one_row_of_one_token_is_fine(name):
     assert run_model(tiny_model(name), random_tokens(1, 1)).isfinite().all()

@@ -34,7 +34,7 @@ def seen(recipe):
     environment = os.environ | {"PYTHONPATH": str(Path(monoblock.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     options = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER), str(recipe.parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((recipe.parent / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
 

@@ -20,7 +20,7 @@ from monoblock.training.events import EvaluationEvent, StepEvent
 run_jobs = functools.partial(training_support.run_jobs, dtype="float64")
 STRATEGIES = ("ddp", "fsdp", "tp", "fsdp+tp", "pp")
 # The other families are trained in test_fifty_steps.py.
-FAMILIES = {name: strategy_families.FAMILIES[name] for name in ("gpt", "divisible", "experts")}
+FAMILIES = {name: strategy_families.FAMILIES[name] for name in ("divisible", "experts")}
 STEPS = {"experts": 12}  # for the resumed runs
 BACKGROUND = ("fsdp", "pp")  # also saved in the background
 DIVIDED = ("divisible", "experts")  # tensor parallelism divides the positions too
@@ -118,11 +118,11 @@ def test_each_process_stores_its_part_of_the_weights(alone, together):
 
 
 def test_a_checkpoint_of_several_processes_is_safetensors_and_json_and_can_be_read_whole(root, together):
-    path = root / "gpt/fsdp/checkpoints/step-6"
+    path = root / "divisible/fsdp/checkpoints/step-6"
     assert checkpoint.find_problem(path) is None
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
     parts = sharded_checkpoint.load(path).tensors
-    whole = checkpoint.load(root / "gpt/ddp/checkpoints/step-6").tensors
+    whole = checkpoint.load(root / "divisible/ddp/checkpoints/step-6").tensors
     assert parts.keys() == whole.keys()
     for group in ("model", "optimizer"):
         assert parts[group].keys() == whole[group].keys()

@@ -206,7 +206,7 @@ def words_and_numbers(out):
 def launch(*words, text=""):
     environment = os.environ | {"PYTHONPATH": str(Path(mb.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "monoblock", *map(str, words), "--nproc", "2"]
-    return subprocess.run(command, env=environment, input=text, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, input=text, capture_output=True, text=True, timeout=600)
 
 
 def test_torchrun_leaves_the_options_of_a_command_alone(monkeypatch):

@@ -13,10 +13,10 @@ from support import (
     build_model,
     example_inputs,
     has_decoder,
-    preset_names,
     random_tokens,
     run_model,
     tiny_model,
+    tiny_names,
 )
 from torch import nn
 
@@ -205,7 +205,7 @@ def test_a_transposed_input_is_read_correctly():
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 def test_a_model_with_kernels_gives_the_same_logits(name, bits):
     model = tiny_model(name) if bits is None else mb.quantize(tiny_model(name), bits=bits)
     fast_model, assert_close = use_cpu_kernels(model), assert_near if bits is None else assert_near_in_norm

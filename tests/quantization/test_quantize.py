@@ -13,10 +13,10 @@ from support import (
     build_model,
     example_inputs,
     has_decoder,
-    preset_names,
     random_tokens,
     run_model,
     tiny_model,
+    tiny_names,
 )
 from torch import nn
 
@@ -119,7 +119,7 @@ def dequantized_reference(quantized, original):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_a_quantized_model_is_the_model_of_its_rounded_weights(name, bits):
     model = tiny_model(name)
     quantized = mb.quantize(model, bits=bits)
@@ -128,7 +128,7 @@ def test_a_quantized_model_is_the_model_of_its_rounded_weights(name, bits):
     assert quantized.config == dataclasses.replace(model.config, quantize=quantized.config.quantize)
 
 
-@pytest.mark.parametrize("name", preset_names(has_decoder))
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
 def test_a_quantized_decoder_makes_a_cache(name):
     quantized = mb.quantize(tiny_model(name))
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_a_wrong_dtype_in_the_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 64), (4, 32)])
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_the_account_of_a_quantized_model_counts_its_bytes(name, bits, group):
     quantized = mb.quantize(tiny_model(name), bits=bits, group=group)
     fixed = {key for key in quantized.state_dict() if key.endswith("fixed_bias")}  # not a parameter, so not counted

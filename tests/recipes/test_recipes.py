@@ -29,6 +29,7 @@ from monoblock.training.loss import CrossEntropyLoss
 DATA = Path(os.environ["MONOBLOCK_DATA"]) if os.environ.get("MONOBLOCK_DATA") else None
 SIZES = {"classification": {"classes": 7}, "token_classification": {"classes": 7}}
 IMAGE = {"classes": 7, "image": 8, "channels": 1}
+SLOW = ("kjv-tasks", "transliterate-multi")  # tasks that quicker recipes train too
 STEP_KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "seconds"}
 
 
@@ -103,7 +104,7 @@ code = run(["ls", "recipes", "--json"])
 assert "torch" not in sys.modules
 sys.exit(code)
 """
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     rows = {row["name"]: row for row in json.loads(process.stdout)["recipes"]}
     assert list(rows) == list_recipes()
@@ -159,7 +160,9 @@ def validation_loss(folder):
     return validate(model, data, loss, torch.device("cpu"))["val_loss"]
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in list_recipes()]
+)
 def test_a_recipe_runs_to_a_complete_folder_whose_model_has_the_reported_loss(name, tmp_path, capsys, short_validation):
     recipe = read_recipe(name)
     if corpus_location(recipe.data.corpus, DATA) is None:

@@ -42,7 +42,7 @@ def test_training_gives_the_same_bytes_in_every_process(tmp_path):
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert result.returncode == 0, result.stderr
         outputs.add(result.stdout)

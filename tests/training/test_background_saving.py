@@ -24,7 +24,7 @@ def slow_disk(monkeypatch):
 
     def wait(point):
         if point == f"write {checkpoint.MANIFEST_FILE}":
-            assert may_write.wait(30)
+            assert may_write.wait(600)
 
     monkeypatch.setattr(checkpoint, "fault_injection_point", wait)
     return may_write
