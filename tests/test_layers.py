@@ -41,7 +41,7 @@ FACADE_METHODS = {
     "from_pretrained": "interop",
     "save_pretrained": "interop",
 }
-FACADE = {(module, *row) for module in ("nn.transformer", "nn.lstm") for row in FACADE_METHODS.items()}
+FACADE = {(module, *row) for module in ("nn.transformer", "nn.recurrent.lstm") for row in FACADE_METHODS.items()}
 
 MAX_LINES = 320  # about 300: a file is not split for its last few lines
 DATA_TABLES = {

@@ -45,7 +45,7 @@ _HOME = {
     "Pipeline": "runs.pipeline",
     "Prediction": "tasks.labels",
     "QuantizeConfig": "config.model",
-    "Recurrent": "nn.lstm",
+    "Recurrent": "nn.recurrent.lstm",
     "RecurrentConfig": "config.model",
     "Repeat": "config.model",
     "Report": "doctor.report",

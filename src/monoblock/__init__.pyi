@@ -59,9 +59,9 @@ from monoblock.nn.lora import (
     merge_lora as merge_lora,
     unmerge_lora as unmerge_lora,
 )
-from monoblock.nn.lstm import Recurrent as Recurrent
 from monoblock.nn.masks import causal as causal, same_document as same_document, window as window
 from monoblock.nn.packed.documents import PackedDocuments as PackedDocuments
+from monoblock.nn.recurrent.lstm import Recurrent as Recurrent
 from monoblock.nn.token_positions import TokenPositions as TokenPositions
 from monoblock.nn.transformer import Transformer as Transformer
 from monoblock.parallel.inference import join_processes as join_processes

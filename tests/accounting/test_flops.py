@@ -15,7 +15,7 @@ from monoblock.config.model import AttentionConfig, FramesConfig, RecurrentConfi
 from monoblock.config.parts import HEADS_WITH_CLASSES
 from monoblock.config.presets import PRESETS, preset, tiny
 from monoblock.errors import InputError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 BATCH, SOURCE, TARGET = 2, 13, 11

@@ -31,7 +31,7 @@ from monoblock.config.model import (
 )
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.errors import ConfigError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 RMS = NormConfig(kind="rms", affine="scale")

@@ -8,7 +8,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 
 VOCAB, START, END = 9, 1, 2
 SOURCES = [(3, 5, 4), (6, 7), (8, 3, 3, 5, 7)]

@@ -9,7 +9,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 
 VOCAB, START = 7, 1
 SOURCES = [(3, 5), (2, 4, 6, 5, 3), (6,), (5, 5, 2)]

@@ -7,7 +7,7 @@ from rows import PUBLISHED_MODELS
 from monoblock.config.model import RecurrentConfig
 from monoblock.config.presets import PRESETS, tiny
 from monoblock.doctor.diagnose import diagnose_model
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 DIFFERENT = {tiny(name): name for name in reversed(PRESETS)}  # one name for each tiny configuration

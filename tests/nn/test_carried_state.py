@@ -12,7 +12,7 @@ from monoblock.config.model import RecurrentConfig
 from monoblock.data.batching.encode import IGNORE_INDEX
 from monoblock.data.batching.plans import ContiguousBatchPlan
 from monoblock.data.batching.shards import TokenDataset
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.tasks.language_modeling.data import iterate_lanes
 from monoblock.training.loss import CrossEntropyLoss
 

@@ -13,7 +13,7 @@ from training_support import assert_same_weights, clone_weights
 from monoblock.config.families import bert, gpt, t5
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, FileError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.training import checkpoint, optimizer
 from monoblock.training.muon import Muon, orthogonalize

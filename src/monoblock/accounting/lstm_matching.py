@@ -17,7 +17,7 @@ KIND_BY_FAMILY: dict[Family, LSTMKind] = {"decoder-only": "language_model", "enc
 
 
 def parameter_count(config: RecurrentConfig) -> int:
-    """Return the number of parameters of an LSTM model, by the formula in nn/lstm.py, without building it."""
+    """Return the number of parameters of an LSTM model, by the formula in nn/recurrent/lstm.py, without building it."""
     return sum(recurrent_parameters(config).values())
 
 

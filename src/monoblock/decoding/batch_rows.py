@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 MIN_ROWS = 512  # on every device; each beam counts as one

@@ -30,7 +30,7 @@ from monoblock.decoding.running_batch import RunningBatch
 from monoblock.decoding.settings import NO_DRAFT_WITH_BEAMS, Settings
 from monoblock.decoding.speculative import Proposer
 from monoblock.errors import InputError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

@@ -20,7 +20,7 @@ from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 LONG_BURST = 128  # steps before tokens are read, if no text can end before its maximum length

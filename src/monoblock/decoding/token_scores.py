@@ -10,7 +10,7 @@ from torch import Tensor
 from monoblock.decoding.backends.eager import pad_sources
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.decoding.prompt import Prompt, pad_right
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

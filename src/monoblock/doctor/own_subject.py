@@ -12,7 +12,7 @@ from monoblock.config.parts import SEQUENCE_HEADS
 from monoblock.doctor.subject import Declared, Subject, prime_length
 from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 

@@ -10,7 +10,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.interop.config_file import read_any_config
 
 if TYPE_CHECKING:  # counting needs no torch
-    from monoblock.nn.lstm import Recurrent
+    from monoblock.nn.recurrent.lstm import Recurrent
     from monoblock.nn.transformer import Transformer
 
 

@@ -23,7 +23,7 @@ from monoblock.interop.safetensors_reader import build_on_meta, open_weights
 from monoblock.interop.weight_parts import WeightParts, split_weights
 from monoblock.interop.weights_reader import WeightReader
 from monoblock.interop.weights_writer import MAX_SHARD_SIZE, commit_file, save_weights
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.quantization.convert import build_quantized, merge_adapters, stored_dtypes
 from monoblock.untrusted_files import has_file, read_json, reading, safe_join
 

@@ -13,7 +13,7 @@ from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.data.batching.loader import BatchLoader
 from monoblock.data.batching.plans import BatchIndices, batch_for_rank
 from monoblock.errors import ConfigError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.strategy import Strategy
 from monoblock.parallel.world import World

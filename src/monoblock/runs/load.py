@@ -15,7 +15,7 @@ from monoblock.interop.folder import CONFIG_FILE, load_model
 from monoblock.interop.hub import resolve_model_path
 from monoblock.interop.labels import read_labels
 from monoblock.interop.tokenizer_folder import load_tokenizer
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.parse import RECIPE_FILE
 from monoblock.runs.generation_config import read_generation_defaults

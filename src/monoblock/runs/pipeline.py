@@ -25,7 +25,7 @@ from monoblock.decoding.settings import Settings, split_seeds
 from monoblock.decoding.streaming_text import chunk_texts
 from monoblock.errors import InputError
 from monoblock.nn.inputs.generation_options import GenerationOptions, PipelineOptions
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.runs.prediction_methods import PredictionMethods

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from monoblock.config.model import ModelConfig, RecurrentConfig
 from monoblock.errors import ConfigError
 from monoblock.interop.digest import compute_body_digest
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.strategy import Strategy

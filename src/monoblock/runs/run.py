@@ -16,7 +16,7 @@ from monoblock.config.positions import Sinusoid
 from monoblock.interop.atomic_write import write_atomically
 from monoblock.interop.folder import CONFIG_FILE, save_model
 from monoblock.interop.tokenizer_folder import format_config
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.parallel.whole_model import has_room
 from monoblock.quantization.convert import merge_adapters

@@ -16,7 +16,7 @@ from torch import nn
 from monoblock.errors import ConfigError
 from monoblock.interop.adapters import save_adapter
 from monoblock.nn.lora import add_lora, fold_lora, lora_layers
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import dequantize, quantize
 from monoblock.recipes.schema import LoraSection, Recipe

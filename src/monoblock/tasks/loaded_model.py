@@ -18,7 +18,7 @@ from monoblock.decoding.settings import Settings, check_effects, parse_settings
 from monoblock.decoding.streaming_text import StreamingText, TextChunk, stream_chunks
 from monoblock.decoding.token_scores import score_tokens
 from monoblock.errors import InputError
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.recipes.schema import DataSection
 from monoblock.tasks.image_inputs import ImageNormalization

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from monoblock.decoding.prompt import Prompt, pad_right
 from monoblock.nn.kv_cache.lstm_state import EncoderMemory, LSTMState
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 
 

@@ -20,7 +20,7 @@ from monoblock.decoding.backends.inference_copy import reason_for_no_copy
 from monoblock.nn.attention import Attention
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.linear import can_join
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 M = TypeVar("M", Transformer, Recurrent)

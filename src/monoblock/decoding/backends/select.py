@@ -30,7 +30,7 @@ from monoblock.decoding.backends.protocol import DecoderState, can_burst
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.decoding.prompt import PromptLimits
 from monoblock.errors import InputError, with_article
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
 

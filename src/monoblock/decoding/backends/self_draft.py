@@ -14,7 +14,7 @@ from monoblock.decoding.backends.prepared_model import prepare
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.errors import InputError
 from monoblock.kernels.cpu.library import load_kernels
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 from monoblock.quantization.convert import quantize
 

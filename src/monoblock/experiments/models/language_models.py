@@ -25,7 +25,7 @@ from monoblock.experiments.frame.runner import read_trial_results
 from monoblock.experiments.frame.training import evaluate_trial, load_run, train_run, training_metrics, trial_recipe
 from monoblock.experiments.models.budgets import TEXT_SMOKE
 from monoblock.metrics.text import perplexity
-from monoblock.nn.lstm import Recurrent
+from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.recipes.schema import Recipe
 from monoblock.runs.pipeline import Pipeline
 from monoblock.runs.prepare_run import prepare_run

@@ -1,0 +1,1 @@
+"""LSTM language models and encoder-decoders, with the dropout of LSTM language models."""

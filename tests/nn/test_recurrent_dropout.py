@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import monoblock as mb
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.interop.folder import read_config
-from monoblock.nn.recurrent.lstm_dropout import DropoutLSTM, VariationalDropout, drop_words
+from monoblock.nn.recurrent.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.runs.identity import _config_dict
 from monoblock.training.loss import CrossEntropyLoss
 
