@@ -30,7 +30,8 @@ arms and seeds a call runs is said by `arms=NAME,NAME`, in which `*` stands for 
 **Results are lines of JSON.** Each finished arm and seed is a line of `results.jsonl` in the folder `--out` (by
 default `runs/compare-NAME`). What has a line is not run again, so a killed experiment continues. Lines of another
 machine are merged by copying the file into the folder under any name that ends in `.jsonl`, or with `--results FILE`.
-Only lines with the same options and changes are compared. `--table` runs nothing, and `--write benchmarks/results`
+Only lines with the same options and changes are compared. `benchmarks/experiments_gpu.sh` runs several experiments at
+the same time on one GPU. `--table` runs nothing, and `--write benchmarks/results`
 writes the page, the lines and the plot.
 
 **Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a

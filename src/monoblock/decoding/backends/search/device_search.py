@@ -77,15 +77,17 @@ class DeviceSearch:
         self.scores.fill_(BLOCKED_SCORE)[:, 0] = 0  # all beams are equal at first, so only one may be continued
         self.finished_scores.fill_(-math.inf)
         self.done.fill_(True)[:count] = False
-        rows = {own: self._length_tables(own) for own in {search.settings for search in searches}}
-        tables = [rows[search.settings] for search in searches]
-        self.divisors[:count] = torch.tensor([table[0] for table in tables], dtype=torch.double).to(device)
-        self.best_divisors[:count] = torch.tensor([table[1] for table in tables], dtype=torch.double).to(device)
-        for name in ("max_new_tokens", "min_new_tokens"):
-            numbers = [getattr(search.settings, name) for search in searches]
-            getattr(self, name)[:count] = torch.tensor(numbers, device=device)
-        stops = [search.settings.early_stopping is True for search in searches]
-        self.stops_early[:count] = torch.tensor(stops, device=device)
+        numbers: dict[Settings, int] = {}  # many searches have few settings
+        rows = torch.tensor([numbers.setdefault(s.settings, len(numbers)) for s in searches], device=device)
+        divisors, best_divisors = zip(*map(self._length_tables, numbers), strict=True)
+        for buffer, values in (
+            (self.divisors, divisors),
+            (self.best_divisors, best_divisors),
+            (self.max_new_tokens, [own.max_new_tokens for own in numbers]),
+            (self.min_new_tokens, [own.min_new_tokens for own in numbers]),
+            (self.stops_early, [own.early_stopping is True for own in numbers]),
+        ):
+            buffer[:count] = torch.tensor(values, dtype=buffer.dtype, device=device)[rows]
         for mask, tokens in (
             (self.is_end, settings.eos_token_id),
             (self.suppressed, settings.suppress_tokens),
