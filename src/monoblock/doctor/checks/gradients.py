@@ -62,8 +62,8 @@ def check_gradient_flow(exam: Examination) -> Finding | None:
             f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
             "add residual connections, x = x + sublayer(norm(x)), and normalize before each sublayer",
         )
-    cut_off = [name for name, g in zip(parameters, gradients, strict=True) if g is None]
-    cut_off = [name for name in cut_off if _is_used(module, blocks, used, name)]
+    reached = {id(p) for p, g in zip(parameters.values(), gradients, strict=True) if g is not None}
+    cut_off = [name for name in parameters if _is_cut_off(module, blocks, used, reached, name)]
     if cut_off:
         return finding(
             "gradient_flow",
@@ -153,14 +153,16 @@ def _gradients(exam: Examination, parameters: list[nn.Parameter], used: set[nn.M
             handle.remove()
 
 
-def _is_used(module: nn.Module, blocks: list[nn.Module], used: set[nn.Module], name: str) -> bool:
-    """Return whether a weight belongs to a table or to a part of a block, and its module is called.
+def _is_cut_off(module: nn.Module, blocks: list[nn.Module], used: set[nn.Module], reached: set[int], name: str) -> bool:
+    """Return whether a weight is of a table or of a part of a block that is called, but gets no gradient.
 
-    Other modules may be called for an output that the logits do not depend on, such as the pooler of an encoder.
+    Other modules may be called for an output that the logits do not depend on, such as the pooler of an encoder, and
+    a module may use some of its weights only with certain inputs.
     """
     owner = module.get_submodule(name.rpartition(".")[0])
     in_block = any(owner is part for block in blocks for part in block.modules())
-    return owner in used and (in_block or isinstance(owner, nn.Embedding))
+    has_gradient = any(id(p) in reached for p in owner.parameters(recurse=False))
+    return owner in used and not has_gradient and (in_block or isinstance(owner, nn.Embedding))
 
 
 def _block_size(block: nn.Module, module: nn.Module, sizes: dict[str, float]) -> float:

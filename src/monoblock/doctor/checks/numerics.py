@@ -31,7 +31,8 @@ class _Watch:
                 if tensor.is_nested or not tensor.is_floating_point() or not tensor.numel():
                     continue
                 if not bool(tensor.isfinite().all()):
-                    self.first_bad = self.first_bad or name
+                    is_given = any(_is_bad(value) for value in inputs)
+                    self.first_bad = self.first_bad or (f"the operations before {name}" if is_given else name)
                 else:
                     self.largest[name] = max(self.largest.get(name, 0.0), float(tensor.abs().max()))
 
@@ -40,6 +41,12 @@ class _Watch:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _is_bad(value: Any) -> bool:
+    """Return whether a value is a tensor with numbers that are not finite."""
+    is_number = isinstance(value, Tensor) and not value.is_nested and value.is_floating_point()
+    return is_number and not bool(value.isfinite().all())
 
 
 def check_overflow(exam: Examination) -> Finding | None:
