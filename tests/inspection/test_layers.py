@@ -167,3 +167,13 @@ def test_a_word_of_several_tokens_is_found():
     places = find_word(tokenizer, ids, "suitcase")
     assert places == list(range(1, len(ids)))
     assert find_word(tokenizer, ids, "suit") == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [([0], "has 1 labelled text, too few"), (range(12), "no label of the texts that are held out")],
+)
+def test_a_probe_refuses_labels_that_it_cannot_learn(labels, message):
+    texts = [LabelledText([5, 6, 7], [[0, 1, 2]], [label], [str(label)]) for label in labels]
+    with pytest.raises(mb.InputError, match=message):
+        probe_layers(build("gpt2"), texts)

@@ -156,6 +156,7 @@ def _why_skipped(check: Check, exam: Examination, deadline: float) -> NotChecked
     missing = next((name for name in check.needs if not REQUIREMENTS[name].is_met(exam)), None)
     if missing is not None:
         is_known = missing in SAID_BY_THE_MODEL and not isinstance(exam.subject, PlainSubject)
+        is_known = is_known or (missing == "attention" and exam.subject.module is not None)
         return REQUIREMENTS[missing].describe(check.name, is_known=is_known)
     if time.perf_counter() > deadline:
         return NotChecked(check.name, "time was up", "run monoblock doctor on the model")

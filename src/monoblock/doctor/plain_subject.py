@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from monoblock.doctor.output_layout import Layout, find_layout, to_rows
 from monoblock.doctor.recorder import Recorder
 from monoblock.doctor.subject import (
+    LONG,
     Declared,
     Kind,
     Subject,
     difference,
+    find_attribute,
     output_tensor,
     parameter_names,
     prime_length,
+    usual_lengths,
 )
 from monoblock.errors import InputError, did_you_mean
 
@@ -85,7 +88,7 @@ class PlainSubject(Subject):
             self.mask_argument = next((name for name in MASK_NAMES if name in self.parameters), None)
             self.mask_is_padding = self.mask_argument is not None and "pad" in self.mask_argument
         with self.evaluating():
-            self.vocab = options.vocab if options.vocab is not None else self._find_vocab()
+            self.vocab = options.vocab if options.vocab is not None else self._find_vocab(options.length)
             if self.vocab < 3:
                 raise InputError(
                     f"vocab={self.vocab} is too small to examine; give the number of token ids, as vocab=61"
@@ -140,38 +143,51 @@ class PlainSubject(Subject):
         self.source_mask_argument = given if given is not None else (found[0] if found else None)
         self.takes_source_mask = self.source_mask_argument is not None or self.pad_id is not None
 
-    def _find_vocab(self) -> int:
+    def _find_vocab(self, length: int | None) -> int:
         """Find the number of rows of the table that ids are looked up in, by running ids of zero."""
-        ids = torch.zeros(1, 3, dtype=torch.long, device=self.device)
-        recorder = Recorder()
-        try:
-            with recorder.recording(ids):
-                _ = self.function(ids, ids) if self.reads_source else self.logits(ids)
-        except Exception as error:
+        problem: Exception | None = None
+        for size in (3, *usual_lengths(self._limit(length))):
+            ids, recorder = torch.zeros(1, size, dtype=torch.long, device=self.device), Recorder()
+            try:
+                with recorder.recording(ids):
+                    _ = self.function(ids, ids) if self.reads_source else self.logits(ids)
+                problem = None
+                break
+            except Exception as error:
+                problem = problem or error
+        if problem is not None:
             called = "model(source, ids), as its arguments suggest" if self.reads_source else "ids of shape (1, 3)"
             raise InputError(
-                f"the model cannot be called with {called}: {error!s:.120}; give a function of ids, and its vocabulary "
-                "as vocab=…"
-            ) from error
+                f"the model cannot be called with {called}: {problem!s:.120}; if it reads texts of one length only, "
+                "give length=…; else give a function of ids, and its vocabulary as vocab=…"
+            ) from problem
         if not recorder.token_tables:
             raise InputError("no embedding of the ids was found; give the size of the vocabulary: vocab=61")
         return min(rows for rows, _ in recorder.token_tables)
 
+    def _limit(self, length: int | None) -> int | None:
+        """Return the length that the user gave, or the context that the model states, unless it is long."""
+        if length is not None:
+            return length
+        context = find_attribute((self.module, getattr(self.module, "config", None)), CONTEXT_NAMES, int)
+        return context if context is None or 0 < context <= LONG else None
+
+    def _lengths_to_try(self, length: int | None) -> Iterator[int]:
+        limit = self._limit(length)
+        for most in (None, 13, 7):
+            yield prime_length(min((n for n in (limit, most) if n), default=None), self._sizes())
+        yield from usual_lengths(limit)
+
     def _find_length(self, length: int | None) -> int:
-        config = getattr(self.module, "config", None)
-        limit = length
-        if limit is None:
-            limit = _attribute((self.module, config), CONTEXT_NAMES, int)
         problem: Exception | None = None
-        for candidate in (None, 13, 7):
-            size = prime_length(min((n for n in (limit, candidate) if n), default=None), self._sizes())
+        for size in self._lengths_to_try(length):
             try:
                 self.logits(super().probe(rows=2, length=size))
                 return size
             except Exception as error:
                 problem = problem or error
         raise InputError(
-            f"the model cannot be called with ids of shape (2, 7) below vocab={self.vocab}: {problem!s:.150}; check "
+            f"the model cannot be called with two rows of ids below vocab={self.vocab}: {problem!s:.150}; check "
             "vocab= and length=, or wrap it in a function of ids"
         ) from problem
 
@@ -251,14 +267,14 @@ class PlainSubject(Subject):
     def _declare(self, options: PlainOptions) -> Declared:
         config = getattr(self.module, "config", None)
         owners = (self.module, config)
-        window = options.window if options.window is not None else _attribute(owners, WINDOW_NAMES, int)
+        window = options.window if options.window is not None else find_attribute(owners, WINDOW_NAMES, int)
         if window is None and self.module is not None:
-            window = _attribute(tuple(self.module.modules()), WINDOW_NAMES, int)
+            window = find_attribute(tuple(self.module.modules()), WINDOW_NAMES, int)
         return Declared(
             window=window,
-            tied=options.tied if options.tied is not None else _attribute(owners, TIE_NAMES, bool),
-            dropout=_attribute(owners, DROPOUT_NAMES, float),
-            context=options.length if options.length is not None else _attribute(owners, CONTEXT_NAMES, int),
+            tied=options.tied if options.tied is not None else find_attribute(owners, TIE_NAMES, bool),
+            dropout=find_attribute(owners, DROPOUT_NAMES, float),
+            context=options.length if options.length is not None else find_attribute(owners, CONTEXT_NAMES, int),
         )
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -302,15 +318,3 @@ class PlainSubject(Subject):
         extra = (mask,) if self.passes_mask_to_cache and mask is not None else ()
         output, state = self._cached(ids, state, *extra)
         return to_rows(output_tensor(output), self.layout, len(ids)), state
-
-
-def _attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:
-    """Return the first attribute with one of these names and this type."""
-    for owner in owners:
-        for name in names:
-            value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
-            if kind is bool and isinstance(value, bool):
-                return value
-            if kind is not bool and isinstance(value, kind) and not isinstance(value, bool):
-                return value
-    return None

@@ -23,6 +23,7 @@ LARGE = 5e7  # parameters, from which probes are short, to keep a report quick
 LONG, LONG_OF_LARGE = 512, 128  # tokens of the long text, at most
 UNKNOWN_CONTEXT = 64  # tokens of the long text where no context is known
 PRIMES = (23, 19, 17, 13, 11, 7, 5, 3)  # lengths of probes: equal to no other size, so that axes can be told apart
+MULTIPLES = (24, 16, 32, 64, 128)  # lengths for a model that reads no prime one
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-5, torch.bfloat16: 0.08, torch.float16: 0.02}
 
 
@@ -189,6 +190,11 @@ def prime_length(limit: int | None, taken: tuple[int, ...] = ()) -> int:
     raise InputError(f"the model reads at most {limit} tokens, too few to examine; give length=8 or more")
 
 
+def usual_lengths(limit: int | None) -> list[int]:
+    """Return lengths of probes for a model that reads only some: the one it is made for, then multiples of 8."""
+    return [n for n in (limit, *MULTIPLES) if n is not None and (limit is None or n <= limit)]
+
+
 def output_tensor(output: Any) -> Tensor:
     """Return the logits of whatever a model returned."""
     for name in ("logits", "last_hidden_state", "prediction_logits"):
@@ -223,3 +229,15 @@ def parameter_names(function: Any) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return {}
+
+
+def find_attribute(owners: tuple[object, ...], names: tuple[str, ...], kind: type) -> Any:
+    """Return the first attribute with one of these names and this type."""
+    for owner in owners:
+        for name in names:
+            value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+            if kind is bool and isinstance(value, bool):
+                return value
+            if kind is not bool and isinstance(value, kind) and not isinstance(value, bool):
+                return value
+    return None

@@ -11,6 +11,7 @@ from monoblock.doctor.checks import (
     causality,
     fit,
     generation,
+    gradients,
     leaks,
     numerics,
     optimizer,
@@ -220,7 +221,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "gradient_flow",
         "gradients reach every block",
-        numerics.check_gradient_flow,
+        gradients.check_gradient_flow,
         ("module",),
         explains=("overfit", "optimizer", "learning_rate"),
         group="training",

@@ -59,10 +59,16 @@ def probe_layers(model: Transformer, texts: Sequence[LabelledText], *, seed: int
     order = torch.randperm(len(texts), generator=generator).tolist()
     num_test = int(TEST_SHARE * len(texts))
     if num_test < 1 or len(texts) - num_test < 2:
-        raise InputError(f"{len(texts)} labelled texts are too few for a probe; give at least 4")
+        count = f"{len(texts)} labelled text{'s' if len(texts) != 1 else ''}"
+        raise InputError(f"the training part of the data has {count}, too few for a probe; it needs at least 4")
     test, train = ([texts[index] for index in part] for part in (order[:num_test], order[num_test:]))
     parts = {"train": train, "test": test}
     labels = {key: torch.tensor([label for text in part for label in text.labels]) for key, part in parts.items()}
+    if not bool(torch.isin(labels["test"], labels["train"]).any()):
+        raise InputError(
+            "no label of the texts that are held out occurs among the others, so a probe cannot learn it; give several "
+            "texts of each label (a .tsv file has the label first: label<TAB>text)"
+        )
     classes = int(max(part.max() for part in labels.values())) + 1
     control = _control_labels(parts, labels["train"], generator)
     features = {key: layer_features(model, part) for key, part in parts.items()}

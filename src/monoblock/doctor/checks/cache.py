@@ -84,6 +84,12 @@ def _cause(exam: Examination, results: dict[str, float]) -> tuple[str, str]:
     cause = _compare_first_layer(exam)
     if cause:
         return cause
+    if not exam.recorded.attentions:
+        return (
+            "a step gives other outputs than the full pass: it does not begin with the state of the step before, or "
+            "does not return its own",
+            "give the recurrence the stored state and return the new one: x, state = self.rnn(x, state)",
+        )
     return (
         "a step with the cache gives other outputs than the full pass, from the second layer on",
         "store keys and values of every layer, and give each layer its own",

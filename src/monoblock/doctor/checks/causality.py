@@ -66,9 +66,10 @@ def _check_length(exam: Examination) -> Finding | None:
         "fail",
         {"max_difference": distance, "length": T, "shorter_length": cut},
         "the output at a token depends on how many tokens follow it, though not on which: positions are counted from "
-        "the end, or something is divided by the length of the text. In generation the length is another one at each "
-        "step",
-        "count positions from the start, torch.arange(T); divide by the number of tokens up to each place",
+        "the end, something is divided by the length of the text, or heads are split without a transpose, by "
+        ".view(B, heads, T, -1). In generation the length is another one at each step",
+        "count positions from the start, torch.arange(T); divide by the number of tokens up to each place; split heads "
+        "by .view(B, T, heads, -1).transpose(1, 2)",
     )
 
 
@@ -107,17 +108,19 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
     records = [record for record in records if record.weights.shape[-2:] == (T, T)]
     leaking = [layer for layer, record in enumerate(records) if bool(_later(record).any())]
     if not records:
-        what = "no causal mask is applied" if reach >= T - 2 else "a mask that is off by one, or a convolution"
-        return f"{what} (no attention was recorded that could tell)", MASK_FIX
+        return _cause_without_attention(exam, is_all=reach >= T - 2)
     if not leaking:
         if reach < T - 2 and reach <= 2 * min(reaches):  # as far from every place
             what = "a convolution or a shift reads later tokens"
             fix = "pad convolutions on the left only: F.pad(x, (kernel - 1, 0)); shift to the right only"
         elif reach < T - 2:
-            what = "a reshape without a transpose mixes heads and positions, since some places see further than others"
+            what = (
+                "a reshape without a transpose mixes heads and positions, or tokens are chosen from the whole text (as "
+                "by experts that choose their tokens), since some places see further than others"
+            )
             fix = (
                 "split heads by .view(B, T, heads, -1).transpose(1, 2), and merge them by .transpose(1, 2)"
-                ".reshape(B, T, width)"
+                ".reshape(B, T, width); let each token choose its experts, router(x).topk(k, dim=-1)"
             )
         else:
             what = "a norm or a mean over the sequence, or a reshape without a transpose that mixes heads and positions"
@@ -128,6 +131,29 @@ def _cause(exam: Examination, ids: Tensor, reaches: list[int]) -> tuple[str, str
         return f"the mask of attention is right, but information crosses positions outside attention: {what}", fix
     where = "" if len(leaking) == len(records) else f" in layer {leaking[0]}"
     return _mask_cause(records[leaking[0]], where)
+
+
+def _cause_without_attention(exam: Examination, *, is_all: bool) -> tuple[str, str]:
+    """Name the layer of PyTorch that reads later tokens; is_all: all of them."""
+    module = exam.subject.module
+    parts = [] if module is None else list(module.named_modules())
+    for name, part in parts:
+        if isinstance(part, nn.RNNBase) and part.bidirectional and is_all:
+            return (
+                f"{name} is bidirectional: it reads the text from its end, too",
+                f"build it with bidirectional=False: nn.{type(part).__name__}(…, batch_first=True)",
+            )
+        if isinstance(part, nn.Conv1d) and part.padding != (0,) and part.padding != "valid" and not is_all:
+            return (
+                f"the convolution {name} pads both ends (padding={part.padding!r}), so its kernel reaches later tokens",
+                "pad on the left only: F.pad(x, ((kernel - 1) * dilation, 0)) before nn.Conv1d(…, padding=0)",
+            )
+    if is_all:
+        what = "no causal mask is applied, or a norm, a sum or a recurrence runs over the whole text"
+    else:
+        what = "a mask that is off by one, or a convolution"
+    fix = "; pad convolutions on the left only; take sums up to each place, x.cumsum(1)"
+    return f"{what} (no attention was recorded that could tell)", MASK_FIX + fix
 
 
 def _later(record: AttentionRecord) -> Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monoblock.doctor.examination import Examination, finding, not_applicable
 from monoblock.doctor.report import Finding, Outcome
 from monoblock.doctor.subject import difference
+
+Run = Callable[[Tensor], Tensor]
 
 
 def check_prefix(exam: Examination) -> Finding | None:
@@ -86,15 +91,75 @@ def check_batch(exam: Examination) -> Finding | None:
             "uses other numbers in evaluation",
             "use nn.LayerNorm or nn.RMSNorm, which normalize each token by itself",
         )
+    return _batch_finding(
+        exam, run, output, {"difference_with_other_neighbours": neighbours, "difference_alone": alone}
+    )
+
+
+def _batch_finding(exam: Examination, run: Run, output: Tensor, evidence: dict[str, float]) -> Finding:
+    """Name the cause: something kept between calls, a layer that expects the time first, the place in the batch."""
+    ids = exam.ids
+    run(exam.subject.other_tokens(ids) if exam.subject.reads_tokens else -ids)
+    if again := exam.is_off(run(ids), output):
+        return finding(
+            "batch",
+            "fail",
+            {**evidence, "difference_after_other_calls": again},
+            "the same ids give another output after other calls: the model keeps something from one call to the next, "
+            "such as a state or a cache in self",
+            "begin every call anew; take the state as an argument and return it: logits, state = model(ids, state)",
+        )
+    if name := _layer_with_time_first(exam):
+        return finding(
+            "batch",
+            "fail",
+            evidence,
+            f"the output of a row depends on the other rows of its batch: {name} takes the batch for the sequence, "
+            "because it expects (T, B, width)",
+            f"build it with batch_first=True, or transpose before and after {name}",
+        )
+    if not evidence["difference_with_other_neighbours"]:
+        return finding(
+            "batch",
+            "fail",
+            evidence,
+            "the output of a row depends on its place in the batch or on the number of rows, though not on what the "
+            "other rows are: position vectors are added along the batch axis, or something is divided by the rows",
+            "give the table of positions the shape (1, T, width) where the input is (B, T, width), and (T, 1, width) "
+            "where it is (T, B, width)",
+        )
     return finding(
         "batch",
         "fail",
-        {"difference_with_other_neighbours": neighbours, "difference_alone": alone},
+        evidence,
         "the output of a row depends on the other rows of its batch: a norm takes statistics over the batch, a "
         "reshape mixes rows, attention takes the batch for the sequence, or experts with a capacity drop tokens",
         "normalize over the features only: x.mean(-1, keepdim=True), nn.LayerNorm(width); transpose before view, and "
         "keep the batch axis first (layers of PyTorch with attention need batch_first=True)",
     )
+
+
+def _layer_with_time_first(exam: Examination) -> str | None:
+    """Return the first layer of PyTorch that is given the batch where it expects the sequence."""
+    module, found, rows = exam.subject.module, list[str](), exam.ids.shape[0]
+    if module is None:
+        return None
+
+    def watch(name: str) -> Any:
+        def hook(part: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and inputs[0].shape[:2] == (rows, exam.ids.shape[1]):
+                found.append(name)
+
+        return hook
+
+    layers = [(n, m) for n, m in module.named_modules() if getattr(m, "batch_first", None) is False]
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers]
+    try:
+        exam.run(exam.ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
 
 
 def check_packing(exam: Examination) -> Finding | None:

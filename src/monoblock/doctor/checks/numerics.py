@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from monoblock.doctor.examination import Examination, finding
@@ -33,7 +31,8 @@ class _Watch:
                 if tensor.is_nested or not tensor.is_floating_point() or not tensor.numel():
                     continue
                 if not bool(tensor.isfinite().all()):
-                    self.first_bad = self.first_bad or name
+                    is_given = any(_is_bad(value) for value in inputs)
+                    self.first_bad = self.first_bad or (f"the operations before {name}" if is_given else name)
                 else:
                     self.largest[name] = max(self.largest.get(name, 0.0), float(tensor.abs().max()))
 
@@ -42,6 +41,12 @@ class _Watch:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _is_bad(value: Any) -> bool:
+    """Return whether a value is a tensor with numbers that are not finite."""
+    is_number = isinstance(value, Tensor) and not value.is_nested and value.is_floating_point()
+    return is_number and not bool(value.isfinite().all())
 
 
 def check_overflow(exam: Examination) -> Finding | None:
@@ -158,127 +163,3 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             if len(same) > 1 and weights > sum(p.numel() for child in best for p in child.parameters()):
                 best = same
     return best
-
-
-def check_gradient_flow(exam: Examination) -> Finding | None:
-    """Compare the size of the gradients of the blocks, and look for weights that get none."""
-    module = exam.subject.module
-    assert module is not None
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()}
-    if not parameters:
-        return finding(
-            "gradient_flow",
-            "fail",
-            {"trainable_weights": 0},
-            "no weight of the model takes part in training: requires_grad is False everywhere",
-            "call model.requires_grad_(True), or leave the layers to train unfrozen",
-        )
-    gradients = _gradients(exam, list(parameters.values()))
-    if gradients is None:
-        return finding(
-            "gradient_flow",
-            "fail",
-            {"weights_with_a_gradient": 0},
-            "the output has no gradient: the forward pass runs under no_grad, or its result is detached",
-            "remove torch.no_grad() and .detach() from the forward pass",
-        )
-    sizes = {
-        name: 0.0 if g is None else float(g.norm()) / max(float(p.detach().norm()), 1e-3)
-        for (name, p), g in zip(parameters.items(), gradients, strict=True)
-    }
-    blocks = find_blocks(module)
-    by_block = [_block_size(block, module, sizes) for block in blocks]
-    if by_block:
-        exam.pictures["gradient norm by layer"] = by_block
-    largest = max(sizes.values())
-    without = [index for index, size in enumerate(by_block) if size == 0.0]
-    if largest == 0 or without:
-        return finding(
-            "gradient_flow",
-            "fail",
-            {"blocks_without_gradient": len(without), "blocks": len(by_block)},
-            f"no gradient reaches the blocks {without[:8]}: something above them is detached, or they are not used",
-            "remove .detach(), .data and torch.no_grad() from the forward pass, and check that every block is called",
-        )
-    if len(by_block) > 1 and max(by_block) / max(min(by_block), 1e-30) > 1e3 and by_block[0] < by_block[-1]:
-        ratio = by_block[0] / by_block[-1]
-        return finding(
-            "gradient_flow",
-            "warn",
-            {"first_block": by_block[0], "last_block": by_block[-1], "ratio": ratio},
-            f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
-            "add residual connections, x = x + sublayer(norm(x)), and normalize before each sublayer",
-        )
-    return _check_residuals(exam, blocks)
-
-
-def _check_residuals(exam: Examination, blocks: list[nn.Module]) -> Finding | None:
-    """Compare the blocks by how much of their input they pass on: one without a residual connection passes on none."""
-    slopes = _slopes(exam, blocks)
-    lowest = min(slopes, key=lambda slope: slope[0] + slope[1], default=(1.0, 0.0))
-    highest = max(slopes, key=lambda slope: slope[0] - slope[1], default=(0.0, 0.0))
-    if sum(lowest) > 0.3 or highest[0] - highest[1] < 0.5:
-        return None
-    index = slopes.index(lowest)
-    return finding(
-        "gradient_flow",
-        "warn",
-        {"passed_on": lowest[0], "most_passed_on": highest[0], "block": index},
-        f"block {index} does not pass its input on, while others do: one of its residual connections is missing",
-        "add the input to the output of every sublayer: x = x + sublayer(norm(x))",
-    )
-
-
-def _slopes(exam: Examination, blocks: list[nn.Module]) -> list[tuple[float, float]]:
-    """Estimate the mean slope of the outputs of each block by the same inputs, and four standard errors of it.
-
-    The slope is 1 plus a little with residual connections and about 0 without; a norm after the block divides it by
-    a number, but then the slopes of one output by the other inputs stay small, and it counts as 1.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    slopes: list[tuple[float, float]] = []
-
-    def hook(block: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
-        given = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
-        hidden = output[0] if isinstance(output, tuple) else output
-        if given and isinstance(hidden, Tensor) and hidden.dim() == 3 and given[0].shape == hidden.shape:
-            pairs.append((given[0], hidden))
-
-    handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
-    try:
-        with exam.subject.evaluating(), torch.enable_grad():
-            exam.subject.logits(exam.ids[:2])
-            if len(pairs) != len(blocks):
-                return []
-            for given, hidden in pairs:
-                probe = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
-                product = torch.autograd.grad(hidden, given, probe, retain_graph=True, allow_unused=True)[0]
-                if product is None:
-                    return []
-                size = float(product.norm() / probe.norm())
-                slope = float((product * probe).sum() / probe.square().sum())
-                is_scaled = slope > 0.3 * size  # nearly a multiple of the identity
-                slopes.append((max(slope, 1.0) if is_scaled else slope, 4 * size / math.sqrt(probe.numel())))
-    except RuntimeError:  # an operation without a gradient
-        return []
-    finally:
-        for handle in handles:
-            handle.remove()
-    return slopes
-
-
-def _gradients(exam: Examination, parameters: list[nn.Parameter]) -> Any:
-    with exam.subject.evaluating(), torch.enable_grad():
-        output = exam.subject.logits(exam.ids[:2])
-        if not output.requires_grad:
-            return None
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output.device, output.dtype)
-        loss = (output * weights).mean()
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-
-def _block_size(block: nn.Module, module: nn.Module, sizes: dict[str, float]) -> float:
-    own = {id(p) for p in block.parameters()}
-    names = [name for name, p in module.named_parameters() if id(p) in own and name in sizes]
-    values = [sizes[name] for name in names]
-    return max(values) if values else 1.0

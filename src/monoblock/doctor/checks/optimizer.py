@@ -13,11 +13,12 @@ from monoblock.doctor.examination import Examination, finding
 from monoblock.doctor.report import Finding
 
 MAX_WEIGHT_DECAY = 0.3
+STEPS = 8  # until which a weight must have moved; a step may only add gradients up
 MIN_WEIGHT_SIZE = 0.025  # weights of Transformers have a root mean square of 0.02 (GPT-2 at the start) to 0.1
 
 
 def check_optimizer(exam: Examination) -> Finding | None:
-    """Compare the tensors of the optimizer with the weights of the model; with a step only, see whether they move."""
+    """Compare the tensors of the optimizer with the weights of the model; with a step, see whether they move."""
     module, optimizer = exam.subject.module, exam.handed.optimizer
     assert module is not None
     own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
@@ -28,7 +29,7 @@ def check_optimizer(exam: Examination) -> Finding | None:
     all_parameters = {id(p) for p in module.parameters()}
     foreign = [i for i in foreign if i not in all_parameters]
     if not foreign and not missing:
-        return None
+        return None if exam.handed.step is None else _check_step_moves(exam, module)
     reason = (
         "the optimizer holds other tensors than the model: it was built before the model was replaced, copied or moved"
         if foreign
@@ -45,13 +46,26 @@ def check_optimizer(exam: Examination) -> Finding | None:
 
 def _check_step_moves(exam: Examination, module: nn.Module) -> Finding | None:
     assert exam.handed.step is not None
-    with restoring(module):
+    optimizer, moves = exam.handed.optimizer, False
+    with restoring(module, optimizer):
         before = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-        for _ in range(2):
+        for _ in range(STEPS):
             exam.handed.step()
-        still = [name for name, p in module.named_parameters() if name in before and torch.equal(p, before[name])]
-    if len(still) < len(before) or not before:
+            moves = any(not torch.equal(p, before[name]) for name, p in module.named_parameters() if name in before)
+            if moves:
+                break
+    if moves or not before:
         return None
+    if optimizer is not None:
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        return finding(
+            "optimizer",
+            "fail",
+            {"weights_of_the_model": len(before), "moved": 0, "steps": STEPS, "learning_rate": max(rates)},
+            f"no weight of the model changes in {STEPS} steps, though the optimizer holds them: "
+            + ("optimizer.step() is not called, or there is no gradient" if any(rates) else "the learning rate is 0"),
+            "call loss.backward() and optimizer.step() in each step, with a learning rate such as 3e-4 for AdamW",
+        )
     return finding(
         "optimizer",
         "fail",
@@ -71,7 +85,7 @@ def check_learning_rate(exam: Examination) -> Finding | None:
     module = exam.subject.module
     if module is None or exam.handed.step is None:
         return None
-    with restoring(module):
+    with restoring(module, exam.handed.optimizer):
         before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
         values = [_number(exam.handed.step()) for _ in range(10)]
         changes = [
@@ -103,7 +117,7 @@ def _judge_losses(losses: list[float], evidence: dict[str, Any], *, few: bool = 
         return _rate_finding(
             "too high", {**evidence, "first_bad_step": next(i for i, x in enumerate(losses) if not math.isfinite(x))}
         )
-    if last > 1.2 * first + 0.1:
+    if last > first + 0.2 * abs(first) + 0.1:  # a loss may be negative
         return _rate_finding("too high", evidence)
     if not few and len(losses) >= 20 and abs(last - first) < 0.005 * abs(first) and min(losses) > 0.98 * first:
         return _rate_finding("too low", evidence)

@@ -67,6 +67,11 @@ def _left_finding(exam: Examination, ids: Tensor, left: float) -> Finding:
     if seen > SEEN:
         cause = "tokens attend to it, and positions count it"
         fix = "take a mask and hide the padding: scores.masked_fill(mask[:, None, None, :] == 0, -inf); then " + fix
+    elif not exam.recorded.attentions:
+        cause = "a recurrence or a convolution reads it, or positions count it"
+        fix = (
+            "pack the rows by their lengths (nn.utils.rnn.pack_padded_sequence), or keep the state where the mask is 0"
+        )
     elif not math.isfinite(left):
         cause = "a query at padding sees no key, its softmax is NaN, and NaN spreads to the tokens"
         fix = "let padding see itself: mask | torch.eye(T, dtype=torch.bool); then " + fix
@@ -123,8 +128,16 @@ def _cause(exam: Examination, ids: Tensor, sides: dict[str, float]) -> tuple[str
     if records and seen < SEEN and is_pooled:
         return (
             "attention ignores the padding, but the pooling does not: padded positions are summed or averaged with "
-            "the rest",
-            "pool over tokens only: (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+            "the rest, or the last position is read, which is padding",
+            "pool over tokens only: (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True); the last token is "
+            "hidden[torch.arange(B), mask.sum(1) - 1]",
+        )
+    if not records and is_pooled:
+        return (
+            "padding changes the output of the text: a recurrence runs on over it, and its last state is that of "
+            "padding, or the pooling counts it",
+            "read the state at the last token, states[torch.arange(B), lengths - 1], or pack the rows by their lengths "
+            "(nn.utils.rnn.pack_padded_sequence)",
         )
     if not sides.get("right") and (sides.get("left") or sides.get("inside")):
         before, layer = _weight_on_padding(exam, ids, PAD, 0)
@@ -156,6 +169,14 @@ def check_cross_padding(exam: Examination) -> Finding | None:
     assert subject.source is not None
     source = subject.source[:1].expand(exam.ids.shape[0], -1).contiguous()
     plain = exam.run(exam.ids, source=source)
+    if not exam.is_off(exam.run(exam.ids, source=subject.other_tokens(source)), plain):
+        return finding(
+            "cross_padding",
+            "fail",
+            {"difference_with_another_source": 0.0},
+            "the outputs do not depend on the source at all: every source gets the same translation",
+            "give what the encoder returns to cross-attention as keys and values, and add its result to the stream",
+        )
     padded, mask = pad(source, 0, PAD, subject.pad_id)
     distance = exam.is_off(exam.run(exam.ids, source=padded, source_mask=mask), plain)
     if not distance:
@@ -176,6 +197,16 @@ def check_cross_padding(exam: Examination) -> Finding | None:
             {"max_difference": distance, "largest_weight_on_source_padding": shares["encoder"]},
             "tokens of the source attend to the padding of the source in the encoder",
             "give the source mask to the self-attention of the encoder",
+        )
+    if shares["cross"] <= SEEN:
+        return finding(
+            "cross_padding",
+            "fail",
+            {"max_difference": distance},
+            "the padding of the source changes the outputs, though no attention of the decoder reads it: the encoder "
+            "is a recurrence or a convolution that runs over it, or its states are averaged with those of padding",
+            "read the state of the encoder at the last token, states[torch.arange(B), lengths - 1], or pack the rows "
+            "by their lengths (nn.utils.rnn.pack_padded_sequence)",
         )
     return finding(
         "cross_padding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ def check_label_shift(exam: Examination) -> Finding | None:
     }
     if total == 0:
         reason = "labels are not shifted: the model learns to copy the token it reads, and its loss falls to 0"
+    elif total < 0:
+        reason = "labels are shifted the wrong way: the model learns to predict the token before the one it reads"
     else:
         reason = (
             f"labels are shifted {'twice' if total == 2 else f'{total} times'}: the model learns to predict the token "
@@ -69,6 +72,8 @@ def check_label_shift(exam: Examination) -> Finding | None:
 
 
 def _agreement(ids: Tensor, labels: Tensor, k: int) -> float:
+    if k < 0:
+        ids, labels, k = ids[:, :k], labels[:, -k:], 0
     length = ids.shape[1] - k
     kept = labels[:, :length] != IGNORED
     if not bool(kept.any()):
@@ -77,8 +82,8 @@ def _agreement(ids: Tensor, labels: Tensor, k: int) -> float:
 
 
 def _best_shift(score: Any, lowest: float) -> int | None:
-    scores = [score(k) for k in range(4)]
-    best = max(range(4), key=lambda k: scores[k])
+    scores = {k: score(k) for k in (0, 1, 2, 3, -1)}
+    best = max(scores, key=lambda k: scores[k])
     return best if scores[best] >= lowest else None
 
 
@@ -185,6 +190,15 @@ def check_initial_loss(exam: Examination) -> Finding | None:
         return None
     if first <= 1.3 * uniform + 0.7:  # a fresh GPT-2 starts at ln V + 0.1
         return None
+    tokens = 0 if exam.handed.batch is None else int((exam.handed.batch[1] != IGNORED).sum())
+    if tokens > 4 and abs(first / tokens - uniform) < 0.3 * uniform:
+        return finding(
+            "initial_loss",
+            "fail",
+            {"loss": first, "uniform_guess": uniform, "tokens": tokens, "loss_of_a_token": first / tokens},
+            f"the loss is a sum over {tokens} tokens, not their mean: it and its gradient grow with the batch",
+            "write F.cross_entropy(…, reduction='mean'), or divide by the number of tokens that are not padding",
+        )
     return _initial(
         first, uniform, "much higher than a guess: the logits are too large at the start, or the labels wrong"
     )
@@ -201,9 +215,11 @@ def _initial(first: float, uniform: float, reason: str) -> Finding:
 
 
 @contextmanager
-def restoring(module: nn.Module) -> Iterator[None]:
-    """Put the weights back after an experiment."""
+def restoring(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Put the weights, the buffers and the state of the optimizer back after an experiment."""
     saved = {name: p.detach().clone() for name, p in module.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     try:
         yield
     finally:
@@ -211,6 +227,11 @@ def restoring(module: nn.Module) -> Iterator[None]:
             for name, p in module.named_parameters():
                 p.copy_(saved[name])
                 p.grad = None
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
 
 
 def check_overfit(exam: Examination) -> Finding | None:

@@ -65,6 +65,15 @@ def check_dropout(exam: Examination) -> Finding | None:
     first, second = exam.output, exam.run(exam.ids)
     if not torch.equal(first.nan_to_num(), second.nan_to_num()) and difference(first, second) > exam.subject.tolerance:
         draws = exam.recorded.random_draws
+        if not draws and exam.subject.module is not None:
+            return finding(
+                "dropout",
+                "fail",
+                {"difference_between_two_runs": difference(first, second), "random_operations": 0},
+                "two runs on the same ids differ, although no random numbers are drawn: the model keeps something from "
+                "one call to the next, such as a state or a cache in self",
+                "begin every call anew; take the state as an argument and return it: logits, state = model(ids, state)",
+            )
         return finding(
             "dropout",
             "fail",

@@ -1,0 +1,172 @@
+"""The check of gradients: they reach every block and every weight in use; residual connections pass them on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monoblock.doctor.checks.numerics import find_blocks
+from monoblock.doctor.examination import Examination, finding
+from monoblock.doctor.report import Finding
+
+
+def check_gradient_flow(exam: Examination) -> Finding | None:
+    """Compare the size of the gradients of the blocks, and look for weights that get none."""
+    module = exam.subject.module
+    assert module is not None
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()}
+    if not parameters:
+        return finding(
+            "gradient_flow",
+            "fail",
+            {"trainable_weights": 0},
+            "no weight of the model takes part in training: requires_grad is False everywhere",
+            "call model.requires_grad_(True), or leave the layers to train unfrozen",
+        )
+    blocks, used = find_blocks(module), set[nn.Module]()
+    gradients = _gradients(exam, list(parameters.values()), used)
+    if gradients is None:
+        return finding(
+            "gradient_flow",
+            "fail",
+            {"weights_with_a_gradient": 0},
+            "the output has no gradient: the forward pass runs under no_grad, or its result is detached",
+            "remove torch.no_grad() and .detach() from the forward pass",
+        )
+    sizes = {
+        name: 0.0 if g is None else float(g.norm()) / max(float(p.detach().norm()), 1e-3)
+        for (name, p), g in zip(parameters.items(), gradients, strict=True)
+    }
+    by_block = [_block_size(block, module, sizes) for block in blocks]
+    if by_block:
+        exam.pictures["gradient norm by layer"] = by_block
+    largest = max(sizes.values())
+    without = [index for index, size in enumerate(by_block) if size == 0.0]
+    if largest == 0 or without:
+        return finding(
+            "gradient_flow",
+            "fail",
+            {"blocks_without_gradient": len(without), "blocks": len(by_block)},
+            f"no gradient reaches the blocks {without[:8]}: something above them is detached, or they are not used",
+            "remove .detach(), .data and torch.no_grad() from the forward pass, and check that every block is called",
+        )
+    if len(by_block) > 1 and max(by_block) / max(min(by_block), 1e-30) > 1e3 and by_block[0] < by_block[-1]:
+        ratio = by_block[0] / by_block[-1]
+        return finding(
+            "gradient_flow",
+            "warn",
+            {"first_block": by_block[0], "last_block": by_block[-1], "ratio": ratio},
+            f"gradients vanish on their way down: the first block gets {ratio:.1g} of what the last one gets",
+            "add residual connections, x = x + sublayer(norm(x)), and normalize before each sublayer",
+        )
+    reached = {id(p) for p, g in zip(parameters.values(), gradients, strict=True) if g is not None}
+    cut_off = [name for name in parameters if _is_cut_off(module, blocks, used, reached, name)]
+    if cut_off:
+        return finding(
+            "gradient_flow",
+            "fail",
+            {"weights_without_gradient": len(cut_off), "first": cut_off[0]},
+            f"no gradient reaches {cut_off[0]}{f' and {len(cut_off) - 1} more weights' if cut_off[1:] else ''}, "
+            "although the model computes with them: the result is detached, and they are never trained",
+            "remove .detach(), .data and torch.no_grad() after these weights; freeze weights on purpose with "
+            "requires_grad_(False)",
+        )
+    return _check_residuals(exam, blocks)
+
+
+def _check_residuals(exam: Examination, blocks: list[nn.Module]) -> Finding | None:
+    """Compare the blocks by how much of their input they pass on: one without a residual connection passes on none."""
+    slopes = _slopes(exam, blocks)
+    lowest = min(slopes, key=lambda slope: slope[0] + slope[1], default=(1.0, 0.0))
+    highest = max(slopes, key=lambda slope: slope[0] - slope[1], default=(0.0, 0.0))
+    if sum(lowest) > 0.3 or highest[0] - highest[1] < 0.5:
+        return None
+    index = slopes.index(lowest)
+    return finding(
+        "gradient_flow",
+        "warn",
+        {"passed_on": lowest[0], "most_passed_on": highest[0], "block": index},
+        f"block {index} does not pass its input on, while others do: one of its residual connections is missing",
+        "add the input to the output of every sublayer: x = x + sublayer(norm(x))",
+    )
+
+
+def _slopes(exam: Examination, blocks: list[nn.Module]) -> list[tuple[float, float]]:
+    """Estimate the mean slope of the outputs of each block by the same inputs, and four standard errors of it.
+
+    The slope is 1 plus a little with residual connections and about 0 without; a norm after the block divides it by
+    a number, but then the slopes of one output by the other inputs stay small, and it counts as 1.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    slopes: list[tuple[float, float]] = []
+
+    def hook(block: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
+        given = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
+        hidden = output[0] if isinstance(output, tuple) else output
+        if given and isinstance(hidden, Tensor) and hidden.dim() == 3 and given[0].shape == hidden.shape:
+            pairs.append((given[0], hidden))
+
+    handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
+    try:
+        with exam.subject.evaluating(), torch.enable_grad():
+            exam.subject.logits(exam.ids[:2])
+            if len(pairs) != len(blocks):
+                return []
+            for given, hidden in pairs:
+                probe = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
+                product = torch.autograd.grad(hidden, given, probe, retain_graph=True, allow_unused=True)[0]
+                if product is None:
+                    return []
+                size = float(product.norm() / probe.norm())
+                slope = float((product * probe).sum() / probe.square().sum())
+                is_scaled = slope > 0.3 * size  # nearly a multiple of the identity
+                slopes.append((max(slope, 1.0) if is_scaled else slope, 4 * size / math.sqrt(probe.numel())))
+    except RuntimeError:  # an operation without a gradient
+        return []
+    finally:
+        for handle in handles:
+            handle.remove()
+    return slopes
+
+
+def _gradients(exam: Examination, parameters: list[nn.Parameter], used: set[nn.Module]) -> Any:
+    """Return the gradients of a number that depends on the whole output; add the modules that are called to `used`."""
+
+    def hook(module: nn.Module, inputs: Any) -> None:
+        used.add(module)
+
+    assert exam.subject.module is not None
+    handles = [module.register_forward_pre_hook(hook) for module in exam.subject.module.modules()]
+    try:
+        with exam.subject.evaluating(), torch.enable_grad():
+            output = exam.subject.logits(exam.ids[:2])
+            if not output.requires_grad:
+                return None
+            generator = torch.Generator().manual_seed(2)
+            weights = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+            return torch.autograd.grad((output * weights).mean(), parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_cut_off(module: nn.Module, blocks: list[nn.Module], used: set[nn.Module], reached: set[int], name: str) -> bool:
+    """Return whether a weight is of a table or of a part of a block that is called, but gets no gradient.
+
+    Other modules may be called for an output that the logits do not depend on, such as the pooler of an encoder, and
+    a module may use some of its weights only with certain inputs.
+    """
+    owner = module.get_submodule(name.rpartition(".")[0])
+    in_block = any(owner is part for block in blocks for part in block.modules())
+    has_gradient = any(id(p) in reached for p in owner.parameters(recurse=False))
+    return owner in used and not has_gradient and (in_block or isinstance(owner, nn.Embedding))
+
+
+def _block_size(block: nn.Module, module: nn.Module, sizes: dict[str, float]) -> float:
+    own = {id(p) for p in block.parameters()}
+    names = [name for name, p in module.named_parameters() if id(p) in own and name in sizes]
+    values = [sizes[name] for name in names]
+    return max(values) if values else 1.0
