@@ -1,7 +1,7 @@
 """Quantized layers of an inference copy on a GPU: a kernel multiplies one vector by the stored 8- or 4-bit weight.
 
-For several vectors, as in a prompt, the layers dequantize the weight and multiply with torch.  With activations of 8 bits
-they always do: the kernel rounds a vector in blocks of its own.
+For several vectors, as in a prompt, the layers dequantize the weight and multiply with torch.  So they always do with
+activations of 8 bits: the kernel rounds a vector in blocks of its own.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class BlockProducts {
   // Choose the rows from `row` on.
   void set_block(int64_t row, int64_t rows_left) {
     first = row, count = std::min(BLOCK_ROWS, rows_left);
-    read_values([&](int64_t r) { return format.scale(r); }, scales);
-    if (Format::offset) read_values([&](int64_t r) { return format.least(r); }, leasts);
+    read_values(format.scale(first), scales);
+    if (Format::offset) read_values(format.least(first), leasts);
   }
 
   // Multiply them with PASS_PANELS or fewer panels.
@@ -166,11 +166,19 @@ class BlockProducts {
   std::vector<float> scales, leasts, by_row;  // (groups, BLOCK_ROWS)
   Floats totals[PASS_PANELS * BLOCK_ROWS * MAX_VECTORS];
 
-  template <class Values>
-  void read_values(Values values, std::vector<float>& to) {
-    by_row.assign(BLOCK_ROWS * x.groups, 0.0f), to.resize(BLOCK_ROWS * x.groups);
-    for (int64_t r = 0; r < count; ++r) bf16_to_fp32(values(first + r), x.groups, by_row.data() + r * x.groups);
-    panels::transpose(by_row.data(), BLOCK_ROWS, x.groups, x.groups, to.data(), BLOCK_ROWS);
+  // (count, groups) -> (groups, BLOCK_ROWS) in fp32, zero behind the last row.
+  void read_values(const uint16_t* values, std::vector<float>& to) {
+    by_row.resize(BLOCK_ROWS * x.groups + LANES), to.resize(BLOCK_ROWS * x.groups);
+    bf16_to_fp32(values, count * x.groups, by_row.data());
+    std::fill(by_row.begin() + count * x.groups, by_row.end(), 0.0f);
+    Floats square[LANES];
+    for (int64_t r = 0; r < BLOCK_ROWS; r += LANES)
+      for (int64_t g = 0; g < x.groups; g += LANES) {  // what is read behind a row is not written
+        UNROLL for (int n = 0; n < LANES; ++n) square[n] = load<Floats>(by_row.data() + (r + n) * x.groups + g);
+        panels::transpose_square(square);
+        for (int64_t n = 0; n < std::min<int64_t>(LANES, x.groups - g); ++n)
+          store(to.data() + (g + n) * BLOCK_ROWS + r, square[n]);
+      }
   }
 
   void start_totals(Floats* to) const {
