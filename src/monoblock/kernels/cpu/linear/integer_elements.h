@@ -1,5 +1,5 @@
-// What one instruction multiplies in integer_panels.h: a few inputs of LANES rows of x, one row in each 32-bit lane, with
-// the same inputs of one row of a weight.
+// What one instruction multiplies in integer_panels.h: a few inputs of LANES rows of x, one row in each 32-bit lane,
+// with the same inputs of one row of a weight.
 #pragma once
 
 #include "linear/integer_dot.h"

@@ -1,9 +1,9 @@
 // Products of quantized weights with many rows x in integers, for processors without matrix tiles.
 //
-// As in integer_dot.h, x is quantized with one step a group, and the sums of a group are exact.  As in panel.h, every row
-// of x has a lane: a vector holds two inputs of 16 bits or four of 8 bits of LANES rows, and is multiplied by the same
-// inputs of one row of the weight (integer_elements.h).  Weights are unpacked a group of a few rows at a time, for several
-// panels.
+// As in integer_dot.h, x is quantized with one step a group, and the sums of a group are exact.  As in panel.h, every
+// row of x has a lane: a vector holds two inputs of 16 bits or four of 8 bits of LANES rows, and is multiplied by the
+// same inputs of one row of the weight (integer_elements.h).  Weights are unpacked a group of some rows at a time, for
+// several panels.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -141,13 +141,12 @@ class BlockProducts {
     for (int64_t i = 0; i < number; ++i) start_totals(totals + i * BLOCK_ROWS * MAX_VECTORS);
     for (int64_t g = 0; g < x.groups; ++g) {
       for (int64_t r = 0; r < count; r += TILE_ROWS) unpack(r, g, tiles + r * x.group);
-      for (int64_t i = 0; i < number; ++i)
-        for (int64_t r = 0; r < count; r += TILE_ROWS) {
-          Floats* to = totals + (i * BLOCK_ROWS + r) * MAX_VECTORS;
-          panels[i].count == MAX_VECTORS
-              ? add_group<MAX_VECTORS>(tiles + r * x.group, r, g, panels[i].first, fetch, to)
-              : add_group<1>(tiles + r * x.group, r, g, panels[i].first, fetch, to);
-        }
+      fetch_after(g);
+      for (int64_t i = 0; i < number; ++i) {
+        Floats* to = totals + i * BLOCK_ROWS * MAX_VECTORS;
+        panels[i].count == MAX_VECTORS ? add_group<MAX_VECTORS>(tiles, g, panels[i].first, fetch, to)
+                                       : add_group<1>(tiles, g, panels[i].first, fetch, to);
+      }
     }
   }
 
@@ -181,6 +180,14 @@ class BlockProducts {
       }
   }
 
+  // Bring the next group of all rows close to the core while this one is multiplied.
+  void fetch_after(int64_t g) const {
+    const int64_t each = Format::offset ? 2 : 1, bytes = x.group / each, ahead = std::max<int64_t>(64, bytes);
+    const char* from = reinterpret_cast<const char*>(format.weight) + (first * x.columns + g * x.group) / each + ahead;
+    for (int64_t r = 0; r < count; ++r, from += x.columns / each)
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(from + b);
+  }
+
   void start_totals(Floats* to) const {
     for (int64_t r = 0; r < count; ++r)
       UNROLL for (int v = 0; v < MAX_VECTORS; ++v) to[r * MAX_VECTORS + v] = all(bias ? bias[first + r] : 0.0f);
@@ -195,29 +202,33 @@ class BlockProducts {
     }
   }
 
+  // One group of all rows with a panel of V vectors.
   template <int V>
-  __attribute__((noinline)) void add_group(const Weight* tile, int64_t r, int64_t g, int64_t vector, Fetch& fetch,
+  __attribute__((noinline)) void add_group(const Weight* tiles, int64_t g, int64_t vector, Fetch& fetch,
                                            Floats* to) const {
+    constexpr bool is_shifted = Elements::IS_UNSIGNED && Format::byte_zero != 0;
     const int64_t at = vector * x.groups + g * V;
-    Ints sums[TILE_ROWS][V], start[V];
-    UNROLL for (int v = 0; v < V; ++v)
-      start[v] = Elements::IS_UNSIGNED ? *x.sums.at(at + v) * -Format::byte_zero : Ints{};
-    UNROLL for (int n = 0; n < TILE_ROWS; ++n)
-      UNROLL for (int v = 0; v < V; ++v) sums[n][v] = Elements::IS_UNSIGNED ? load_again(start[v]) : Ints{};
-    sum_group<Elements, V>(tile, x.inputs.at((vector * x.columns + g * x.group * V) / Elements::INPUTS),
-                           x.group / CHUNK, fetch, sums);
+    const Ints* inputs = x.inputs.at((vector * x.columns + g * x.group * V) / Elements::INPUTS);
+    Ints start[V];
     Floats step[V], offset[V];
     UNROLL for (int v = 0; v < V; ++v) {
+      start[v] = *x.sums.at(at + v) * -Format::byte_zero;
       step[v] = *x.steps.at(at + v);
       if (Format::offset) offset[v] = to_floats(*x.sums.at(at + v)) * step[v];
     }
-    const float *scale = scales.data() + g * BLOCK_ROWS + r, *least = leasts.data() + g * BLOCK_ROWS + r;
-    UNROLL for (int n = 0; n < TILE_ROWS; ++n)
-      UNROLL for (int v = 0; v < V; ++v) {
-        Floats total = to[n * MAX_VECTORS + v];
-        if (Format::offset) total += offset[v] * least[n];
-        to[n * MAX_VECTORS + v] = total + to_floats(sums[n][v]) * (step[v] * scale[n]);  // only this waits for the sums
-      }
+    for (int64_t r = 0; r < count; r += TILE_ROWS, to += TILE_ROWS * MAX_VECTORS) {
+      Ints sums[TILE_ROWS][V];
+      UNROLL for (int n = 0; n < TILE_ROWS; ++n)
+        UNROLL for (int v = 0; v < V; ++v) sums[n][v] = is_shifted ? load_again(start[v]) : Ints{};
+      sum_group<Elements, V>(tiles + r * x.group, inputs, x.group / CHUNK, fetch, sums);
+      const float *scale = scales.data() + g * BLOCK_ROWS + r, *least = leasts.data() + g * BLOCK_ROWS + r;
+      UNROLL for (int n = 0; n < TILE_ROWS; ++n)
+        UNROLL for (int v = 0; v < V; ++v) {
+          Floats& total = to[n * MAX_VECTORS + v];
+          const Floats before = Format::offset ? total + offset[v] * least[n] : total;
+          total = before + to_floats(sums[n][v]) * (step[v] * scale[n]);  // only this waits for the sums
+        }
+    }
   }
 };
 
@@ -261,7 +272,8 @@ void multiply(const Format& format, const float* x, int64_t batch, int64_t input
   at::parallel_for(0, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, 1, [&](int64_t begin, int64_t end) {
     const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
       const int64_t row = panels[i].first * LANES, live = std::min<int64_t>(panels[i].count * LANES, batch - row);
-      panels::transpose(block.result(i % PASS_PANELS), block.size(), live, MAX_VECTORS * LANES, y + row * rows + n, rows);
+      panels::transpose(block.result(i % PASS_PANELS), block.size(), live, MAX_VECTORS * LANES, y + row * rows + n,
+                        rows);
     };
     multiply_rows(format, quantized, panels, begin * BLOCK_ROWS, std::min(end * BLOCK_ROWS, rows), bias, write);
   });

@@ -100,7 +100,8 @@ struct Int4Format {
   }
   static constexpr int byte_zero = 0;
   void unpack(int64_t row, int64_t column, uint8_t* out) const {
-    const HalfChunkBytes both = load<HalfChunkBytes>(weight + (row * columns + column) / 2), low = both & 15, high = both >> 4;
+    const HalfChunkBytes both = load<HalfChunkBytes>(weight + (row * columns + column) / 2);
+    const HalfChunkBytes low = both & 15, high = both >> 4;
     std::memcpy(out, &low, sizeof low), std::memcpy(out + CHUNK / 2, &high, sizeof high);
   }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
