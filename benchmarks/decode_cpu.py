@@ -51,11 +51,15 @@ RATIOS = (
     ("monoblock, 8 bits", "CTranslate2, int8"),
     ("monoblock, 4 bits", "CTranslate2, int8"),
     ("monoblock, 4 bits", "monoblock, 8 bits"),
+    ("monoblock, 8 bits, 8-bit activations", "CTranslate2, int8"),
+    ("monoblock, 4 bits, 8-bit activations", "CTranslate2, int8"),
 )
 PREFILL_RATIOS = (
     ("monoblock", "transformers"),
     ("monoblock, 8 bits", "CTranslate2, int8"),
     ("monoblock, 4 bits", "monoblock, 8 bits"),
+    ("monoblock, 8 bits, 8-bit activations", "CTranslate2, int8"),
+    ("monoblock, 4 bits, 8-bit activations", "CTranslate2, int8"),
 )
 
 

@@ -39,7 +39,7 @@ def linear(bits: int, columns: int = 96) -> Arguments:
     if bits >= 16:
         return {"x": x, "weight": weight if bits == 32 else weight.bfloat16(), "bias": bias}
     parts = zip(("weight", "scale", "least"), pack(weight, bits, 32), strict=True)
-    return {"x": x} | {name: t for name, t in parts if t is not None} | {"bias": bias}
+    return {"x": x} | {name: t for name, t in parts if t is not None} | {"bias": bias, "activation_bits": 8}
 
 
 def norm_fields(name: str, size: int = D) -> Arguments:
@@ -51,7 +51,8 @@ def matrix_fields(name: str, rows: int, columns: int, bits: int = 32) -> Argumen
     weight = draw(rows, columns)
     parts = (weight,) if bits == 32 else pack(weight, bits, 32)
     stored = dict(zip(("weight", "scale", "least"), parts, strict=False))
-    return {f"{name}.{part}": t for part, t in stored.items() if t is not None} | {f"{name}.bias": draw(rows)}
+    fields = {f"{name}.{part}": t for part, t in stored.items() if t is not None} | {f"{name}.bias": draw(rows)}
+    return fields | ({} if bits == 32 else {f"{name}.activation_bits": 16})
 
 
 @functools.cache  # nobody changes it

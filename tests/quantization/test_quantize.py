@@ -183,7 +183,12 @@ def _scale(model):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"bits": 5}, "bits=5"), ({"bits": 8, "group": 48}, "group=48"), ({"table_bits": 16}, "table_bits=16")],
+    [
+        ({"bits": 5}, "bits=5"),
+        ({"bits": 8, "group": 48}, "group=48"),
+        ({"table_bits": 16}, "table_bits=16"),
+        ({"activation_bits": 4}, "activation_bits=4"),
+    ],
 )
 def test_an_invalid_option_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -201,10 +206,10 @@ def test_a_quantized_model_is_neither_quantized_again_nor_built_directly():
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "activation_bits"), [(8, 16), (8, 8), (4, 8)])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "t5-small"])
-def test_a_quantized_model_is_saved_and_loaded_bit_for_bit(name, bits, tmp_path):
-    quantized = mb.quantize(tiny_model(name), bits=bits)
+def test_a_quantized_model_is_saved_and_loaded_bit_for_bit(name, bits, activation_bits, tmp_path):
+    quantized = mb.quantize(tiny_model(name), bits=bits, activation_bits=activation_bits)
     quantized.save_pretrained(tmp_path)
     loaded = mb.Transformer.from_pretrained(tmp_path).eval()
     assert loaded.config == quantized.config
@@ -261,6 +266,8 @@ def test_the_quantize_section_is_saved_as_json_and_absent_in_old_files():
     config = dataclasses.replace(tiny_model("gpt2").config, quantize=QuantizeConfig(bits=4, group=32))
     assert ModelConfig.from_json(config.to_json()) == config
     data = config.to_dict()
+    data["quantize"].pop("activation_bits")
+    assert ModelConfig.from_dict(data).quantize == QuantizeConfig(bits=4, group=32, activation_bits=16)
     data.pop("quantize")
     assert ModelConfig.from_dict(data).quantize is None
     assert block_configs(config)
@@ -297,6 +304,7 @@ def folder(tmp_path):
 def test_the_command_writes_a_folder_and_reports_bytes_and_perplexity(folder, capsys):
     out = folder / "small"
     args = ["quantize", str(folder / "model"), "--bits", "4", "--data", str(folder / "text.txt"), "--json"]
+    args += ["--activation-bits", "8"]
     assert run([*args, "--out", str(out)]) == 0
     report = json.loads(capsys.readouterr().out)
     model, quantized = (mb.Transformer.from_pretrained(path).eval() for path in (folder / "model", out))
@@ -304,7 +312,8 @@ def test_the_command_writes_a_folder_and_reports_bytes_and_perplexity(folder, ca
     assert report["bytes"] == {"before": state_dict_bytes(model), "after": state_dict_bytes(quantized)}
     expected = evaluate_loss(quantized, documents).perplexity / evaluate_loss(model, documents).perplexity - 1
     assert report["perplexity_loss"] == pytest.approx(expected, rel=1e-6)
-    assert quantized.config.quantize == QuantizeConfig(bits=4, group=32)
+    assert quantized.config.quantize == QuantizeConfig(bits=4, group=32, activation_bits=8)
+    assert report["activation_bits"] == 8
 
 
 def test_the_command_refuses_invalid_options_and_writes_nothing(folder, capsys):

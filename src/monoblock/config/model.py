@@ -67,6 +67,9 @@ class QuantizeConfig:
     bits: Literal[8, 4] = 8  # bits of a weight
     group: int = 64  # weights that share a scale
     table_bits: Literal[8, 4] = 8  # bits of the token embedding and the output matrix, which every logit depends on
+    # bits to which the inputs of a matrix are rounded before the product, with a step for each group: 16 on a CPU with
+    # C++ kernels and not at all elsewhere, or 8 everywhere, which is less exact and faster for many tokens on a CPU
+    activation_bits: Literal[16, 8] = 16
 
     def __post_init__(self) -> None:
         check_types(self)

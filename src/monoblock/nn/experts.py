@@ -8,6 +8,7 @@ each expert only on the tokens routed to it.  No token is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,12 @@ def load_balancing_loss(
     return flat.shape[-1] * (share * mean).sum()
 
 
+def _expert_linear(x: Tensor, matrices: Any, expert: int, bias: Tensor | None) -> Tensor:
+    """Multiply x (n, inputs) by the matrix of one expert; `matrices` (E, outputs, inputs) may be a quantized module."""
+    x = x if isinstance(matrices, Tensor) else matrices.round_input(x)
+    return F.linear(x, matrices[expert], bias)
+
+
 class Experts(nn.Module):
     def __init__(self, width: int, config: FeedForwardConfig) -> None:
         super().__init__()
@@ -86,11 +93,11 @@ class Experts(nn.Module):
         def bias(parameter: Tensor | None) -> Tensor | None:
             return None if parameter is None else parameter[expert]
 
-        up = F.linear(x, self.up[expert], bias(self.up_bias))
-        gate = None if self.gate is None else F.linear(x, self.gate[expert], bias(self.gate_bias))
+        up = _expert_linear(x, self.up, expert, bias(self.up_bias))
+        gate = None if self.gate is None else _expert_linear(x, self.gate, expert, bias(self.gate_bias))
         hidden = apply_activation(self.activation, up, gate, self.config.clamp)
         hidden = F.dropout(hidden, self.config.dropout, self.training)
-        return F.linear(hidden, self.down[expert], bias(self.down_bias))
+        return _expert_linear(hidden, self.down, expert, bias(self.down_bias))
 
     def _run_all(self, x: Tensor, expert_ids: Tensor, weights: Tensor, tap: Tap | None) -> Tensor:
         """Run every expert on every token of x (N, D); return the weighted sum of the selected experts' outputs."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from monoblock.kernels.cpu.library import can_multiply_many_rows, load_kernels
 from monoblock.nn.transformer import Transformer
+from monoblock.quantization.activations import round_activations
 from monoblock.quantization.convert import TABLE_MODULES, copy_sharing_weights, replace_child
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
-from monoblock.quantization.packing import PackedMatrix, unpack
+from monoblock.quantization.packing import PackedMatrix, group_size, unpack
 
 ROW_MULTIPLE = 32  # the length of a dense row must be a multiple of this
 # Numbers of rows of x for which the kernel is faster, by storage (measured with benchmarks/matvec.py --rows N); for
@@ -29,8 +30,15 @@ class KernelLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, matrix: PackedMatrix | Tensor, in_features: int, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        matrix: PackedMatrix | Tensor,
+        in_features: int,
+        bias: Tensor | None = None,
+        activation_bits: int = 16,
+    ) -> None:
         super().__init__()
+        self.activation_bits = activation_bits
         tensors = (matrix,) if isinstance(matrix, Tensor) else tuple(tensor for tensor in matrix if tensor is not None)
         self.in_features, self.num_tensors = in_features, len(tensors)
         self.storage = {1: "dense", 2: "int8", 3: "int4"}[len(tensors)]
@@ -49,10 +57,7 @@ class KernelLinear(nn.Module):
     @property
     def group(self) -> int:
         """The number of weights that share a scale; 0 if the matrix is not quantized."""
-        if self.storage == "dense":
-            return 0
-        integers, scale = self.tensors[:2]
-        return integers.shape[-1] * (2 if self.storage == "int4" else 1) // scale.shape[-1]
+        return 0 if self.storage == "dense" else group_size(PackedMatrix(*self.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -69,7 +74,11 @@ class KernelLinear(nn.Module):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._supports(x):
-            return getattr(torch.ops.monoblock, f"linear_{self.storage}")(x, *self.tensors, bias)
+            kernel = getattr(torch.ops.monoblock, f"linear_{self.storage}")
+            bits = () if self.activation_bits == 16 else (self.activation_bits,)
+            return kernel(x, *self.tensors, bias, *bits)
+        if self.activation_bits == 8:
+            x = round_activations(x, self.group)
         return F.linear(x, self.dequantize(x.dtype), bias)
 
     def _supports(self, x: Tensor) -> bool:
@@ -109,9 +118,11 @@ def use_cpu_kernels(model: Transformer) -> Transformer:
 def _kernel_module(module: nn.Module) -> KernelLinear | None:
     """Return the layer that computes the same as `module`, but with a kernel, or None if no kernel applies."""
     if isinstance(module, QuantizedEmbedding):
-        return KernelEmbedding(module.packed_matrix, module.in_features) if module.dtype == torch.float32 else None
+        if module.dtype != torch.float32:
+            return None
+        return KernelEmbedding(module.packed_matrix, module.in_features, activation_bits=module.activation_bits)
     if isinstance(module, QuantizedLinear):
-        return KernelLinear(module.packed_matrix, module.in_features, module.bias)
+        return KernelLinear(module.packed_matrix, module.in_features, module.bias, module.activation_bits)
     if isinstance(module, QuantizedMatrix) or not isinstance(module, (nn.Linear, nn.Embedding)):
         return None
     weight = module.weight.detach()

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monoblock.quantization.packing import PackedMatrix, empty_packed, pack, unpack
+from monoblock.quantization.activations import round_activations
+from monoblock.quantization.packing import PackedMatrix, empty_packed, group_size, pack, unpack
 
 BUFFER_NAMES = ("packed", "scale", "least")
 
@@ -24,6 +25,7 @@ class QuantizedMatrix(nn.Module):
     packed: Tensor
     scale: Tensor
     least: Tensor | None
+    activation_bits: int = 16  # 8: the inputs of a product are rounded, see `round_input`
 
     def __init__(self, matrix: PackedMatrix, in_features: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,8 +52,13 @@ class QuantizedMatrix(nn.Module):
         selected = (None if tensor is None else tensor[index] for tensor in self.packed_matrix)
         return unpack(PackedMatrix(*selected), self.in_features, self.dtype)  # type: ignore[arg-type]
 
+    def round_input(self, x: Tensor) -> Tensor:
+        """Return what the matrix is multiplied by for an input x (…, in_features)."""
+        return x if self.activation_bits == 16 else round_activations(x, group_size(self.packed_matrix))
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x (…, in_features) by the dequantized matrix; the output is (…, out_features)."""
+        x = self.round_input(x)
         return F.linear(x, unpack(self.packed_matrix, self.in_features, x.dtype), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -59,6 +59,11 @@ def unpack(matrix: PackedMatrix, in_features: int, dtype: torch.dtype = torch.fl
     return weight.flatten(-2)[..., :in_features]
 
 
+def group_size(matrix: PackedMatrix) -> int:
+    """Return the number of weights that share a scale."""
+    return matrix.packed.shape[-1] * (1 if matrix.least is None else 2) // matrix.scale.shape[-1]
+
+
 def empty_packed(shape: tuple[int, ...], bits: int, group: int, device: torch.device) -> PackedMatrix:
     """Allocate the tensors of a quantized matrix of this shape, without setting their values."""
     *rows, in_features = shape

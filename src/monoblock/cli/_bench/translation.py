@@ -125,8 +125,8 @@ def search_batches(
     return targets
 
 
-def monoblock_translator(setup: TranslationSetup, bits: int | None = None) -> Translate:
-    model = setup.model if bits is None else quantize(setup.model, bits=bits).eval()
+def monoblock_translator(setup: TranslationSetup, bits: int | None = None, activation_bits: int = 16) -> Translate:
+    model = setup.model if bits is None else quantize(setup.model, bits=bits, activation_bits=activation_bits).eval()
     settings = Settings(
         max_new_tokens=NEW, min_new_tokens=NEW, num_beams=BEAMS, eos_token_id=(EOS,), suppress_tokens=(PAD,)
     )
@@ -196,6 +196,7 @@ def _convert_for_ctranslate2(marian: Any, folder: Path) -> None:
 TRANSLATORS: dict[str, Callable[[TranslationSetup], Translate]] = {
     "monoblock": monoblock_translator,
     "monoblock, 8 bits": partial(monoblock_translator, bits=8),
+    "monoblock, 8 bits, 8-bit activations": partial(monoblock_translator, bits=8, activation_bits=8),
     "transformers": transformers_translator,
     "CTranslate2, fp32": partial(ctranslate2_translator, compute_type="float32"),
     "CTranslate2, int8": partial(ctranslate2_translator, compute_type="int8"),

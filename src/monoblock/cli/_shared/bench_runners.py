@@ -53,7 +53,9 @@ class BenchSetup(NamedTuple):
 # -- this package -----------------------------------------------------------------------------------------------------
 
 
-def monoblock_runner(setup: BenchSetup, bits: int | None = None, draft: str | None = None) -> Runner:
+def monoblock_runner(
+    setup: BenchSetup, bits: int | None = None, draft: str | None = None, activation_bits: int = 16
+) -> Runner:
     model = setup.model
     if draft is not None and (model.config.quantize is not None or setup.device != "cpu"):
         raise RunnerUnavailable("it needs a CPU and a model that is not quantized")
@@ -62,7 +64,7 @@ def monoblock_runner(setup: BenchSetup, bits: int | None = None, draft: str | No
 
         if model.config.quantize is not None:
             raise RunnerUnavailable("the model is already quantized")
-        model = quantize(model, bits=bits).eval()
+        model = quantize(model, bits=bits, activation_bits=activation_bits).eval()
     device = setup.device
 
     def run(ids: list[list[int]], new: int) -> Any:
@@ -216,6 +218,8 @@ RUNNERS: dict[str, Callable[[BenchSetup], Runner]] = {
     "monoblock, own 8-bit draft": partial(monoblock_runner, draft="8-bit"),
     "monoblock, 8 bits": partial(monoblock_runner, bits=8),
     "monoblock, 4 bits": partial(monoblock_runner, bits=4),
+    "monoblock, 8 bits, 8-bit activations": partial(monoblock_runner, bits=8, activation_bits=8),
+    "monoblock, 4 bits, 8-bit activations": partial(monoblock_runner, bits=4, activation_bits=8),
     "transformers": transformers_runner,
     "transformers, static cache": partial(transformers_runner, cache="static"),
     "CTranslate2, fp32": partial(ctranslate2_runner, kind="float32"),

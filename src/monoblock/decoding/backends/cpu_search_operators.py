@@ -95,7 +95,8 @@ def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
     fused = stack.fused_stack if isinstance(stack, InferenceStack) else None
     if fused is None or head is None:
         return None
-    table = _table_tensors(model.output_embedding if head.output is None else head.output)
+    output = model.output_embedding if head.output is None else head.output
+    table = _table_tensors(output)
     if table is None:
         return None
     has_layers = head.transform is not None or head.projection is not None or head.norm is not None
@@ -116,6 +117,7 @@ def _build_search_model(model: Transformer, embedding: Embedding | None) -> Any:
         output_scale=head.scale,
         token_table=None if embedding is None else _token_table(model, embedding),
         token_scale=1.0 if embedding is None else embedding.scale,
+        activation_bits=output.activation_bits if isinstance(output, KernelLinear) else 16,
     )
 
 

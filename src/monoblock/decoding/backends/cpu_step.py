@@ -266,4 +266,5 @@ def _matrix_fields(name: str, layer: Any) -> dict[str, Any]:
         return {}
     tensors = layer.tensors if isinstance(layer, KernelLinear) else (layer.weight,)
     parts = zip(("weight", "scale", "least"), tensors, strict=False)
-    return {f"{name}.{part}": t.detach() for part, t in parts} | {f"{name}.bias": _detach(layer.bias)}
+    fields = {f"{name}.{part}": t.detach() for part, t in parts} | {f"{name}.bias": _detach(layer.bias)}
+    return fields | ({f"{name}.activation_bits": layer.activation_bits} if len(tensors) > 1 else {})

@@ -113,6 +113,13 @@ inline void check_range(const Argument& name, int64_t value, int64_t least, int6
               " is needed");
 }
 
+// The largest integer to which activations of so many bits are rounded.
+template <class Name>
+int activation_limit(const Name& name, int64_t bits) {
+  TORCH_CHECK(bits == 16 || bits == 8, name, " is ", bits, "; 16 or 8 is needed");
+  return bits == 8 ? LIMIT_8_BITS : LIMIT_16_BITS;
+}
+
 // Quantized rows of `columns` weights in groups of whole chunks, of which the last may be padding behind the inputs.
 template <class Name>
 void check_groups(const Name& name, int64_t columns, int64_t groups, int64_t inputs) {

@@ -86,8 +86,8 @@ def find_compiler() -> str | None:
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
-def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
-    devices = {t.device for t in (x, weight, *others) if t is not None}
+def _fake_product(x: Tensor, weight: Tensor, *others: Tensor | int | None) -> Tensor:
+    devices = {t.device for t in (x, weight, *others) if isinstance(t, Tensor)}
     if len(devices) > 1:
         raise ValueError(f"the tensors are on {' and '.join(sorted(map(str, devices)))}; move them to one device")
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -18,8 +18,9 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
 
   // quantization
   library.def("linear_dense(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  library.def("linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor");
-  library.def("linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor least, Tensor? bias) -> Tensor");
+  library.def("linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int activation_bits=16) -> Tensor");
+  library.def(
+      "linear_int4(Tensor x, Tensor weight, Tensor scale, Tensor least, Tensor? bias, int activation_bits=16) -> Tensor");
   library.def("quantize_int8(Tensor weight) -> (Tensor, Tensor)");
 
   library.def("can_use_tiles() -> bool", [] { return can_use_tiles(); });
@@ -52,11 +53,10 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
 
   library.class_<SearchModel>("SearchModel")
       .def(torch::init<c10::intrusive_ptr<NativeStack>, at::Tensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
-                       OptionalTensor, double>(),
+                       OptionalTensor, double, int64_t>(),
            "",
            {arg("stack"), arg("output_table"), arg("table_scale"), arg("table_least"), arg("output_bias"),
-            arg("output_scale"), arg("token_table"),
-            arg("token_scale")})
+            arg("output_scale"), arg("token_table"), arg("token_scale"), arg("activation_bits") = 16})
       .def("cache_memory", &SearchModel::cache_memory);
 
   library.class_<BeamSearchBatch>("BeamSearchBatch")

@@ -1,6 +1,7 @@
 """Quantized layers of an inference copy on a GPU: a kernel multiplies one vector by the stored 8- or 4-bit weight.
 
-For several vectors, as in a prompt, the layers dequantize the weight and multiply with torch.
+For several vectors, as in a prompt, the layers dequantize the weight and multiply with torch.  So they always do with
+activations of 8 bits: the kernel rounds a vector in blocks of its own.
 """
 
 from __future__ import annotations
@@ -66,13 +67,14 @@ class _WithKernel(QuantizedMatrix):
 
     def supports_kernel(self, x: Tensor) -> bool:
         """Return whether the kernel can multiply the last vectors of x (…, in_features)."""
-        return x.is_cuda and x.numel() == x.shape[-1] and supports_quantized_linear(x, self.joined.get())
+        is_vector = x.is_cuda and x.numel() == x.shape[-1] and self.activation_bits == 16
+        return is_vector and supports_quantized_linear(x, self.joined.get())
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.supports_kernel(x):
             return quantized_linear(x, self.joined.get(), bias)
         if x.is_cuda and can_dequantize(self.joined.get(), self.in_features):
-            return F.linear(x, dequantize(self.joined.get(), x.dtype), bias)
+            return F.linear(self.round_input(x), dequantize(self.joined.get(), x.dtype), bias)
         return super().linear(x, bias)
 
 
@@ -83,7 +85,11 @@ class InferenceQuantizedLinear(_WithKernel, QuantizedLinear):
     def can_add_residual(self, x: Tensor) -> bool:
         """Return whether `forward` can add a residual x to its output."""
         is_vector = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == self.dtype and x.is_contiguous()
-        return is_vector and supports_quantized_linear(x.new_empty(self.in_features), self.joined.get())
+        return (
+            is_vector
+            and self.activation_bits == 16
+            and supports_quantized_linear(x.new_empty(self.in_features), self.joined.get())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         residual = take_residual(self)
@@ -95,12 +101,13 @@ class InferenceQuantizedEmbedding(_WithKernel, QuantizedEmbedding):
 
 
 def can_join_quantized(layers: Sequence[object]) -> bool:
-    """Return whether all layers are quantized alike, and either all of them or none have a bias."""
+    """Return whether all layers are quantized alike for the kernel, and either all of them or none have a bias."""
     quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     kinds = {
         (layer.packed.dtype, layer.packed.shape[-1], layer.scale.shape[-1], layer.bias is None) for layer in quantized
     }
-    return len(quantized) == len(layers) and len(kinds) == 1
+    has_kernel = all(layer.activation_bits == 16 for layer in quantized)
+    return len(quantized) == len(layers) and len(kinds) == 1 and has_kernel
 
 
 class FusedQuantizedLinear:

@@ -1,7 +1,7 @@
-// Products of quantized weights in integers: rows of x are quantized to 16 bits with one step a group, so that
-//     y = sum over groups of s step (sum of q n) + m (sum of x),   x = step n,  |n| <= 32767.
-// One instruction multiplies two pairs and adds them.  Rounding x costs at most 1 / 65534 of the largest |x| of its
-// group, some hundred times less than 8 bits cost a weight.
+// Products of quantized weights in integers: rows of x are quantized to 16 or 8 bits with one step a group, so that
+//     y = sum over groups of step (s (sum of q n) + m (sum of n)),   x = step n,  |n| <= limit = 32767 or 127.
+// One instruction multiplies two pairs and adds them.  Rounding x to 16 bits costs at most 1 / 65534 of the largest |x|
+// of its group, some hundred times less than 8 bits cost a weight; to 8 bits it costs as much as those.
 #pragma once
 
 #include <cmath>
@@ -12,6 +12,8 @@ namespace {
 
 constexpr int CHUNK = 32;              // weights unpacked at a time; a group is a multiple
 constexpr int64_t MAX_PRODUCTS = 512;  // that a lane adds up: 512 * 32767 * 127 < 2^31
+constexpr int LIMIT_16_BITS = 32767, LIMIT_8_BITS = 127;  // the largest integer to which x is rounded
+constexpr float SHIFT = 12582912.0f;   // 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
 
 #if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 using Shorts = int16_t __attribute__((vector_size(4 * LANES)));
@@ -66,20 +68,23 @@ inline float max_abs(const float* x, int64_t count) {
   return result + sum(nonfinite);
 }
 
-// Quantize a row of x to integers of at most `limit`, with one step a group.
-inline void quantize_row(const float* x, int64_t groups, int64_t group, int16_t* to, float* steps, int limit = 32767) {
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
-  const float finest = limit * std::min(1.0f, float(MAX_PRODUCTS * LANES) / group);
+// Quantize a row of x to integers of at most `limit`, with one step a group.  `sums` (groups, LANES) are those of the
+// rounded x, lane by lane; they may be null.
+inline void quantize_row(const float* x, int64_t groups, int64_t group, int16_t* to, float* steps, int limit,
+                         float* sums = nullptr) {
+  const float finest = std::min(float(limit), LIMIT_16_BITS * (float(MAX_PRODUCTS * LANES) / group));
   using Narrow = int16_t __attribute__((vector_size(2 * LANES)));
   for (int64_t g = 0; g < groups; ++g, x += group, to += group) {
     const float largest = max_abs(x, group);
     steps[g] = largest / finest;
     const float scale = largest > 1e-30f ? finest / largest : 0.0f;
+    Ints total = {};
     for (int64_t i = 0; i < group; i += LANES) {
-      const Floats n = (load<Floats>(x + i) * scale + shift) - shift;
-      const Narrow narrow = __builtin_convertvector(__builtin_convertvector(n, Ints), Narrow);
-      std::memcpy(to + i, &narrow, sizeof narrow);
+      const Ints n = __builtin_convertvector((load<Floats>(x + i) * scale + SHIFT) - SHIFT, Ints);
+      const Narrow narrow = __builtin_convertvector(n, Narrow);
+      std::memcpy(to + i, &narrow, sizeof narrow), total += n;
     }
+    if (sums) store(sums + g * LANES, to_floats(total) * steps[g]);
   }
 }
 

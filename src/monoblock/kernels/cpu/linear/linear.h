@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 
@@ -17,14 +18,13 @@
 
 namespace {
 
-// x (…, inputs) as rows filled up with zeros to whole groups, and what its quantized products need.
+// x (…, inputs) as rows filled up with zeros to whole groups, and what products with quantized weights need.
 class LinearInput {
  public:
   at::Tensor x;
   MatvecInput in;
 
-  LinearInput(const at::Tensor& activations, int64_t columns, int64_t group, bool is_quantized, bool has_offset)
-      : x(activations.contiguous()) {
+  LinearInput(const at::Tensor& activations, int64_t columns, int64_t group) : x(activations.contiguous()) {
     const int64_t inputs = activations.size(-1), batch = activations.numel() / inputs;
     const float* rows = x.const_data_ptr<float>();
     if (inputs != columns) {
@@ -33,22 +33,13 @@ class LinearInput {
       rows = padded.data();
     }
     in = {rows, nullptr, batch, columns, group, columns / group, columns};
-    if (has_offset && NibbleInput::supports(in)) {
-      nibbles.fill(in);
-      return;
-    }
-    if (is_quantized && HAS_INTEGER_DOT) quantized.fill(in);
-    if (!has_offset) return;
-    sums.assign(batch * in.groups * LANES, 0.0f);
-    for (int64_t n = 0; n < batch * in.groups; ++n)
-      for (int64_t i = 0; i < group; ++i) sums[n * LANES + i % LANES] += rows[n * group + i];
-    in.sums = sums.data();
   }
 
+  void quantize(bool has_offset, int limit) { quantized.fill(in, has_offset, limit); }
+
  private:
-  std::vector<float> padded, sums;
+  std::vector<float> padded;
   QuantizedInput quantized;
-  NibbleInput nibbles;
 };
 
 constexpr int64_t MANY_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles or panels
@@ -119,40 +110,66 @@ at::Tensor multiply_in_tiles(const at::Tensor& x, const Weight& weight, const Op
 }
 
 at::Tensor multiply_in_integers(const Int8Format& format, const at::Tensor& x, const OptionalTensor& bias,
-                                int64_t rows) {
-  const LinearInput input(x, format.columns, format.columns / format.groups, false, false);
+                                int64_t rows, int limit) {
+  const LinearInput input(x, format.columns, format.columns / format.groups);
   at::Tensor out = empty_output(input.x, rows);
   const OptionalTensor fp32_bias = to_fp32(bias);
-  integer_tiles::multiply(format, input.in, rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+  const auto multiply = limit == LIMIT_8_BITS ? &integer_tiles::multiply<1> : &integer_tiles::multiply<2>;
+  multiply(format, input.in, rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+  return out;
+}
+
+// x (…, inputs) rounded to integers of at most `limit`, times their step.
+at::Tensor round_rows(const at::Tensor& x, int64_t columns, int64_t group, int limit) {
+  const LinearInput input(x, columns, group);
+  const int64_t inputs = x.size(-1);
+  at::Tensor out = at::empty_like(input.x);
+  float* to = out.mutable_data_ptr<float>();
+  at::parallel_for(0, input.in.batch, 8, [&](int64_t begin, int64_t end) {
+    std::vector<int16_t> integers(columns);
+    std::vector<float> steps(columns / group);
+    for (int64_t b = begin; b < end; ++b) {
+      quantize_row(input.in.x + b * columns, columns / group, group, integers.data(), steps.data(), limit);
+      for (int64_t i = 0; i < inputs; ++i) to[b * inputs + i] = integers[i] * steps[i / group];
+    }
+  });
   return out;
 }
 #endif
 
-template <class Format>
-at::Tensor multiply_in_panels(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows) {
+template <class Elements, class Format>
+at::Tensor multiply_in_panels(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows,
+                              int limit) {
   const at::Tensor input = x.contiguous();
   at::Tensor out = empty_output(input, rows);
   const OptionalTensor fp32_bias = to_fp32(bias);
-  integer_panels::multiply(format, input.const_data_ptr<float>(), x.numel() / x.size(-1), x.size(-1), rows,
-                           fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
+  integer_panels::multiply<Elements>(format, input.const_data_ptr<float>(), x.numel() / x.size(-1), x.size(-1), limit,
+                                     rows, fp32_or_null(fp32_bias), out.mutable_data_ptr<float>());
   return out;
 }
 
 // The same for a quantized weight: many rows of x are multiplied in tiles, where the processor has them, or in panels.
 template <class Format>
-at::Tensor multiply_quantized(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows) {
+at::Tensor multiply_quantized(const Format& format, const at::Tensor& x, const OptionalTensor& bias, int64_t rows,
+                              int limit) {
+  using namespace integer_panels;
   const int64_t group = format.columns / format.groups;
   if (x.numel() / x.size(-1) >= MANY_ROWS && can_multiply_many_rows(group)) {
 #if MONOBLOCK_TILES
     if (can_use_tiles()) {
       if constexpr (!Format::offset)
-        if (group <= MAX_PRODUCTS) return multiply_in_integers(format, x, bias, rows);
-      return multiply_in_tiles<2>(x, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
+        if (group <= MAX_PRODUCTS) return multiply_in_integers(format, x, bias, rows, limit);
+      const at::Tensor rounded = limit == LIMIT_8_BITS ? round_rows(x, format.columns, group, limit) : x;
+      return multiply_in_tiles<2>(rounded, split::QuantizedRows<Format>{format, rows, format.columns, group}, bias);
     }
 #endif
-    return multiply_in_panels(format, x, bias, rows);
+    if (HAS_BYTE_PRODUCTS && limit == LIMIT_8_BITS)
+      return multiply_in_panels<ByteElements>(format, x, bias, rows, limit);
+    return multiply_in_panels<ShortElements>(format, x, bias, rows, limit);
   }
-  return multiply(format, LinearInput(x, format.columns, group, true, Format::offset), bias, rows);
+  LinearInput input(x, format.columns, group);
+  input.quantize(Format::offset, limit);
+  return ::multiply(format, input, bias, rows);
 }
 
 // x (…, inputs) times weight (rows, inputs) in fp32 or bfloat16 -> (…, rows).
@@ -163,29 +180,30 @@ at::Tensor linear_dense(const at::Tensor& x, const at::Tensor& weight, const Opt
   const int64_t rows = weight.size(0), columns = weight.size(1);
   TORCH_CHECK(columns == x.size(-1) && columns % CHUNK == 0, "weight has ", columns, " columns; ", x.size(-1),
               " are needed, a multiple of ", CHUNK);
-  const LinearInput input(x, columns, columns, false, false);
+  const LinearInput input(x, columns, columns);
   if (type == at::kBFloat16)
     return multiply(Bf16Format{group_values("weight", weight, rows, columns), columns}, input, bias, rows);
   return multiply(Fp32Format{weight.const_data_ptr<float>(), columns}, input, bias, rows);
 }
 
-// x (…, inputs) times weight (rows, columns) of 8 bits with a scale (rows, groups) -> (…, rows).
+// x (…, inputs), rounded to `activation_bits`, times weight (rows, columns) of 8 bits with a scale (rows, groups) ->
+// (…, rows).
 at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
-                       const OptionalTensor& bias) {
+                       const OptionalTensor& bias, int64_t activation_bits) {
   check_linear(x, weight, bias), check_dtype("weight", weight, at::kChar);
   const int64_t rows = weight.size(0), columns = weight.size(1), groups = count_groups(x, weight, columns, scale);
   const Int8Format format{weight.const_data_ptr<int8_t>(), group_values("scale", scale, rows, groups), columns, groups};
-  return multiply_quantized(format, x, bias, rows);
+  return multiply_quantized(format, x, bias, rows, activation_limit("activation_bits", activation_bits));
 }
 
 // x (…, inputs) times weight (rows, columns / 2) of 4 bits with scale and least (rows, groups) -> (…, rows).
 at::Tensor linear_int4(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale, const at::Tensor& least,
-                       const OptionalTensor& bias) {
+                       const OptionalTensor& bias, int64_t activation_bits) {
   check_linear(x, weight, bias), check_dtype("weight", weight, at::kByte);
   const int64_t rows = weight.size(0), columns = 2 * weight.size(1), groups = count_groups(x, weight, columns, scale);
   const Int4Format format{weight.const_data_ptr<uint8_t>(), group_values("scale", scale, rows, groups),
                           group_values("least", least, rows, groups), columns, groups};
-  return multiply_quantized(format, x, bias, rows);
+  return multiply_quantized(format, x, bias, rows, activation_limit("activation_bits", activation_bits));
 }
 
 // x (…, inputs) times weight (rows, inputs), both fp32, in tiles where the processor has them -> (…, rows).

@@ -20,6 +20,8 @@ constexpr int ROWS = 8, SUMS = 16;  // rows of a weight in a tile; sums that reg
 constexpr int ROWS = 4, SUMS = 8;
 #endif
 constexpr int CHUNK_VECTORS = CHUNK / LANES;  // vectors in a chunk
+using ChunkBytes = uint8_t __attribute__((vector_size(CHUNK)));
+using HalfChunkBytes = uint8_t __attribute__((vector_size(CHUNK / 2)));
 
 // -- formats: unpack a chunk to floats or 16-bit integers; scale and least are those of a row, one a group ------------
 
@@ -67,6 +69,12 @@ struct Int8Format {
     prefetch(from);
     UNROLL for (int p = 0; p < CHUNK_SHORTS; ++p) out[p] = load_shorts(from + p * 2 * LANES);
   }
+  // As unsigned bytes, which hold q + byte_zero.
+  static constexpr int byte_zero = 128;
+  void unpack(int64_t row, int64_t column, uint8_t* out) const {
+    const ChunkBytes bytes = load<ChunkBytes>(weight + row * columns + column) ^ 128;
+    std::memcpy(out, &bytes, sizeof bytes);
+  }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t) const { return nullptr; }
 };
@@ -89,6 +97,12 @@ struct Int4Format {
     const uint8_t* from = weight + (row * columns + column) / 2;
     prefetch(from);
     load_nibbles(from, out);
+  }
+  static constexpr int byte_zero = 0;
+  void unpack(int64_t row, int64_t column, uint8_t* out) const {
+    const HalfChunkBytes both = load<HalfChunkBytes>(weight + (row * columns + column) / 2);
+    const HalfChunkBytes low = both & 15, high = both >> 4;
+    std::memcpy(out, &low, sizeof low), std::memcpy(out + CHUNK / 2, &high, sizeof high);
   }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t row) const { return leasts + row * groups; }
@@ -192,17 +206,34 @@ void multiply_rows(const Format& format, const MatvecInput& in, int64_t low, int
   if (rest < high) multiply_band(format, in, {rest, 1, int(high - rest)}, bias, y, rows, scales, leasts);
 }
 
-// x quantized to 16 bits, for products in integers.
-struct QuantizedInput {
-  std::vector<int16_t> int16;
-  std::vector<float> steps;
-
-  void fill(MatvecInput& in) {
+// x as products with quantized weights read it: in integers of at most `limit`, and the sums of its groups for formats
+// with an offset.
+class QuantizedInput {
+ public:
+  void fill(MatvecInput& in, bool has_offset, int limit) {
+    if (has_offset && NibbleInput::supports(in)) return nibbles.fill(in, limit);
     int16.resize(in.batch * in.columns), steps.resize(in.batch * in.groups);
+    if (has_offset) sums.resize(in.batch * in.groups * LANES);
     for (int64_t b = 0; b < in.batch; ++b)
       quantize_row(in.x + b * in.stride, in.groups, in.group, int16.data() + b * in.columns,
-                   steps.data() + b * in.groups);
-    in.int16 = int16.data(), in.steps = steps.data();
+                   steps.data() + b * in.groups, limit, has_offset ? sums.data() + b * in.groups * LANES : nullptr);
+    if (has_offset) in.sums = sums.data();
+    if (HAS_INTEGER_DOT)
+      in.int16 = int16.data(), in.steps = steps.data();
+    else
+      dequantize(in);
+  }
+
+ private:
+  std::vector<int16_t> int16;
+  std::vector<float> steps, sums, rounded;
+  NibbleInput nibbles;
+
+  // Without products in integers: the same numbers in fp32.
+  void dequantize(MatvecInput& in) {
+    rounded.resize(in.batch * in.columns);
+    for (int64_t i = 0; i < in.batch * in.columns; ++i) rounded[i] = int16[i] * steps[i / in.group];
+    in.x = rounded.data(), in.stride = in.columns;
   }
 };
 

@@ -21,20 +21,21 @@ struct NibbleInput {
   std::vector<int8_t> bytes;       // (batch, columns / 128, 4, 64): high bytes for the lower and upper nibbles, low bytes
   std::vector<float> steps, sums;  // (batch, columns / 128, 16), a step for each lane; (batch, groups)
   std::vector<int16_t> integers;
-  std::vector<float> group_steps;
+  std::vector<float> group_steps, lane_sums;
 
   static bool supports(const MatvecInput& in) {
     return HAS_NIBBLE_DOT && in.group == NIBBLE_GROUP && in.columns % NIBBLE_COLUMNS == 0;
   }
 
-  void fill(MatvecInput& in) {
+  void fill(MatvecInput& in, int limit) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    constexpr int limit = 32639;  // the largest of two signed bytes
+    limit = std::min(limit, 32639);  // the largest of two signed bytes
     bytes.resize(in.batch * in.columns * 2), integers.resize(in.columns), group_steps.resize(in.groups);
+    lane_sums.resize(in.groups * LANES);
     steps.resize(in.batch * in.columns / NIBBLE_COLUMNS * LANES), sums.resize(in.batch * in.groups);
     for (int64_t b = 0; b < in.batch; ++b) {
-      const float* x = in.x + b * in.stride;
-      quantize_row(x, in.groups, in.group, integers.data(), group_steps.data(), limit);
+      quantize_row(in.x + b * in.stride, in.groups, in.group, integers.data(), group_steps.data(), limit,
+                   lane_sums.data());
       for (int64_t g = 0; g < in.groups; ++g) {
         const __m512i v = load<__m512i>(integers.data() + g * NIBBLE_GROUP);
         const __m256i low = _mm512_cvtepi16_epi8(v),
@@ -44,7 +45,7 @@ struct NibbleInput {
         std::memcpy(to, &high, 16), std::memcpy(to + 64, reinterpret_cast<const char*>(&high) + 16, 16);
         std::memcpy(to + 128, &low, 16), std::memcpy(to + 192, reinterpret_cast<const char*>(&low) + 16, 16);
         std::fill_n(steps.data() + (b * in.groups + g) * 4, 4, group_steps[g]);
-        sums[b * in.groups + g] = sum(load<Floats>(x + g * NIBBLE_GROUP) + load<Floats>(x + g * NIBBLE_GROUP + LANES));
+        sums[b * in.groups + g] = sum(load<Floats>(lane_sums.data() + g * LANES));
       }
     }
     in.nibble_bytes = bytes.data(), in.nibble_steps = steps.data(), in.group_sums = sums.data();

@@ -4,7 +4,7 @@
 // processor has them: they and the panels become sums of two bfloat16 (split_numbers.h), and the sums of three products
 // come out as a panel.  A block of the weight is unpacked while the block before it is multiplied.  fp32 weights could
 // be multiplied likewise, in six products, but whether that is faster than `tiles` depends on what else the processor
-// does.  Without matrix tiles quantized weights are multiplied in 16-bit integers (integer_panels.h).
+// does.  Without matrix tiles quantized weights are multiplied in integers (integer_panels.h).
 #pragma once
 
 #include <vector>
@@ -133,7 +133,7 @@ class PanelProducts {
  public:
   // Choose the panels (inputs, rows) that the next products read.
   void set_inputs(std::vector<PanelRows> rows, int64_t size) {
-    panels = std::move(rows), inputs = size, is_packed = false, packed_group = 0;
+    panels = std::move(rows), inputs = size, packed = {};
   }
 
   // For a block of rows from n on, and each panel: y = where(panel, n), then y (count, rows) is filled, then done(panel,
@@ -163,58 +163,85 @@ class PanelProducts {
  private:
   std::vector<PanelRows> panels;
   int64_t inputs = 0;
-  bool is_packed = false;    // for tiles
-  int64_t packed_group = 0;  // of integers
+
+  // How the panels were rounded and packed for the last product: those of the same x mostly need the same.
+  struct Packing {
+    int64_t group = 0;
+    int limit = 0;
+    bool operator==(const Packing&) const = default;
+  } packed;
+
+  static Packing packing(const WeightMatrix& m) { return {m.columns / m.groups, m.limit}; }
 
   template <class Format, class Where, class Done>
   void multiply_quantized(const Format& format, const WeightMatrix& m, Where where, Done done) {
 #if MONOBLOCK_TILES
     if (can_use_tiles()) return in_tiles(format, m, where, done);
 #endif
-    in_integers(format, m, where, done);
+    using namespace integer_panels;
+    if (HAS_BYTE_PRODUCTS && m.limit == LIMIT_8_BITS) return in_integers<ByteElements>(format, m, where, done);
+    in_integers<ShortElements>(format, m, where, done);
   }
 
-  template <class Format, class Where, class Done>
+  template <class Elements, class Format, class Where, class Done>
   void in_integers(const Format& format, const WeightMatrix& m, Where where, Done done) {
     using namespace integer_panels;
-    thread_local integer_panels::QuantizedRows x;  // its memory is kept between products
+    thread_local integer_panels::QuantizedRows<Elements> x;  // its memory is kept between products
     std::vector<PanelVectors> vectors;
     for (const PanelRows& p : panels)
       vectors.push_back({vectors.empty() ? 0 : vectors.back().first + vectors.back().count, p.vectors});
-    if (packed_group != m.columns / m.groups) quantize_panels(x, vectors, m);
-    multiply_rows(format, x, vectors, 0, m.rows, m.bias, [&](int64_t i, int64_t n, const BlockProducts<Format>& block) {
+    if (packed != packing(m)) quantize_panels(x, vectors, m);
+    const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
+      const int64_t width = int64_t(panels[i].vectors) * LANES;
+      const float* from = block.result(i % PASS_PANELS);
       float* y = where(size_t(i), n);
-      block.write(i % PASS_PANELS, panels[i].vectors, y);
+      for (int64_t r = 0; r < block.size(); ++r) std::copy_n(from + r * MAX_VECTORS * LANES, width, y + r * width);
       done(size_t(i), n, block.size(), y);
-    });
+    };
+    multiply_rows(format, x, vectors, 0, m.rows, m.bias, write);
   }
 
-  void quantize_panels(integer_panels::QuantizedRows& x, const std::vector<integer_panels::PanelVectors>& vectors,
-                       const WeightMatrix& m) {
+  template <class Elements>
+  void quantize_panels(integer_panels::QuantizedRows<Elements>& x,
+                       const std::vector<integer_panels::PanelVectors>& vectors, const WeightMatrix& m) {
     const int64_t group = m.columns / m.groups;
-    x.resize(vectors.back().first + vectors.back().count, m.columns, m.groups);
+    x.resize(vectors.back().first + vectors.back().count, m.columns, m.groups, m.limit);
     for (size_t i = 0; i < panels.size(); ++i)
       for (int v = 0; v < panels[i].vectors; ++v)
         for (int64_t g = 0; g < m.groups; ++g) {
           const int64_t step = int64_t(panels[i].vectors) * LANES;
           x.quantize_group(vectors[i], v, g, panels[i].x + g * group * step + v * LANES, step, inputs - g * group);
         }
-    packed_group = group;
+    packed = packing(m);
   }
 
 #if MONOBLOCK_TILES
+  std::vector<float> rounded;
+
+  // A panel rounded to the integers of a group times their step.
+  const float* round_panel(const PanelRows& panel, const WeightMatrix& m) {
+    const int64_t width = int64_t(panel.vectors) * LANES, group = m.columns / m.groups;
+    rounded.resize(inputs * width);
+    for (int64_t i = 0; i < inputs; i += group)
+      for (int64_t lane = 0; lane < width; lane += LANES)
+        integer_panels::round_group(panel.x + i * width + lane, width, std::min(group, inputs - i), m.limit,
+                                    rounded.data() + i * width + lane);
+    return rounded.data();
+  }
+
   template <class Format, class Where, class Done>
   void in_tiles(const Format& format, const WeightMatrix& m, Where where, Done done) {
     const split::QuantizedRows<Format> rows{format, m.rows, m.columns, m.columns / m.groups};
     thread_local TileMemory a_memory, b_memory;  // kept between products
     const int64_t steps = split::count_steps(m.columns), block = steps * STEP_LINES;
     CacheLine* b = b_memory.lines(int64_t(panels.size()) * block);
-    if (!is_packed) {
+    if (packed != packing(m)) {
       for (size_t i = 0; i < panels.size(); ++i) {
         const int64_t width = int64_t(panels[i].vectors) * LANES;
-        split::pack_block<PARTS, true>(split::DenseColumns{panels[i].x, width, inputs, width}, 0, 0, steps, b + i * block);
+        const float* x = m.limit == LIMIT_8_BITS ? round_panel(panels[i], m) : panels[i].x;
+        split::pack_block<PARTS, true>(split::DenseColumns{x, width, inputs, width}, 0, 0, steps, b + i * block);
       }
-      is_packed = true;
+      packed = packing(m);
     }
     const TileScope scope;
     WeightBlocks blocks(rows, m.bias, steps, a_memory.lines(2 * block));

@@ -32,7 +32,6 @@ std::tuple<at::Tensor, at::Tensor> quantize_int8(const at::Tensor& weight) {
   int8_t* to = integers.mutable_data_ptr<int8_t>();
   uint16_t* scale = static_cast<uint16_t*>(scales.mutable_data_ptr());
   using Bytes = int8_t __attribute__((vector_size(LANES)));
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
   at::parallel_for(0, groups, std::max<int64_t>(1, WEIGHTS_PER_THREAD / group), [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g) {
       scale[g] = round_up_to_bf16(max_abs(from + g * group, group) / 127);
@@ -41,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor> quantize_int8(const at::Tensor& weight) {
       std::memcpy(&step, &bits, sizeof step);
       if (step == 0) step = 1;
       for (int64_t i = 0; i < group; i += LANES) {
-        const Floats n = (load<Floats>(from + g * group + i) / step + shift) - shift;
+        const Floats n = (load<Floats>(from + g * group + i) / step + SHIFT) - SHIFT;
         const Bytes bytes = __builtin_convertvector(__builtin_convertvector(n, Ints), Bytes);
         std::memcpy(to + g * group + i, &bytes, sizeof bytes);
       }

@@ -95,29 +95,15 @@ class ThreadProducts {
   static int64_t bands(const WeightMatrix& m) { return (m.rows + ROWS - 1) / ROWS; }
 
  private:
-  std::vector<float> sums, scales, leasts;
+  std::vector<float> scales, leasts;
   QuantizedInput quantized;
-  NibbleInput nibbles;
 
   MatvecInput input(const WeightMatrix& m, const float* x, int64_t stride) {
     const int64_t tail = m.format == WeightMatrix::DENSE ? m.columns % CHUNK : 0, columns = m.columns - tail;
     MatvecInput in{x, nullptr, step.batch, columns, columns / m.groups, columns ? m.groups : 0, stride};
     if (m.format == WeightMatrix::DENSE) return in;
     if (int64_t(scales.size()) < ROWS * m.groups) scales.resize(ROWS * m.groups), leasts.resize(ROWS * m.groups);
-    if (m.format == WeightMatrix::INT4 && NibbleInput::supports(in)) {
-      nibbles.fill(in);
-      return in;
-    }
-    if (HAS_INTEGER_DOT) quantized.fill(in);
-    if (m.format != WeightMatrix::INT4) return in;
-    sums.resize(step.batch * m.groups * LANES);
-    for (int64_t b = 0; b < step.batch; ++b)
-      for (int64_t g = 0; g < m.groups; ++g) {
-        Floats total = {};
-        for (int64_t i = 0; i < in.group; i += LANES) total += load<Floats>(x + b * stride + g * in.group + i);
-        store(sums.data() + (b * m.groups + g) * LANES, total);
-      }
-    in.sums = sums.data();
+    quantized.fill(in, m.format == WeightMatrix::INT4, m.limit);
     return in;
   }
 

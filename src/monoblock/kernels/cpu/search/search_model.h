@@ -46,13 +46,15 @@ class SearchModel : public torch::CustomClassHolder {
   const OptionalTensor table_scale, table_least;
   const OptionalTensor output_bias, token_table;  // (V,); (V', D), where tokens are embedded by a search itself
   const float output_scale, token_scale;
+  const int table_limit;  // of the integers to which rows are rounded, if the table is quantized
 
   SearchModel(c10::intrusive_ptr<NativeStack> stack, at::Tensor output_table, OptionalTensor table_scale,
               OptionalTensor table_least, OptionalTensor output_bias, double output_scale, OptionalTensor token_table,
-              double token_scale)
+              double token_scale, int64_t activation_bits)
       : stack(std::move(stack)), output_table(std::move(output_table)), table_scale(std::move(table_scale)),
         table_least(std::move(table_least)), output_bias(std::move(output_bias)),
-        token_table(std::move(token_table)), output_scale(float(output_scale)), token_scale(float(token_scale)) {
+        token_table(std::move(token_table)), output_scale(float(output_scale)), token_scale(float(token_scale)),
+        table_limit(activation_limit("activation_bits", activation_bits)) {
     TORCH_CHECK(this->stack, "stack is None; a NativeStack is needed");
     TORCH_CHECK(this->stack->supports_batches(),
                 "stack has blocks that a search does not support; ask supports_batches()");
@@ -77,6 +79,7 @@ class SearchModel : public torch::CustomClassHolder {
     WeightMatrix m;
     m.format = !table_scale ? WeightMatrix::DENSE : table_least ? WeightMatrix::INT4 : WeightMatrix::INT8;
     m.weight = output_table.const_data_ptr(), m.bias = fp32_or_null(output_bias), m.rows = vocabulary();
+    m.limit = table_limit;
     m.columns = output_table.size(1) * (table_least ? 2 : 1);
     if (table_scale) m.scale = bf16_bits(*table_scale), m.groups = table_scale->size(1);
     if (table_least) m.least = bf16_bits(*table_least);

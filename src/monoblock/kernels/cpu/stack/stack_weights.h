@@ -23,6 +23,7 @@ struct WeightMatrix {
   const uint16_t *scale = nullptr, *least = nullptr;  // bfloat16 (rows, groups)
   const float* bias = nullptr;
   int64_t rows = 0, columns = 0, groups = 1;  // columns as stored: inputs filled up to whole groups
+  int limit = LIMIT_16_BITS;                  // of the integers to which x is rounded, if the weight is quantized
 
   bool is_quantized() const { return format == INT8 || format == INT4; }
 };
@@ -207,6 +208,8 @@ class LayerReader {
       check_groups(name, m.columns, m.groups, inputs);
       m.scale = group_values(field + ".scale", m);
       if (m.format == WeightMatrix::INT4) m.least = group_values(field + ".least", m);
+      const std::string bits = field + ".activation_bits";
+      m.limit = activation_limit(fields.name(bits), fields.integer(bits, 8, 16));
     }
     m.bias = vector(field + ".bias", m.rows);
     return m;
