@@ -231,6 +231,8 @@ def test_the_log_of_a_process_names_its_launcher(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, timeout=600)
     assert has_ended(tmp_path, os.getpid(), 0)
     assert has_ended(tmp_path, os.getpid() + 1, 0) is None
+    log = tmp_path / "logs/rank-0.log"
+    assert has_ended(tmp_path, os.getpid(), log.stat().st_mtime + 0.01), "files have the time of the last tick"
     assert has_ended(tmp_path, os.getpid(), time.time() + 60) is None
 
 

@@ -28,6 +28,7 @@ from monoblock.errors import MonoblockError
 
 LOGS_FOLDER = "logs"
 END = "--- end: "  # begins the last line of a log
+FILE_TIME_ERROR = 1.0  # seconds by which the time of a file may be behind the clock; it is that of the last tick
 LAUNCHER_POLL_SECONDS = 1.0
 TIMEOUT_WORDS = ("timed out", "timeout")
 CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket")
@@ -130,7 +131,7 @@ def has_ended(folder: Path, launcher: int, since: float) -> bool | None:
     start = (f" {platform.node()}, process id ", f", {_launcher_words(launcher)}, ")
     ends = []
     for path in log_path(folder, 0).parent.glob("rank-*.log"):
-        if path.stat().st_mtime >= since:
+        if path.stat().st_mtime >= since - FILE_TIME_ERROR:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             starts = [n for n, line in enumerate(lines) if line.startswith("--- ") and all(w in line for w in start)]
             ends += [any(line.startswith(END) for line in lines[n:]) for n in starts[-1:]]
