@@ -77,15 +77,15 @@ class DeviceSearch:
         self.scores.fill_(BLOCKED_SCORE)[:, 0] = 0  # all beams are equal at first, so only one may be continued
         self.finished_scores.fill_(-math.inf)
         self.done.fill_(True)[:count] = False
-        numbers: dict[Settings, int] = {}  # many searches have few settings
-        rows = torch.tensor([numbers.setdefault(s.settings, len(numbers)) for s in searches], device=device)
-        divisors, best_divisors = zip(*map(self._length_tables, numbers), strict=True)
+        index: dict[Settings, int] = {}  # of each setting, in the order of the searches
+        rows = torch.tensor([index.setdefault(s.settings, len(index)) for s in searches], device=device)
+        divisors, best_divisors = zip(*map(self._length_tables, index), strict=True)
         for buffer, values in (
             (self.divisors, divisors),
             (self.best_divisors, best_divisors),
-            (self.max_new_tokens, [own.max_new_tokens for own in numbers]),
-            (self.min_new_tokens, [own.min_new_tokens for own in numbers]),
-            (self.stops_early, [own.early_stopping is True for own in numbers]),
+            (self.max_new_tokens, [own.max_new_tokens for own in index]),
+            (self.min_new_tokens, [own.min_new_tokens for own in index]),
+            (self.stops_early, [own.early_stopping is True for own in index]),
         ):
             buffer[:count] = torch.tensor(values, dtype=buffer.dtype, device=device)[rows]
         for mask, tokens in (
