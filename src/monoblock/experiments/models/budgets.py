@@ -16,6 +16,10 @@ LANGUAGE_MODEL = (
 )
 # WikiText-2 by 4,096 subwords, so that few of the parameters are those of the embedding.
 SUBWORD_MODEL = (*LANGUAGE_MODEL, "tokenizer.kind=bpe", "tokenizer.vocab=4096", "model.vocab=4096")
+# Five passes over the corpus: too few to overfit, so dropout only slows these models down.
+NO_DROPOUT = tuple(
+    f"model.{name}=0.0" for name in ("dropout", "attention_dropout", "embedding_dropout", "head_dropout")
+)
 LANGUAGE_MODEL_BUDGET = "2,000 steps of 32 blocks of 256 tokens for every arm"
 TEXT_STAND_IN = ("data.corpus=kjv", "tokenizer.kind=bpe", "tokenizer.vocab=4096", "model.vocab=4096")
 TEXT_SMOKE = (

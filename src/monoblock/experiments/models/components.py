@@ -5,22 +5,26 @@ from __future__ import annotations
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_evaluate
-from monoblock.experiments.models.budgets import LANGUAGE_MODEL, LANGUAGE_MODEL_BUDGET, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.experiments.models.budgets import (
+    LANGUAGE_MODEL_BUDGET,
+    NO_DROPOUT,
+    SUBWORD_MODEL,
+    TEXT_SMOKE,
+    TEXT_STAND_IN,
+)
 
 # Arm -> (what is removed, the changes).
 REMOVED: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": ("nothing is removed", ()),
     "no-attention": ("attention: a token sees only itself", ("model.window=1",)),
     "no-feedforward": ("the feed-forward networks", ("model.hidden=0",)),
-    "no-residual": ("the residual connections", ("model.residual=none",)),
+    # Gradients jump without residuals; no update is left out.
+    "no-residual": ("the residual connections", ("model.residual=none", "train.spike_threshold=0.0")),
     "no-norm": ("the norms", ("model.norm=none",)),
     "no-positions": ("the positions", ("model.positions=none",)),
     "no-scale": ("the division by the square root of the head size", ("model.scale=1.0",)),
     "one-head": ("all heads but one, which has the whole width", ("model.heads=1",)),
-    "no-dropout": (
-        "dropout",
-        tuple(f"model.{name}=0.0" for name in ("dropout", "attention_dropout", "embedding_dropout", "head_dropout")),
-    ),
+    "no-dropout": ("dropout", NO_DROPOUT),
     "no-warmup": ("the warm-up of the learning rate", ("train.warmup=0",)),
 }
 
@@ -46,12 +50,12 @@ EXPERIMENT = Experiment(
     ),
     measure=train_and_evaluate,
     recipe="wikitext2",
-    changes=LANGUAGE_MODEL,
+    changes=SUBWORD_MODEL,
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=TEXT_SMOKE,
     budget=LANGUAGE_MODEL_BUDGET,
-    data="WikiText-2 by words, test split",
+    data="WikiText-2 by 4,096 subwords, test split",
     columns=("perplexity", "validation_loss", "training_loss", "skipped", "parameters", "seconds_training"),
     rules=(
         _costs("no-attention", "attention", 1.2),

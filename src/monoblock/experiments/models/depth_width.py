@@ -5,7 +5,13 @@ from __future__ import annotations
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_evaluate
-from monoblock.experiments.models.budgets import LANGUAGE_MODEL_BUDGET, SUBWORD_MODEL, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.experiments.models.budgets import (
+    LANGUAGE_MODEL_BUDGET,
+    NO_DROPOUT,
+    SUBWORD_MODEL,
+    TEXT_SMOKE,
+    TEXT_STAND_IN,
+)
 
 # Depth -> (width, heads): 12 · depth · width² is about 4.7 million, and heads have 32 features.
 SHAPES = {1: (640, 20), 2: (448, 14), 4: (320, 10), 6: (256, 8), 8: (224, 7), 12: (192, 6), 24: (128, 4)}
@@ -23,7 +29,7 @@ EXPERIMENT = Experiment(
     arms=tuple(_arm(depth, *shape) for depth, shape in SHAPES.items()),
     measure=train_and_evaluate,
     recipe="wikitext2",
-    changes=SUBWORD_MODEL,
+    changes=(*SUBWORD_MODEL, *NO_DROPOUT),
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=TEXT_SMOKE,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_evaluate
-from monoblock.experiments.models.budgets import LANGUAGE_MODEL, LANGUAGE_MODEL_BUDGET, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.experiments.models.budgets import (
+    LANGUAGE_MODEL_BUDGET,
+    NO_DROPOUT,
+    SUBWORD_MODEL,
+    TEXT_SMOKE,
+    TEXT_STAND_IN,
+)
 
 WIDTH = 256
 
@@ -39,13 +45,13 @@ EXPERIMENT = Experiment(
     ),
     measure=train_and_evaluate,
     recipe="wikitext2",
-    changes=LANGUAGE_MODEL,
+    changes=(*SUBWORD_MODEL, *NO_DROPOUT),
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=TEXT_SMOKE,
     smoke_arms=("relu", "swiglu", "gelu-8x"),
     budget=LANGUAGE_MODEL_BUDGET,
-    data="WikiText-2 by words, test split",
+    data="WikiText-2 by 4,096 subwords, test split",
     columns=("loss", "perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
     rules=(
         _ratio("gelu", "relu", "GELU has at least 0.1 % less loss than ReLU", at_most=0.999),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import train_and_evaluate
-from monoblock.experiments.models.budgets import LANGUAGE_MODEL, LANGUAGE_MODEL_BUDGET, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.experiments.models.budgets import (
+    LANGUAGE_MODEL_BUDGET,
+    NO_DROPOUT,
+    SUBWORD_MODEL,
+    TEXT_SMOKE,
+    TEXT_STAND_IN,
+)
 
 WIDTH, COUNTS = 256, (1, 2, 4, 8, 16, 32, 64)
 
@@ -31,12 +37,12 @@ EXPERIMENT = Experiment(
     ),
     measure=train_and_evaluate,
     recipe="wikitext2",
-    changes=LANGUAGE_MODEL,
+    changes=(*SUBWORD_MODEL, *NO_DROPOUT),
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=(*TEXT_SMOKE, "model.width=128"),
     budget=LANGUAGE_MODEL_BUDGET,
-    data="WikiText-2 by words, test split",
+    data="WikiText-2 by 4,096 subwords, test split",
     columns=("perplexity", "validation_loss", "training_loss", "parameters", "seconds_training"),
     rules=(
         _better("8", "1", 0.99, "eight heads are at least 1 % better than one"),

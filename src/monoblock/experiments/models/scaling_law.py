@@ -14,7 +14,13 @@ from typing import Any
 from monoblock.experiments.frame.experiment import Arm, Experiment, Metrics, SeedResults, Trial
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.training import evaluate_trial, train_and_load
-from monoblock.experiments.models.budgets import LANGUAGE_MODEL_BUDGET, SUBWORD_MODEL, TEXT_SMOKE, TEXT_STAND_IN
+from monoblock.experiments.models.budgets import (
+    LANGUAGE_MODEL_BUDGET,
+    NO_DROPOUT,
+    SUBWORD_MODEL,
+    TEXT_SMOKE,
+    TEXT_STAND_IN,
+)
 
 SHAPES = ((2, 32), (2, 64), (3, 96), (4, 128), (5, 192), (6, 256))  # depth and width
 
@@ -65,7 +71,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     summarize=summarize,
     recipe="wikitext2",
-    changes=(*SUBWORD_MODEL, "model.dropout=0.0", "model.attention_dropout=0.0", "train.steps=1000"),
+    changes=(*SUBWORD_MODEL, *NO_DROPOUT, "train.steps=1000"),
     stand_in=TEXT_STAND_IN,
     toy="text",
     smoke=TEXT_SMOKE,
