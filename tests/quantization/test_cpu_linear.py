@@ -176,9 +176,7 @@ def added_magnitudes(matrix, inputs):
 def quantized_product(x, matrix, inputs, group, activation_bits):
     """Round x with a step for each group, and return its product with a quantized matrix in fp64."""
     wide = F.pad(x, (0, -inputs % group)).unflatten(1, (-1, group))
-    is_nibble_dot = matrix.least is not None and len(x) < 17 and group == 32 and wide[0].numel() % 128 == 0
-    limit = 32639 if is_nibble_dot else 32767  # two signed bytes, or 16 bits
-    limit = limit if activation_bits == 16 else 127
+    limit = 32639 if activation_bits == 16 else 127  # the largest of two signed bytes, or of one
     largest = wide.abs().amax(-1, keepdim=True)
     factor = torch.where(largest > 1e-30, limit / largest, 0.0)
     integers = (wide.double() * factor.double()).round()  # the product is exact

@@ -6,6 +6,11 @@
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
+#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define MONOBLOCK_NEON_DOT 1  // one instruction multiplies 16 pairs of bytes
+#else
+#define MONOBLOCK_NEON_DOT 0
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -17,6 +22,8 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;  // floats in a vector
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4;
 #else
 constexpr int LANES = 8;
 #endif
@@ -50,23 +57,12 @@ inline Ints load_ints(const int8_t* from) { return Ints(_mm256_cvtepi8_epi32(_mm
 inline Ints load_ints(const uint8_t* from) { return Ints(_mm256_cvtepu8_epi32(_mm_loadu_si64(from))); }
 inline Ints load_ints(const uint16_t* from) { return Ints(_mm256_cvtepu16_epi32(load<__m128i>(from))); }
 #elif defined(__ARM_NEON)
-inline Ints join(int32x4_t low, int32x4_t high) {
-  Ints out;
-  std::memcpy(&out, &low, 16);
-  std::memcpy(reinterpret_cast<char*>(&out) + 16, &high, 16);
-  return out;
-}
+inline Ints load_ints(const uint16_t* from) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(from))); }
 inline Ints load_ints(const int8_t* from) {
-  int16x8_t wide = vmovl_s8(vld1_s8(from));
-  return join(vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide));
-}
-inline Ints load_ints(const uint16_t* from) {
-  uint16x8_t wide = vld1q_u16(from);
-  return join(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide)));
+  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(load<uint32_t>(from))))));
 }
 inline Ints load_ints(const uint8_t* from) {
-  uint16x8_t wide = vmovl_u8(vld1_u8(from));
-  return join(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))), vreinterpretq_s32_u32(vmovl_high_u16(wide)));
+  return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(from)))))));
 }
 #else
 template <class Number>
@@ -108,15 +104,17 @@ inline Floats all(float value) { return Floats{} + value; }
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 
 inline float sum(Floats v) {
-  using Eight = float __attribute__((vector_size(32)));
-  using Four = float __attribute__((vector_size(16)));
 #if defined(__AVX512F__)
-  Eight e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
 #else
-  Eight e = v;
+  const Floats e = v;
 #endif
-  Four f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
+#if defined(__ARM_NEON)
+  const Floats f = e;
+#else
+  const auto f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
+#endif
   return (f[0] + f[1]) + (f[2] + f[3]);
 }
 

@@ -1,7 +1,8 @@
 // Products of quantized weights in integers: rows of x are quantized to 16 or 8 bits with one step a group, so that
-//     y = sum over groups of step (s (sum of q n) + m (sum of n)),   x = step n,  |n| <= limit = 32767 or 127.
-// One instruction multiplies two pairs and adds them.  Rounding x to 16 bits costs at most 1 / 65534 of the largest |x|
-// of its group, some hundred times less than 8 bits cost a weight; to 8 bits it costs as much as those.
+//     y = sum over groups of step (s (sum of q n) + m (sum of n)),   x = step n,  |n| <= limit = 32639 or 127.
+// One instruction multiplies two pairs of 16 bits and adds them, or four pairs of bytes; where only bytes are fast,
+// n = 256 high + low.  Rounding x to 16 bits costs at most 1 / 65278 of the largest |x| of its group, some hundred times
+// less than 8 bits cost a weight; to 8 bits it costs as much as those.
 #pragma once
 
 #include <cmath>
@@ -11,19 +12,22 @@
 namespace {
 
 constexpr int CHUNK = 32;              // weights unpacked at a time; a group is a multiple
-constexpr int64_t MAX_PRODUCTS = 512;  // that a lane adds up: 512 * 32767 * 127 < 2^31
-constexpr int LIMIT_16_BITS = 32767, LIMIT_8_BITS = 127;  // the largest integer to which x is rounded
+constexpr int64_t MAX_PRODUCTS = 512;  // that one integer adds up: 512 * 32639 * 127 < 2^31
+constexpr int SUM_LANES = MONOBLOCK_NEON_DOT ? 1 : LANES;  // integers that share the sum of a group in matvec.h
+// The largest integer to which x is rounded; 32639 is the largest of two signed bytes.
+constexpr int LIMIT_16_BITS = 32639, LIMIT_8_BITS = 127;
 constexpr float SHIFT = 12582912.0f;   // 1.5 * 2^23: adding and subtracting it rounds to the nearest integer
 
 #if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 using Shorts = int16_t __attribute__((vector_size(4 * LANES)));
-constexpr bool HAS_INTEGER_DOT = true;
+constexpr bool HAS_PAIR_DOT = true;  // of pairs of 16 bits
 constexpr int CHUNK_SHORTS = CHUNK / (2 * LANES);  // vectors of 16-bit integers in a chunk
 #else
 using Shorts = Ints;
-constexpr bool HAS_INTEGER_DOT = false;
+constexpr bool HAS_PAIR_DOT = false;
 constexpr int CHUNK_SHORTS = 1;
 #endif
+constexpr bool HAS_INTEGER_DOT = HAS_PAIR_DOT || MONOBLOCK_NEON_DOT;
 
 #if defined(__AVX512BW__)
 inline Shorts load_shorts(const int8_t* from) { return Shorts(_mm512_cvtepi8_epi16(load<__m256i>(from))); }
@@ -72,7 +76,7 @@ inline float max_abs(const float* x, int64_t count) {
 // rounded x, lane by lane; they may be null.
 inline void quantize_row(const float* x, int64_t groups, int64_t group, int16_t* to, float* steps, int limit,
                          float* sums = nullptr) {
-  const float finest = std::min(float(limit), LIMIT_16_BITS * (float(MAX_PRODUCTS * LANES) / group));
+  const float finest = std::min(float(limit), LIMIT_16_BITS * (float(MAX_PRODUCTS * SUM_LANES) / group));
   using Narrow = int16_t __attribute__((vector_size(2 * LANES)));
   for (int64_t g = 0; g < groups; ++g, x += group, to += group) {
     const float largest = max_abs(x, group);

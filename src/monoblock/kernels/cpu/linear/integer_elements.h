@@ -7,16 +7,37 @@
 namespace {
 namespace integer_panels {
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || MONOBLOCK_NEON_DOT
 constexpr bool HAS_BYTE_PRODUCTS = true;
 #else
 constexpr bool HAS_BYTE_PRODUCTS = false;
 #endif
 
+#if MONOBLOCK_NEON_DOT
+
+// Bytes, all signed: weights q as they are.
+struct ByteElements {
+  using Weight = int8_t;
+  static constexpr int INPUTS = 4, PARTS = 1;
+  static constexpr bool IS_UNSIGNED = false;
+
+  template <class Format>
+  static void unpack(const Format& format, int64_t row, int64_t column, Weight* to) {
+    format.unpack(row, column, to);
+  }
+};
+
+// Numbers of 16 bits in two bytes, n = 256 high + low.
+struct ShortElements : ByteElements {
+  static constexpr int PARTS = 2;
+};
+
+#else
+
 // Numbers of 16 bits: weights q as they are.
 struct ShortElements {
   using Weight = int16_t;
-  static constexpr int INPUTS = 2;
+  static constexpr int INPUTS = 2, PARTS = 1;
   static constexpr bool IS_UNSIGNED = false;
 
   static Ints add_products(Ints sum, Ints weight, Ints x) { return add_pair_products(sum, Shorts(weight), Shorts(x)); }
@@ -30,7 +51,7 @@ struct ShortElements {
 // Bytes: x signed, weights unsigned, so that they hold q + Format::byte_zero.
 struct ByteElements {
   using Weight = uint8_t;
-  static constexpr int INPUTS = 4;
+  static constexpr int INPUTS = 4, PARTS = 1;
   static constexpr bool IS_UNSIGNED = true;
 
   static Ints add_products(Ints sum, Ints weight, Ints x) {
@@ -46,6 +67,8 @@ struct ByteElements {
     format.unpack(row, column, to);
   }
 };
+
+#endif
 
 // A vector from memory, whatever register it may be in as well: copies of registers would take the ports of products.
 inline Ints load_again(const Ints& from) {

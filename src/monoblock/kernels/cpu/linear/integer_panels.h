@@ -10,10 +10,8 @@
 
 #include <memory>
 
-#include "linear/integer_elements.h"
+#include "linear/integer_sums.h"
 #include "linear/matvec.h"
-#include "linear/panel.h"
-#include "linear/tiles.h"
 
 namespace {
 
@@ -25,7 +23,6 @@ inline bool can_multiply_many_rows(int64_t group) {
 namespace integer_panels {
 
 using panels::MAX_VECTORS;
-using panels::TILE_ROWS;
 
 constexpr int64_t BLOCK_TILES = 4, BLOCK_ROWS = BLOCK_TILES * TILE_ROWS;  // rows of a weight that share their results
 constexpr int64_t PASS_PANELS = 4;                                        // panels for which weights are unpacked once
@@ -54,29 +51,40 @@ class Vectors {
 // Rows of x, LANES in each vector: what products read.
 template <class Elements>
 struct QuantizedRows {
-  static constexpr int INPUTS = Elements::INPUTS;
+  static constexpr int INPUTS = Elements::INPUTS, PARTS = Elements::PARTS;
   int64_t columns = 0, groups = 0, group = 0;
   int limit = 0;          // of the integers
-  Vectors<Ints> inputs;   // of each panel (columns / INPUTS, vectors): INPUTS integers of each row
+  // INPUTS integers of each row: of each panel (columns / INPUTS, vectors), or of each vector (columns / INPUTS, PARTS)
+  // if integers have several parts.
+  Vectors<Ints> inputs;
   Vectors<Floats> steps;  // of each panel (groups, vectors)
   Vectors<Ints> sums;     // of the integers of a group, likewise
 
   void resize(int64_t vectors, int64_t columns_, int64_t groups_, int limit_) {
     columns = columns_, groups = groups_, group = columns / groups, limit = limit_;
-    inputs.resize(vectors * columns / INPUTS), steps.resize(vectors * groups), sums.resize(vectors * groups);
+    inputs.resize(vectors * columns / INPUTS * PARTS), steps.resize(vectors * groups), sums.resize(vectors * groups);
+  }
+
+  // The inputs of a group of so many vectors.
+  Ints* group_inputs(int64_t first, int64_t count, int64_t g) const {
+    return inputs.at((first * columns + g * group * count) / INPUTS * PARTS);
   }
 
   // Quantize group g of vector v of a panel from x (inputs, stride), LANES rows; what is behind `live` inputs is zero.
   void quantize_group(const PanelVectors& panel, int v, int64_t g, const float* x, int64_t stride, int64_t live) {
     const GroupRounding rounding(x, stride, std::min(live, group), limit);
-    Ints* to = inputs.at((panel.first * columns + g * group * panel.count) / INPUTS + v);
+    Ints* to = PARTS == 1 ? group_inputs(panel.first, panel.count, g) + v : group_inputs(panel.first + v, 1, g);
+    const int64_t next = PARTS == 1 ? panel.count : PARTS;
     Ints total = {}, n[INPUTS];
-    for (int64_t i = 0; i < group; i += INPUTS, to += panel.count) {
+    for (int64_t i = 0; i < group; i += INPUTS, to += next) {
       UNROLL for (int k = 0; k < INPUTS; ++k) {
         n[k] = i + k < live ? __builtin_convertvector(rounding.round(x + (i + k) * stride), Ints) : Ints{};
         total += n[k];
       }
-      *to = join<Elements>(n);
+      to[PARTS - 1] = join<Elements>(n);
+      if (PARTS == 1) continue;
+      UNROLL for (int k = 0; k < INPUTS; ++k) n[k] = (n[k] + 128) >> 8;
+      to[0] = join<Elements>(n);
     }
     const int64_t at = panel.first * groups + g * panel.count + v;
     *steps.at(at) = rounding.step, *sums.at(at) = total;
@@ -98,26 +106,6 @@ struct QuantizedRows {
     });
   }
 };
-
-// One group of a tile of weights with V vectors of rows.
-template <class Elements, int V>
-inline void sum_group(const typename Elements::Weight* weight, const Ints* x, int64_t chunks, Fetch& fetch,
-                      Ints (&sums)[TILE_ROWS][V]) {
-  constexpr int64_t steps = CHUNK / Elements::INPUTS;
-  for (int64_t c = 0; c < chunks; ++c, weight += TILE_ROWS * CHUNK, x += steps * V) {
-    fetch.fetch();
-    UNROLL for (int64_t p = 0; p < steps; ++p) {
-      Ints rows[V];
-      UNROLL for (int v = 0; v < V; ++v) rows[v] = x[p * V + v];
-      UNROLL for (int r = 0; r < TILE_ROWS; ++r) {
-        int32_t inputs;
-        std::memcpy(&inputs, weight + r * CHUNK + p * Elements::INPUTS, sizeof inputs);
-        const Ints w = Ints{} + inputs;
-        UNROLL for (int v = 0; v < V; ++v) sums[r][v] = Elements::add_products(sums[r][v], w, rows[v]);
-      }
-    }
-  }
-}
 
 // A block of rows of a weight with a few panels.
 template <class Format, class Elements>
@@ -202,13 +190,24 @@ class BlockProducts {
     }
   }
 
+  // One group of TILE_ROWS rows with a panel of V vectors.
+  template <int V>
+  void sum_tile(const Weight* tile, int64_t g, int64_t vector, Fetch& fetch, Ints (&sums)[TILE_ROWS][V]) const {
+    const int64_t chunks = x.group / CHUNK;
+    if constexpr (Elements::PARTS == 1) return sum_group<Elements, V>(tile, x.group_inputs(vector, V, g), chunks, fetch, sums);
+    for (int v = 0; v < V; ++v) {
+      Ints parts[TILE_ROWS][2] = {};
+      sum_group<Elements, 2>(tile, x.group_inputs(vector + v, 1, g), chunks, fetch, parts);
+      UNROLL for (int n = 0; n < TILE_ROWS; ++n) sums[n][v] = (parts[n][0] << 8) + parts[n][1];
+    }
+  }
+
   // One group of all rows with a panel of V vectors.
   template <int V>
   __attribute__((noinline)) void add_group(const Weight* tiles, int64_t g, int64_t vector, Fetch& fetch,
                                            Floats* to) const {
     constexpr bool is_shifted = Elements::IS_UNSIGNED && Format::byte_zero != 0;
     const int64_t at = vector * x.groups + g * V;
-    const Ints* inputs = x.inputs.at((vector * x.columns + g * x.group * V) / Elements::INPUTS);
     Ints start[V];
     Floats step[V], offset[V];
     UNROLL for (int v = 0; v < V; ++v) {
@@ -220,7 +219,7 @@ class BlockProducts {
       Ints sums[TILE_ROWS][V];
       UNROLL for (int n = 0; n < TILE_ROWS; ++n)
         UNROLL for (int v = 0; v < V; ++v) sums[n][v] = is_shifted ? load_again(start[v]) : Ints{};
-      sum_group<Elements, V>(tiles + r * x.group, inputs, x.group / CHUNK, fetch, sums);
+      sum_tile(tiles + r * x.group, g, vector, fetch, sums);
       const float *scale = scales.data() + g * BLOCK_ROWS + r, *least = leasts.data() + g * BLOCK_ROWS + r;
       UNROLL for (int n = 0; n < TILE_ROWS; ++n)
         UNROLL for (int v = 0; v < V; ++v) {

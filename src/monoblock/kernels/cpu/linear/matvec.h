@@ -10,6 +10,7 @@
 
 #include <vector>
 
+#include "linear/neon_dot.h"
 #include "linear/nibble_dot.h"
 
 namespace {
@@ -75,6 +76,10 @@ struct Int8Format {
     const ChunkBytes bytes = load<ChunkBytes>(weight + row * columns + column) ^ 128;
     std::memcpy(out, &bytes, sizeof bytes);
   }
+  // As signed bytes, which hold q.
+  void unpack(int64_t row, int64_t column, int8_t* out) const {
+    std::memcpy(out, weight + row * columns + column, CHUNK);
+  }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t) const { return nullptr; }
 };
@@ -104,6 +109,7 @@ struct Int4Format {
     const HalfChunkBytes low = both & 15, high = both >> 4;
     std::memcpy(out, &low, sizeof low), std::memcpy(out + CHUNK / 2, &high, sizeof high);
   }
+  void unpack(int64_t row, int64_t column, int8_t* out) const { unpack(row, column, reinterpret_cast<uint8_t*>(out)); }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t row) const { return leasts + row * groups; }
 };
@@ -115,7 +121,7 @@ template <int R, int B, class Format>
 inline void group_sums(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, int64_t g,
                        Floats (&part)[R][B]) {
   const int64_t begin = g * in.group, end = begin + in.group;
-  if constexpr (Format::scaled && HAS_INTEGER_DOT) {
+  if constexpr (Format::scaled && HAS_PAIR_DOT) {
     Ints sums[R][B] = {};
     for (int64_t c = begin; c < end; c += CHUNK)
       UNROLL for (int r = 0; r < R; ++r) {
@@ -148,6 +154,10 @@ inline void tile(const Format& format, const MatvecInput& in, const float* scale
                  const WeightRows& band, int64_t first, float* y, int64_t rows) {
   if constexpr (Format::offset && HAS_NIBBLE_DOT)
     if (in.nibble_bytes) return nibble_tile<R, B>(format, in, scales, leasts, band, first, y, rows);
+#if MONOBLOCK_NEON_DOT
+  if constexpr (Format::scaled)
+    return neon::multiply_tile<R, B>(format, in, band, first, y, rows);
+#endif
   Floats total[R][B] = {};
   if constexpr (!Format::scaled) {
     for (int64_t g = 0; g < in.groups; ++g) group_sums(format, in, band, first, g, total);
@@ -183,7 +193,7 @@ inline void tiles(const Format& format, const MatvecInput& in, const float* scal
 template <class Format>
 void multiply_band(const Format& format, const MatvecInput& in, const WeightRows& band, const float* bias, float* y,
                    int64_t rows, float* scales, float* leasts) {
-  for (int r = 0; r < band.count; ++r) {
+  for (int r = 0; r < band.count && !MONOBLOCK_NEON_DOT; ++r) {
     if (Format::scaled) bf16_to_fp32(format.scale(band[r]), in.groups, scales + r * in.groups);
     if (Format::offset) bf16_to_fp32(format.least(band[r]), in.groups, leasts + r * in.groups);
   }
@@ -218,10 +228,13 @@ class QuantizedInput {
       quantize_row(in.x + b * in.stride, in.groups, in.group, int16.data() + b * in.columns,
                    steps.data() + b * in.groups, limit, has_offset ? sums.data() + b * in.groups * LANES : nullptr);
     if (has_offset) in.sums = sums.data();
-    if (HAS_INTEGER_DOT)
-      in.int16 = int16.data(), in.steps = steps.data();
-    else
-      dequantize(in);
+    if (!HAS_INTEGER_DOT) return dequantize(in);
+    in.int16 = int16.data(), in.steps = steps.data();
+#if MONOBLOCK_NEON_DOT
+    in.is_wide = limit > LIMIT_8_BITS, in.group_sums = sums.data();
+    neon::arrange(int16.data(), in.batch * in.columns);
+    for (size_t n = 0; n * LANES < sums.size(); ++n) sums[n] = sum(load<Floats>(sums.data() + n * LANES));
+#endif
   }
 
  private:

@@ -12,7 +12,8 @@ struct MatvecInput {
   const int16_t* int16 = nullptr;  // (batch, columns) x quantized, for products in integers
   const float* steps = nullptr;    // (batch, groups)
   const int8_t* nibble_bytes = nullptr;  // x as nibble_dot.h has it, for 4 bits
-  const float *nibble_steps = nullptr, *group_sums = nullptr;
+  const float *nibble_steps = nullptr, *group_sums = nullptr;  // group_sums (batch, groups), also for neon_dot.h
+  bool is_wide = true;  // whether integers have 16 bits
 };
 
 // Rows of a weight that one tile multiplies.  They lie far apart: the processor prefetches each as a stream of its own,

@@ -29,7 +29,6 @@ struct NibbleInput {
 
   void fill(MatvecInput& in, int limit) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    limit = std::min(limit, 32639);  // the largest of two signed bytes
     bytes.resize(in.batch * in.columns * 2), integers.resize(in.columns), group_steps.resize(in.groups);
     lane_sums.resize(in.groups * LANES);
     steps.resize(in.batch * in.columns / NIBBLE_COLUMNS * LANES), sums.resize(in.batch * in.groups);

@@ -12,7 +12,7 @@
 namespace {
 namespace panels {
 
-constexpr int TILE_ROWS = LANES == 16 ? 12 : 6;  // rows of a weight in a tile: as many sums as registers hold
+constexpr int TILE_ROWS = LANES == 8 ? 6 : 12;  // rows of a weight in a tile: as many sums as registers hold
 constexpr int MAX_VECTORS = 2;                   // vectors of rows in a panel
 constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;    // rows of a weight that stay in the cache for all panels
 constexpr int64_t LINE_FLOATS = 16;              // floats in a cache line
@@ -120,22 +120,25 @@ inline void exchange_all(Floats* v) {
 }
 
 inline void transpose_square(Floats* v) {
-  exchange_all<1>(v), exchange_all<2>(v), exchange_all<4>(v);
+  exchange_all<1>(v), exchange_all<2>(v);
+  if constexpr (LANES >= 8) exchange_all<4>(v);
   if constexpr (LANES == 16) exchange_all<8>(v);
 }
 
 // The largest lane of a vector.
 inline float max_lane(Floats v) {
-  using Eight = float __attribute__((vector_size(32)));
-  using Four = float __attribute__((vector_size(16)));
 #if defined(__AVX512F__)
-  const Eight first = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
-  const Eight second = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15), e = first > second ? first : second;
+  const auto first = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+             second = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15), e = first > second ? first : second;
 #else
-  const Eight e = v;
+  const Floats e = v;
 #endif
-  const Four low = __builtin_shufflevector(e, e, 0, 1, 2, 3), high = __builtin_shufflevector(e, e, 4, 5, 6, 7);
-  const Four f = low > high ? low : high;
+#if defined(__ARM_NEON)
+  const Floats f = e;
+#else
+  const auto low = __builtin_shufflevector(e, e, 0, 1, 2, 3), high = __builtin_shufflevector(e, e, 4, 5, 6, 7),
+             f = low > high ? low : high;
+#endif
   return std::max(std::max(f[0], f[1]), std::max(f[2], f[3]));
 }
 
@@ -156,7 +159,8 @@ inline void fold(Floats* v) {
 }
 
 inline Floats sum_each(Floats* v) {
-  fold<1>(v), fold<2>(v), fold<4>(v);
+  fold<1>(v), fold<2>(v);
+  if constexpr (LANES >= 8) fold<4>(v);
   if constexpr (LANES == 16) fold<8>(v);
   return v[0];
 }
