@@ -194,7 +194,8 @@ class BlockProducts {
   template <int V>
   void sum_tile(const Weight* tile, int64_t g, int64_t vector, Fetch& fetch, Ints (&sums)[TILE_ROWS][V]) const {
     const int64_t chunks = x.group / CHUNK;
-    if constexpr (Elements::PARTS == 1) return sum_group<Elements, V>(tile, x.group_inputs(vector, V, g), chunks, fetch, sums);
+    if constexpr (Elements::PARTS == 1)
+      return sum_group<Elements, V>(tile, x.group_inputs(vector, V, g), chunks, fetch, sums);
     for (int v = 0; v < V; ++v) {
       Ints parts[TILE_ROWS][2] = {};
       sum_group<Elements, 2>(tile, x.group_inputs(vector + v, 1, g), chunks, fetch, parts);

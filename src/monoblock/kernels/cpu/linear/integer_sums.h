@@ -8,7 +8,7 @@
 namespace {
 namespace integer_panels {
 
-constexpr int TILE_ROWS = MONOBLOCK_NEON_DOT ? 8 : panels::TILE_ROWS;  // as many sums and weights as registers hold
+using panels::TILE_ROWS;
 
 #if MONOBLOCK_NEON_DOT
 

@@ -12,7 +12,7 @@
 namespace {
 namespace panels {
 
-constexpr int TILE_ROWS = LANES == 8 ? 6 : 12;  // rows of a weight in a tile: as many sums as registers hold
+constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 8;  // rows of a weight in a tile: what registers hold
 constexpr int MAX_VECTORS = 2;                   // vectors of rows in a panel
 constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;    // rows of a weight that stay in the cache for all panels
 constexpr int64_t LINE_FLOATS = 16;              // floats in a cache line
@@ -35,6 +35,22 @@ struct Prefetch {
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
+#if defined(__ARM_NEON)
+// Four inputs of R rows of a weight (stride K) with those of a panel x: a lane of each weight is multiplied as it is.
+template <int R, int C>
+inline void add_inputs(const float* weight, int64_t K, const float* x, Floats (&sums)[R][C]) {
+  float32x4_t w[R];
+  UNROLL for (int r = 0; r < R; ++r) w[r] = vld1q_f32(weight + r * K);
+  const auto add = [&]<int LANE>() {
+    UNROLL for (int c = 0; c < C; ++c) {
+      const float32x4_t rows = vld1q_f32(x + (LANE * C + c) * LANES);
+      UNROLL for (int r = 0; r < R; ++r) sums[r][c] = vfmaq_laneq_f32(sums[r][c], rows, w[r], LANE);
+    }
+  };
+  add.template operator()<0>(), add.template operator()<1>(), add.template operator()<2>(), add.template operator()<3>();
+}
+#endif
+
 // R rows of a weight (stride K) with a panel x (K, C LANES) -> y (R, C LANES).
 template <int R, int C>
 inline void tile(const float* weight, int64_t K, const float* x, const float* bias, float* y, Prefetch& prefetch) {
@@ -52,7 +68,11 @@ inline void tile(const float* weight, int64_t K, const float* x, const float* bi
   int64_t k = 0;
   for (; k + LINE_FLOATS <= K; k += LINE_FLOATS) {
     prefetch.fetch();
+#if defined(__ARM_NEON)
+    for (int64_t n = k; n < k + LINE_FLOATS; n += LANES) add_inputs<R, C>(weight + n, K, x + n * C * LANES, sums);
+#else
     for (int64_t n = k; n < k + LINE_FLOATS; ++n) add(n);
+#endif
   }
   for (; k < K; ++k) add(k);
   UNROLL for (int r = 0; r < R; ++r)
