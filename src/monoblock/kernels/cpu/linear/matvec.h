@@ -155,8 +155,7 @@ inline void tile(const Format& format, const MatvecInput& in, const float* scale
   if constexpr (Format::offset && HAS_NIBBLE_DOT)
     if (in.nibble_bytes) return nibble_tile<R, B>(format, in, scales, leasts, band, first, y, rows);
 #if MONOBLOCK_NEON_DOT
-  if constexpr (Format::scaled)
-    return neon::multiply_tile<R, B>(format, in, band, first, y, rows);
+  if constexpr (Format::scaled) return neon::multiply_tile<R, B>(format, in, band, first, y, rows);
 #endif
   Floats total[R][B] = {};
   if constexpr (!Format::scaled) {
@@ -233,7 +232,8 @@ class QuantizedInput {
 #if MONOBLOCK_NEON_DOT
     in.is_wide = limit > LIMIT_8_BITS, in.group_sums = sums.data();
     neon::arrange(int16.data(), in.batch * in.columns);
-    for (size_t n = 0; n * LANES < sums.size(); ++n) sums[n] = sum(load<Floats>(sums.data() + n * LANES));
+    for (int64_t n = 0; has_offset && n < in.batch * in.groups; ++n)
+      sums[n] = sum(load<Floats>(sums.data() + n * LANES));  // never behind what is still to be read
 #endif
   }
 
