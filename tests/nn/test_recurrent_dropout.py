@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import monoblock as mb
 from monoblock.config.schema import from_dict, to_dict
 from monoblock.interop.folder import read_config
+from monoblock.kernels.cpu import onednn
 from monoblock.nn.recurrent.dropout import DropoutLSTM, VariationalDropout, drop_words
 from monoblock.runs.identity import _config_dict
 from monoblock.training.loss import CrossEntropyLoss
@@ -251,11 +252,14 @@ def test_the_state_is_kept_from_batch_to_batch_in_training():
     assert_close(pieces, build().eval()(ids), rtol=0, atol=1e-12)
 
 
-def test_training_works_under_autocast():
-    model = build(torch.float32, **ALL).train()
+@pytest.mark.parametrize("is_arm", sorted({True, onednn.IS_ARM}))
+def test_training_works_under_autocast(is_arm, monkeypatch):
+    monkeypatch.setattr(onednn, "IS_ARM", is_arm)
+    model, is_enabled = build(torch.float32, **ALL).train(), torch.backends.mkldnn.enabled
     with torch.autocast("cpu", torch.bfloat16):
         logits, state = model.forward_with_state(random_ids())
         logits, _ = model.forward_with_state(random_ids(), None, state)
+        assert torch.backends.mkldnn.enabled == is_enabled
     logits.float().square().sum().backward()
     assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in model.parameters())
 

@@ -1,7 +1,10 @@
 """The automatic choice of precision and compilation, and its reasons."""
 
+import warnings
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from monoblock.errors import ConfigError
 from monoblock.training.runtime import choose_runtime
@@ -28,6 +31,22 @@ def test_a_cpu_computes_in_fp32_by_default_and_the_reason_mentions_bf16():
     assert choose_runtime("cpu").autocast_dtype is None
     assert "train.precision=bf16" in reasons["precision fp32"]
     assert choose_runtime("cpu", precision="bf16").autocast_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_matrix_products_of_a_run_do_not_change_the_library_of_later_ones(precision):
+    """On an ARM processor without bfloat16, torch itself warns and switches oneDNN off at the first such product."""
+    torch.backends.mkldnn.enabled = precision == "bf16"  # fp32: as an earlier model in bfloat16 may have left it
+    runtime = choose_runtime("cpu", precision=precision)
+    try:
+        runtime.apply_torch_settings()
+        before = torch.backends.mkldnn.enabled
+        assert before or precision == "bf16"
+        with warnings.catch_warnings(action="error"), runtime.autocast():
+            F.linear(torch.randn(64, 48), torch.randn(32, 48))
+        assert torch.backends.mkldnn.enabled == before
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_an_unknown_compile_option_is_an_error_that_lists_the_options():

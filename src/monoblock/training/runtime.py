@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from monoblock.errors import ConfigError, did_you_mean
+from monoblock.kernels.cpu import onednn
 from monoblock.kernels.cpu.library import find_compiler
 from monoblock.training.events import DecisionEvent
 
@@ -41,9 +42,11 @@ class RuntimeConfig:
             yield
 
     def apply_torch_settings(self) -> None:
-        """Set the global flags of torch for determinism and for the precision of matrix products."""
+        """Set the global flags of torch for determinism and for the precision and library of matrix products."""
         torch.use_deterministic_algorithms(self.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
+        if self.device.type == "cpu":  # set on and off, since an earlier model in this process may have changed it
+            onednn.set_enabled(onednn.supports_products(self.autocast_dtype or torch.float32))
         if self.device.type == "cuda" and not self.deterministic:
             torch.set_float32_matmul_precision("high")
 

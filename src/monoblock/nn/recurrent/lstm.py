@@ -36,6 +36,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
+from monoblock.kernels.cpu import onednn
+from monoblock.nn.attention_context import autocast_dtype
 from monoblock.nn.initialize import initialize_lstm
 from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
@@ -45,8 +47,6 @@ from monoblock.nn.recurrent.dropout import VariationalDropout, drop_words, langu
 from monoblock.nn.tap import Tap, apply_tap, tap_wants
 
 LSTMKind = Literal["language_model", "encoder_decoder"]
-
-
 StepOutput = tuple[Tensor, LSTMState]  # logits, and the state after them
 
 
@@ -309,10 +309,11 @@ class Recurrent(nn.Module):
 
 def _run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
     """Run an LSTM over rows; return the outputs, 0 on padding, and the state after the last token of each row."""
-    if lengths is None:
-        out, last = lstm(x, state)
-    else:
-        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        out, last = lstm(packed, state)
-        out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
+    with onednn.disabled_for_lstm(autocast_dtype(x)):
+        if lengths is None:
+            out, last = lstm(x, state)
+        else:
+            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            out, last = lstm(packed, state)
+            out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
     return out, LSTMState(*last)
