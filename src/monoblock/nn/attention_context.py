@@ -166,6 +166,6 @@ class AttentionContext:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products with x are computed."""
+    """Return the dtype in which attention to x is computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype

@@ -46,7 +46,7 @@ class RuntimeConfig:
         torch.use_deterministic_algorithms(self.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
         if self.device.type == "cpu":  # set on and off, since an earlier model in this process may have changed it
-            onednn.set_enabled(onednn.supports_products(self.autocast_dtype or torch.float32))
+            onednn.set_enabled(onednn.is_fast())
         if self.device.type == "cuda" and not self.deterministic:
             torch.set_float32_matmul_precision("high")
 

@@ -30,6 +30,7 @@ from monoblock.decoding.backends.protocol import DecoderState, can_burst
 from monoblock.decoding.evaluation_mode import evaluation_mode
 from monoblock.decoding.prompt import PromptLimits
 from monoblock.errors import InputError, with_article
+from monoblock.kernels.cpu import onednn
 from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.tap import Tap
 from monoblock.nn.transformer import Transformer
@@ -98,6 +99,7 @@ class LSTMBackend:
     def inference(self) -> AbstractContextManager[object]:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode())
+        stack.enter_context(onednn.disabled_where_slow())
         stack.enter_context(evaluation_mode(self.model))
         return stack
 
@@ -144,6 +146,7 @@ class TransformerBackend:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(self.is_plain))  # left by a draft that needs no_grad
         stack.enter_context(torch.no_grad())
+        stack.enter_context(onednn.disabled_where_slow())
         if self.prepared is None:
             stack.enter_context(evaluation_mode(self.model))
         return stack

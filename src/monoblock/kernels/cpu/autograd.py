@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from monoblock.kernels.cpu import onednn
 from monoblock.kernels.cpu.library import has_matrix_tiles, load_kernels
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -53,7 +54,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         and has_matrix_tiles()
     ):
         return _LinearFunction.apply(x, weight, bias)
-    return F.linear(x, weight, bias)
+    with onednn.disabled_where_slow():
+        return F.linear(x, weight, bias)
 
 
 class _LinearFunction(torch.autograd.Function):

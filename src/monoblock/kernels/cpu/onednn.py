@@ -1,25 +1,25 @@
-"""oneDNN, the library torch uses for matrix products and LSTMs on a CPU: where it supports a dtype.
+"""oneDNN, one of the libraries that torch uses for matrix products and LSTMs on a CPU: switch it off where it is slow.
 
-On ARM processors torch finds out too late.  The first linear layer in bfloat16 on a processor without instructions for
-it prints a warning and switches oneDNN off in the whole process, after which fp32 products are rounded differently; an
-LSTM in 16 bits raises a RuntimeError.  So monoblock switches oneDNN off beforehand.
+On ARM processors without instructions for bfloat16, torch's other library (OpenBLAS) is faster in fp32, and oneDNN does
+not support bfloat16.  There torch prints a warning at the first linear layer in bfloat16 and switches oneDNN off in the
+whole process, after which fp32 products are rounded differently; an LSTM raises a RuntimeError.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-IS_ARM = platform.machine() in ("aarch64", "arm64")
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
-
-def supports_products(dtype: torch.dtype) -> bool:
-    """Return whether torch can multiply matrices of this dtype by oneDNN on this processor."""
-    return not IS_ARM or dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+@functools.cache
+def is_fast() -> bool:
+    """Return whether this processor supports oneDNN in all dtypes and computes with it as fast as without."""
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return not is_arm or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def set_enabled(is_enabled: bool) -> None:
@@ -28,9 +28,9 @@ def set_enabled(is_enabled: bool) -> None:
 
 
 @contextmanager
-def disabled_for_lstm(dtype: torch.dtype) -> Iterator[None]:
-    """Run an LSTM of this dtype without oneDNN where oneDNN does not support it."""
-    if not (IS_ARM and dtype in HALF_DTYPES and torch.backends.mkldnn.enabled):
+def disabled_where_slow() -> Iterator[None]:
+    """Run the `with` block without oneDNN if `is_fast()` is False."""
+    if torch.compiler.is_compiling() or is_fast() or not torch.backends.mkldnn.enabled:
         yield
         return
     set_enabled(False)

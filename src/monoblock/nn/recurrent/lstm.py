@@ -37,7 +37,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from monoblock.config.model import RecurrentConfig
 from monoblock.errors import ConfigError, InputError
 from monoblock.kernels.cpu import onednn
-from monoblock.nn.attention_context import autocast_dtype
 from monoblock.nn.initialize import initialize_lstm
 from monoblock.nn.inputs.check_lstm_inputs import check_ids, valid_lengths
 from monoblock.nn.inputs.generation_options import GeneratedTokens, ModelOptions
@@ -309,7 +308,7 @@ class Recurrent(nn.Module):
 
 def _run_lstm(lstm: nn.Module, x: Tensor, lengths: Tensor | None, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
     """Run an LSTM over rows; return the outputs, 0 on padding, and the state after the last token of each row."""
-    with onednn.disabled_for_lstm(autocast_dtype(x)):
+    with onednn.disabled_where_slow():
         if lengths is None:
             out, last = lstm(x, state)
         else:

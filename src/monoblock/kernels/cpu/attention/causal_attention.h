@@ -44,11 +44,8 @@ inline float max_of(const float* x, int64_t vectors) {
 // x = e^(x - top), 0 where masked unless top is NaN; returns the sum.
 inline float exp_row(float* x, int64_t vectors, float top) {
   Floats total = {};
-  for (int64_t n = 0; n < vectors; ++n) {
-    const Floats v = exponential_or_zero(load<Floats>(x + n * LANES) - top);
-    std::memcpy(x + n * LANES, &v, sizeof v);
-    total += v;
-  }
+  transform(x, vectors * LANES, [&](Floats v, int64_t, int) { return exponential_or_zero(v - top); });
+  for (int64_t n = 0; n < vectors; ++n) total += load<Floats>(x + n * LANES);
   return sum(total);
 }
 

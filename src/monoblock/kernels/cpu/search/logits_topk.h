@@ -53,14 +53,8 @@ class PanelTopK {
           if (const uint32_t lanes = greater_lanes(load<Floats>(from + n * step), least[c]))
             offer(from + n * step, c, first + n, lanes);
       peak = peak > highest[c] ? peak : highest[c];
-      Floats even = total[c] * exponential(highest[c] - peak), odd = {};
-      int64_t n = 0;
-      for (; n + 2 <= count; n += 2) {  // two independent sums
-        even += exponential(load<Floats>(from + n * step) - peak);
-        odd += exponential(load<Floats>(from + (n + 1) * step) - peak);
-      }
-      if (n < count) even += exponential(load<Floats>(from + n * step) - peak);
-      highest[c] = peak, total[c] = even + odd;
+      const Floats before = total[c] * exponential(highest[c] - peak);
+      highest[c] = peak, total[c] = add_exponentials(before, from, count, step, peak);
     }
   }
 
@@ -82,6 +76,9 @@ class PanelTopK {
     return _mm512_cmp_ps_mask(__m512(a), __m512(b), _CMP_GT_OQ);
 #elif defined(__AVX2__)
     return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(__m256(a), __m256(b), _CMP_GT_OQ)));
+#elif defined(__ARM_NEON)
+    const uint32x4_t numbers = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(vcgtq_f32(a, b), numbers));
 #else
     const Ints is_greater = a > b;
     uint32_t lanes = 0;

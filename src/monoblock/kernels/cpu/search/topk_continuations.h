@@ -37,11 +37,9 @@ inline float largest(const float* x, int64_t count) {
 
 // log of the sum of e^x, where x <= highest.
 inline float log_sum_exp(const float* x, int64_t count, float highest) {
-  Floats total = {};
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) total += exponential(load<Floats>(x + i) - highest);
+  const Floats total = add_exponentials(Floats{}, x, count / LANES, LANES, all(highest));
   float rest = 0;
-  for (; i < count; ++i) rest += std::exp(x[i] - highest);
+  for (int64_t i = count / LANES * LANES; i < count; ++i) rest += std::exp(x[i] - highest);
   return highest + std::log(sum(total) + rest);
 }
 

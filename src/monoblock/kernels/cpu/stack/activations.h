@@ -32,6 +32,23 @@ inline Floats exponential(Floats x) {
 // e^x for the weights of a softmax: zero, not a small number, where fp32 holds none.  NaN stays NaN.
 inline Floats exponential_or_zero(Floats x) { return x < -87.0f ? Floats{} : exponential(x); }
 
+// Vectors that loops compute at a time: each is a long chain of operations that wait for each other.
+constexpr int PARALLEL_VECTORS = 4;
+
+// total + the sum of e^(x - top) over `count` vectors, `step` floats apart.
+inline Floats add_exponentials(Floats total, const float* x, int64_t count, int64_t step, Floats top) {
+  Floats sums[2] = {total, {}};
+  int64_t n = 0;
+  for (; n + PARALLEL_VECTORS <= count; n += PARALLEL_VECTORS) {
+    Floats powers[PARALLEL_VECTORS];
+    UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) powers[p] = load<Floats>(x + (n + p) * step) - top;
+    UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) powers[p] = exponential(powers[p]);
+    UNROLL for (int p = 0; p < PARALLEL_VECTORS; ++p) sums[p % 2] += powers[p];
+  }
+  for (; n < count; ++n) sums[n % 2] += exponential(load<Floats>(x + n * step) - top);
+  return sums[0] + sums[1];
+}
+
 inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 inline Floats tanh_of(Floats x) { return 2.0f * logistic(2.0f * x) - 1.0f; }
 
@@ -64,10 +81,16 @@ inline Floats activate(Floats x, int64_t kind) {
   }
 }
 
-// x[i] = f(x[i], i, live) for i below count, a vector at a time, of which the first `live` lanes are elements.
+// x[i] = f(x[i], i, live) for i below count, vector by vector, of which the first `live` lanes are elements.
 template <class Function>
 inline void transform(float* x, int64_t count, Function f) {
   int64_t i = 0;
+  for (; i + PARALLEL_VECTORS * LANES <= count; i += PARALLEL_VECTORS * LANES) {
+    Floats vectors[PARALLEL_VECTORS];
+    std::memcpy(vectors, x + i, sizeof vectors);
+    UNROLL for (int n = 0; n < PARALLEL_VECTORS; ++n) vectors[n] = f(vectors[n], i + n * LANES, LANES);
+    std::memcpy(x + i, vectors, sizeof vectors);
+  }
   Floats v;
   for (; i + LANES <= count; i += LANES) {
     v = f(load<Floats>(x + i), i, LANES);

@@ -34,18 +34,28 @@ inline Floats derivative(Floats x) {
   return at.s + x * (at.e * at.s * at.s) * (FIRST * (1.0f + 3 * THIRD * x * x));
 }
 
-// to[i …] = f(i, count): a vector, of which the first `count` lanes are stored.
-template <class Function>
-void fill(const at::Tensor& to, Function f) {
-  const int64_t size = to.numel();
+// to[i] = f(arrays[0][i], …) for N arrays, vector by vector.
+template <size_t N, class Function>
+void fill(const at::Tensor& to, const float* const (&arrays)[N], Function f) {
+  constexpr int VECTORS = PARALLEL_VECTORS, BLOCK = VECTORS * LANES;
+  const int64_t size = to.numel(), blocks = size / BLOCK;
   float* out = to.mutable_data_ptr<float>();
-  at::parallel_for(0, (size + LANES - 1) / LANES, ELEMENTS_PER_THREAD / LANES, [&](int64_t from, int64_t end) {
-    for (int64_t n = from; n < end; ++n) {
-      const int count = int(std::min<int64_t>(LANES, size - n * LANES));
-      const Floats v = f(n * LANES, count);
-      std::memcpy(out + n * LANES, &v, 4 * count);
+  at::parallel_for(0, blocks, ELEMENTS_PER_THREAD / BLOCK, [&](int64_t from, int64_t end) {
+    for (int64_t i = from * BLOCK; i < end * BLOCK; i += BLOCK) {
+      Floats inputs[VECTORS][N], results[VECTORS];
+      UNROLL for (int v = 0; v < VECTORS; ++v)
+        UNROLL for (size_t n = 0; n < N; ++n) inputs[v][n] = load<Floats>(arrays[n] + i + v * LANES);
+      UNROLL for (int v = 0; v < VECTORS; ++v) results[v] = f(inputs[v]);
+      UNROLL for (int v = 0; v < VECTORS; ++v) store(out + i + v * LANES, results[v]);
     }
   });
+  for (int64_t i = blocks * BLOCK; i < size; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, size - i));
+    Floats inputs[N];
+    for (size_t n = 0; n < N; ++n) inputs[n] = load_lanes(arrays[n] + i, count);
+    const Floats result = f(inputs);
+    std::memcpy(out + i, &result, 4 * count);
+  }
 }
 
 at::Tensor contiguous_fp32(const char* name, const at::Tensor& t) {
@@ -55,8 +65,7 @@ at::Tensor contiguous_fp32(const char* name, const at::Tensor& t) {
 
 at::Tensor forward(const at::Tensor& input) {
   const at::Tensor x = contiguous_fp32("x", input), y = at::empty_like(x);
-  const float* from = x.const_data_ptr<float>();
-  fill(y, [&](int64_t i, int count) { return value(load_lanes(from + i, count)); });
+  fill(y, {x.const_data_ptr<float>()}, [](const Floats* inputs) { return value(inputs[0]); });
   return y;
 }
 
@@ -64,8 +73,8 @@ at::Tensor backward(const at::Tensor& grad, const at::Tensor& input) {
   const at::Tensor x = contiguous_fp32("x", input), g = contiguous_fp32("grad", grad), y = at::empty_like(x);
   TORCH_CHECK(g.sizes() == x.sizes(), "grad has shape ", shape_text(g.sizes()), "; ", shape_text(x.sizes()),
               " is needed");
-  const float *from = x.const_data_ptr<float>(), *grads = g.const_data_ptr<float>();
-  fill(y, [&](int64_t i, int count) { return load_lanes(grads + i, count) * derivative(load_lanes(from + i, count)); });
+  fill(y, {g.const_data_ptr<float>(), x.const_data_ptr<float>()},
+       [](const Floats* inputs) { return inputs[0] * derivative(inputs[1]); });
   return y;
 }
 
