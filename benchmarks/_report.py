@@ -9,12 +9,6 @@ from pathlib import Path
 import torch
 
 
-def processor_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
-
-
 def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import commit, processor_name, write_section
+from _report import commit, write_section
 
 import monoblock as mb
 from monoblock.cli._bench.decoding import measure_runners
@@ -32,6 +32,7 @@ from monoblock.cli.bench import print_report
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.kernels.cpu.processor import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "decode-cpu.md"
 COMMON_KEYS = ("device", "dtype", "threads", "torch", "prompt", "new", "batch", "rounds", "kv_cache_bytes")

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import device_name, processor_name, write_section
+from _report import device_name, write_section
 
 import monoblock as mb
 from monoblock.config.families import gpt
+from monoblock.kernels.cpu.processor import processor_name
 from monoblock.parallel.build_strategy import build_strategy
 from monoblock.parallel.world import World, init_distributed
 from monoblock.training.loss import CrossEntropyLoss

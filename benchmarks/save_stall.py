@@ -18,8 +18,7 @@ import time
 from datetime import date
 from pathlib import Path
 
-from _report import processor_name
-
+from monoblock.kernels.cpu.processor import processor_name
 from monoblock.runs.prepare_run import prepare_run
 from monoblock.runs.recipe import parse_recipe
 from monoblock.training.events import CheckpointEvent, StepEvent

@@ -14,11 +14,12 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from _report import commit, processor_name, write_section
+from _report import commit, write_section
 
 import monoblock as mb
 from monoblock.cli._bench.startup import PROGRAMS, time_startup
 from monoblock.interop.gguf.writer import save_gguf
+from monoblock.kernels.cpu.processor import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "startup-cpu.md"
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import commit, processor_name, write_section
+from _report import commit, write_section
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
 from monoblock.cli._bench.ceilings import best_product_seconds
 from monoblock.cli._bench.training import OURS, build_models, time_models, time_step
+from monoblock.kernels.cpu.processor import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "train-cpu.md"
 GROUPS = {  # group -> prefixes of operator names; the first match counts

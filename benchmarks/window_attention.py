@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import commit, device_name, processor_name, write_section
+from _report import commit, device_name, write_section
 
 from monoblock.config.model import AttentionConfig
+from monoblock.kernels.cpu.processor import processor_name
 from monoblock.nn import attention_context
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext

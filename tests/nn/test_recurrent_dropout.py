@@ -94,7 +94,8 @@ def test_the_default_is_nn_lstm_with_ordinary_dropout_bit_for_bit(rate):
     logits = model(ids)
     torch.manual_seed(5)
     x = F.dropout(model.input.weight[ids], rate)
-    x = F.dropout(model.decoder(x)[0], rate)
+    with onednn.disabled_where_slow():  # as in the model
+        x = F.dropout(model.decoder(x)[0], rate)
     assert torch.equal(logits, x @ model.input.weight.T + model.bias)
 
 

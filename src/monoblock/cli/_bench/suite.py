@@ -33,6 +33,7 @@ from monoblock.cli._shared.bench_runners import DEFAULT_RUNNERS
 from monoblock.config.model import ModelConfig
 from monoblock.config.presets import preset, tiny
 from monoblock.interop.gguf.writer import save_gguf
+from monoblock.kernels.cpu.processor import processor_name
 from monoblock.nn.transformer import Transformer
 
 COLUMNS = ("task", "runner", "speed", "unit", "of monoblock", "of the ceiling", "ceiling")
@@ -195,12 +196,6 @@ def measure_all(options: Options) -> dict[str, Any]:
         "ceilings": {"flops_per_second": ceilings.flops, "bytes_per_second": ceilings.bytes},
         "rows": [row._asdict() | {"ratio": ratio_to_ours(row, rows)} for row in rows],
     }
-
-
-def processor_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def ratio_to_ours(row: Row, rows: list[Row]) -> float | None:

@@ -30,6 +30,7 @@ from monoblock.experiments.frame.results import (
 )
 from monoblock.experiments.frame.toy_data import write_toy_corpus
 from monoblock.experiments.table import load_experiment
+from monoblock.kernels.cpu.processor import processor_name
 from monoblock.metrics.format import format_metric
 from monoblock.runs.recipe import read_recipe
 
@@ -222,13 +223,7 @@ def machine_name() -> str:
     """Return the device and the version of torch that measure here."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{_processor_name()}, torch {torch.__version__}"
-
-
-def _processor_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{processor_name()}, torch {torch.__version__}"
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -67,13 +67,60 @@ struct LeftFactor {
   int64_t down, along;
 };
 
+#if defined(__ARM_NEON)
+
+constexpr int STRIP = 3;  // vectors of c in a tile, as many as registers hold
+
+// Add the products of the steps in which the numbers of a lie side by side, four of a row or one of each row, and are
+// multiplied from the lanes of a vector; return the number of these steps.
+template <int N>
+[[gnu::always_inline]] inline int64_t add_lanes(const LeftFactor& a, const float* b, int64_t b_step, int64_t depth,
+                                                Floats (&sums)[ROWS][N]) {
+  static_assert(LANES == 4 && ROWS == 4);
+  int64_t k = 0;
+  for (; a.along == 1 && k + LANES <= depth; k += LANES) {
+    float32x4_t left[ROWS];
+    UNROLL for (int r = 0; r < ROWS; ++r) left[r] = vld1q_f32(a.data + r * a.down + k);
+    const auto add_step = [&]<int LANE>() {
+      UNROLL for (int n = 0; n < N; ++n) {
+        const float32x4_t right = vld1q_f32(b + (k + LANE) * b_step + n * LANES);
+        UNROLL for (int r = 0; r < ROWS; ++r) sums[r][n] = vfmaq_laneq_f32(sums[r][n], right, left[r], LANE);
+      }
+    };
+    add_step.template operator()<0>(), add_step.template operator()<1>();
+    add_step.template operator()<2>(), add_step.template operator()<3>();
+  }
+  for (; a.down == 1 && k < depth; ++k) {
+    const float32x4_t left = vld1q_f32(a.data + k * a.along);
+    UNROLL for (int n = 0; n < N; ++n) {
+      const float32x4_t right = vld1q_f32(b + k * b_step + n * LANES);
+      sums[0][n] = vfmaq_laneq_f32(sums[0][n], right, left, 0);
+      sums[1][n] = vfmaq_laneq_f32(sums[1][n], right, left, 1);
+      sums[2][n] = vfmaq_laneq_f32(sums[2][n], right, left, 2);
+      sums[3][n] = vfmaq_laneq_f32(sums[3][n], right, left, 3);
+    }
+  }
+  return k;
+}
+
+#else
+
+constexpr int STRIP = 2;
+
+template <int N>
+inline int64_t add_lanes(const LeftFactor&, const float*, int64_t, int64_t, Floats (&)[ROWS][N]) {
+  return 0;  // here a number of a is broadcast from memory
+}
+
+#endif
+
 // ROWS rows and N vectors of c = a b, or of c += a b.
 template <int N, bool ACCUMULATE>
 inline void tile(const LeftFactor& a, const float* b, int64_t b_step, int64_t depth, float* c, int64_t c_step) {
   Floats sums[ROWS][N];
   UNROLL for (int r = 0; r < ROWS; ++r)
     UNROLL for (int n = 0; n < N; ++n) sums[r][n] = ACCUMULATE ? load<Floats>(c + r * c_step + n * LANES) : Floats{};
-  for (int64_t k = 0; k < depth; ++k) {
+  for (int64_t k = add_lanes(a, b, b_step, depth, sums); k < depth; ++k) {
     Floats right[N];
     UNROLL for (int n = 0; n < N; ++n) right[n] = load<Floats>(b + k * b_step + n * LANES);
     UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -82,21 +129,22 @@ inline void tile(const LeftFactor& a, const float* b, int64_t b_step, int64_t de
     }
   }
   UNROLL for (int r = 0; r < ROWS; ++r)
-    UNROLL for (int n = 0; n < N; ++n) std::memcpy(c + r * c_step + n * LANES, &sums[r][n], sizeof(Floats));
+    UNROLL for (int n = 0; n < N; ++n) store(c + r * c_step + n * LANES, sums[r][n]);
 }
 
 // c (rows, columns) = a (rows, depth) b (depth, columns), or c += a b; rows and columns are rounded up to
 // whole tiles.
 template <bool ACCUMULATE = false>
 void multiply(const LeftFactor& a, Scratch& b, int64_t rows, int64_t depth, int64_t columns, Scratch& c) {
-  for (int64_t n = 0; n < columns; n += 2 * LANES)  // a strip of b stays in the cache for all rows
-    for (int64_t m = 0; m < rows; m += ROWS) {
-      const LeftFactor from{a.data + m * a.down, a.down, a.along};
-      if (n + LANES < columns)
-        tile<2, ACCUMULATE>(from, b.row(0) + n, b.step, depth, c.row(m) + n, c.step);
-      else
-        tile<1, ACCUMULATE>(from, b.row(0) + n, b.step, depth, c.row(m) + n, c.step);
-    }
+  const auto multiply_strip = [&]<int N>(int64_t column) {  // a strip of b stays in the cache for all rows
+    for (int64_t m = 0; m < rows; m += ROWS)
+      tile<N, ACCUMULATE>({a.data + m * a.down, a.down, a.along}, b.row(0) + column, b.step, depth, c.row(m) + column,
+                          c.step);
+  };
+  const int64_t end = round_up(columns, LANES);
+  int64_t column = 0;
+  for (; column + STRIP * LANES <= end; column += STRIP * LANES) multiply_strip.template operator()<STRIP>(column);
+  for (; column < end; column += LANES) multiply_strip.template operator()<1>(column);
 }
 
 LeftFactor plain(Scratch& a) { return {a.row(0), a.step, 1}; }
