@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 from datetime import date
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
 from monoblock.cli._bench.ceilings import best_product_seconds
-from monoblock.cli._bench.training import OURS, build_models, time_models, time_step
+from monoblock.cli._bench.training import OURS, PLAIN, PlainGpt, build_models, time_models, time_step
 from monoblock.kernels.cpu.processor import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "train-cpu.md"
@@ -58,11 +59,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     models, _ = build_models(config)
     if args.compile:
         models[f"{OURS}, compiled"] = torch.compile(mb.Transformer(config))
+        models[f"{PLAIN}, compiled"] = torch.compile(PlainGpt(config))
     seconds = time_models(models, ids, rounds)
     shares, product_seconds = profile_shares(models[OURS], ids, min(rounds, 5))
     weights = sum(w.numel() for name, w in models[OURS].named_parameters() if w.dim() == 2 and "position" not in name)
     return {
         "model": "a toy" if args.smoke else args.preset,
+        "note": args.note,
+        "compile": args.compile,
         "batch": batch,
         "length": length,
         "rounds": rounds,
@@ -89,11 +93,14 @@ def _speedups(theirs: list[float], ours: list[float]) -> dict[str, float]:
 
 def format_section(report: dict[str, Any]) -> str:
     """Return the report as a section of Markdown."""
+    options = " --compile" if report["compile"] else ""
+    options += f" --note {shlex.quote(report['note'])}" if report["note"] else ""
+    title = f"{report['model']}, batch {report['batch']} × {report['length']}"
     lines = [
-        f"{report['model']}, batch {report['batch']} × {report['length']}",
+        f"{title}, {report['note']}" if report["note"] else title,
         "",
         f"`python benchmarks/train_step.py --preset {report['model']} --batch {report['batch']} "
-        f"--length {report['length']} --rounds {report['rounds']} --write`, "
+        f"--length {report['length']} --rounds {report['rounds']}{options} --write`, "
         f"{date.today()}: {processor_name()}, {report['threads']} threads, "
         f"torch {report['torch']}, commit {commit()}; forward, loss and backward in fp32, {report['rounds']} rounds.",
         "",
@@ -119,10 +126,11 @@ def format_section(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="gpt2")
-    parser.add_argument("--compile", action="store_true", help="also measure our model with torch.compile")
+    parser.add_argument("--compile", action="store_true", help="also measure ours and nanoGPT's with torch.compile")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--note", default="", help="words after the title of the table, which keep other tables")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")
