@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from _report import commit, write_section
 
 from monoblock.cli._bench.translation import (
     BEAMS,
@@ -27,6 +29,7 @@ from monoblock.cli._bench.translation import (
     random_sources,
     time_translators,
 )
+from monoblock.kernels.cpu.processor import processor_name
 
 RESULTS = Path(__file__).with_name("results") / "translate-cpu.md"
 
@@ -49,8 +52,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def format_table(result: dict[str, Any]) -> str:
     ours, count = result["seconds"]["monoblock"], result["count"]
     lines = [
-        f"{count:,} sources, beam {BEAMS}, {NEW} tokens each, {result['parameters']:,} parameters, "
-        f"{result['threads']} threads, torch {torch.__version__}",
+        processor_name(),
+        "",
+        f"`python benchmarks/translate_cpu.py --count {count} --threads {result['threads']} --write`, {date.today()}, "
+        f"commit {commit()}: {count:,} sources, beam {BEAMS}, {NEW} tokens each, {result['parameters']:,} parameters, "
+        f"{result['threads']} threads, torch {torch.__version__}.",
         "",
         "| runner | seconds | sentences per second | speedup of monoblock | same targets |",
         "|---|---|---|---|---|",
@@ -84,7 +90,7 @@ def main() -> None:
     result = measure(args)
     print(json.dumps(result) if args.json else format_table(result))
     if args.write:
-        RESULTS.write_text(format_table(result), encoding="utf-8")
+        write_section(RESULTS, "Translation on the CPU", format_table(result))
 
 
 if __name__ == "__main__":
