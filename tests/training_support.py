@@ -69,6 +69,7 @@ RECIPE_VARIATIONS = {
     },
     "batch norm, recomputed": {"model": {"norm": "batch"}, "train": {"activation_checkpointing": True}},
     "Muon": {"train": {"optimizer": "muon"}},
+    "SGD": {"train": {"optimizer": "sgd", "lr": 0.5}},
     "pairs by length with cut words": SEQ2SEQ_RECIPE,
     "masked tokens": MASKED_LM_RECIPE,
 }

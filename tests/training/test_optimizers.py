@@ -74,7 +74,7 @@ def test_matrices_decay_and_tables_norms_and_biases_do_not(kind):
     assert not any(name.endswith("bias") or "norm" in name for name in decayed)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_embedding_tables_have_their_own_weight_decay(kind):
     model = small_model()
     names = {weight: name for name, weight in model.named_parameters()}
@@ -352,3 +352,13 @@ def test_a_restored_average_continues_bit_for_bit():
     first.update(model)
     second.update(model)
     assert_same_weights(first.tensors, second.tensors)
+
+
+def test_sgd_follows_the_gradient_and_decays_matrices():
+    model = nn.Linear(3, 2)
+    model.weight.grad, model.bias.grad = torch.randn(2, 3), torch.randn(2)
+    expected = model.weight - 0.5 * (model.weight.grad + 0.1 * model.weight), model.bias - 0.5 * model.bias.grad
+    optimizers = optimizer.build_optimizers(model, "sgd", weight_decay=0.1)
+    optimizers.set_lr(0.5)
+    optimizers.step()
+    assert_close((model.weight, model.bias), expected)

@@ -14,11 +14,11 @@ STEPS = 24
 SPIKES, NANS = {9, 15}, {4, 16}
 
 
-def build(can_wait: bool) -> tuple[torch.nn.Module, Updater]:
+def build(can_wait: bool, kind: str = "adamw") -> tuple[torch.nn.Module, Updater]:
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 5)
     guard = UpdateGuard(min_good_updates=5, patience=10)
-    optimizers = build_optimizers(model, "adamw")
+    optimizers = build_optimizers(model, kind)
     return model, Updater(model, optimizers, guard, torch.amp.GradScaler("cpu", enabled=False), can_wait=can_wait)
 
 
@@ -37,8 +37,9 @@ def run_steps(model: torch.nn.Module, updater: Updater) -> list[tuple[int, float
     return [(f.update.step, f.loss, f.grad_norm, f.reason is not None) for f in finished]
 
 
-def test_deferred_updates_equal_immediate_ones() -> None:
-    (model, updater), (expected_model, expected_updater) = build(True), build(False)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_deferred_updates_equal_immediate_ones(kind: str) -> None:
+    (model, updater), (expected_model, expected_updater) = build(True, kind), build(False, kind)
     assert updater.device_guard is not None
     assert expected_updater.device_guard is None
     steps, expected = run_steps(model, updater), run_steps(expected_model, expected_updater)
@@ -49,7 +50,8 @@ def test_deferred_updates_equal_immediate_ones() -> None:
         assert torch.equal(weight, expected_weight)
     states = [updater.optimizers.optimizers[0].state, expected_updater.optimizers.optimizers[0].state]
     for state, expected_state in zip(*(s.values() for s in states), strict=True):
-        assert all(torch.equal(state[name], expected_state[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+        assert state.keys() == expected_state.keys()
+        assert all(torch.equal(state[name], expected_state[name]) for name in state if state[name] is not None)
     assert updater.guard.state_dict() == expected_updater.guard.state_dict()
 
 
@@ -81,10 +83,10 @@ def test_the_device_counts_from_the_guard_again_after_a_rollback() -> None:
     assert next(iter(updater.finish())).reason is not None
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", ["muon", "adamw", "sgd"])
 def test_only_optimizers_that_can_leave_out_an_update_are_deferred(kind: str) -> None:
     model = torch.nn.Sequential()
     model.add_module("x", torch.nn.ModuleDict({"feedforward": torch.nn.Linear(4, 4)}))
     optimizers = build_optimizers(model, kind)
     updater = Updater(model, optimizers, UpdateGuard(), torch.amp.GradScaler("cpu", enabled=False), can_wait=True)
-    assert (updater.device_guard is not None) == (kind == "adamw")
+    assert (updater.device_guard is not None) == (kind != "muon")

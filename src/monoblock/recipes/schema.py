@@ -129,7 +129,8 @@ class TrainSection:
     schedule: Literal["noam", "constant", "linear", "cosine", "wsd"] = "cosine"  # how the learning rate falls
     warmup: float = 100  # number of warm-up steps; below 1, a fraction of all steps
     min_lr_ratio: float = 0.1  # the final learning rate as a fraction of lr
-    optimizer: Literal["adam", "adamw", "muon"] = "adamw"  # "muon": Muon for matrices in blocks, AdamW for the rest
+    # "muon": Muon for matrices in blocks, AdamW for the rest; "sgd": without momentum
+    optimizer: Literal["adam", "adamw", "muon", "sgd"] = "adamw"
     beta1: float = 0.9  # of Adam: decay of the mean gradient
     beta2: float = 0.95  # of Adam: decay of the mean squared gradient
     eps: float = 1e-8  # of Adam: added to the denominator

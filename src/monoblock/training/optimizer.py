@@ -1,4 +1,4 @@
-"""Adam, AdamW and Muon with parameter groups: weight decay for matrices only, optional layer-wise learning rates."""
+"""Adam, AdamW, Muon and SGD with parameter groups: weight decay for matrices only, learning rates by layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monoblock.errors import ConfigError, did_you_mean
 from monoblock.parallel.gather import mesh_of
 from monoblock.training.muon import Muon
 
-OPTIMIZERS = ("adam", "adamw", "muon")
+OPTIMIZERS = ("adam", "adamw", "muon", "sgd")
 
 
 def is_embedding_table(name: str, weight: Tensor) -> bool:
@@ -103,10 +103,10 @@ def build_optimizers(
 ) -> Optimizers:
     """Build the optimizers of a model; call `set_lr` before each step to set the learning rate.
 
-    `table_decay` is the weight decay of embedding tables. With Muon, `adam_factor` scales the learning rate of the
-    weights that AdamW updates. The learning rate of a weight is multiplied by layer_decay^n, where n is the
-    number of layers that `count_layers_above` returns for it (Howard and Ruder 2018); `other_names` are the names of
-    weights in layers that other processes have.
+    SGD has no momentum. `table_decay` is the weight decay of embedding tables. With Muon, `adam_factor` scales the
+    learning rate of the weights that AdamW updates. The learning rate of a weight is multiplied by layer_decay^n, where
+    n is the number of layers that `count_layers_above` returns for it (Howard and Ruder 2018); `other_names` are the
+    names of weights in layers that other processes have.
     """
     if kind not in OPTIMIZERS:
         raise ConfigError(f"optimizer={kind!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(kind, OPTIMIZERS)}")
@@ -121,9 +121,12 @@ def build_optimizers(
         optimizers.append(Muon(_group_by_lr(matrices, weight_decay, lr_scales), momentum=momentum))
     if rest:
         groups = _parameter_groups(rest, weight_decay, table_decay, adam_factor if kind == "muon" else 1.0, lr_scales)
-        options: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "fused": True}
-        adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-        optimizers.append(adam(groups, **options))
+        options: dict[str, Any] = {"lr": 0.0, "fused": True}
+        if kind == "sgd":
+            optimizers.append(torch.optim.SGD(groups, **options))
+        else:
+            adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+            optimizers.append(adam(groups, betas=betas, eps=eps, **options))
     return Optimizers(optimizers)
 
 

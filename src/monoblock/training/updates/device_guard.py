@@ -13,8 +13,8 @@ from monoblock.training.updates.update_guard import UpdateGuard
 
 
 def can_defer(optimizers: Optimizers) -> bool:
-    """Return whether every optimizer can leave out an update on the device, as torch's fused Adam and AdamW can."""
-    kinds = (torch.optim.Adam, torch.optim.AdamW)
+    """Return whether every optimizer can leave out an update on the device, as torch's fused ones can."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
     return all(type(optimizer) in kinds and optimizer.defaults.get("fused") for optimizer in optimizers.optimizers)
 
 
