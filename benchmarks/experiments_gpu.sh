@@ -5,10 +5,11 @@
 #
 # Each further argument is a call of `monoblock compare`, which is stopped after SECONDS; its results are lines of JSON
 # in OUT/EXPERIMENT/results.jsonl, and lines that are there already are not measured again. CUDA MPS lets processes
-# share the GPU; without it, or without a GPU, the calls run all the same. Do not measure time this way: experiments
-# that do (sparse, speculative, attention-memory, kv-cache) must be alone on the machine.
+# share the GPU; without it, or without a GPU, the calls run all the same. At most SLOTS calls (a variable, 12) run at
+# once. Do not measure time this way: experiments that do (sparse, speculative, attention-memory, kv-cache) must be
+# alone on the machine.
 set -euo pipefail
-[ $# -ge 3 ] || { sed -n '2,9p' "$0"; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,10p' "$0"; exit 2; }
 out=$1 seconds=$2
 shift 2
 mkdir -p "$out"
@@ -23,6 +24,7 @@ number=0
 for call in "$@"; do
   read -ra words <<< "$call"
   number=$((number + 1))
+  while [ "$(jobs -rp | wc -l)" -ge "${SLOTS:-12}" ]; do wait -n || true; done
   timeout "$seconds" "${PYTHON:-python}" -m monoblock compare "${words[@]}" --out "$out/${words[0]}" \
     > "$out/${words[0]}-$number.log" 2>&1 || echo "stopped or failed: $call (see $out/${words[0]}-$number.log)" &
 done

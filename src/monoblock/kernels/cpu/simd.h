@@ -17,6 +17,7 @@
 #include <cstring>
 
 #define UNROLL _Pragma("GCC unroll 16")
+#define INLINED [[gnu::always_inline]] inline  // where a call would put sums in registers into memory
 
 namespace {
 

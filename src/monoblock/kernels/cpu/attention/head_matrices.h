@@ -74,8 +74,7 @@ constexpr int STRIP = 3;  // vectors of c in a tile, as many as registers hold
 // Add the products of the steps in which the numbers of a lie side by side, four of a row or one of each row, and are
 // multiplied from the lanes of a vector; return the number of these steps.
 template <int N>
-[[gnu::always_inline]] inline int64_t add_lanes(const LeftFactor& a, const float* b, int64_t b_step, int64_t depth,
-                                                Floats (&sums)[ROWS][N]) {
+INLINED int64_t add_lanes(const LeftFactor& a, const float* b, int64_t b_step, int64_t depth, Floats (&sums)[ROWS][N]) {
   static_assert(LANES == 4 && ROWS == 4);
   int64_t k = 0;
   for (; a.along == 1 && k + LANES <= depth; k += LANES) {

@@ -51,7 +51,7 @@ struct Tile {
     w[1] = vreinterpretq_s8_u8(Format::offset ? vshrq_n_u8(bytes, 4) : vld1q_u8(from + 16));
   }
 
-  void add_chunk(int64_t c, Sums& high, Sums& low) const {
+  INLINED void add_chunk(int64_t c, Sums& high, Sums& low) const {
     UNROLL for (int r = 0; r < R; ++r) {
       int8x16_t w[2];
       load_chunk(weight[r] + c * CHUNK_BYTES, w);
@@ -65,7 +65,7 @@ struct Tile {
   }
 
   // A group of one chunk: the high bytes first, and the low bytes on top of 256 times their sum.
-  void sum_chunk(int64_t c, Sums& sums) const {
+  INLINED void sum_chunk(int64_t c, Sums& sums) const {
     int8x16_t w[R][2];
     UNROLL for (int r = 0; r < R; ++r) load_chunk(weight[r] + c * CHUNK_BYTES, w[r]);
     UNROLL for (int r = 0; r < R; ++r)
@@ -81,7 +81,7 @@ struct Tile {
       }
   }
 
-  void sum_group(int64_t g, Sums& sums) const {
+  INLINED void sum_group(int64_t g, Sums& sums) const {
     if constexpr (CHUNKS == 1) return sum_chunk(g, sums);
     Sums high = {}, low = {};
     if constexpr (CHUNKS) {
@@ -94,7 +94,7 @@ struct Tile {
   }
 
   // The sums of two groups, each in two lanes.
-  void sum_two_groups(int64_t g, Sums& sums) const {
+  INLINED void sum_two_groups(int64_t g, Sums& sums) const {
     Sums first, second;
     sum_group(g, first), sum_group(g + 1, second);
     UNROLL for (int r = 0; r < R; ++r)
@@ -107,8 +107,9 @@ struct Tile {
   }
 };
 
+// Not inlined, so that no other loop takes its registers.
 template <int R, int B, bool WIDE, int CHUNKS, class Format>
-inline void multiply_groups(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, float* y,
+[[gnu::noinline]] void multiply_groups(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, float* y,
                             int64_t rows) {
   using ThisTile = Tile<R, B, WIDE, CHUNKS, Format>;
   ThisTile tile;
@@ -155,9 +156,11 @@ inline void multiply_tile(const Format& format, const MatvecInput& in, const Wei
                           int64_t rows) {
   constexpr int usual = Format::offset ? 1 : 2;  // chunks in a group
   const auto multiply = [&]<bool WIDE>() {
-    in.group == usual * CHUNK
-        ? multiply_groups<R, B, WIDE, usual>(format, in, band, first, y, rows)
-        : multiply_groups<R, B, WIDE, 0>(format, in, band, first, y, rows);
+    constexpr int some = std::min(R, Format::offset || (WIDE && B > 1) ? 2 : 4);  // rows that registers have room for
+    for (int r = 0; r < R; r += some)
+      in.group == usual * CHUNK
+          ? multiply_groups<some, B, WIDE, usual>(format, in, band.from(r), first, y, rows)
+          : multiply_groups<some, B, WIDE, 0>(format, in, band.from(r), first, y, rows);
   };
   in.is_wide ? multiply.template operator()<true>() : multiply.template operator()<false>();
 }
