@@ -80,7 +80,7 @@ def main() -> None:
         "rounds": 3,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", action="append")
+    parser.add_argument("--only", action="append", choices=list(TRANSLATORS))
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"write the table to results/{RESULTS.name}")

@@ -109,8 +109,8 @@ struct Tile {
 
 // Not inlined, so that no other loop takes its registers.
 template <int R, int B, bool WIDE, int CHUNKS, class Format>
-[[gnu::noinline]] void multiply_groups(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, float* y,
-                            int64_t rows) {
+[[gnu::noinline]] void multiply_groups(const Format& format, const MatvecInput& in, const WeightRows& band,
+                                       int64_t first, float* y, int64_t rows) {
   using ThisTile = Tile<R, B, WIDE, CHUNKS, Format>;
   ThisTile tile;
   tile.any_chunks = in.group / CHUNK;
@@ -156,11 +156,12 @@ inline void multiply_tile(const Format& format, const MatvecInput& in, const Wei
                           int64_t rows) {
   constexpr int usual = Format::offset ? 1 : 2;  // chunks in a group
   const auto multiply = [&]<bool WIDE>() {
-    constexpr int some = std::min(R, Format::offset || (WIDE && B > 1) ? 2 : 4);  // rows that registers have room for
-    for (int r = 0; r < R; r += some)
+    constexpr int most = Format::offset || (WIDE && B > 1) ? 2 : 4;  // rows of the weight that registers have room for
+    constexpr int step = std::min(R, most);
+    for (int r = 0; r < R; r += step)
       in.group == usual * CHUNK
-          ? multiply_groups<some, B, WIDE, usual>(format, in, band.from(r), first, y, rows)
-          : multiply_groups<some, B, WIDE, 0>(format, in, band.from(r), first, y, rows);
+          ? multiply_groups<step, B, WIDE, usual>(format, in, band.from(r), first, y, rows)
+          : multiply_groups<step, B, WIDE, 0>(format, in, band.from(r), first, y, rows);
   };
   in.is_wide ? multiply.template operator()<true>() : multiply.template operator()<false>();
 }
