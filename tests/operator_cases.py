@@ -253,6 +253,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "NativeStack.step": (lambda **arguments: step_or_refuse(native_stack(), arguments), step),
     "NativeStack.step int4": (lambda **arguments: step_or_refuse(native_stack(bits=4), arguments), step),
     "NativeStack.supports_batches": (lambda **arguments: native_stack().supports_batches(**arguments), dict),
+    "NativeStack.supports_prompts": (lambda **arguments: native_stack().supports_prompts(**arguments), dict),
     "SearchModel": (built("SearchModel"), search_model),
     "SearchModel.cache_memory": (
         lambda size: native_search_model().cache_memory(size),

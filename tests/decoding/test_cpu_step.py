@@ -52,7 +52,7 @@ class CachedRun:
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         self.source_mask = torch.arange(17) < torch.tensor([17, 11, 13])[:rows, None]
         memory = model.encode(random_source(rows), self.source_mask) if self.has_encoder else None
-        self.run(random_tokens(rows, mask.shape[1]), mask, memory)
+        self.first_logits = self.run(random_tokens(rows, mask.shape[1]), None if mask.all() else mask, memory)
         self.cache.advance(mask.sum(-1))
 
     def run(self, ids, mask=None, memory=None, **options):
@@ -127,6 +127,36 @@ def test_a_step_with_activations_of_8_bits_gives_the_logits_of_the_plain_path_in
     assert float(errors.median()) < 1e-4
     assert float(errors.max()) < 0.1
     assert taken == [True] * 7
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 9), (2, 19)])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", tiny_names(has_decoder))
+@torch.no_grad()
+def test_prompts_of_a_quantized_model_give_the_logits_and_cache_of_the_plain_path(name, bits, rows, size, taken):
+    """From an empty cache on, and with two steps behind it."""
+    model = build_tiny(name, bits)
+    runs = plain, fused = [
+        CachedRun(each, rows, torch.full((rows,), size)) for each in (model, build_inference_copy(model))
+    ]
+    assert_near_in_norm(fused.first_logits, plain.first_logits)
+    for seed in range(2):
+        assert_near_in_norm(fused.step(seed), plain.step(seed))
+    assert_same_cache(*(run.cache for run in runs), assert_near_in_norm)
+    takes_prompts = not (fused.has_encoder or has_experts(model) or library.has_matrix_tiles())
+    assert taken == ([] if has_experts(model) else [True] * (3 if takes_prompts else 2))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_prompts_with_activations_of_8_bits_give_the_logits_of_the_plain_path_in_fp64(bits):
+    model = mb.quantize(tiny_model("gpt2"), bits=bits, activation_bits=8)
+    ids = random_tokens(1, 20)
+    actual = build_inference_copy(model)(ids, cache=model.make_cache(1, CAPACITY))[0].double()
+    expected = model.double()(ids)[0]
+    errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(errors.median()) < 1e-4
+    assert float(errors.max()) < 0.1
 
 
 @pytest.mark.parametrize("window", [None, 3])

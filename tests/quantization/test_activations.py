@@ -1,5 +1,6 @@
 """Activations of 8 bits: how they are rounded, in torch and by the kernels, and the models that use them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,15 @@ def test_activations_are_rounded_with_a_step_for_each_group(inputs, group):
     assert_near(round_activations(x, group), expected)
     assert torch.equal(round_activations(x.float(), group)[1], torch.zeros(inputs))
     assert round_activations(x.bfloat16(), group).dtype == torch.bfloat16
+
+
+def test_the_scale_of_a_group_is_rounded_once():
+    """In fp32, as numpy divides: torch computes a number / x as a number * (1 / x), which moves a few values."""
+    x = draw(300_000, 32)
+    groups = x.numpy()
+    largest = np.abs(groups).max(-1, keepdims=True)
+    expected = np.rint(groups * (np.float32(127) / largest)) * (largest / np.float32(127))
+    assert_bit_equal(round_activations(x, 32), torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -178,7 +178,7 @@ def quantized_product(x, matrix, inputs, group, activation_bits):
     wide = F.pad(x, (0, -inputs % group)).unflatten(1, (-1, group))
     limit = 32639 if activation_bits == 16 else 127  # the largest of two signed bytes, or of one
     largest = wide.abs().amax(-1, keepdim=True)
-    factor = torch.where(largest > 1e-30, limit / largest, 0.0)
+    factor = torch.where(largest > 1e-30, torch.full_like(largest, limit) / largest, 0.0)  # limit / x is limit (1 / x)
     integers = (wide.double() * factor.double()).round()  # the product is exact
     unscaled = matrix._replace(scale=torch.ones_like(matrix.scale), least=None)
     if matrix.least is not None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from monoblock.nn.module_tree import list_modules
+
 _lock = threading.Lock()
 _active: dict[
     int, tuple[int, list[nn.Module]]
@@ -23,7 +25,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     with _lock:
         count, training = _active.get(id(model), (0, []))
         if count == 0:
-            training = [module for module in model.modules() if module.training]
+            training = [module for module in list_modules(model) if module.training]
             _set_training(training, False)
         _active[id(model)] = count + 1, training
     try:

@@ -31,7 +31,8 @@ class _RoundActivations(torch.autograd.Function):
         wide = x if x.dtype == torch.float64 else x.float()
         groups = F.pad(wide, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
         largest = groups.abs().amax(-1, keepdim=True)
-        integers = (groups * torch.where(largest > SMALLEST, LIMIT / largest, 0.0)).round()
+        scale = torch.full_like(largest, LIMIT) / largest  # torch computes LIMIT / largest as LIMIT (1 / largest)
+        integers = (groups * torch.where(largest > SMALLEST, scale, 0.0)).round()
         rounded = integers * (largest / LIMIT)
         return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 

@@ -42,6 +42,7 @@ from monoblock.nn.token_positions import TokenPositions
 from monoblock.quantization.cpu_linear import KernelLinear
 
 MAX_TOKENS = 8  # maximum number of tokens in one call, of all rows together
+MAX_PROMPT_TOKENS = 128  # the same for quantized weights, whose products with many rows the operator computes as well
 # The weight matrices that the operator uses.  Cross-attention has no key and value here: those are in the cache.
 OPERATOR_MATRICES = {
     "attention": ("query", "key", "value", "output"),
@@ -150,6 +151,7 @@ class FusedStack:
             blocks=[self._block_fields(block) for block in stack.blocks],
             norm=_norm_fields("norm", stack.norm),
         )
+        self.max_tokens = MAX_PROMPT_TOKENS if self.native_stack.supports_prompts() else MAX_TOKENS
 
     def _block_fields(self, block: Block) -> dict[str, Any]:
         """Return the options and weights of a block by the names that the C++ operator expects."""
@@ -195,9 +197,11 @@ class FusedStack:
     def supports_pass(self, x: Tensor, token_positions: TokenPositions, cache: Cache) -> bool:
         """Return whether the C++ operator supports a pass of x (B, T, D).
 
-        It supports at most MAX_TOKENS tokens in fp32, without gradients, with a cache that is not empty and has room.
+        It supports at most `max_tokens` tokens in fp32, without gradients, with a cache that has room for them.  More
+        than MAX_TOKENS may not have padding; fewer need a cache that is not empty.
         """
-        is_small = x.shape[0] * x.shape[1] <= MAX_TOKENS and x.dtype == torch.float32 and x.device.type == "cpu"
+        count = x.shape[0] * x.shape[1]
+        is_small = count <= self.max_tokens and x.dtype == torch.float32 and x.device.type == "cpu"
         if not is_small or self.stack.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         if cache.is_static or cache.max_length + x.shape[1] > cache.capacity:
@@ -206,7 +210,10 @@ class FusedStack:
         for positions in tokens:
             if positions.document is not None or positions.prefix_or_global is not None:
                 return False
-        layers: list[Any] = [*cache.layers, *(cache.cross_layers if self.has_cross else ())]
+        is_prompt = count > MAX_TOKENS
+        if is_prompt and token_positions.valid is not None:
+            return False
+        layers: list[Any] = [*(() if is_prompt else cache.layers), *(cache.cross_layers if self.has_cross else ())]
         return all(layer.keys is not None for layer in layers)
 
     def __call__(
@@ -216,6 +223,8 @@ class FusedStack:
         indices, valid = cache.index_by_capacity.values(), token_positions.valid
         if valid is not None and not torch.equal(valid, valid[:, :1].expand_as(valid)):
             return None  # the operator supports rows that are not active, but no padding within a row
+        for layer, block in zip(cache.layers, self.stack.config.layers(), strict=True):
+            layer.allocate(x, block.attention, block.width)
         sources = [layer for layer in cache.cross_layers if layer is not None]
         source_mask = None if memory_positions is None else memory_positions.valid
         rotary_cos, rotary_sin, biases = self.position_tables.get(cache.capacity)

@@ -12,6 +12,7 @@ from monoblock.nn.feedforward import ACTIVATIONS, FeedForward
 from monoblock.nn.heads import Head
 from monoblock.nn.lora import LoraLinear
 from monoblock.nn.module_hooks import is_customized, is_patched
+from monoblock.nn.module_tree import list_modules
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
@@ -30,17 +31,22 @@ def reason_to_run_as_is(model: nn.Module) -> str | None:
 
     Reasons are a module of another class, hooks, a patched class, or a replaced method, mask, configuration or tensor.
     """
-    kinds: set[type[nn.Module]] = set()
-    for name, module in model.named_modules():
-        kinds.add(type(module))
-        if type(module) not in OWN_MODULES:
-            return f"{name or 'the model'} is a {type(module).__name__}"
-        if is_customized(module):
-            return f"{name or 'the model'} has hooks or a forward of its own"
-        if (attribute := _replaced_attribute(module)) is not None:
-            return f"{name or 'the model'} has its own {attribute}"
-    patched = next((kind for kind in kinds if is_patched(kind)), None)
+    modules = list_modules(model)
+    for module in modules:
+        if (reason := _reason_of_module(module)) is not None:
+            name = next(name for name, one in model.named_modules() if one is module)
+            return f"{name or 'the model'} {reason}"
+    patched = next((kind for kind in {type(module) for module in modules} if is_patched(kind)), None)
     return None if patched is None else f"a method of {patched.__name__} was replaced"
+
+
+def _reason_of_module(module: nn.Module) -> str | None:
+    if type(module) not in OWN_MODULES:
+        return f"is a {type(module).__name__}"
+    if is_customized(module):
+        return "has hooks or a forward of its own"
+    attribute = _replaced_attribute(module)
+    return None if attribute is None else f"has its own {attribute}"
 
 
 def _replaced_attribute(module: nn.Module) -> str | None:

@@ -50,6 +50,7 @@ from monoblock.nn.block import Block
 from monoblock.nn.experts import Experts
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
+from monoblock.nn.module_tree import list_modules
 from monoblock.nn.norm import Norm
 from monoblock.nn.stack import Stack
 from monoblock.nn.transformer import Transformer
@@ -108,7 +109,7 @@ def signature(model: Transformer) -> tuple[object, ...]:
 
     The inference copy is built again when the signature of its model has changed.
     """
-    modules = list(model.modules())
+    modules = list_modules(model)
     layouts = (
         (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         for module in modules
@@ -157,7 +158,7 @@ def build_inference_copy(model: Transformer, *, fuse: bool | None = None) -> Tra
 def refresh(copied: Transformer) -> None:
     """Update the weights that an inference copy does not share with its model: joined projections, a padded table."""
     with torch.inference_mode(False), torch.no_grad():
-        for module in copied.modules():
+        for module in list_modules(copied):
             if isinstance(module, (InferenceAttention, InferenceFeedForward)) and module.fused is not None:
                 module.fused.refresh()
             elif isinstance(module, InferenceHead) and module.padded is not None:

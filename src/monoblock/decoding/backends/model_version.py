@@ -12,12 +12,14 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from monoblock.nn.module_tree import list_modules
+
 
 class ModelVersion:
     """A record of the modules, tensors and hooks that a model has at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        modules = list_modules(model)
         tensors = [*model.parameters(), *model.buffers()]
         self._containers = [d for m in modules for d in (m._modules, m._parameters, m._buffers) if d]
         self._attributes = [m.__dict__ for m in modules]  # `module.forward = …` adds one

@@ -45,6 +45,7 @@ TORCH_LIBRARY_FRAGMENT(monoblock, library) {
   library.class_<NativeStack>("NativeStack")
       .def(torch::init<int64_t, std::vector<FieldDict>, FieldDict>(), "", {arg("width"), arg("blocks"), arg("norm")})
       .def("supports_batches", &NativeStack::supports_batches)
+      .def("supports_prompts", &NativeStack::supports_prompts)
       .def("step", &step_stack, "",
            {arg("x"), arg("positions"), arg("lengths"), arg("active"), arg("written"), arg("keys"), arg("values"),
             arg("source_keys"), arg("source_values"), arg("source_mask"), arg("cache_positions"), arg("cache_index"),

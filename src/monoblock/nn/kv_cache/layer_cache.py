@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from monoblock.config.model import AttentionConfig
 from monoblock.errors import InputError
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 
@@ -43,7 +44,7 @@ class LayerCache(KeyValueStore):
     def update(self, keys: Tensor, values: Tensor, write: CacheWrite) -> KeyValues:
         """Write new keys and values (B, G, T, size); return all keys and values that queries may see."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = (self._allocate(new) for new in (keys, values))
+            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
         if keys.dtype != self.keys.dtype:
             raise InputError(
                 f"the cache holds keys of {self.keys.dtype}, but the model now computes {keys.dtype}; "
@@ -60,9 +61,17 @@ class LayerCache(KeyValueStore):
             stored.scatter_(2, write.columns[:, None, :, None].expand(new.shape), new)
         return visible
 
-    def _allocate(self, new: Tensor) -> Tensor:
-        B, G, _, K = new.shape
-        return new.new_zeros(B, G, self.capacity + 1, K)
+    def allocate(self, x: Tensor, config: AttentionConfig, width: int) -> None:
+        """Make room for the keys and values of rows like those of x (B, T, D), if there is none yet."""
+        if self.keys is None:
+            sizes = (config.key_size(width), config.value_size(width))
+            self.keys, self.values = (self._zeros(x, config.num_kv_heads, size) for size in sizes)
+
+    def _zeros_like(self, new: Tensor) -> Tensor:
+        return self._zeros(new, new.shape[1], new.shape[3])
+
+    def _zeros(self, like: Tensor, groups: int, size: int) -> Tensor:
+        return like.new_zeros(like.shape[0], groups, self.capacity + 1, size)
 
 
 class CrossAttentionCache(KeyValueStore):

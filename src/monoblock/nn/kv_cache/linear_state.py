@@ -34,8 +34,8 @@ class LinearLayerCache(LayerCache):
         """Write new tokens (B, G, T, size), of which padding has the features 0; return the sums of those before."""
         assert write.linear is not None
         if self.keys is None or self.values is None or self.state is None:
-            self.keys, self.values = self._allocate(keys), self._allocate(values)
-            self.plain_keys = None if plain_keys is keys else self._allocate(plain_keys)
+            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
+            self.plain_keys = None if plain_keys is keys else self._zeros_like(plain_keys)
             rows, size = keys.shape[:2], keys.shape[-1]
             self.state = LinearState(keys.new_zeros(*rows, size, values.shape[-1]), keys.new_zeros(*rows, size))
         elif self.keys.dtype != keys.dtype:

@@ -15,10 +15,15 @@
 
 namespace {
 
-// Whether many rows are multiplied with quantized weights in groups of this size without dequantizing them.
-inline bool can_multiply_many_rows(int64_t group) {
-  return can_use_tiles() || (HAS_INTEGER_DOT && group <= MAX_PRODUCTS);
+// Whether many rows are multiplied with quantized weights in groups of this size in panels: tiles are faster.
+inline bool can_multiply_in_panels(int64_t group) {
+  return !can_use_tiles() && HAS_INTEGER_DOT && group <= MAX_PRODUCTS;
 }
+
+// Whether they are multiplied without dequantizing the weights.
+inline bool can_multiply_many_rows(int64_t group) { return can_use_tiles() || can_multiply_in_panels(group); }
+
+constexpr int64_t MANY_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles or panels
 
 namespace integer_panels {
 
@@ -88,22 +93,6 @@ struct QuantizedRows {
     }
     const int64_t at = panel.first * groups + g * panel.count + v;
     *steps.at(at) = rounding.step, *sums.at(at) = total;
-  }
-
-  // Rows of x (batch, inputs), in panels that are full but the last.
-  void quantize_rows(const std::vector<PanelVectors>& panels, const float* x, int64_t batch, int64_t features) {
-    const int64_t vectors = (batch + LANES - 1) / LANES;
-    at::parallel_for(0, vectors * groups, 8, [&](int64_t begin, int64_t end) {
-      std::vector<float> turned(group * LANES, 0.0f);
-      for (int64_t n = begin; n < end; ++n) {
-        const int64_t row = n / groups * LANES, column = n % groups * group, live = std::min(group, features - column);
-        const int64_t rows = std::min<int64_t>(LANES, batch - row);
-        if (rows < LANES) std::fill(turned.begin(), turned.end(), 0.0f);
-        panels::transpose(x + row * features + column, rows, live, features, turned.data(), LANES);
-        const int64_t vector = n / groups;
-        quantize_group(panels[vector / MAX_VECTORS], int(vector % MAX_VECTORS), n % groups, turned.data(), LANES, live);
-      }
-    });
   }
 };
 
@@ -209,6 +198,7 @@ class BlockProducts {
                                            Floats* to) const {
     constexpr bool is_shifted = Elements::IS_UNSIGNED && Format::byte_zero != 0;
     const int64_t at = vector * x.groups + g * V;
+    Fetch next = fetch;  // a copy stays in registers
     Ints start[V];
     Floats step[V], offset[V];
     UNROLL for (int v = 0; v < V; ++v) {
@@ -220,7 +210,7 @@ class BlockProducts {
       Ints sums[TILE_ROWS][V];
       UNROLL for (int n = 0; n < TILE_ROWS; ++n)
         UNROLL for (int v = 0; v < V; ++v) sums[n][v] = is_shifted ? load_again(start[v]) : Ints{};
-      sum_tile(tiles + r * x.group, g, vector, fetch, sums);
+      sum_tile(tiles + r * x.group, g, vector, next, sums);
       const float *scale = scales.data() + g * BLOCK_ROWS + r, *least = leasts.data() + g * BLOCK_ROWS + r;
       UNROLL for (int n = 0; n < TILE_ROWS; ++n)
         UNROLL for (int v = 0; v < V; ++v) {
@@ -229,6 +219,7 @@ class BlockProducts {
           total = before + to_floats(sums[n][v]) * (step[v] * scale[n]);  // only this waits for the sums
         }
     }
+    fetch = next;
   }
 };
 
@@ -258,24 +249,63 @@ void multiply_rows(const Format& format, const QuantizedRows<Elements>& x, const
   }
 }
 
+// Rows of x (batch, stride), of which `inputs` are read, and where they go.
+struct RowPanels {
+  const float* x;
+  int64_t batch, stride, inputs;
+
+  int64_t vectors() const { return (batch + LANES - 1) / LANES; }
+
+  // In panels that are full but the last.
+  std::vector<PanelVectors> panels() const {
+    std::vector<PanelVectors> list;
+    for (int64_t v = 0; v < vectors(); v += MAX_VECTORS)
+      list.push_back({v, int(std::min<int64_t>(MAX_VECTORS, vectors() - v))});
+    return list;
+  }
+
+  // Quantize some of the groups of all vectors, those of a vector one after the other.
+  template <class Elements>
+  void quantize(QuantizedRows<Elements>& to, int64_t begin, int64_t end) const {
+    std::vector<float> turned(to.group * LANES, 0.0f);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t vector = n / to.groups, g = n % to.groups, row = vector * LANES, column = g * to.group;
+      const int64_t rows = std::min<int64_t>(LANES, batch - row), live = std::min(to.group, inputs - column);
+      const int64_t panel = vector / MAX_VECTORS * MAX_VECTORS;
+      if (rows < LANES) std::fill(turned.begin(), turned.end(), 0.0f);
+      panels::transpose(x + row * stride + column, rows, live, stride, turned.data(), LANES);
+      to.quantize_group({panel, int(std::min<int64_t>(MAX_VECTORS, vectors() - panel))}, int(vector - panel), g,
+                        turned.data(), LANES, live);
+    }
+  }
+};
+
+// The rows from begin to end of a weight with rows of x -> y (batch, y_stride).
+template <class Elements, class Format>
+void multiply_to_rows(const Format& format, const QuantizedRows<Elements>& x, int64_t batch,
+                      const std::vector<PanelVectors>& panels, int64_t begin, int64_t end, const float* bias, float* y,
+                      int64_t y_stride) {
+  const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
+    const int64_t row = panels[i].first * LANES, live = std::min<int64_t>(panels[i].count * LANES, batch - row);
+    panels::transpose(block.result(i % PASS_PANELS), block.size(), live, MAX_VECTORS * LANES, y + row * y_stride + n,
+                      y_stride);
+  };
+  multiply_rows(format, x, panels, begin, end, bias, write);
+}
+
 // y (batch, rows) = x W' + bias for x (batch, inputs), rounded to integers of at most `limit`.
 template <class Elements, class Format>
 void multiply(const Format& format, const float* x, int64_t batch, int64_t inputs, int limit, int64_t rows,
               const float* bias, float* y) {
-  const int64_t vectors = (batch + LANES - 1) / LANES;
+  const RowPanels input{x, batch, inputs, inputs};
+  const std::vector<PanelVectors> panels = input.panels();
   QuantizedRows<Elements> quantized;
-  std::vector<PanelVectors> panels;
-  for (int64_t v = 0; v < vectors; v += MAX_VECTORS)
-    panels.push_back({v, int(std::min<int64_t>(MAX_VECTORS, vectors - v))});
-  quantized.resize(vectors, format.columns, format.groups, limit);
-  quantized.quantize_rows(panels, x, batch, inputs);
+  quantized.resize(input.vectors(), format.columns, format.groups, limit);
+  at::parallel_for(0, input.vectors() * format.groups, 8,
+                   [&](int64_t begin, int64_t end) { input.quantize(quantized, begin, end); });
   at::parallel_for(0, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, 1, [&](int64_t begin, int64_t end) {
-    const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
-      const int64_t row = panels[i].first * LANES, live = std::min<int64_t>(panels[i].count * LANES, batch - row);
-      panels::transpose(block.result(i % PASS_PANELS), block.size(), live, MAX_VECTORS * LANES, y + row * rows + n,
-                        rows);
-    };
-    multiply_rows(format, quantized, panels, begin * BLOCK_ROWS, std::min(end * BLOCK_ROWS, rows), bias, write);
+    multiply_to_rows(format, quantized, batch, panels, begin * BLOCK_ROWS, std::min(end * BLOCK_ROWS, rows), bias, y,
+                     rows);
   });
 }
 

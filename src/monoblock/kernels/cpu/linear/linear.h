@@ -42,8 +42,6 @@ class LinearInput {
   QuantizedInput quantized;
 };
 
-constexpr int64_t MANY_ROWS = 17;  // rows of x for which quantized weights are multiplied in tiles or panels
-
 void check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
   check_dtype("x", x, at::kFloat), check_memory("weight", weight);
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) > 0, "x has shape ", shape_text(x.sizes()), "; (…, inputs) is needed");

@@ -30,8 +30,10 @@ struct Fp32Format {
   const float* weight;
   int64_t columns;
   static constexpr bool scaled = false, offset = false;
-  void unpack(int64_t row, int64_t column, Floats* out) const {
-    const float* from = weight + row * columns + column;
+  const float* at(int64_t row, int64_t column) const { return weight + row * columns + column; }
+  static constexpr int64_t stored(int64_t weights) { return weights; }
+  void unpack(int64_t row, int64_t column, Floats* out) const { unpack(at(row, column), out); }
+  static void unpack(const float* from, Floats* out) {
     prefetch(from), prefetch(from + CHUNK / 2);
     UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) out[p] = load<Floats>(from + p * LANES);
   }
@@ -43,8 +45,10 @@ struct Bf16Format {
   const uint16_t* weight;
   int64_t columns;
   static constexpr bool scaled = false, offset = false;
-  void unpack(int64_t row, int64_t column, Floats* out) const {
-    const uint16_t* from = weight + row * columns + column;
+  const uint16_t* at(int64_t row, int64_t column) const { return weight + row * columns + column; }
+  static constexpr int64_t stored(int64_t weights) { return weights; }
+  void unpack(int64_t row, int64_t column, Floats* out) const { unpack(at(row, column), out); }
+  static void unpack(const uint16_t* from, Floats* out) {
     prefetch(from);
     UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) {
       Ints bits = load_ints(from + p * LANES) << 16;
@@ -60,26 +64,26 @@ struct Int8Format {
   const uint16_t* scales;
   int64_t columns, groups;
   static constexpr bool scaled = true, offset = false;
-  void unpack(int64_t row, int64_t column, Floats* out) const {
-    const int8_t* from = weight + row * columns + column;
+  const int8_t* at(int64_t row, int64_t column) const { return weight + row * columns + column; }
+  static constexpr int64_t stored(int64_t weights) { return weights; }
+  template <class Vector>
+  void unpack(int64_t row, int64_t column, Vector* out) const { unpack(at(row, column), out); }
+  static void unpack(const int8_t* from, Floats* out) {
     prefetch(from);
     UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p) out[p] = to_floats(load_ints(from + p * LANES));
   }
-  void unpack(int64_t row, int64_t column, Shorts* out) const {
-    const int8_t* from = weight + row * columns + column;
+  static void unpack(const int8_t* from, Shorts* out) {
     prefetch(from);
     UNROLL for (int p = 0; p < CHUNK_SHORTS; ++p) out[p] = load_shorts(from + p * 2 * LANES);
   }
   // As unsigned bytes, which hold q + byte_zero.
   static constexpr int byte_zero = 128;
-  void unpack(int64_t row, int64_t column, uint8_t* out) const {
-    const ChunkBytes bytes = load<ChunkBytes>(weight + row * columns + column) ^ 128;
+  static void unpack(const int8_t* from, uint8_t* out) {
+    const ChunkBytes bytes = load<ChunkBytes>(from) ^ 128;
     std::memcpy(out, &bytes, sizeof bytes);
   }
   // As signed bytes, which hold q.
-  void unpack(int64_t row, int64_t column, int8_t* out) const {
-    std::memcpy(out, weight + row * columns + column, CHUNK);
-  }
+  static void unpack(const int8_t* from, int8_t* out) { std::memcpy(out, from, CHUNK); }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t) const { return nullptr; }
 };
@@ -89,8 +93,11 @@ struct Int4Format {
   const uint16_t *scales, *leasts;
   int64_t columns, groups;
   static constexpr bool scaled = true, offset = true;
-  void unpack(int64_t row, int64_t column, Floats* out) const {
-    const uint8_t* from = weight + (row * columns + column) / 2;
+  const uint8_t* at(int64_t row, int64_t column) const { return weight + (row * columns + column) / 2; }
+  static constexpr int64_t stored(int64_t weights) { return weights / 2; }
+  template <class Vector>
+  void unpack(int64_t row, int64_t column, Vector* out) const { unpack(at(row, column), out); }
+  static void unpack(const uint8_t* from, Floats* out) {
     prefetch(from);
     UNROLL for (int p = 0; p < CHUNK_VECTORS / 2; ++p) {
       Ints both = load_ints(from + p * LANES);
@@ -98,35 +105,34 @@ struct Int4Format {
       out[p + CHUNK_VECTORS / 2] = low_nibbles(both >> 4);
     }
   }
-  void unpack(int64_t row, int64_t column, Shorts* out) const {
-    const uint8_t* from = weight + (row * columns + column) / 2;
+  static void unpack(const uint8_t* from, Shorts* out) {
     prefetch(from);
     load_nibbles(from, out);
   }
   static constexpr int byte_zero = 0;
-  void unpack(int64_t row, int64_t column, uint8_t* out) const {
-    const HalfChunkBytes both = load<HalfChunkBytes>(weight + (row * columns + column) / 2);
+  static void unpack(const uint8_t* from, uint8_t* out) {
+    const HalfChunkBytes both = load<HalfChunkBytes>(from);
     const HalfChunkBytes low = both & 15, high = both >> 4;
     std::memcpy(out, &low, sizeof low), std::memcpy(out + CHUNK / 2, &high, sizeof high);
   }
-  void unpack(int64_t row, int64_t column, int8_t* out) const { unpack(row, column, reinterpret_cast<uint8_t*>(out)); }
+  static void unpack(const uint8_t* from, int8_t* out) { unpack(from, reinterpret_cast<uint8_t*>(out)); }
   const uint16_t* scale(int64_t row) const { return scales + row * groups; }
   const uint16_t* least(int64_t row) const { return leasts + row * groups; }
 };
 
 // -- the product ------------------------------------------------------------------------------------------------------
 
-// One group of R rows of the weight with B rows of x.
-template <int R, int B, class Format>
-inline void group_sums(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, int64_t g,
+// One group of R rows of the weight, which then lie behind it, with B rows of x.
+template <int R, int B, class Format, class Rows>
+inline void group_sums(const Format& format, const MatvecInput& in, Rows& rows, int64_t first, int64_t g,
                        Floats (&part)[R][B]) {
   const int64_t begin = g * in.group, end = begin + in.group;
   if constexpr (Format::scaled && HAS_PAIR_DOT) {
     Ints sums[R][B] = {};
-    for (int64_t c = begin; c < end; c += CHUNK)
+    for (int64_t c = begin; c < end; c += CHUNK, rows.advance(format.stored(CHUNK)))
       UNROLL for (int r = 0; r < R; ++r) {
         Shorts w[CHUNK_SHORTS];
-        format.unpack(band[r], c, w);
+        format.unpack(rows[r], w);
         UNROLL for (int p = 0; p < CHUNK_SHORTS; ++p)
           UNROLL for (int b = 0; b < B; ++b)
             sums[r][b] = add_pair_products(sums[r][b], w[p],
@@ -135,9 +141,9 @@ inline void group_sums(const Format& format, const MatvecInput& in, const Weight
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int b = 0; b < B; ++b) part[r][b] = to_floats(sums[r][b]) * in.steps[(first + b) * in.groups + g];
   } else {
-    for (int64_t c = begin; c < end; c += CHUNK) {
+    for (int64_t c = begin; c < end; c += CHUNK, rows.advance(format.stored(CHUNK))) {
       Floats w[R][CHUNK_VECTORS];
-      UNROLL for (int r = 0; r < R; ++r) format.unpack(band[r], c, w[r]);
+      UNROLL for (int r = 0; r < R; ++r) format.unpack(rows[r], w[r]);
       UNROLL for (int p = 0; p < CHUNK_VECTORS; ++p)
         UNROLL for (int b = 0; b < B; ++b) {
           const Floats x = load<Floats>(in.x + (first + b) * in.stride + c + p * LANES);
@@ -153,17 +159,20 @@ template <int R, int B, class Format>
 inline void tile(const Format& format, const MatvecInput& in, const float* scales, const float* leasts,
                  const WeightRows& band, int64_t first, float* y, int64_t rows) {
   if constexpr (Format::offset && HAS_NIBBLE_DOT)
-    if (in.nibble_bytes) return nibble_tile<R, B>(format, in, scales, leasts, band, first, y, rows);
+    if (in.nibble_bytes)
+      return in.is_wide ? nibble_tile<R, B, true>(format, in, band, first, y, rows)
+                        : nibble_tile<R, B, false>(format, in, band, first, y, rows);
 #if MONOBLOCK_NEON_DOT
   if constexpr (Format::scaled) return neon::multiply_tile<R, B>(format, in, band, first, y, rows);
 #endif
   Floats total[R][B] = {};
+  RowAddresses weights(format.at(band.first, 0), format.stored(band.step * format.columns));
   if constexpr (!Format::scaled) {
-    for (int64_t g = 0; g < in.groups; ++g) group_sums(format, in, band, first, g, total);
+    for (int64_t g = 0; g < in.groups; ++g) group_sums(format, in, weights, first, g, total);
   } else {
     for (int64_t g = 0; g < in.groups; ++g) {
       Floats part[R][B] = {};
-      group_sums(format, in, band, first, g, part);
+      group_sums(format, in, weights, first, g, part);
       UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int b = 0; b < B; ++b) {
           total[r][b] += part[r][b] * scales[r * in.groups + g];
@@ -192,7 +201,8 @@ inline void tiles(const Format& format, const MatvecInput& in, const float* scal
 template <class Format>
 void multiply_band(const Format& format, const MatvecInput& in, const WeightRows& band, const float* bias, float* y,
                    int64_t rows, float* scales, float* leasts) {
-  for (int r = 0; r < band.count && !MONOBLOCK_NEON_DOT; ++r) {
+  const bool reads_bf16 = MONOBLOCK_NEON_DOT || in.nibble_bytes;  // these products convert scales themselves
+  for (int r = 0; r < band.count && !reads_bf16; ++r) {
     if (Format::scaled) bf16_to_fp32(format.scale(band[r]), in.groups, scales + r * in.groups);
     if (Format::offset) bf16_to_fp32(format.least(band[r]), in.groups, leasts + r * in.groups);
   }

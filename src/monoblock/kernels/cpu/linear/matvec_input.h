@@ -25,4 +25,17 @@ struct WeightRows {
   WeightRows from(int number) const { return {first + number * step, step, count - number}; }
 };
 
+// Where R such rows are read, `step` numbers apart: few registers hold the addresses of eight.
+template <class Stored>
+class RowAddresses {
+ public:
+  RowAddresses(const Stored* first, int64_t step) : low(first), high(first + 4 * step), step(step) {}
+  const Stored* operator[](int number) const { return (number < 4 ? low : high) + number % 4 * step; }
+  void advance(int64_t count) { low += count, high += count; }
+
+ private:
+  const Stored *low, *high;
+  const int64_t step;
+};
+
 }  // namespace

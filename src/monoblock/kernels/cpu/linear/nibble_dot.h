@@ -8,7 +8,7 @@
 
 namespace {
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 constexpr bool HAS_NIBBLE_DOT = true;
 #else
 constexpr bool HAS_NIBBLE_DOT = false;
@@ -28,7 +28,7 @@ struct NibbleInput {
   }
 
   void fill(MatvecInput& in, int limit) {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
     bytes.resize(in.batch * in.columns * 2), integers.resize(in.columns), group_steps.resize(in.groups);
     lane_sums.resize(in.groups * LANES);
     steps.resize(in.batch * in.columns / NIBBLE_COLUMNS * LANES), sums.resize(in.batch * in.groups);
@@ -47,44 +47,51 @@ struct NibbleInput {
         sums[b * in.groups + g] = sum(load<Floats>(lane_sums.data() + g * LANES));
       }
     }
+    in.is_wide = limit > LIMIT_8_BITS;
     in.nibble_bytes = bytes.data(), in.nibble_steps = steps.data(), in.group_sums = sums.data();
 #endif
   }
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 
-// R rows of the weight with B rows of x, as `tile` in matvec.h.
-template <int R, int B, class Format>
-inline void nibble_tile(const Format& format, const MatvecInput& in, const float* scales, const float* leasts,
-                        const WeightRows& band, int64_t first, float* y, int64_t rows) {
+// R rows of the weight with B rows of x, as `tile` in matvec.h.  The high bytes of x are zero if it is not wide.
+template <int R, int B, bool is_wide, class Format>
+inline void nibble_tile(const Format& format, const MatvecInput& in, const WeightRows& band, int64_t first, float* y,
+                        int64_t rows) {
   const __m512i quarters = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0), ones = _mm512_set1_epi8(15);
   Floats total[R][B] = {};
-  for (int64_t c = 0; c < in.columns; c += NIBBLE_COLUMNS)
+  RowAddresses addresses(format.at(band.first, 0), format.stored(band.step * in.columns));
+  const RowAddresses scales(format.scale(band.first), band.step * in.groups);
+  for (int64_t c = 0; c < in.columns; c += NIBBLE_COLUMNS, addresses.advance(format.stored(NIBBLE_COLUMNS)))
     UNROLL for (int r = 0; r < R; ++r) {
-      const uint8_t* from = format.weight + (band[r] * in.columns + c) / 2;
+      const uint8_t* from = addresses[r];
       prefetch(from);
       const __m512i both = load<__m512i>(from), lower = _mm512_and_si512(both, ones),
                     upper = _mm512_and_si512(_mm512_srli_epi16(both, 4), ones);
-      const __m128 four = load<__m128>(scales + r * in.groups + c / NIBBLE_GROUP);
-      const Floats scale = Floats(_mm512_permutevar_ps(_mm512_broadcast_f32x4(four), quarters));
+      const __m128i four = _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadu_si64(scales[r] + c / NIBBLE_GROUP)), 16);
+      const Floats scale = Floats(_mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_castsi128_ps(four)), quarters));
       UNROLL for (int b = 0; b < B; ++b) {
         const int8_t* x = in.nibble_bytes + ((first + b) * in.columns + c) * 2;
         const __m512i zero = _mm512_setzero_si512();
-        const __m512i high = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, lower, load<__m512i>(x)), upper,
-                                                 load<__m512i>(x + 64));
-        const __m512i low = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, lower, load<__m512i>(x + 128)), upper,
-                                                load<__m512i>(x + 192));
+        Ints products = {};
+        if constexpr (is_wide)
+          products = Ints(_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, lower, load<__m512i>(x)), upper,
+                                              load<__m512i>(x + 64))) << 8;
+        products = Ints(_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(__m512i(products), lower, load<__m512i>(x + 128)), upper,
+                                            load<__m512i>(x + 192)));
         const Floats step = load<Floats>(in.nibble_steps + ((first + b) * in.groups + c / NIBBLE_GROUP) * 4);
-        total[r][b] += to_floats((Ints(high) << 8) + Ints(low)) * (scale * step);
+        total[r][b] += to_floats(products) * (scale * step);
       }
     }
   for (int64_t g = 0; g < in.groups; g += LANES) {
     const __mmask16 live = in.groups - g >= LANES ? 0xffff : __mmask16((1u << (in.groups - g)) - 1);
-    UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int r = 0; r < R; ++r) {
+      const __m256i bf16 = _mm256_maskz_loadu_epi16(live, format.least(band[r]) + g);
+      const Floats least = Floats(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16)));
       UNROLL for (int b = 0; b < B; ++b)
-        total[r][b] += Floats(_mm512_maskz_loadu_ps(live, leasts + r * in.groups + g)) *
-                       Floats(_mm512_maskz_loadu_ps(live, in.group_sums + (first + b) * in.groups + g));
+        total[r][b] += least * Floats(_mm512_maskz_loadu_ps(live, in.group_sums + (first + b) * in.groups + g));
+    }
   }
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int b = 0; b < B; ++b) y[(first + b) * rows + band[r]] = sum(total[r][b]);
@@ -92,9 +99,8 @@ inline void nibble_tile(const Format& format, const MatvecInput& in, const float
 
 #else
 
-template <int R, int B, class Format>
-inline void nibble_tile(const Format&, const MatvecInput&, const float*, const float*, const WeightRows&, int64_t,
-                        float*, int64_t) {}
+template <int R, int B, bool is_wide, class Format>
+inline void nibble_tile(const Format&, const MatvecInput&, const WeightRows&, int64_t, float*, int64_t) {}
 
 #endif
 

@@ -140,12 +140,8 @@ class PanelProducts {
   // n, count, y).
   template <class Where, class Done>
   void multiply(const WeightMatrix& m, Where where, Done done) {
-    if (m.format == WeightMatrix::INT8)
-      return multiply_quantized(Int8Format{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, m,
-                                where, done);
-    if (m.format == WeightMatrix::INT4)
-      return multiply_quantized(Int4Format{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups},
-                                m, where, done);
+    if (m.is_quantized())
+      return with_format(m, [&](const auto& format) { multiply_quantized(format, m, where, done); });
     const float* weight = static_cast<const float*>(m.weight);
     for (int64_t n = 0; n < m.rows; n += BLOCK_ROWS) {
       const int64_t count = std::min(BLOCK_ROWS, m.rows - n), left = m.rows - n - count;
@@ -164,14 +160,7 @@ class PanelProducts {
   std::vector<PanelRows> panels;
   int64_t inputs = 0;
 
-  // How the panels were rounded and packed for the last product: those of the same x mostly need the same.
-  struct Packing {
-    int64_t group = 0;
-    int limit = 0;
-    bool operator==(const Packing&) const = default;
-  } packed;
-
-  static Packing packing(const WeightMatrix& m) { return {m.columns / m.groups, m.limit}; }
+  WeightMatrix::Packing packed;  // of the panels for the last product: those of the same x mostly need the same
 
   template <class Format, class Where, class Done>
   void multiply_quantized(const Format& format, const WeightMatrix& m, Where where, Done done) {
@@ -190,7 +179,7 @@ class PanelProducts {
     std::vector<PanelVectors> vectors;
     for (const PanelRows& p : panels)
       vectors.push_back({vectors.empty() ? 0 : vectors.back().first + vectors.back().count, p.vectors});
-    if (packed != packing(m)) quantize_panels(x, vectors, m);
+    if (packed != m.packing()) quantize_panels(x, vectors, m);
     const auto write = [&](int64_t i, int64_t n, const BlockProducts<Format, Elements>& block) {
       const int64_t width = int64_t(panels[i].vectors) * LANES;
       const float* from = block.result(i % PASS_PANELS);
@@ -212,7 +201,7 @@ class PanelProducts {
           const int64_t step = int64_t(panels[i].vectors) * LANES;
           x.quantize_group(vectors[i], v, g, panels[i].x + g * group * step + v * LANES, step, inputs - g * group);
         }
-    packed = packing(m);
+    packed = m.packing();
   }
 
 #if MONOBLOCK_TILES
@@ -235,13 +224,13 @@ class PanelProducts {
     thread_local TileMemory a_memory, b_memory;  // kept between products
     const int64_t steps = split::count_steps(m.columns), block = steps * STEP_LINES;
     CacheLine* b = b_memory.lines(int64_t(panels.size()) * block);
-    if (packed != packing(m)) {
+    if (packed != m.packing()) {
       for (size_t i = 0; i < panels.size(); ++i) {
         const int64_t width = int64_t(panels[i].vectors) * LANES;
         const float* x = m.limit == LIMIT_8_BITS ? round_panel(panels[i], m) : panels[i].x;
         split::pack_block<PARTS, true>(split::DenseColumns{x, width, inputs, width}, 0, 0, steps, b + i * block);
       }
-      packed = packing(m);
+      packed = m.packing();
     }
     const TileScope scope;
     WeightBlocks blocks(rows, m.bias, steps, a_memory.lines(2 * block));

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "linear/integer_panels.h"
 #include "linear/matvec.h"
 #include "stack/stack_weights.h"
 #include "threads.h"
@@ -23,6 +25,20 @@ struct KeyValues {
         value_column(v.stride(2)), rows(k.size(0)), columns(k.size(2)), key_size(k.size(3)), value_size(v.size(3)) {}
 };
 
+// Many rows of x as quantized weights read them; all threads round a share of them, and read all.
+class SharedRows {
+ public:
+  template <class Elements>
+  integer_panels::QuantizedRows<Elements>& get() {
+    if constexpr (std::is_same_v<Elements, integer_panels::ByteElements>) return bytes;
+    else return shorts;
+  }
+
+ private:
+  integer_panels::QuantizedRows<integer_panels::ByteElements> bytes;
+  integer_panels::QuantizedRows<integer_panels::ShortElements> shorts;
+};
+
 // All that the threads of one step read, and the scratch they hand to each other.  Owned by one call.
 struct StackStep {
   const NativeStack& stack;
@@ -37,6 +53,7 @@ struct StackStep {
   float *queries = nullptr, *keys = nullptr, *values = nullptr, *attended = nullptr;
   float *hidden = nullptr, *gates = nullptr, *first = nullptr, *second = nullptr;
   int64_t query_step = 0, key_step = 0, value_step = 0;
+  SharedRows* many_rows = nullptr;  // for products with quantized weights in panels
 };
 
 struct Product {
@@ -62,21 +79,32 @@ class ThreadProducts {
     if (inputs < m.columns) std::fill(row + inputs, row + m.columns, 0.0f);
   }
 
-  // Bands of ROWS rows from begin to end.
+  // Before a product: round x (batch, stride) together with the other threads, if it has many rows.  `before` is the
+  // product of the same x that was last prepared, if there is one.
+  void prepare(const WeightMatrix& m, const float* x, int64_t stride, const WeightMatrix* before = nullptr) {
+    if (!has_many_rows(m) || (before && before->packing() == m.packing())) return;
+    if (before) barrier.wait();  // until it is no longer read
+    with_elements(m, [&]<class Elements>() {
+      const integer_panels::RowPanels rows{x, step.batch, stride, m.columns};
+      auto& to = step.many_rows->get<Elements>();
+      if (number == 0) to.resize(rows.vectors(), m.columns, m.groups, m.limit);
+      barrier.wait();
+      const auto [begin, end] = share(rows.vectors() * m.groups);
+      rows.quantize(to, begin, end);
+    });
+    barrier.wait();
+  }
+
+  // Bands of ROWS rows from begin to end, of a matrix for which x was prepared.
   void multiply_bands(const WeightMatrix& m, const float* x, int64_t stride, int64_t begin, int64_t end, float* y,
                       int64_t y_stride) {
-    const MatvecInput in = input(m, x, stride);
     const int64_t low = begin * ROWS, high = std::min(end * ROWS, m.rows);
-    switch (m.format) {
-      case WeightMatrix::DENSE: multiply_dense(m, in, low, high, y, y_stride); break;
-      case WeightMatrix::INT8:
-        multiply_rows(Int8Format{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups}, in, low, high,
-                      m.bias, y, y_stride, scales.data(), leasts.data());
-        break;
-      default:
-        multiply_rows(Int4Format{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups}, in, low,
-                      high, m.bias, y, y_stride, scales.data(), leasts.data());
-    }
+    if (m.format == WeightMatrix::DENSE) return multiply_dense(m, input(m, x, stride), low, high, y, y_stride);
+    with_format(m, [&](const auto& format) {
+      if (has_many_rows(m)) return multiply_many_rows(format, m, low, high, y, y_stride);
+      const MatvecInput in = input(m, x, stride);  // makes room for scales and leasts
+      multiply_rows(format, in, low, high, m.bias, y, y_stride, scales.data(), leasts.data());
+    });
   }
 
   // This thread's share of several products of one x.
@@ -84,7 +112,9 @@ class ThreadProducts {
     int64_t total = 0, before = 0;
     for (const Product& p : products) total += bands(*p.matrix);
     const auto [begin, end] = share(total);
+    const WeightMatrix* last = nullptr;
     for (const Product& p : products) {
+      prepare(*p.matrix, x, stride, std::exchange(last, p.matrix));
       const int64_t size = bands(*p.matrix);
       const int64_t b = std::max(begin - before, int64_t(0)), e = std::min(end - before, size);
       if (b < e) multiply_bands(*p.matrix, x, stride, b, e, p.y, p.y_stride);
@@ -105,6 +135,27 @@ class ThreadProducts {
     if (int64_t(scales.size()) < ROWS * m.groups) scales.resize(ROWS * m.groups), leasts.resize(ROWS * m.groups);
     quantized.fill(in, m.format == WeightMatrix::INT4, m.limit);
     return in;
+  }
+
+  bool has_many_rows(const WeightMatrix& m) const {
+    return step.batch >= MANY_ROWS && m.is_quantized() && can_multiply_in_panels(m.columns / m.groups);
+  }
+
+  template <class Use>
+  static void with_elements(const WeightMatrix& m, Use use) {
+    using namespace integer_panels;
+    if (HAS_BYTE_PRODUCTS && m.limit == LIMIT_8_BITS) return use.template operator()<ByteElements>();
+    use.template operator()<ShortElements>();
+  }
+
+  template <class Format>
+  void multiply_many_rows(const Format& format, const WeightMatrix& m, int64_t low, int64_t high, float* y,
+                          int64_t y_stride) {
+    with_elements(m, [&]<class Elements>() {
+      const integer_panels::RowPanels rows{nullptr, step.batch, 0, 0};
+      integer_panels::multiply_to_rows(format, step.many_rows->get<Elements>(), step.batch, rows.panels(), low, high,
+                                       m.bias, y, y_stride);
+    });
   }
 
   void multiply_dense(const WeightMatrix& m, const MatvecInput& in, int64_t low, int64_t high, float* y,

@@ -104,6 +104,8 @@ OptionalTensor step_stack(const c10::intrusive_ptr<NativeStack>& stack, const at
     return std::nullopt;
   set_tables(s, rotary_cos, rotary_sin, position_biases);
   const std::vector<float> scratch = allocate_scratch(s);
+  SharedRows many_rows;
+  s.many_rows = &many_rows;
   const at::Tensor out = run_threads(s, x);
   for (const Tensors* list : {&cache_positions, &cache_index})
     for (const at::Tensor& index : *list) record_columns(index, s);

@@ -227,7 +227,11 @@ class StackThread : public ThreadProducts {
   void feedforward(const Layer& layer, const float* input, float* y) {
     const int64_t F = layer.up.rows, stride = step.stack.max_hidden;
     const auto [begin, end] = share(bands(layer.up));
-    if (layer.gate.format) multiply_bands(layer.gate, input, step.stack.max_inputs, begin, end, step.gates, stride);
+    if (layer.gate.format) {
+      prepare(layer.gate, input, step.stack.max_inputs);
+      multiply_bands(layer.gate, input, step.stack.max_inputs, begin, end, step.gates, stride);
+    }
+    prepare(layer.up, input, step.stack.max_inputs, layer.gate.format ? &layer.gate : nullptr);
     multiply_bands(layer.up, input, step.stack.max_inputs, begin, end, step.hidden, stride);
     const int64_t low = begin * ROWS, size = std::min(end * ROWS, F) - low;
     for (int64_t b = 0; b < step.batch && size > 0; ++b)

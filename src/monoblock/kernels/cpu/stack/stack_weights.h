@@ -26,7 +26,23 @@ struct WeightMatrix {
   int limit = LIMIT_16_BITS;                  // of the integers to which x is rounded, if the weight is quantized
 
   bool is_quantized() const { return format == INT8 || format == INT4; }
+
+  // How x is rounded for a product: products of the same x that agree in this share the integers.
+  struct Packing {
+    int64_t group = 0;
+    int limit = 0;
+    bool operator==(const Packing&) const = default;
+  };
+  Packing packing() const { return {columns / groups, limit}; }
 };
+
+// use(format) for a quantized matrix.
+template <class Use>
+inline void with_format(const WeightMatrix& m, Use use) {
+  if (m.format == WeightMatrix::INT8)
+    return use(Int8Format{static_cast<const int8_t*>(m.weight), m.scale, m.columns, m.groups});
+  use(Int4Format{static_cast<const uint8_t*>(m.weight), m.scale, m.least, m.columns, m.groups});
+}
 
 struct Sublayer {
   Norm norm, output_norm;
@@ -237,6 +253,15 @@ class NativeStack : public torch::CustomClassHolder {
   }
 
   void check_weights() const { pinned.check("NativeStack"); }
+
+  // Whether all products of many rows, as those of a prompt, are computed in panels.
+  bool supports_prompts() const {
+    for (const Layer& l : layers)
+      for (const WeightMatrix* m :
+           {&l.query, &l.key, &l.value, &l.output, &l.cross_query, &l.cross_output, &l.gate, &l.up, &l.down})
+        if (m->format && !(m->is_quantized() && can_multiply_in_panels(m->columns / m->groups))) return false;
+    return true;
+  }
 
   // Whether `batched_step.h` does all that this stack does.
   bool supports_batches() const {
