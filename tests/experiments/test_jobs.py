@@ -1,5 +1,7 @@
 """Jobs of an experiment run after their dependencies, in one process or several; one that fails stops no other."""
 
+import time
+
 import pytest
 
 from monoblock.errors import ConfigError, InputError
@@ -25,8 +27,9 @@ def test_a_job_runs_after_its_dependencies(tmp_path, processes):
         Job("two", write_file, (tmp_path, "two", "one"), ("one",)),
         Job("one", write_file, (tmp_path, "one")),
     ]
-    messages = [line for line in run_jobs(jobs, processes) if line != "started"]
-    assert messages == ["one: done", "two: done", "last: done"]
+    assert list(run_jobs(jobs, processes)) == [
+        line for name in ("one", "two", "last") for line in ("started", f"{name}: done")
+    ]
     with pytest.raises((ConfigError, InputError), match="a line too long; shorten it"):
         list(run_jobs([Job("bad", fail, (tmp_path,))], processes))
 
@@ -42,3 +45,17 @@ def test_a_failed_job_stops_only_those_that_depend_on_it(tmp_path, processes):
     with pytest.raises(ConfigError, match=r"bad: a line too long; shorten it \(2 more failed"):
         list(run_jobs(jobs, processes))
     assert {path.name for path in tmp_path.iterdir()} == {"one"}
+
+
+def wait_for_file(path):
+    yield "waiting"
+    while not path.is_file():
+        time.sleep(0.01)
+
+
+def test_messages_of_other_processes_arrive_while_their_jobs_run(tmp_path):
+    go_on = tmp_path / "go on"
+    messages = run_jobs([Job("one", wait_for_file, (go_on,))], 2)
+    assert next(messages) == "waiting"
+    go_on.touch()
+    assert list(messages) == []

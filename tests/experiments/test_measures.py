@@ -1,5 +1,6 @@
 """What experiments measure, against closed forms."""
 
+import json
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from monoblock.config.families import gpt, vaswani
 from monoblock.experiments.costs.kv_cache import cache_bytes, count_positions
 from monoblock.experiments.costs.scale import jacobian_norm
 from monoblock.experiments.costs.time_and_memory import saved_bytes
+from monoblock.experiments.frame.training import training_metrics
 from monoblock.experiments.models.gradients import initial_norms
 from monoblock.experiments.models.norms import neighbour_effect
 from monoblock.experiments.models.scaling_law import fit_line, summarize
@@ -61,3 +63,19 @@ def test_without_norms_and_residuals_no_gradient_arrives():
     sizes = {"vocab": 31, "width": 16, "depth": 12, "heads": 2, "context": 16, "norm": "none"}
     first = [initial_norms(gpt(**sizes, residual=kind), 1).weight_gradients[0] for kind in ("sequential", "none")]
     assert first[1] < 0.1 * first[0]
+
+
+def test_metrics_of_a_training_are_read_from_its_lines(tmp_path):
+    lines = [{"step": step, "loss": 5.0 - step, "tokens": 10 * step, "seconds": 0.5} for step in (1, 2, 3)]
+    lines[1:1] = [{"step": 1, "val_loss": 4.5}]
+    lines += [{"step": 3, "val_loss": 2.5}, {"step": 4, "skipped": "spike"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert training_metrics(tmp_path) == {
+        "seconds_training": 1.5,
+        "skipped": 1,
+        "validation_loss": 2.5,
+        "validation_by_step": {"1": 4.5, "3": 2.5},
+        "tokens": 30,
+        "training_loss": 2.0,
+        "loss_by_step": {"1": 4.0, "2": 3.0, "3": 2.0},
+    }

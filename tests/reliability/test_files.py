@@ -18,6 +18,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monoblock.__file__).parents[1
 on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux")
 
 
+@pytest.mark.slow  # tests/interop/test_malformed.py reads 500 files of the same kinds
 @on_linux
 def test_damaged_files_are_refused_in_one_line():
     pytest.importorskip("PIL")

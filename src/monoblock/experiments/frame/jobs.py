@@ -6,9 +6,12 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple
 
 from monoblock.errors import ConfigError, MonoblockError
+
+POLL_SECONDS = 0.2  # how often the messages of other processes are read
 
 
 class Job(NamedTuple):
@@ -30,9 +33,10 @@ def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
         yield from _run_in_turn(list(jobs), failures)
     else:
         context = multiprocessing.get_context("spawn")  # a process that has initialized CUDA cannot be forked
-        with ProcessPoolExecutor(processes, context, _limit_threads, (processes,)) as pool:
+        messages = context.SimpleQueue()
+        with ProcessPoolExecutor(processes, context, _begin_process, (processes, messages)) as pool:
             try:
-                yield from _run_parallel(list(jobs), pool, processes, failures)
+                yield from _run_parallel(list(jobs), pool, processes, messages, failures)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -55,21 +59,24 @@ def _run_in_turn(waiting: list[Job], failures: dict[str, str]) -> Iterator[str]:
 
 
 def _run_parallel(
-    waiting: list[Job], pool: ProcessPoolExecutor, processes: int, failures: dict[str, str]
+    waiting: list[Job],
+    pool: ProcessPoolExecutor,
+    processes: int,
+    messages: SimpleQueue[str],
+    failures: dict[str, str],
 ) -> Iterator[str]:
     done: set[str] = set()
-    running: dict[Future[tuple[list[str], str | None]], Job] = {}
+    running: dict[Future[str | None], Job] = {}
     while waiting or running:
         for job in [job for job in waiting if done.issuperset(job.depends_on)][: processes - len(running)]:
             running[pool.submit(_run_job, job)] = job
             waiting.remove(job)
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            job = running.pop(future)
-            messages, problem = future.result()
-            if problem is None:
-                last = messages[-1] if messages else "already done"
-                yield last if last.startswith(job.name) else f"{job.name}: {last}"
-            else:
+        finished = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done
+        while not messages.empty():
+            yield messages.get()
+        for future in finished:
+            job, problem = running.pop(future), future.result()
+            if problem is not None:
                 yield from _fail(job, problem, waiting, failures)
             done.add(job.name)
 
@@ -84,18 +91,24 @@ def _fail(job: Job, problem: str, waiting: list[Job], failures: dict[str, str]) 
             yield from _fail(other, f"it depends on {job.name}, which failed", waiting, failures)
 
 
-def _run_job(job: Job) -> tuple[list[str], str | None]:
-    """Run a job in a worker process; return its progress messages, and its error message or None."""
-    messages: list[str] = []
-    try:
-        messages.extend(job.run(*job.args))
-    except MonoblockError as problem:
-        return messages, str(problem)
-    return messages, None
+_messages: SimpleQueue[str] | None = None  # in a worker process, its progress messages to the main process
 
 
-def _limit_threads(processes: int) -> None:
-    """Give each process an equal share of the cores."""
+def _begin_process(processes: int, messages: SimpleQueue[str]) -> None:
+    """Give each process an equal share of the cores, and tell it where its messages go."""
     import torch
 
+    global _messages
+    _messages = messages
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+
+
+def _run_job(job: Job) -> str | None:
+    """Run a job in a worker process; return its error message or None."""
+    assert _messages is not None
+    try:
+        for message in job.run(*job.args):
+            _messages.put(message)
+    except MonoblockError as problem:
+        return str(problem)
+    return None

@@ -54,14 +54,14 @@ def load_run(folder: Path, recipe: Recipe) -> Pipeline:
 
 
 def training_metrics(folder: Path) -> Metrics:
-    """Return the last losses, the time and the tokens of a training, and its loss by step as a curve."""
+    """Return the last losses, the time and the tokens of a training, and its losses by step as curves."""
     lines = metrics_file.read_metrics(folder)
     steps = [line for line in lines if "loss" in line]
-    validations = [line["val_loss"] for line in lines if "val_loss" in line]
+    validations = {str(line["step"]): line["val_loss"] for line in lines if "val_loss" in line}
     metrics: Metrics = {"seconds_training": sum(line.get("seconds", 0.0) for line in steps)}
     metrics["skipped"] = sum("skipped" in line for line in lines)
     if validations:
-        metrics["validation_loss"] = validations[-1]
+        metrics |= {"validation_loss": [*validations.values()][-1], "validation_by_step": validations}
     if not steps:
         return metrics
     size = max(1, len(steps) // CURVE_POINTS)
