@@ -23,18 +23,21 @@ from _report import commit
 
 import monoblock as mb
 from monoblock.config.model import ModelConfig
+from monoblock.decoding.backends.prepared_model import prepare, release
 from monoblock.decoding.draft_model import DraftModel
 from monoblock.decoding.engine import Engine
+from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import PromptLookup, Proposer
-from monoblock.kernels.gpu import attend_step, gated_activation, linear, norm
-from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_linear
+from monoblock.kernels.gpu import attend_step, gated_activation, gated_linear, get_quantized, linear, norm
+from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_gated_linear, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
 from monoblock.quantization.packing import pack, unpack
 
 PROMPT, NEW = 128, 256
+SHAPES = (("gpt2", 1, 16), ("gpt2", 64, 16), ("llama-7b", 1, 16), ("llama-7b", 1, 8), ("llama-7b", 1, 4))
 QUANTIZED_GROUPS = {8: 64, 4: 128}  # bits -> weights that share a scale
 
 
@@ -70,11 +73,17 @@ def check_kernels() -> list[str]:
     gate_and_up = make(3, 1, 2 * 700)
     gate, up = gate_and_up.double().chunk(2, -1)
     checks.append(check_close("gated", gated_activation(gate_and_up, "silu"), F.silu(gate) * up, 2e-2))
+    for N, K in ((11008, 4096), (2048, 768), (37, 100)):
+        x, w = make(1, 1, K), make(2 * N, K) * K**-0.5
+        gate, up = (x.double() @ w.double().T).chunk(2, -1)
+        checks.append(check_close(f"gated linear {N}×{K}", gated_linear(x, w, "silu"), F.silu(gate) * up, 2e-2))
     for B, H, G, K, layout in (
         (1, 12, 12, 64, None),
         (3, 6, 2, 32, "halves"),
         (64, 12, 12, 64, "halves"),
         (2, 8, 1, 128, "interleaved"),
+        (1, 32, 32, 128, "halves"),
+        (1, 32, 8, 128, "halves"),
     ):
         checks.append(check_attention(B, H, G, K, layout))
     return checks
@@ -94,6 +103,50 @@ def check_quantized(make: Callable[..., torch.Tensor]) -> list[str]:
             error_both = (both.double() - expected - b.double() - residual.double()).norm() / expected.norm()
             assert error_both < 1.5e-2, f"{bits} bits {N}×{K} with bias and residual: relative error {error_both:.2e}"
             checks.append(f"{bits} bits, groups of {group}, {N}×{K} {error:.1e}")
+        checks.append(check_quantized_gated(make, bits, group))
+    return checks
+
+
+def check_quantized_gated(make: Callable[..., torch.Tensor], bits: int, group: int) -> str:
+    N, K = 11008, 4096
+    x, matrix = make(1, 1, K), pack(make(2 * N, K) * K**-0.5, bits, group)
+    gate, up = (x.double() @ unpack(matrix, K, torch.float64).T).chunk(2, -1)
+    expected = F.silu(gate) * up
+    out = quantized_gated_linear(x, prepare_matrix(*matrix), "silu")
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < 2e-2, f"gated, {bits} bits: relative error {error:.2e}"
+    check_rounded(out)
+    return f"gated, {bits} bits, groups of {group}, {N}×{K} {error:.1e}"
+
+
+def check_rounded(out: torch.Tensor) -> None:
+    """Check that the 8-bit form of a vector, which a kernel has computed beside it, is the vector up to rounding."""
+    quantized = get_quantized(out)
+    assert quantized is not None, "there is no 8-bit form"
+    rounded = quantized.integers.double().view(-1, 32) * quantized.scales.double()[:, None]
+    error = (rounded - out.double().view(-1, 32)).norm() / out.double().norm()
+    assert error < 1e-2, f"8-bit form: relative error {error:.2e}"
+    assert torch.allclose(quantized.sums.double(), rounded.sum(1), rtol=1e-4, atol=1e-4), "8-bit form: wrong sums"
+
+
+def check_quantized_steps() -> list[str]:
+    """Compare logits of recorded steps of quantized models with those of a full pass, whose x is not rounded."""
+    checks = []
+    config = mb.vary(mb.preset("llama-7b"), depth=2, width=512, heads=4, hidden=8704)
+    for bits, group in QUANTIZED_GROUPS.items():
+        model = mb.optimize(mb.quantize(random_model(config), bits=bits, group=group))
+        ids = torch.randint(1000, (1, 200), device="cuda")
+        prepared = prepare(model)
+        assert prepared is not None
+        with torch.inference_mode():
+            expected = model(ids)[0, -8:].float()
+            state = prepared.make_graph_state(256, rows_per_prompt=1, prefill_chunk=None)
+            state.prefill([Prompt(tuple(ids[0, :-8].tolist()))])
+            logits = torch.cat([state.step(token).float().clone() for token in ids[0, -8:].split(1)])
+        error = (logits - expected).norm() / expected.norm()
+        assert error < 3e-2, f"recorded steps, {bits} bits: relative error {error:.2e}"
+        checks.append(f"recorded steps, {bits} bits {error:.1e}")
+        release(model)
     return checks
 
 
@@ -115,10 +168,14 @@ def check_attention(B: int, H: int, G: int, K: int, layout: str | None) -> str:
         all_k[row, :, lengths[row]], all_v[row, :, lengths[row]] = wide_k[row, :, 0], v[row, :, 0].double()
     mask = (torch.arange(capacity + 1, device="cuda")[None] <= lengths[:, None])[:, None, None]
     expected = attend(wide_q, all_k, all_v, mask)
-    out = attend_step(q, k, v, keys, values, lengths, scale=None, cos=cos, sin=sin, layout=layout)
+    options = {"scale": None, "cos": cos, "sin": sin, "layout": layout}
+    for _ in range(3):  # the counters of a call are 0 again after it
+        out = attend_step(q, k, v, keys, values, lengths, **options, quantize=B == 1)
     stored = torch.stack([keys[row, :, lengths[row]] for row in range(B)])
     assert (stored.double() - wide_k[:, :, 0]).abs().max() < 0.05, "the new key was not stored"
-    return check_close(f"attention {B}×{H}/{G}×{K} {layout}", out, expected, 2e-2)
+    if B == 1:
+        check_rounded(out)
+    return check_close(f"attention {B}×{H}/{G}×{K} {layout}", out, expected.transpose(1, 2).flatten(2), 2e-2)
 
 
 def check_tokens() -> list[str]:
@@ -212,11 +269,17 @@ def median_seconds(run: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(seconds)
 
 
-def measure_monoblock(config: ModelConfig, batch: int, bits: int = 16) -> float:
+def quantized_model(config: ModelConfig, bits: int) -> mb.Transformer:
+    """Return a random model whose weights have 16 bits (of bf16), 8 or 4."""
     model = random_model(config)
     if bits < 16:
         model = mb.optimize(mb.quantize(model, bits=bits, group=QUANTIZED_GROUPS[bits]))
         torch.cuda.empty_cache()
+    return model
+
+
+def measure_monoblock(config: ModelConfig, batch: int, bits: int = 16) -> float:
+    model = quantized_model(config, bits)
     ids = torch.randint(1000, (batch, PROMPT), device="cuda")
     return batch * NEW / median_seconds(lambda: model.generate(ids, max_new_tokens=NEW))
 
@@ -252,6 +315,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", choices=("all", "ours", "checks"), default="all")
     parser.add_argument("--skip-checks", action="store_true")
+    rows = range(1, len(SHAPES) + 1)
+    parser.add_argument("--rows", type=int, nargs="+", choices=rows, help="numbers of the rows of the table to measure")
     parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic", "static"])
     parser.add_argument("--smoke", action="store_true", help="check correctness only; without a GPU, do nothing")
     args = parser.parse_args()
@@ -259,15 +324,14 @@ def main() -> None:
         print("skipped: there is no GPU")
         return
     if not args.skip_checks:
-        for line in check_kernels():
+        for line in check_kernels() + check_quantized_steps():
             print("ok", line, flush=True)
         names = check_tokens()
         print(f"ok recorded steps = plain steps for {len(names)} presets: {' '.join(names)}", flush=True)
     if args.only == "checks" or args.smoke:
         return
     rows = []
-    shapes = (("gpt2", 1, 16), ("gpt2", 64, 16), ("llama-7b", 1, 16), ("llama-7b", 1, 8), ("llama-7b", 1, 4))
-    for name, batch, bits in shapes:
+    for name, batch, bits in [SHAPES[index - 1] for index in args.rows or range(1, len(SHAPES) + 1)]:
         speed = measure_monoblock(mb.preset(name), batch, bits)
         row = {"model": name, "bits": bits, "batch": batch, "monoblock": speed}
         print(row, flush=True)

@@ -1,6 +1,7 @@
 """Profile a recorded decoding step on a GPU: the replay, its kernels, and the work of the host.
 
 python benchmarks/decode_profile.py gpt2 --batch 64
+python benchmarks/decode_profile.py llama-7b --batch 1 --bits 4
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pstats
 import time
 
 import torch
-from decode_gpu import NEW, PROMPT, random_model
+from decode_gpu import NEW, PROMPT, QUANTIZED_GROUPS, quantized_model
 from torch.profiler import ProfilerActivity, profile
 
 import monoblock as mb
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", nargs="?", default="gpt2")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--bits", type=int, choices=(16, *QUANTIZED_GROUPS), default=16, help="bits of a weight")
     parser.add_argument("--kernels", type=int, default=20, help="number of kernels to list")
     parser.add_argument("--smoke", action="store_true", help="a small batch; without a GPU, do nothing")
     args = parser.parse_args()
@@ -52,14 +54,15 @@ def main() -> None:
         print("skipped: there is no GPU")
         return
     args.batch = 1 if args.smoke else args.batch
-    model = random_model(mb.preset(args.preset))
+    model = quantized_model(mb.preset(args.preset), args.bits)
     ids = torch.randint(1000, (args.batch, PROMPT), device="cuda")
     model.generate(ids, max_new_tokens=NEW)
     torch.cuda.synchronize()
     start = time.perf_counter()
     model.generate(ids, max_new_tokens=NEW)
     torch.cuda.synchronize()
-    print(f"{args.preset}, batch {args.batch}: {time.perf_counter() - start:.3f} s for the prompt and {NEW} steps")
+    name, seconds = f"{args.preset}, {args.bits} bits, batch {args.batch}", time.perf_counter() - start
+    print(f"{name}: {seconds:.3f} s for the prompt and {NEW} steps")
     prepared = prepare(model)
     assert prepared is not None
     state = prepared.make_graph_state(

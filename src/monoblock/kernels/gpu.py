@@ -88,6 +88,27 @@ def linear(
     return out
 
 
+def supports_gated_linear(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `gated_linear` can be used: for a single 16-bit vector x (…, K), and a weight (2F, K)."""
+    return x.numel() == x.shape[-1] and supports_linear(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """Compute activation(gate) * up (…, F) for x (…, K); the weight (2F, K) has the rows of gate, then those of up."""
+    F, K = len(weight) // 2, weight.shape[-1]
+    out = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
+    rows, columns, warps = _gated_tile(K)
+    _triton_kernels().gated_matvec_kernel[(-(-F // rows),)](
+        x, weight, out, F, K, ACTIVATION_CODES[activation], rows, columns, num_warps=warps, **launch_options()
+    )
+    return out
+
+
+def _gated_tile(K: int) -> tuple[int, int, int]:
+    """Return rows and columns of a tile of gate, and of one of up, and the number of warps."""
+    return (2, 512, 4) if K <= 1024 else (1, 2048, 4)
+
+
 def _vector_tile(N: int, K: int) -> tuple[int, int, int]:
     """Return the rows and columns of a tile and the number of warps, the fastest measured on an H200."""
     if K <= 1024:
@@ -122,13 +143,19 @@ def get_quantized(x: Tensor) -> QuantizedVector | None:
     return getattr(x, "_quantized", None)
 
 
-def _empty_quantized(out: Tensor, is_wanted: bool) -> QuantizedVector | None:
-    K = out.shape[-1]
-    if not is_wanted or out.numel() != K or K % QUANTIZED_BLOCK:
-        return None
-    quantized = QuantizedVector.empty(K, out.device)
+def empty_quantized(out: Tensor) -> QuantizedVector:
+    """Return room for the 8-bit form of a vector, which a kernel computes beside it; `get_quantized` finds it."""
+    quantized = QuantizedVector.empty(out.shape[-1], out.device)
     out._quantized = quantized  # type: ignore[attr-defined]
     return quantized
+
+
+def _quantized_arguments(out: Tensor, is_wanted: bool) -> tuple[tuple[Tensor, Tensor, Tensor], bool]:
+    """Return room for the 8-bit form of `out` and whether to compute it: if wanted, and `out` is a single vector."""
+    K = out.shape[-1]
+    if not is_wanted or out.numel() != K or K % QUANTIZED_BLOCK:
+        return (out, out, out), False
+    return empty_quantized(out), True
 
 
 def norm(
@@ -146,13 +173,13 @@ def norm(
     With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`).
     """
     out, K = torch.empty_like(x), x.shape[-1]
-    quantized = _empty_quantized(out, quantize)
+    quantized, is_quantized = _quantized_arguments(out, quantize)
     block = 1 << (K - 1).bit_length()
     parameters = (x if weight is None else weight, x if bias is None else bias)
     _triton_kernels().norm_kernel[(x.numel() // K,)](
-        x, *parameters, out, *(quantized or (out, out, out)), K, eps,
+        x, *parameters, out, *quantized, K, eps,
         CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, CAST_AFTER_SCALE=cast_after_scale,
-        QUANTIZE=quantized is not None, BLOCK=block, num_warps=4, **launch_options(),
+        QUANTIZE=is_quantized, BLOCK=block, num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -164,10 +191,10 @@ def gated_activation(gate_up: Tensor, activation: str, *, quantize: bool = False
     """
     F = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
-    quantized = _empty_quantized(out, quantize)
+    quantized, is_quantized = _quantized_arguments(out, quantize)
     blocks = -(-F // 512)
     _triton_kernels().gated_activation_kernel[(gate_up.numel() // (2 * F), blocks)](
-        gate_up, out, *(quantized or (out, out, out)), F, ACTIVATION_CODES[activation], quantized is not None, 512,
+        gate_up, out, *quantized, F, ACTIVATION_CODES[activation], is_quantized, 512,
         num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
@@ -185,16 +212,20 @@ def attend_step(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     layout: str | None = None,
+    quantize: bool = False,
 ) -> Tensor:
     """Rotate the query and key of one new token per row, append it to the cache, and attend to all cached tokens.
 
     q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, capacity, K) are the cache, and
-    lengths (B,) counts the tokens in it before the new one.  The output is (B, H, 1, K).
+    lengths (B,) counts the tokens in it before the new one.  The output is (B, 1, H K), the heads next to each other.
+    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`), if it can.
     """
     B, H, _, K = q.shape
     G, capacity = keys.shape[1], keys.shape[2]
     splits = max(1, min(-(-capacity // 64), TARGET_PROGRAMS // (B * G)))
-    out = torch.empty(B, H, 1, K, dtype=q.dtype, device=q.device)
+    out = torch.empty(B, 1, H * K, dtype=q.dtype, device=q.device)
+    can_quantize = splits > 1 and K % QUANTIZED_BLOCK == 0
+    quantized, is_quantized = _quantized_arguments(out, quantize and can_quantize)
     partials = torch.empty(B * H * splits * (K + 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
     rotary_layout = ROTARY_LAYOUTS[layout] if cos is not None else 0
     pairs = cos.shape[-1] if cos is not None else 1
@@ -202,18 +233,27 @@ def attend_step(
     heads = H // G
     padded_heads = max(16, 1 << (heads - 1).bit_length())
     _triton_kernels().attend_kernel[(B * G, splits)](
-        q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out, partials,
+        q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out,
+        *quantized, partials, _zero_counters(keys, B * G) if splits > 1 else partials,
         K**-0.5 if scale is None else scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         pairs if cos_rows > 1 else 0, H, G, splits,
         HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
+        SPLITS=1 << (splits - 1).bit_length(), QUANTIZE=is_quantized,
         BLOCK=ATTENTION_BLOCK if K <= 128 else ATTENTION_BLOCK // 2,
         num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES, **launch_options(),
     )  # fmt: skip
-    if splits > 1:
-        padded_splits = 1 << (splits - 1).bit_length()
-        _triton_kernels().combine_kernel[(B * H,)](
-            partials, out, splits, padded_splits, K, num_warps=1, **launch_options()
-        )
     return out
+
+
+def _zero_counters(owner: Tensor, count: int) -> Tensor:
+    """Return `count` integers that belong to a tensor, all 0: programs of a kernel count themselves, the last sets 0.
+
+    They belong to the cache that the kernel writes, so that no other kernel uses them at the same time.
+    """
+    counters = getattr(owner, "_counters", None)
+    if counters is None or len(counters) < count:
+        counters = torch.zeros(count, dtype=torch.int32, device=owner.device)
+        owner._counters = counters  # type: ignore[attr-defined]
+    return counters

@@ -15,13 +15,16 @@ from torch import Tensor
 from monoblock.kernels.gpu import (
     ACTIVATION_CODES,
     QUANTIZED_BLOCK,
+    TARGET_PROGRAMS,
     QuantizedVector,
+    empty_quantized,
     get_quantized,
     is_available,
     launch_options,
 )
 
 BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
+GATED_BLOCKS, GATED_WARPS = 8, 4  # of `quantized_gated_linear`: blocks of a row that are loaded at once
 
 
 class GpuQuantizedMatrix(NamedTuple):
@@ -73,13 +76,32 @@ def quantized_linear(
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
-    kernels = _triton_kernels()
-    kernel = kernels.int8_matvec_kernel if matrix.bits == 8 else kernels.int4_matvec_kernel
     rows, blocks, warps = _tile(matrix.bits, N, K)
-    kernel[(-(-N // rows),)](
+    _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
         *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, *added, out, N, K,
-        _group_size(matrix),
-        *flags, ROWS=rows, BLOCKS=blocks, num_warps=warps, **launch_options(),
+        _group_size(matrix), matrix.bits, *flags, ROWS=rows, BLOCKS=blocks, num_warps=warps, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def supports_gated_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
+    """Return whether `quantized_gated_linear` can be used, and has enough programs to be faster than two kernels."""
+    F = len(matrix.packed) // 2
+    has_programs = F % QUANTIZED_BLOCK == 0 and F // QUANTIZED_BLOCK >= TARGET_PROGRAMS
+    return has_programs and supports_quantized_linear(x, matrix)
+
+
+def quantized_gated_linear(x: Tensor, matrix: GpuQuantizedMatrix, activation: str) -> Tensor:
+    """Compute activation(gate) * up (…, F) for a vector x (…, K), and its 8-bit form (see `get_quantized`).
+
+    The quantized matrix (2F, K) has the rows of gate, then those of up.
+    """
+    F, K = len(matrix.packed) // 2, x.shape[-1]
+    out = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
+    _triton_kernels().quantized_gated_kernel[(F // QUANTIZED_BLOCK,)](
+        *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, out, *empty_quantized(out),
+        F, K, _group_size(matrix), matrix.bits, ACTIVATION_CODES[activation], BLOCKS=GATED_BLOCKS,
+        num_warps=GATED_WARPS, **launch_options(),
     )  # fmt: skip
     return out
 

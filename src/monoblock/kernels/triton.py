@@ -25,6 +25,15 @@ def wait_for_previous(PDL: tl.constexpr) -> Any:
 
 
 @triton.jit
+def prefetch(pointers, mask) -> Any:
+    """Ask for the cache lines at some addresses, so that a later load finds them in the L2 cache."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr) -> Any:
     """Apply an activation, given by its code in gpu.py; -1 is none."""
     if ACTIVATION == 0:
@@ -37,6 +46,14 @@ def activate(x, ACTIVATION: tl.constexpr) -> Any:
     elif ACTIVATION == 3:
         x = tl.maximum(x, 0.0)
     return x
+
+
+@triton.jit
+def gate_up_product(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> Any:
+    """Compute activation(gate) * up, rounding gate, up and the activation as separate kernels would."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = activate(gate, ACTIVATION).to(dtype).to(tl.float32)
+    return (gate * up).to(dtype)
 
 
 @triton.jit
@@ -74,6 +91,38 @@ def matvec_kernel(
 
 
 @triton.jit
+def gated_matvec_kernel(
+    x, weight, out, F, K, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+) -> Any:
+    """Each program computes ROWS elements of activation(gate) * up; a weight (2F, K) has the rows of gate, then of up.
+
+    Gate, up and the activation are rounded as by separate kernels.
+    """
+    launch_next(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < F
+    columns = tl.arange(0, COLUMNS)
+    start = weight + rows.to(tl.int64)[:, None] * K
+    up_start = weight + (rows.to(tl.int64) + F)[:, None] * K
+    mask = row_mask[:, None] & (columns < K)[None, :]
+    w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    w_up = tl.load(up_start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    wait_for_previous(PDL)
+    gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, K, COLUMNS):
+        index = first + columns
+        x_block = tl.load(x + index, mask=index < K, other=0.0).to(tl.float32)[None, :]
+        gate += w.to(tl.float32) * x_block
+        up += w_up.to(tl.float32) * x_block
+        index += COLUMNS  # the weights of the next block are loaded while this one is multiplied
+        mask = row_mask[:, None] & (index < K)[None, :]
+        w = tl.load(start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        w_up = tl.load(up_start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    y = gate_up_product(tl.sum(gate, 1), tl.sum(up, 1), ACTIVATION, out.dtype.element_ty)
+    tl.store(out + rows, y, mask=row_mask)
+
+
+@triton.jit
 def matmul_kernel(
     x, weight, bias, residual, out, M, N, K,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -85,6 +134,11 @@ def matmul_kernel(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     n_mask, m_mask = n < N, m < M
+    if PDL:
+        if tl.program_id(1) == 0:  # the others need the same weights
+            for start in range(0, K, 256):
+                lines = start + 64 * tl.arange(0, 4)  # of 128 bytes
+                prefetch(weight + n[:, None] * K + lines[None, :], n_mask[:, None] & (lines < K)[None, :])
     wait_for_previous(PDL)
     y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -163,10 +217,9 @@ def gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < F
-    gate = tl.load(x + row * 2 * F + index, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * F + F + index, mask=mask, other=0.0).to(tl.float32)
-    gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
-    result = (gate * up).to(out.dtype.element_ty)
+    gate = tl.load(x + row * 2 * F + index, mask=mask, other=0.0)
+    up = tl.load(x + row * 2 * F + F + index, mask=mask, other=0.0)
+    result = gate_up_product(gate, up, ACTIVATION, out.dtype.element_ty)
     tl.store(out + row * F + index, result, mask=mask)
     if QUANTIZE:
         values, first = tl.where(mask, result.to(tl.float32), 0.0), tl.program_id(1) * (BLOCK // 32)
@@ -195,18 +248,37 @@ def rotate(pointer, offsets, cos, sin, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.co
 
 
 @triton.jit
+def split_range(length, split, splits, BLOCK: tl.constexpr) -> Any:
+    """Return the first column of a split of a cache, and that after its last one."""
+    size = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+    return split * size, tl.minimum((split + 1) * size, length)
+
+
+@triton.jit
 def attend_kernel(
-    q, k, v, keys, values, lengths, cos, sin, out, partials, scale,
+    q, k, v, keys, values, lengths, cos, sin, out, integers, scales, sums, partials, finished, scale,
     q_row, q_head, k_row, k_head, v_row, v_head,
     keys_row, keys_head, keys_column, values_row, values_head, values_column,
     cos_row, H, G, splits,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, K: tl.constexpr, PAIRS: tl.constexpr, ROTARY_LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program attends from one group of query heads to one split of a row's cache; split 0 adds the new token."""
+    """Each program attends from one group of query heads to one split of a row's cache; split 0 adds the new token.
+
+    The program of a group that ends last combines the results of all splits; `finished` counts them, and is 0 again
+    afterwards. SPLITS is `splits`, rounded up to a power of two.
+    """
     launch_next(PDL)
-    wait_for_previous(PDL)
     row, group, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
+    keys += row.to(tl.int64) * keys_row + group * keys_head
+    values += row.to(tl.int64) * values_row + group * values_head
+    if PDL:
+        begin, end = split_range(tl.load(lengths + row), split, splits, BLOCK)
+        column = begin + tl.arange(0, BLOCK)
+        for line in range(0, K, 64):  # of 128 bytes
+            prefetch(keys + column * keys_column + line, column < end)
+            prefetch(values + column * values_column + line, column < end)
+    wait_for_previous(PDL)
     index = tl.arange(0, K)
     head = tl.arange(0, PADDED_HEADS)
     head_mask = head < HEADS
@@ -223,8 +295,6 @@ def attend_kernel(
     running_max = tl.full((PADDED_HEADS,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED_HEADS,), tl.float32)
     accumulator = tl.zeros((PADDED_HEADS, K), tl.float32)
-    keys += row.to(tl.int64) * keys_row + group * keys_head
-    values += row.to(tl.int64) * values_row + group * values_head
     if split == 0:
         new_key = rotate(k + row * k_row + group * k_head, index, cos, sin, PAIRS, ROTARY_LAYOUT, index < K).to(dtype)
         new_value = tl.load(v + row * v_row + group * v_head + index)
@@ -233,9 +303,7 @@ def attend_kernel(
         running_max = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         total += 1.0
         accumulator += new_value.to(tl.float32)[None, :]
-    split_length = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    begin = split * split_length
-    end = tl.minimum(begin + split_length, length)
+    begin, end = split_range(length, split, splits, BLOCK)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         visible = column < end
@@ -249,29 +317,40 @@ def attend_kernel(
         accumulator = accumulator * rescale[:, None] + tl.dot(weights.to(dtype), value)
         running_max = new_max
 
-    out_row = row * H + first_head + head
-    if splits == 1:
+    out_row = row * H + first_head
+    if SPLITS == 1:
         result = (accumulator / total[:, None]).to(dtype)
-        tl.store(out + out_row[:, None] * K + index[None, :], result, mask=head_mask[:, None])
+        tl.store(out + (out_row + head)[:, None] * K + index[None, :], result, mask=head_mask[:, None])
     else:
-        partial = partials + (out_row * splits + split) * (K + 2)
+        partial = partials + ((out_row + head) * splits + split) * (K + 2)
         tl.store(partial[:, None] + index[None, :], accumulator, mask=head_mask[:, None])
         tl.store(partial + K, running_max, mask=head_mask)
         tl.store(partial + K + 1, total, mask=head_mask)
+        tl.debug_barrier()  # all threads have stored before one of them counts the program
+        if tl.atomic_add(finished + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
+            tl.store(finished + tl.program_id(0), 0)
+            for one in range(HEADS):
+                combine_splits(partials, out, integers, scales, sums, out_row + one, splits, SPLITS, K, QUANTIZE, H * K)
 
 
 @triton.jit
-def combine_kernel(partials, out, splits, SPLITS: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr) -> Any:
-    """Each program combines the partial results of all splits of the cache for one head; an empty split adds 0."""
-    launch_next(PDL)
-    wait_for_previous(PDL)
-    head = tl.program_id(0)
+def combine_splits(
+    partials, out, integers, scales, sums, head, splits, SPLITS: tl.constexpr, K: tl.constexpr, QUANTIZE: tl.constexpr,
+    size,
+) -> Any:  # fmt: skip
+    """Combine the partial results of all splits of the cache for one head; an empty split adds 0.
+
+    With QUANTIZE, the result is also stored rounded to 8 bits, as a part of a vector of `size` elements. Other programs
+    have written the partial results, so they are read from the cache that all share (".cg").
+    """
     index, split = tl.arange(0, K), tl.arange(0, SPLITS)
     mask = split < splits
     partial = partials + (head * splits + split) * (K + 2)
-    running_max = tl.load(partial + K, mask=mask, other=-float("inf"))
+    running_max = tl.load(partial + K, mask=mask, other=-float("inf"), cache_modifier=".cg")
     weight = tl.exp(running_max - tl.max(running_max, 0))
-    total = tl.sum(tl.load(partial + K + 1, mask=mask, other=0.0) * weight, 0)
-    accumulator = tl.load(partial[:, None] + index[None, :], mask=mask[:, None], other=0.0)
-    y = tl.sum(accumulator * weight[:, None], 0) / total
-    tl.store(out + head * K + index, y.to(out.dtype.element_ty))
+    total = tl.sum(tl.load(partial + K + 1, mask=mask, other=0.0, cache_modifier=".cg") * weight, 0)
+    accumulator = tl.load(partial[:, None] + index[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg")
+    y = (tl.sum(accumulator * weight[:, None], 0) / total).to(out.dtype.element_ty)
+    tl.store(out + head * K + index, y)
+    if QUANTIZE:
+        store_quantized(y.to(tl.float32), head * (K // 32), integers, scales, sums, size, K // 32)

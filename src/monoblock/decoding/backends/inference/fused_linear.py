@@ -44,6 +44,14 @@ class FusedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return fast_linear(x, self.weight, self.bias)
 
+    def supports_gated(self, x: Tensor) -> bool:
+        """Return whether `run_gated` can be used for x (…, K)."""
+        return self.bias is None and kernels.supports_gated_linear(x, self.weight)
+
+    def run_gated(self, x: Tensor, activation: str) -> Tensor:
+        """Compute activation(gate) * up for a vector x; gate and up are the two layers."""
+        return kernels.gated_linear(x, self.weight, activation)
+
 
 def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a view of several tensors as one tensor, concatenated along dimension 0.

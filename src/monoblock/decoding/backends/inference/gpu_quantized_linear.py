@@ -19,7 +19,9 @@ from monoblock.kernels.gpu_quantized import (
     can_dequantize,
     dequantize,
     prepare_matrix,
+    quantized_gated_linear,
     quantized_linear,
+    supports_gated_linear,
     supports_quantized_linear,
 )
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
@@ -128,3 +130,11 @@ class FusedQuantizedLinear:
         if x.is_cuda and x.numel() == x.shape[-1] and supports_quantized_linear(x, self.joined.get()):
             return quantized_linear(x, self.joined.get(), self.bias)
         return torch.cat([layer(x) for layer in self.layers], -1)
+
+    def supports_gated(self, x: Tensor) -> bool:
+        """Return whether `run_gated` can be used, and is faster, for x (…, K)."""
+        return self.bias is None and supports_gated_linear(x, self.joined.get())
+
+    def run_gated(self, x: Tensor, activation: str) -> Tensor:
+        """Compute activation(gate) * up for a vector x; gate and up are the two layers."""
+        return quantized_gated_linear(x, self.joined.get(), activation)

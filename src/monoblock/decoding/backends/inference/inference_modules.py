@@ -132,8 +132,11 @@ class InferenceFeedForward(FeedForward):
                 return self.down(layer.run_kernel(x, activation=self.config.activation))
         if self.fused is None or tap is not None:
             return super().forward(x, tap)
+        has_kernel = x.is_cuda and self.config.activation in kernels.ACTIVATION_CODES and kernels.is_available()
+        if has_kernel and self.fused.supports_gated(x):
+            return self.down(self.fused.run_gated(x, self.config.activation))
         both = self.fused(x)
-        if x.is_cuda and self.config.activation in kernels.ACTIVATION_CODES and kernels.is_available():
+        if has_kernel:
             is_quantized = isinstance(self.down, InferenceQuantizedLinear)
             return self.down(kernels.gated_activation(both, self.config.activation, quantize=is_quantized))
         gate, up = both.chunk(2, -1)
@@ -191,8 +194,9 @@ class InferenceAttention(Attention):
             cos=None if angles is None else angles.cos.contiguous(),
             sin=None if angles is None else angles.sin.contiguous(),
             layout=None if angles is None else "interleaved" if angles.interleaved else "halves",
+            quantize=isinstance(self.output, InferenceQuantizedLinear),
         )
-        return self.output(out.transpose(1, 2).flatten(2))
+        return self.output(out)
 
     def _supports_step_kernel(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> bool:
         config, keys, values = self.config, layer_cache.keys, layer_cache.values
