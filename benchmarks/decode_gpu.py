@@ -29,7 +29,8 @@ from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import PromptLookup, Proposer
-from monoblock.kernels.gpu import attend_step, gated_activation, gated_linear, get_quantized, linear, norm
+from monoblock.kernels.gpu import gated_activation, gated_linear, get_quantized, linear, norm
+from monoblock.kernels.gpu_attention import attend_step
 from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_gated_linear, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm

@@ -21,6 +21,7 @@ from monoblock.decoding.backends.inference.padded_vocabulary import PaddedVocabu
 from monoblock.decoding.backends.inference.pending_residual import pending_residual, take_residual
 from monoblock.decoding.backends.supported_fields import NATIVE_NORMS
 from monoblock.kernels import gpu as kernels
+from monoblock.kernels.gpu_attention import attend_step
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
@@ -183,7 +184,7 @@ class InferenceAttention(Attention):
         assert layer_cache.values is not None
         assert context.cached_lengths is not None
         angles = context.rotary_angles
-        out = kernels.attend_step(
+        out = attend_step(
             self._split_heads(q, self.config.heads, self.query_norm),
             self._split_heads(k, self.config.num_kv_heads, self.key_norm),
             self._split_heads(v, self.config.num_kv_heads),

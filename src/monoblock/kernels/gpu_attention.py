@@ -1,0 +1,81 @@
+"""A Triton kernel for decoding one token on a GPU: attention over a cache, to which it adds the new token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.kernels.gpu import QUANTIZED_BLOCK, TARGET_PROGRAMS, launch_options, quantized_arguments
+
+ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
+# Keys per block, warps, and blocks loaded ahead; the fastest measured on an H200.
+BLOCK, WARPS, STAGES = 64, 4, 2
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    from monoblock.kernels import triton_attention
+
+    return triton_attention
+
+
+def attend_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    layout: str | None = None,
+    quantize: bool = False,
+) -> Tensor:
+    """Rotate the query and key of one new token per row, append it to the cache, and attend to all cached tokens.
+
+    q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, capacity, K) are the cache, and
+    lengths (B,) counts the tokens in it before the new one.  The output is (B, 1, H K), the heads next to each other.
+    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`), if it can.
+    """
+    B, H, _, K = q.shape
+    G, capacity = keys.shape[1], keys.shape[2]
+    splits = max(1, min(-(-capacity // 64), TARGET_PROGRAMS // (B * G)))
+    out = torch.empty(B, 1, H * K, dtype=q.dtype, device=q.device)
+    can_quantize = splits > 1 and K % QUANTIZED_BLOCK == 0
+    quantized, is_quantized = quantized_arguments(out, quantize and can_quantize)
+    partials = torch.empty(B * H * splits * (K + 2) if splits > 1 else 1, dtype=torch.float32, device=q.device)
+    rotary_layout = ROTARY_LAYOUTS[layout] if cos is not None else 0
+    pairs = cos.shape[-1] if cos is not None else 1
+    cos_rows = cos.shape[0] if cos is not None else 1
+    heads = H // G
+    padded_heads = max(16, 1 << (heads - 1).bit_length())
+    _triton_kernels().attend_kernel[(B * G, splits)](
+        q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out,
+        *quantized, partials, _zero_counters(keys, B * G) if splits > 1 else partials,
+        K**-0.5 if scale is None else scale,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        pairs if cos_rows > 1 else 0, H, G, splits,
+        HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
+        SPLITS=1 << (splits - 1).bit_length(), QUANTIZE=is_quantized,
+        BLOCK=BLOCK if K <= 128 else BLOCK // 2,
+        num_warps=WARPS, num_stages=STAGES, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _zero_counters(owner: Tensor, count: int) -> Tensor:
+    """Return `count` integers that belong to a tensor, all 0: programs of a kernel count themselves, the last sets 0.
+
+    They belong to the cache that the kernel writes, so that no other kernel uses them at the same time.
+    """
+    counters = getattr(owner, "_counters", None)
+    if counters is None or len(counters) < count:
+        counters = torch.zeros(count, dtype=torch.int32, device=owner.device)
+        owner._counters = counters  # type: ignore[attr-defined]
+    return counters
