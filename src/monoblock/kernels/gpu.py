@@ -103,7 +103,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
 def _gated_tile(K: int) -> tuple[int, int, int]:
     """Return rows and columns of a tile of gate, and of one of up, and the number of warps."""
-    return (2, 512, 4) if K <= 1024 else (1, 2048, 4)
+    return (2, 512, 4) if K <= 1024 else (2, 1024, 4)
 
 
 def _vector_tile(N: int, K: int) -> tuple[int, int, int]:

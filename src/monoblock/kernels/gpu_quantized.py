@@ -24,7 +24,9 @@ from monoblock.kernels.gpu import (
 )
 
 BLOCKS_PER_PROGRAM = 8  # in the kernel that quantizes a vector
-GATED_BLOCKS, GATED_WARPS = 8, 4  # of `quantized_gated_linear`: blocks of a row that are loaded at once
+BLOCKS = 32  # blocks of 16 bytes of a row in a tile: one for each thread of a warp
+ROWS = 8  # of a tile of `quantized_linear`, which has one warp
+GATED_WARPS = 8  # of `quantized_gated_linear`, whose tiles have 32 rows of gate and of up
 
 
 class GpuQuantizedMatrix(NamedTuple):
@@ -76,10 +78,11 @@ def quantized_linear(
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
-    rows, blocks, warps = _tile(matrix.bits, N, K)
+    rows = ROWS if N >= 8192 else ROWS // 2
     _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
         *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, *added, out, N, K,
-        _group_size(matrix), matrix.bits, *flags, ROWS=rows, BLOCKS=blocks, num_warps=warps, **launch_options(),
+        _group_size(matrix), matrix.bits, *flags, ROWS=rows, BLOCKS=BLOCKS, EVEN=_is_even(matrix), num_warps=1,
+        **launch_options(),
     )  # fmt: skip
     return out
 
@@ -100,8 +103,8 @@ def quantized_gated_linear(x: Tensor, matrix: GpuQuantizedMatrix, activation: st
     out = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
     _triton_kernels().quantized_gated_kernel[(F // QUANTIZED_BLOCK,)](
         *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, out, *empty_quantized(out),
-        F, K, _group_size(matrix), matrix.bits, ACTIVATION_CODES[activation], BLOCKS=GATED_BLOCKS,
-        num_warps=GATED_WARPS, **launch_options(),
+        F, K, _group_size(matrix), matrix.bits, ACTIVATION_CODES[activation], BLOCKS=BLOCKS,
+        EVEN=_is_even(matrix), num_warps=GATED_WARPS, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -138,8 +141,6 @@ def _group_size(matrix: GpuQuantizedMatrix) -> int:
     return _num_columns(matrix) // matrix.scales.shape[-1]
 
 
-def _tile(bits: int, N: int, K: int) -> tuple[int, int, int]:
-    """Return rows and blocks of a tile and the number of warps, the fastest measured on an H200."""
-    if bits == 8:
-        return (2, 128, 4) if N >= 8192 else (2, 64, 4)
-    return (2, 32, 1) if N >= 8192 else (4, 64, 4)
+def _is_even(matrix: GpuQuantizedMatrix) -> bool:
+    """Return whether a row consists of whole tiles."""
+    return matrix.packed.shape[-1] % (16 * BLOCKS) == 0

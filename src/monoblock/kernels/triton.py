@@ -1,7 +1,8 @@
 """Triton source of the kernels in gpu.py; imported only if Triton is installed and there is a GPU.
 
 With PDL (programmatic dependent launch, from compute capability 9.0 on) the next kernel starts while this one still
-runs, and loads what does not depend on it; `wait_for_previous` then waits until all kernels before have ended.
+runs, and fetches weights, which do not depend on it; `wait_for_previous` then waits until all kernels before it have
+ended.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ def prefetch(pointers, mask) -> Any:
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r", [pointers, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(rows, size, mask) -> Any:
+    """Prefetch `size` bytes from each of the addresses `rows` (1, R) on, where `mask` (1, R) is true."""
+    rows = rows.to(tl.pointer_type(tl.int8))
+    for start in range(0, size, 32 * 128):
+        offset = start + 128 * tl.arange(0, 32)[:, None]
+        prefetch(rows + offset, mask & (offset < size))
 
 
 @triton.jit
@@ -70,6 +80,8 @@ def matvec_kernel(
     start = weight + rows.to(tl.int64)[:, None] * K
     mask = row_mask[:, None] & (columns < K)[None, :]
     w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        prefetch_rows(weight + rows.to(tl.int64)[None, :] * K, 2 * K, row_mask[None, :])
     wait_for_previous(PDL)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, K, COLUMNS):
@@ -107,6 +119,9 @@ def gated_matvec_kernel(
     mask = row_mask[:, None] & (columns < K)[None, :]
     w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     w_up = tl.load(up_start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        prefetch_rows(weight + rows.to(tl.int64)[None, :] * K, 2 * K, row_mask[None, :])
+        prefetch_rows(weight + (rows.to(tl.int64) + F)[None, :] * K, 2 * K, row_mask[None, :])
     wait_for_previous(PDL)
     gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, K, COLUMNS):
@@ -135,9 +150,7 @@ def matmul_kernel(
     k = tl.arange(0, BLOCK_K)
     n_mask, m_mask = n < N, m < M
     if PDL and tl.program_id(1) == 0:  # the others need the same weights
-        for start in range(0, K, 256):
-            lines = start + 64 * tl.arange(0, 4)  # of 128 bytes
-            prefetch(weight + n[:, None] * K + lines[None, :], n_mask[:, None] & (lines < K)[None, :])
+        prefetch_rows(weight + n[None, :] * K, 2 * K, n_mask[None, :])
     wait_for_previous(PDL)
     y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, K, BLOCK_K):

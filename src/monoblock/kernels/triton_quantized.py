@@ -7,7 +7,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from monoblock.kernels.triton import activate, gate_up_product, launch_next, store_quantized, wait_for_previous
+from monoblock.kernels.triton import (
+    activate,
+    gate_up_product,
+    launch_next,
+    prefetch_rows,
+    store_quantized,
+    wait_for_previous,
+)
 
 LOW_NIBBLES: tl.constexpr = tl.constexpr(0x0F0F0F0F)
 
@@ -39,55 +46,75 @@ def dequantize_kernel(weight, scales, out, K, GROUP: tl.constexpr, BITS: tl.cons
 
 
 @triton.jit
-def dot4(a, b, total) -> Any:
+def dot4(a, b) -> Any:
+    """Return the dot product of the four signed bytes in each word of a and b."""
+    return tl.inline_asm_elementwise(
+        "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def add_dot4(a, b, total) -> Any:
     """Add to `total` the dot product of the four signed bytes in each word of a and b."""
     return tl.inline_asm_elementwise(
         "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
-@triton.jit
-def load_blocks(weight, index, row_mask, num_blocks) -> Any:
-    """Load blocks of 16 bytes of some rows as (rows, blocks, 4) words; `weight` (rows, 1, 1) points to the rows."""
-    mask = row_mask[:, None, None] & (index < num_blocks)[None, :, None]
-    offsets = (index[:, None] * 4 + tl.arange(0, 4)[None, :])[None, :, :]
-    return tl.load(weight + offsets, mask=mask, other=0, eviction_policy="evict_first")
+# A row is read in blocks of 16 bytes: four words with 16 or 32 weights. Tiles are (words, rows) or (blocks, rows), and
+# a warp reads 32 blocks of a row: Triton then chooses layouts with which the loops below need no barrier and no
+# shuffle. EVEN is whether a row consists of whole tiles, so that its loads need no masks.
 
 
 @triton.jit
-def load_vector(x, x_scales, x_sums, index, num_blocks, BITS: tl.constexpr) -> Any:
-    """Load the part of a quantized vector that is multiplied by blocks of 16 bytes: 16 or 32 elements.
+def load_words(weight, first, num_blocks, BLOCKS: tl.constexpr, EVEN: tl.constexpr) -> Any:
+    """Load the words of BLOCKS blocks, the first of which may be after the end; `weight` (1, rows) points to rows."""
+    word = first * 4 + tl.arange(0, BLOCKS * 4)[:, None]
+    mask = first < num_blocks if EVEN else word < num_blocks * 4
+    return tl.load(weight + word, mask=mask, other=0, eviction_policy="evict_first")
 
-    The elements are words (blocks, 4); with 4 bits there are two of them: for the lower halves of bytes, and the upper.
+
+@triton.jit
+def load_vector(
+    x, x_scales, x_sums, first, num_blocks, no_rows, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
+) -> Any:
+    """Load the part of a quantized vector that is multiplied by BLOCKS blocks: words, scales and sums.
+
+    With 4 bits there are two words for each word of weights: for the lower halves of its bytes, and for the upper. The
+    zeros `no_rows` (1, rows) give the words their shape: each warp loads them for its own rows.
     """
-    inside = index < num_blocks
-    words = x.to(tl.pointer_type(tl.int32)) + index[:, None] * (32 // BITS) + tl.arange(0, 4)[None, :]
-    low = tl.load(words, mask=inside[:, None], other=0)
-    high, total = low, 0.0
+    word, block = first * 4 + tl.arange(0, BLOCKS * 4)[:, None], first + tl.arange(0, BLOCKS)[:, None]
+    words = x.to(tl.pointer_type(tl.int32)) + no_rows + (word if BITS == 8 else word // 4 * 8 + word % 4)
+    word_mask, mask = None if EVEN else word < num_blocks * 4, None if EVEN else block < num_blocks
+    low = tl.load(words, mask=word_mask)  # anything after the end, where all weights are 0
+    scale = tl.load(x_scales + (block // 2 if BITS == 8 else block), mask=mask, other=None if EVEN else 0.0)
+    high, total = low, scale
     if BITS == 4:
-        high = tl.load(words + 4, mask=inside[:, None], other=0)
-        total = tl.load(x_sums + index, mask=inside, other=0.0)
-    scale = tl.load(x_scales + (index // 2 if BITS == 8 else index), mask=inside, other=0.0)
+        high = tl.load(words + 4, mask=word_mask)
+        total = tl.load(x_sums + block, mask=mask, other=None if EVEN else 0.0)
     return low, high, scale, total
 
 
 @triton.jit
-def multiply_blocks(
-    w, low, high, x_scale, x_sum, scales, index, row_mask, num_blocks, GROUP: tl.constexpr, BITS: tl.constexpr
-) -> Any:
-    """Multiply blocks of rows (rows, blocks, 4) by their part of the vector; return the products (rows, blocks)."""
-    zero = tl.zeros(w.shape, tl.int32)
-    mask = row_mask[:, None] & (index < num_blocks)[None, :]
-    scale = tl.load(scales + (index * (128 // BITS) // GROUP)[None, :], mask=mask, other=0)
+def multiply_words(
+    w, low, high, x_scale, x_sum, scales, first, num_blocks,
+    GROUP: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Multiply words of weights by their part of the vector; return the products (BLOCKS, rows)."""
+    block = first + tl.arange(0, BLOCKS)[:, None]
+    mask = None if EVEN else block < num_blocks
+    scale = tl.load(scales + block * (128 // BITS) // GROUP, mask=mask, other=None if EVEN else 0)
     if BITS == 8:
-        dot = tl.sum(dot4(w, tl.broadcast_to(low[None, :, :], w.shape), zero), 2)
-        products = dot.to(tl.float32) * (scale.to(tl.float32) * x_scale[None, :])
+        dot = dot4(w, tl.broadcast_to(low, w.shape))
     else:
-        dot = dot4(w & LOW_NIBBLES, tl.broadcast_to(low[None, :, :], w.shape), zero)
-        dot = tl.sum(dot4((w >> 4) & LOW_NIBBLES, tl.broadcast_to(high[None, :, :], w.shape), dot), 2)
+        dot = dot4(w & LOW_NIBBLES, tl.broadcast_to(low, w.shape))
+        dot = add_dot4((w >> 4) & LOW_NIBBLES, tl.broadcast_to(high, w.shape), dot)
+    dot = tl.sum(tl.reshape(dot, (BLOCKS, 4, w.shape[1])), 1).to(tl.float32)
+    if BITS == 8:
+        products = dot * (scale.to(tl.float32) * x_scale)
+    else:
         minimum = (scale & -65536).to(tl.float32, bitcast=True)
-        scale = (scale << 16).to(tl.float32, bitcast=True)
-        products = dot.to(tl.float32) * (scale * x_scale[None, :]) + minimum * x_sum[None, :]
+        products = dot * ((scale << 16).to(tl.float32, bitcast=True) * x_scale) + minimum * x_sum
     return products
 
 
@@ -95,28 +122,30 @@ def multiply_blocks(
 def quantized_matvec_kernel(
     x, x_scales, x_sums, weight, scales, bias, residual, out, N, K, GROUP: tl.constexpr, BITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program multiplies ROWS rows of a quantized weight with x, BLOCKS blocks of 16 bytes at a time.
+    """Each program multiplies ROWS rows of a quantized weight with x.
 
     With 4 bits, a word of `scales` has the scale of a group in its lower half and the minimum in its upper half.
     """
     launch_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < N
-    block, num_blocks = tl.arange(0, BLOCKS), K * BITS // 128
-    weight = weight.to(tl.pointer_type(tl.int32)) + rows.to(tl.int64)[:, None, None] * (num_blocks * 4)
-    scales += rows[:, None] * (K // GROUP)
-    w = load_blocks(weight, block, row_mask, num_blocks)
+    row_mask, num_blocks = rows < N, K * BITS // 128
+    row = tl.minimum(rows, N - 1).to(tl.int64)[None, :]  # rows after the last are computed, but not stored
+    weight = weight.to(tl.pointer_type(tl.int32)) + row * (num_blocks * 4)
+    scales += row * (K // GROUP)
+    no_rows = tl.zeros((1, 1), tl.int32)
+    w = load_words(weight, 0, num_blocks, BLOCKS, EVEN)
+    if PDL:
+        prefetch_rows(weight, num_blocks * 16, row_mask[None, :])
     wait_for_previous(PDL)
-    total = tl.zeros((ROWS, BLOCKS), tl.float32)
+    total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
-        index = first + block
-        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, index, num_blocks, BITS)
-        next_w = load_blocks(weight, index + BLOCKS, row_mask, num_blocks)  # loaded while these are multiplied
-        total += multiply_blocks(w, low, high, x_scale, x_sum, scales, index, row_mask, num_blocks, GROUP, BITS)
+        next_w = load_words(weight, first + BLOCKS, num_blocks, BLOCKS, EVEN)  # while these are multiplied
+        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, no_rows, BITS, BLOCKS, EVEN)
+        total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
         w = next_w
-    y = tl.sum(total, 1)
+    y = tl.sum(total, 0)
     if HAS_BIAS:
         y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     if ACTIVATION >= 0:
@@ -130,32 +159,32 @@ def quantized_matvec_kernel(
 @triton.jit
 def quantized_gated_kernel(
     x, x_scales, x_sums, weight, scales, out, integers, out_scales, out_sums, F, K,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program computes 32 elements of activation(gate) * up and also stores them rounded to 8 bits.
+    """Each program computes 32 elements of activation(gate) * up, and also stores them rounded to 8 bits.
 
     The quantized weight (2F, K) has the rows of gate, then those of up; 32 divides F.
     """
     launch_next(PDL)
-    rows = tl.program_id(0) * 32 + tl.arange(0, 32)
-    row_mask = rows < F
-    block, num_blocks = tl.arange(0, BLOCKS), K * BITS // 128
-    weight = weight.to(tl.pointer_type(tl.int32)) + rows.to(tl.int64)[:, None, None] * (num_blocks * 4)
-    weight_up = weight + tl.cast(F, tl.int64) * (num_blocks * 4)
-    scales += rows[:, None] * (K // GROUP)
-    scales_up = scales + F * (K // GROUP)
-    w = load_blocks(weight, block, row_mask, num_blocks)
-    w_up = load_blocks(weight_up, block, row_mask, num_blocks)
+    rows, num_blocks = tl.program_id(0) * 32 + tl.arange(0, 32), K * BITS // 128
+    row = rows.to(tl.int64)[None, :]
+    weight = weight.to(tl.pointer_type(tl.int32)) + row * (num_blocks * 4)
+    up_weight = weight + tl.cast(F, tl.int64) * (num_blocks * 4)
+    scales += row * (K // GROUP)
+    up_scales = scales + tl.cast(F, tl.int64) * (K // GROUP)
+    if PDL:
+        prefetch_rows(weight, num_blocks * 16, row >= 0)
+        prefetch_rows(up_weight, num_blocks * 16, row >= 0)
     wait_for_previous(PDL)
-    gate, up = tl.zeros((32, BLOCKS), tl.float32), tl.zeros((32, BLOCKS), tl.float32)
+    no_rows = tl.zeros((1, 32), tl.int32)
+    gate, up = tl.zeros((BLOCKS, 32), tl.float32), tl.zeros((BLOCKS, 32), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
-        index = first + block
-        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, index, num_blocks, BITS)
-        next_w = load_blocks(weight, index + BLOCKS, row_mask, num_blocks)
-        next_up = load_blocks(weight_up, index + BLOCKS, row_mask, num_blocks)
-        gate += multiply_blocks(w, low, high, x_scale, x_sum, scales, index, row_mask, num_blocks, GROUP, BITS)
-        up += multiply_blocks(w_up, low, high, x_scale, x_sum, scales_up, index, row_mask, num_blocks, GROUP, BITS)
-        w, w_up = next_w, next_up
-    y = gate_up_product(tl.sum(gate, 1), tl.sum(up, 1), ACTIVATION, out.dtype.element_ty)
-    tl.store(out + rows, y, mask=row_mask)
+        w = load_words(weight, first, num_blocks, BLOCKS, EVEN)
+        w_up = load_words(up_weight, first, num_blocks, BLOCKS, EVEN)
+        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, no_rows, BITS, BLOCKS, EVEN)
+        gate += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
+        up += multiply_words(w_up, low, high, x_scale, x_sum, up_scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
+    y = gate_up_product(tl.sum(gate, 0), tl.sum(up, 0), ACTIVATION, out.dtype.element_ty)
+    tl.store(out + rows, y)
     store_quantized(y.to(tl.float32), tl.program_id(0), integers, out_scales, out_sums, F, 1)
