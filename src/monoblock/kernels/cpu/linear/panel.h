@@ -4,6 +4,7 @@
 // one row in each lane.  Nothing is added up across a vector, so the result of a row depends on no other row.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -14,6 +15,7 @@ namespace panels {
 
 constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 8;  // rows of a weight in a tile: what registers hold
 constexpr int MAX_VECTORS = 2;                   // vectors of rows in a panel
+constexpr int TOGETHER = LANES == 16 ? 2 : 1;    // panels that are multiplied by fewer rows of an fp32 weight at once
 constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;    // rows of a weight that stay in the cache for all panels
 constexpr int64_t LINE_FLOATS = 16;              // floats in a cache line
 
@@ -51,51 +53,56 @@ inline void add_inputs(const float* weight, int64_t K, const float* x, Floats (&
 }
 #endif
 
-// R rows of a weight (stride K) with a panel x (K, C LANES) -> y (R, C LANES).
-template <int R, int C>
-inline void tile(const float* weight, int64_t K, const float* x, const float* bias, float* y, Prefetch& prefetch) {
-  Floats sums[R][C];
-  UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int c = 0; c < C; ++c) sums[r][c] = all(bias ? bias[r] : 0.0f);
+template <class T>
+using ForPanels = std::array<T*, TOGETHER>;  // a pointer for each of the panels that are multiplied together
+
+// R rows of a weight (stride K) with P panels x (K, C LANES) -> y (R, C LANES).
+template <int R, int C, int P>
+inline void tile(const float* weight, int64_t K, ForPanels<const float> x, const float* bias, ForPanels<float> y,
+                 Prefetch& prefetch) {
+  Floats sums[P][R][C];
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < C; ++c) sums[p][r][c] = all(bias ? bias[r] : 0.0f);
   const auto add = [&](int64_t k) {
-    Floats rows[C];
-    UNROLL for (int c = 0; c < C; ++c) rows[c] = load<Floats>(x + (k * C + c) * LANES);
+    Floats rows[P][C];
+    UNROLL for (int p = 0; p < P; ++p)
+      UNROLL for (int c = 0; c < C; ++c) rows[p][c] = load<Floats>(x[p] + (k * C + c) * LANES);
     UNROLL for (int r = 0; r < R; ++r) {
       const float w = weight[r * K + k];
-      UNROLL for (int c = 0; c < C; ++c) sums[r][c] += rows[c] * w;
+      UNROLL for (int p = 0; p < P; ++p)
+        UNROLL for (int c = 0; c < C; ++c) sums[p][r][c] += rows[p][c] * w;
     }
   };
   int64_t k = 0;
   for (; k + LINE_FLOATS <= K; k += LINE_FLOATS) {
     prefetch.fetch();
 #if defined(__ARM_NEON)
-    for (int64_t n = k; n < k + LINE_FLOATS; n += LANES) add_inputs<R, C>(weight + n, K, x + n * C * LANES, sums);
+    for (int64_t n = k; n < k + LINE_FLOATS; n += LANES) add_inputs<R, C>(weight + n, K, x[0] + n * C * LANES, sums[0]);
 #else
     for (int64_t n = k; n < k + LINE_FLOATS; ++n) add(n);
 #endif
   }
   for (; k < K; ++k) add(k);
-  UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int c = 0; c < C; ++c) store(y + (r * C + c) * LANES, sums[r][c]);
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < C; ++c) store(y[p] + (r * C + c) * LANES, sums[p][r][c]);
 }
 
-template <int C>
-inline void tiles(const float* weight, int64_t count, int64_t K, const float* x, const float* bias, float* y,
-                  Prefetch& prefetch) {
+// The sums of a tile fill the registers: P panels have the fewer rows.
+template <int C, int P>
+inline void tiles(const float* weight, int64_t count, int64_t K, ForPanels<const float> x, const float* bias,
+                  ForPanels<float> y, Prefetch& prefetch) {
   int64_t n = 0;
   const auto next = [&]<int R>() {
-    for (; n + R <= count; n += R)
-      tile<R, C>(weight + n * K, K, x, bias ? bias + n : nullptr, y + n * C * LANES, prefetch);
+    for (; n + R <= count; n += R) {
+      tile<R, C, P>(weight + n * K, K, x, bias ? bias + n : nullptr, y, prefetch);
+      for (float*& sums : y) sums += R * C * LANES;
+    }
   };
-  next.template operator()<TILE_ROWS>();
-  next.template operator()<4>();
+  next.template operator()<TILE_ROWS / P>();
+  if constexpr (TILE_ROWS / P > 4) next.template operator()<4>();
   next.template operator()<1>();
-}
-
-inline void tiles(int vectors, const float* weight, int64_t count, int64_t K, const float* x, const float* bias,
-                  float* y, Prefetch& prefetch) {
-  vectors == MAX_VECTORS ? tiles<MAX_VECTORS>(weight, count, K, x, bias, y, prefetch)
-                         : tiles<1>(weight, count, K, x, bias, y, prefetch);
 }
 
 // -- between products -------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class PanelProducts {
   }
 
   // For a block of rows from n on, and each panel: y = where(panel, n), then y (count, rows) is filled, then done(panel,
-  // n, count, y).
+  // n, count, y).  TOGETHER panels that follow each other are filled at once, so their y must not overlap.
   template <class Where, class Done>
   void multiply(const WeightMatrix& m, Where where, Done done) {
     if (m.is_quantized())
@@ -147,11 +147,19 @@ class PanelProducts {
       const int64_t count = std::min(BLOCK_ROWS, m.rows - n), left = m.rows - n - count;
       Prefetch prefetch(weight + (n + count) * m.columns, std::min(BLOCK_ROWS, left) * m.columns, count, m.columns,
                         panels.size());
-      for (size_t i = 0; i < panels.size(); ++i) {
-        float* y = where(i, n);
-        tiles(panels[i].vectors, weight + n * m.columns, count, m.columns, panels[i].x, m.bias ? m.bias + n : nullptr,
-              y, prefetch);
-        done(i, n, count, y);
+      const float *rows = weight + n * m.columns, *bias = m.bias ? m.bias + n : nullptr;
+      for (size_t i = 0, together; i < panels.size(); i += together) {
+        together = are_full(i, TOGETHER) ? TOGETHER : 1;
+        ForPanels<const float> x = {};
+        ForPanels<float> y = {};
+        for (size_t p = 0; p < together; ++p) x[p] = panels[i + p].x, y[p] = where(i + p, n);
+        if (together == TOGETHER)
+          tiles<MAX_VECTORS, TOGETHER>(rows, count, m.columns, x, bias, y, prefetch);
+        else if (panels[i].vectors == MAX_VECTORS)
+          tiles<MAX_VECTORS, 1>(rows, count, m.columns, x, bias, y, prefetch);
+        else
+          tiles<1, 1>(rows, count, m.columns, x, bias, y, prefetch);
+        for (size_t p = 0; p < together; ++p) done(i + p, n, count, y[p]);
       }
     }
   }
@@ -161,6 +169,13 @@ class PanelProducts {
   int64_t inputs = 0;
 
   WeightMatrix::Packing packed;  // of the panels for the last product: those of the same x mostly need the same
+
+  // Whether there are `count` panels from the first on, all with MAX_VECTORS vectors.
+  bool are_full(size_t first, size_t count) const {
+    if (first + count > panels.size()) return false;
+    return std::all_of(panels.begin() + first, panels.begin() + first + count,
+                       [](const PanelRows& p) { return p.vectors == MAX_VECTORS; });
+  }
 
   template <class Format, class Where, class Done>
   void multiply_quantized(const Format& format, const WeightMatrix& m, Where where, Done done) {

@@ -109,11 +109,11 @@ inline void rank_panels(const std::vector<Panel>& panels, LogitsTopK& out) {
       for (int64_t i = 0; i < out.width * p.step(); ++i) p.x[i] *= out.scale;
     ranked.emplace_back(out, p), rows.push_back({p.x, p.vectors});
   }
-  alignas(64) float logits[BLOCK_ROWS * MAX_VECTORS * LANES];
+  alignas(64) float logits[TOGETHER][BLOCK_ROWS * MAX_VECTORS * LANES];
   PanelProducts products;
   products.set_inputs(std::move(rows), out.width);
   products.multiply(
-      out.table, [&](size_t, int64_t) { return logits; },
+      out.table, [&](size_t i, int64_t) { return logits[i % TOGETHER]; },
       [&](size_t i, int64_t n, int64_t count, float* y) { ranked[i].add(y, n, count); });
   for (PanelTopK& panel : ranked) panel.finish();
 }
@@ -138,7 +138,8 @@ class PanelQueue {
       {
         const std::lock_guard<std::mutex> guard(lock);
         if (!panels.empty()) {
-          const auto first = panels.end() - std::max<int64_t>(1, int64_t(panels.size()) / threads);
+          const int64_t size = panels.size(), groups = std::max<int64_t>(1, size / threads / TOGETHER);
+          const auto first = panels.end() - std::min(size, groups * TOGETHER);
           std::vector<Panel> taken(first, panels.end());
           panels.erase(first, panels.end());
           return taken;

@@ -15,7 +15,7 @@
 namespace {
 namespace panels {
 
-constexpr int64_t ROWS_PER_PASS = 128;  // of a thread that pass the weights together and stay in its cache
+constexpr int64_t ROWS_PER_PASS = 128;  // at most, of a thread that pass the weights together and stay in its cache
 
 // Where each text begins, and behind the last one N.
 inline std::vector<int64_t> text_bounds(const at::Tensor& lengths, int64_t N) {
@@ -60,9 +60,12 @@ at::Tensor encode(const c10::intrusive_ptr<NativeStack>& stack, const at::Tensor
     for (int64_t i = bounds[t]; i < bounds[t + 1]; ++i)
       batch.rows.push_back({i, rows.data() + bounds[t], bounds[t + 1] - bounds[t], 0});
   float* to = out.mutable_data_ptr<float>();
-  const auto text_end = [&](int64_t row) { return *std::lower_bound(bounds.begin(), bounds.end(), std::min(row, N)); };
+  const auto first_after = [&](int64_t row) { return std::upper_bound(bounds.begin(), bounds.end(), row); };
   std::vector<int64_t> pieces{0};
-  while (pieces.back() < N) pieces.push_back(text_end(pieces.back() + ROWS_PER_PASS));
+  while (pieces.back() < N) {  // as many texts as fit into whole panels, or a longer one alone
+    const int64_t begin = pieces.back(), end = *(first_after(begin + ROWS_PER_PASS) - 1);
+    pieces.push_back(end > begin ? end : *first_after(begin));
+  }
   std::atomic<size_t> next{0};  // threads are not equally fast: whichever is free takes the next piece
   const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   ThreadErrors errors;
