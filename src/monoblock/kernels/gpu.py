@@ -37,10 +37,14 @@ def _triton_kernels() -> Any:
     return triton
 
 
-@functools.cache
 def launch_options() -> dict[str, bool]:
     """Return the options of every launch: whether the next kernel may start while this one runs (see triton.py)."""
-    has_pdl = torch.cuda.get_device_capability()[0] >= 9
+    return _launch_options(torch.cuda.current_device())
+
+
+@functools.cache
+def _launch_options(device: int) -> dict[str, bool]:
+    has_pdl = torch.cuda.get_device_capability(device)[0] >= 9
     return {"PDL": has_pdl, "launch_pdl": has_pdl}
 
 
@@ -136,7 +140,7 @@ class QuantizedVector(NamedTuple):
 
 
 def get_quantized(x: Tensor) -> QuantizedVector | None:
-    """Return the 8-bit form of a vector that `norm` or `gated_activation` computed beside it, or None."""
+    """Return the 8-bit form of a vector that a kernel computed beside it, or None."""
     return getattr(x, "_quantized", None)
 
 

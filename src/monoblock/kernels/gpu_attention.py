@@ -38,13 +38,14 @@ def attend_step(
 ) -> Tensor:
     """Rotate the query and key of one new token per row, append it to the cache, and attend to all cached tokens.
 
-    q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, capacity, K) are the cache, and
-    lengths (B,) counts the tokens in it before the new one.  The output is (B, 1, H K), the heads next to each other.
-    With `quantize`, the kernel also computes the 8-bit form of a single vector (see `get_quantized`), if it can.
+    q (B, H, 1, K), k and v (B, G, 1, K) belong to the new token; keys and values (B, G, columns, K) are the cache,
+    whose last column is not used, and lengths (B,) counts the tokens in it before the new one.  The output is
+    (B, 1, H K), the heads next to each other.  With `quantize`, the kernel also computes the 8-bit form of a single
+    vector (see `get_quantized`), if it can.
     """
     B, H, _, K = q.shape
-    G, capacity = keys.shape[1], keys.shape[2]
-    splits = max(1, min(-(-capacity // 64), TARGET_PROGRAMS // (B * G)))
+    G, columns = keys.shape[1], keys.shape[2]
+    splits = max(1, min(-(-(columns - 1) // 64), TARGET_PROGRAMS // (B * G)))
     out = torch.empty(B, 1, H * K, dtype=q.dtype, device=q.device)
     can_quantize = splits > 1 and K % QUANTIZED_BLOCK == 0
     quantized, is_quantized = quantized_arguments(out, quantize and can_quantize)
@@ -56,26 +57,28 @@ def attend_step(
     padded_heads = max(16, 1 << (heads - 1).bit_length())
     _triton_kernels().attend_kernel[(B * G, splits)](
         q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out,
-        *quantized, partials, _zero_counters(keys, B * G) if splits > 1 else partials,
+        *quantized, partials, _counters(keys) if splits > 1 else partials,
         K**-0.5 if scale is None else scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         pairs if cos_rows > 1 else 0, H, G, splits,
         HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
-        SPLITS=1 << (splits - 1).bit_length(), QUANTIZE=is_quantized,
+        SPLITS=min(16, 1 << (splits - 1).bit_length()), QUANTIZE=is_quantized,
         BLOCK=BLOCK if K <= 128 else BLOCK // 2,
         num_warps=WARPS, num_stages=STAGES, **launch_options(),
     )  # fmt: skip
     return out
 
 
-def _zero_counters(owner: Tensor, count: int) -> Tensor:
-    """Return `count` integers that belong to a tensor, all 0: programs of a kernel count themselves, the last sets 0.
+def _counters(keys: Tensor) -> Tensor:
+    """Return an integer for each row and head of the keys, initially 0.
 
-    They belong to the cache that the kernel writes, so that no other kernel uses them at the same time.
+    Each program of the kernel adds 1 to that of its row and head, and the last one sets it back to 0.  The counters
+    belong to the cache that the kernel writes, so that no other kernel uses them at the same time.  They must exist
+    before a call is recorded as a CUDA graph.
     """
-    counters = getattr(owner, "_counters", None)
-    if counters is None or len(counters) < count:
-        counters = torch.zeros(count, dtype=torch.int32, device=owner.device)
-        owner._counters = counters  # type: ignore[attr-defined]
+    counters = getattr(keys, "_counters", None)
+    if counters is None:
+        counters = torch.zeros(keys.shape[0] * keys.shape[1], dtype=torch.int32, device=keys.device)
+        keys._counters = counters  # type: ignore[attr-defined]
     return counters

@@ -87,17 +87,15 @@ def quantized_linear(
     return out
 
 
-def supports_gated_linear(x: Tensor, matrix: GpuQuantizedMatrix) -> bool:
-    """Return whether `quantized_gated_linear` can be used, and has enough programs to be faster than two kernels."""
-    F = len(matrix.packed) // 2
-    has_programs = F % QUANTIZED_BLOCK == 0 and F // QUANTIZED_BLOCK >= TARGET_PROGRAMS
-    return has_programs and supports_quantized_linear(x, matrix)
+def has_enough_rows(F: int) -> bool:
+    """Return whether `quantized_gated_linear` with F outputs has enough programs to be faster than two kernels."""
+    return F % QUANTIZED_BLOCK == 0 and F // QUANTIZED_BLOCK >= TARGET_PROGRAMS
 
 
 def quantized_gated_linear(x: Tensor, matrix: GpuQuantizedMatrix, activation: str) -> Tensor:
     """Compute activation(gate) * up (…, F) for a vector x (…, K), and its 8-bit form (see `get_quantized`).
 
-    The quantized matrix (2F, K) has the rows of gate, then those of up.
+    The quantized matrix (2F, K) has the rows of gate, then those of up; 32 divides F.
     """
     F, K = len(matrix.packed) // 2, x.shape[-1]
     out = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)

@@ -2,7 +2,7 @@
 
 With PDL (programmatic dependent launch, from compute capability 9.0 on) the next kernel starts while this one still
 runs, and fetches weights, which do not depend on it; `wait_for_previous` then waits until all kernels before it have
-ended.
+ended.  So the kernel directly before one of these must not write their weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
+
+SMALLEST: tl.constexpr = tl.constexpr(
+    1e-30
+)  # blocks without larger numbers are rounded to 0, since 127 / 1e-37 is infinite
 
 
 @triton.jit
@@ -175,8 +179,8 @@ def store_quantized(values, first_block, integers, scales, sums, K, BLOCKS: tl.c
     values = tl.reshape(values, (BLOCKS, 32))
     block = first_block + tl.arange(0, BLOCKS)
     largest = tl.max(tl.abs(values), 1)
-    scale = largest / 127.0
-    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
+    scale = tl.where(largest > SMALLEST, largest / 127.0, 0.0)
+    inverse = tl.where(largest > SMALLEST, 127.0 / largest, 0.0)
     rounded = tl.extra.cuda.libdevice.rint(values * inverse[:, None])
     offsets = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(integers + offsets, rounded.to(tl.int8), mask=offsets < K)

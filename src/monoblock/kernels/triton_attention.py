@@ -49,15 +49,15 @@ def attend_kernel(
 ) -> Any:  # fmt: skip
     """Each program attends from one group of query heads to one split of a row's cache; split 0 adds the new token.
 
-    The program of a group that ends last combines the results of all splits; `finished` counts them, and is 0 again
-    afterwards. SPLITS is `splits`, rounded up to a power of two.
+    The program of a group that ends last combines the results of all splits, SPLITS at a time; `finished` counts the
+    programs, and is 0 again afterwards. If SPLITS is 1, there is one split.
     """
     launch_next(PDL)
     row, group, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
-    keys += row.to(tl.int64) * keys_row + group * keys_head
-    values += row.to(tl.int64) * values_row + group * values_head
-    if PDL:
-        begin, end = split_range(tl.load(lengths + row), split, splits, BLOCK)
+    keys += row.to(tl.int64) * keys_row + group.to(tl.int64) * keys_head
+    values += row.to(tl.int64) * values_row + group.to(tl.int64) * values_head
+    if PDL:  # the length may be read again below: it must not stay in the cache of one multiprocessor
+        begin, end = split_range(tl.load(lengths + row, cache_modifier=".cg"), split, splits, BLOCK)
         column = begin + tl.arange(0, BLOCK)
         for line in range(0, K, 64):  # of 128 bytes
             prefetch(keys + column * keys_column + line, column < end)
@@ -122,19 +122,27 @@ def combine_splits(
     partials, out, integers, scales, sums, head, splits, SPLITS: tl.constexpr, K: tl.constexpr, QUANTIZE: tl.constexpr,
     size,
 ) -> Any:  # fmt: skip
-    """Combine the partial results of all splits of the cache for one head; an empty split adds 0.
+    """Combine the partial results of all splits of the cache for one head, SPLITS at a time; an empty split adds 0.
 
     With QUANTIZE, the result is also stored rounded to 8 bits, as a part of a vector of `size` elements. Other programs
     have written the partial results, so they are read from the cache that all share (".cg").
     """
-    index, split = tl.arange(0, K), tl.arange(0, SPLITS)
-    mask = split < splits
-    partial = partials + (head * splits + split) * (K + 2)
-    running_max = tl.load(partial + K, mask=mask, other=-float("inf"), cache_modifier=".cg")
-    weight = tl.exp(running_max - tl.max(running_max, 0))
-    total = tl.sum(tl.load(partial + K + 1, mask=mask, other=0.0, cache_modifier=".cg") * weight, 0)
-    accumulator = tl.load(partial[:, None] + index[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg")
-    y = (tl.sum(accumulator * weight[:, None], 0) / total).to(out.dtype.element_ty)
+    index = tl.arange(0, K)
+    largest, total = -float("inf"), 0.0
+    accumulator = tl.zeros((K,), tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        mask = split < splits
+        partial = partials + (head * splits + split) * (K + 2)
+        running_max = tl.load(partial + K, mask=mask, other=-float("inf"), cache_modifier=".cg")
+        part_total = tl.load(partial + K + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial[:, None] + index[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, tl.max(running_max, 0))  # finite: split 0 has the new token
+        weight, rescale = tl.exp(running_max - new_largest), tl.exp(largest - new_largest)
+        total = total * rescale + tl.sum(part_total * weight, 0)
+        accumulator = accumulator * rescale + tl.sum(part * weight[:, None], 0)
+        largest = new_largest
+    y = (accumulator / total).to(out.dtype.element_ty)
     tl.store(out + head * K + index, y)
     if QUANTIZE:
         store_quantized(y.to(tl.float32), head * (K // 32), integers, scales, sums, size, K // 32)

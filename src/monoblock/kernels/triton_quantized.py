@@ -76,15 +76,15 @@ def load_words(weight, first, num_blocks, BLOCKS: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def load_vector(
-    x, x_scales, x_sums, first, num_blocks, no_rows, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
+    x, x_scales, x_sums, first, num_blocks, row_shape, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
 ) -> Any:
     """Load the part of a quantized vector that is multiplied by BLOCKS blocks: words, scales and sums.
 
     With 4 bits there are two words for each word of weights: for the lower halves of its bytes, and for the upper. The
-    zeros `no_rows` (1, rows) give the words their shape: each warp loads them for its own rows.
+    words take the shape of the zeros `row_shape` (1, rows): each warp loads them for its own rows.
     """
     word, block = first * 4 + tl.arange(0, BLOCKS * 4)[:, None], first + tl.arange(0, BLOCKS)[:, None]
-    words = x.to(tl.pointer_type(tl.int32)) + no_rows + (word if BITS == 8 else word // 4 * 8 + word % 4)
+    words = x.to(tl.pointer_type(tl.int32)) + row_shape + (word if BITS == 8 else word // 4 * 8 + word % 4)
     word_mask, mask = None if EVEN else word < num_blocks * 4, None if EVEN else block < num_blocks
     low = tl.load(words, mask=word_mask)  # anything after the end, where all weights are 0
     scale = tl.load(x_scales + (block // 2 if BITS == 8 else block), mask=mask, other=None if EVEN else 0.0)
@@ -134,7 +134,7 @@ def quantized_matvec_kernel(
     row = tl.minimum(rows, N - 1).to(tl.int64)[None, :]  # rows after the last are computed, but not stored
     weight = weight.to(tl.pointer_type(tl.int32)) + row * (num_blocks * 4)
     scales += row * (K // GROUP)
-    no_rows = tl.zeros((1, 1), tl.int32)
+    row_shape = tl.zeros((1, 1), tl.int32)
     w = load_words(weight, 0, num_blocks, BLOCKS, EVEN)
     if PDL:
         prefetch_rows(weight, num_blocks * 16, row_mask[None, :])
@@ -142,7 +142,7 @@ def quantized_matvec_kernel(
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         next_w = load_words(weight, first + BLOCKS, num_blocks, BLOCKS, EVEN)  # while these are multiplied
-        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, no_rows, BITS, BLOCKS, EVEN)
+        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, row_shape, BITS, BLOCKS, EVEN)
         total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
         w = next_w
     y = tl.sum(total, 0)
@@ -177,12 +177,12 @@ def quantized_gated_kernel(
         prefetch_rows(weight, num_blocks * 16, row >= 0)
         prefetch_rows(up_weight, num_blocks * 16, row >= 0)
     wait_for_previous(PDL)
-    no_rows = tl.zeros((1, 32), tl.int32)
+    row_shape = tl.zeros((1, 32), tl.int32)
     gate, up = tl.zeros((BLOCKS, 32), tl.float32), tl.zeros((BLOCKS, 32), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         w = load_words(weight, first, num_blocks, BLOCKS, EVEN)
         w_up = load_words(up_weight, first, num_blocks, BLOCKS, EVEN)
-        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, no_rows, BITS, BLOCKS, EVEN)
+        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, row_shape, BITS, BLOCKS, EVEN)
         gate += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
         up += multiply_words(w_up, low, high, x_scale, x_sum, up_scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
     y = gate_up_product(tl.sum(gate, 0), tl.sum(up, 0), ACTIVATION, out.dtype.element_ty)

@@ -18,10 +18,10 @@ from monoblock.kernels.gpu_quantized import (
     GpuQuantizedMatrix,
     can_dequantize,
     dequantize,
+    has_enough_rows,
     prepare_matrix,
     quantized_gated_linear,
     quantized_linear,
-    supports_gated_linear,
     supports_quantized_linear,
 )
 from monoblock.quantization.modules import QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
@@ -93,6 +93,11 @@ class InferenceQuantizedLinear(_WithKernel, QuantizedLinear):
             and supports_quantized_linear(x.new_empty(self.in_features), self.joined.get())
         )
 
+    @property
+    def reads_rounded_input(self) -> bool:
+        """Whether the kernel reads its input rounded to 8 bits by the kernel before (see `get_quantized`)."""
+        return self.activation_bits == 16
+
     def forward(self, x: Tensor) -> Tensor:
         residual = take_residual(self)
         return self.linear(x, self.bias) if residual is None else self.run_kernel(x, residual)
@@ -133,7 +138,8 @@ class FusedQuantizedLinear:
 
     def supports_gated(self, x: Tensor) -> bool:
         """Return whether `run_gated` can be used, and is faster, for x (…, K)."""
-        return self.bias is None and supports_gated_linear(x, self.joined.get())
+        is_vector = x.is_cuda and x.numel() == x.shape[-1] and self.bias is None
+        return is_vector and has_enough_rows(self.sizes[0]) and supports_quantized_linear(x, self.joined.get())
 
     def run_gated(self, x: Tensor, activation: str) -> Tensor:
         """Compute activation(gate) * up for a vector x; gate and up are the two layers."""

@@ -138,8 +138,8 @@ class InferenceFeedForward(FeedForward):
             return self.down(self.fused.run_gated(x, self.config.activation))
         both = self.fused(x)
         if has_kernel:
-            is_quantized = isinstance(self.down, InferenceQuantizedLinear)
-            return self.down(kernels.gated_activation(both, self.config.activation, quantize=is_quantized))
+            quantize = isinstance(self.down, InferenceQuantizedLinear) and self.down.reads_rounded_input
+            return self.down(kernels.gated_activation(both, self.config.activation, quantize=quantize))
         gate, up = both.chunk(2, -1)
         return self.down(self.activation(gate) * up)
 
@@ -195,7 +195,7 @@ class InferenceAttention(Attention):
             cos=None if angles is None else angles.cos.contiguous(),
             sin=None if angles is None else angles.sin.contiguous(),
             layout=None if angles is None else "interleaved" if angles.interleaved else "halves",
-            quantize=isinstance(self.output, InferenceQuantizedLinear),
+            quantize=isinstance(self.output, InferenceQuantizedLinear) and self.output.reads_rounded_input,
         )
         return self.output(out)
 

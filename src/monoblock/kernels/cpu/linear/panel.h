@@ -15,7 +15,7 @@ namespace panels {
 
 constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 6 : 8;  // rows of a weight in a tile: what registers hold
 constexpr int MAX_VECTORS = 2;                   // vectors of rows in a panel
-constexpr int TOGETHER = LANES == 16 ? 2 : 1;    // panels that are multiplied by fewer rows of an fp32 weight at once
+constexpr int TOGETHER = LANES == 16 ? 2 : 1;    // panels that are multiplied at once by a tile of an fp32 weight
 constexpr int64_t BLOCK_ROWS = 8 * TILE_ROWS;    // rows of a weight that stay in the cache for all panels
 constexpr int64_t LINE_FLOATS = 16;              // floats in a cache line
 
@@ -89,7 +89,7 @@ inline void tile(const float* weight, int64_t K, ForPanels<const float> x, const
       UNROLL for (int c = 0; c < C; ++c) store(y[p] + (r * C + c) * LANES, sums[p][r][c]);
 }
 
-// The sums of a tile fill the registers: P panels have the fewer rows.
+// The sums of a tile fill the registers: with P panels it has TILE_ROWS / P rows.
 template <int C, int P>
 inline void tiles(const float* weight, int64_t count, int64_t K, ForPanels<const float> x, const float* bias,
                   ForPanels<float> y, Prefetch& prefetch) {
@@ -97,7 +97,7 @@ inline void tiles(const float* weight, int64_t count, int64_t K, ForPanels<const
   const auto next = [&]<int R>() {
     for (; n + R <= count; n += R) {
       tile<R, C, P>(weight + n * K, K, x, bias ? bias + n : nullptr, y, prefetch);
-      for (float*& sums : y) sums += R * C * LANES;
+      for (int p = 0; p < P; ++p) y[p] += R * C * LANES;
     }
   };
   next.template operator()<TILE_ROWS / P>();

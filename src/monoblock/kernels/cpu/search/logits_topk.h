@@ -138,8 +138,8 @@ class PanelQueue {
       {
         const std::lock_guard<std::mutex> guard(lock);
         if (!panels.empty()) {
-          const int64_t size = panels.size(), groups = std::max<int64_t>(1, size / threads / TOGETHER);
-          const auto first = panels.end() - std::min(size, groups * TOGETHER);
+          const int64_t share = std::max<int64_t>(1, int64_t(panels.size()) / threads);
+          const auto first = panels.end() - (share < TOGETHER ? share : share / TOGETHER * TOGETHER);
           std::vector<Panel> taken(first, panels.end());
           panels.erase(first, panels.end());
           return taken;

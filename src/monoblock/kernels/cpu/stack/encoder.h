@@ -62,7 +62,7 @@ at::Tensor encode(const c10::intrusive_ptr<NativeStack>& stack, const at::Tensor
   float* to = out.mutable_data_ptr<float>();
   const auto first_after = [&](int64_t row) { return std::upper_bound(bounds.begin(), bounds.end(), row); };
   std::vector<int64_t> pieces{0};
-  while (pieces.back() < N) {  // as many texts as fit into whole panels, or a longer one alone
+  while (pieces.back() < N) {  // as many whole texts as fit into ROWS_PER_PASS rows, or one longer text
     const int64_t begin = pieces.back(), end = *(first_after(begin + ROWS_PER_PASS) - 1);
     pieces.push_back(end > begin ? end : *first_after(begin));
   }
