@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from monoblock.experiments.frame.experiment import Arm, Experiment
 from monoblock.experiments.frame.jobs import Job
+from monoblock.experiments.frame.results import Result
 from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.frame.runner import read_trial_results
 
@@ -53,6 +54,13 @@ EXPERIMENT = Experiment(
     curves={"by_length": "length"},
     rules=(less("new"), less("same", "same is lower by 0.5")),
 )
+
+
+def make_result(arm, seed, metrics, changes=()):
+    """Return the result of a trial of EXPERIMENT with these metrics."""
+    settings = {"changes": list(changes)}
+    values = {"settings": settings, "machine": "here", "seconds": 1.0, "metrics": metrics}
+    return Result(experiment=EXPERIMENT.name, arm=arm, seed=seed, **values)
 
 
 def measure_after_old(trial):

@@ -1,6 +1,7 @@
 """The frame of experiments: trials are not repeated, results merge, and rules conclude only what numbers carry."""
 
 import json
+from dataclasses import replace
 
 import experiment_support as support
 import pytest
@@ -52,6 +53,18 @@ def test_a_line_that_a_crash_cut_short_is_run_again(tmp_path):
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text()[:-20])
     assert run(tmp_path, seeds="1")[1] == ["same, seed 1"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"settings": {"changes": [1]}}, {"settings": {"changes": None}}, {"machine": ["a"]}, {"seed": "1"}, {"arm": 3}],
+)
+def test_a_line_that_is_not_a_result_is_left_out(tmp_path, damage):
+    run(tmp_path, seeds="1")
+    lines = (tmp_path / RESULTS_FILE).read_text().splitlines()
+    bad = json.dumps({**json.loads(lines[0]), **damage})
+    (tmp_path / RESULTS_FILE).write_text("\n".join([bad, *lines[1:]]) + "\n")
+    assert run(tmp_path, seeds="1")[1] == ["old, seed 1"]
 
 
 def test_results_of_several_calls_and_machines_merge(tmp_path):
@@ -146,6 +159,31 @@ def test_a_rule_says_nothing_if_the_numbers_are_too_close():
     assert "the numbers do not carry a conclusion" in conclude([1.0, 1.1, 0.9], at_least=0.95).sentence()
 
 
+def test_a_seed_that_diverged_is_not_left_out_in_silence():
+    """An infinite number is stored as None; the rest of the seeds alone would confirm the rule."""
+    found = conclude([1.0, 1.1, None], at_most=1.5)
+    assert found.verdict == "no conclusion"
+    assert "1 of 3 seeds have no finite number" in found.sentence()
+    assert conclude([1.0, 1.1, "1.0"], at_most=1.5).seeds == 2, "text is not a number"
+    metrics = [{"loss": 1.0}, {"loss": None}]
+    results = [support.make_result("old", seed, values) for seed, values in enumerate(metrics)]
+    assert Report(EXPERIMENT, tuple(results)).table()[1][0][:3] == ["old", 2, "1.000 (1 not finite)"]
+
+
+def test_a_rule_needs_its_condition():
+    fair = Rule(statement="it is fair", metric="loss", arm="a", at_most=1.0)
+    rule = Rule(statement="b is worse", metric="loss", arm="b", at_least=1.0, condition=fair)
+    results = {arm: {seed: {"loss": 2.0 + seed / 100} for seed in range(3)} for arm in "ab"}
+    experiment = replace(EXPERIMENT, rules=(fair, rule), arms=tuple(replace(EXPERIMENT.arms[0], name=n) for n in "ab"))
+    rows = tuple(support.make_result(arm, seed, m) for arm, seeds in results.items() for seed, m in seeds.items())
+    verdicts = [conclusion.verdict for conclusion in Report(experiment, rows).conclusions()]
+    assert verdicts == ["contradicted", "no conclusion"]
+    assert '"it is fair" is not confirmed' in Report(experiment, rows).conclusions()[1].sentence()
+    assert (
+        rule.conclude(results).given(fair.conclude({"a": {n: {"loss": 0.5} for n in range(2)}})).verdict == "confirmed"
+    )
+
+
 def test_the_interval_is_that_of_student():
     values = [5.0, 5.5, 4.6, 5.2, 5.1]
     stats = pytest.importorskip("scipy.stats")
@@ -187,6 +225,15 @@ def test_the_page_has_tables_conclusions_and_circumstances(tmp_path):
     result = report.to_json()
     assert result["rows"][0]["loss_deviation"] == pytest.approx(0.1)
     assert result["rows"][1]["curves"]["by_length"]["2"] == pytest.approx(3.0)
+
+
+def test_a_page_names_the_corpus_only_if_it_stood_in():
+    """A change that the experiment and its stand-in have in common says nothing."""
+    experiment = replace(EXPERIMENT, stand_in=("data.corpus=kjv", "tokenizer.kind=bpe"))
+    for changes, is_named in ((["tokenizer.kind=bpe"], False), (["data.corpus=kjv", "tokenizer.kind=bpe"], True)):
+        result = support.make_result("old", 1, {"loss": 1.0}, changes)
+        page = Report(experiment, (result,)).to_markdown()
+        assert ("the packaged corpus kjv stood in for it" in page) == is_named
 
 
 def test_numbers_have_the_digits_of_their_size():

@@ -1,5 +1,7 @@
 """Jobs of an experiment run after their dependencies, in one process or several; one that fails stops no other."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -32,6 +34,16 @@ def test_a_job_runs_after_its_dependencies(tmp_path, processes):
     ]
     with pytest.raises((ConfigError, InputError), match="a line too long; shorten it"):
         list(run_jobs([Job("bad", fail, (tmp_path,))], processes))
+
+
+def end_process():
+    yield "started"
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_one_line():
+    with pytest.raises(ConfigError, match=r"a process ended without a result.*the same command goes on"):
+        list(run_jobs([Job("killed", end_process, ())], 2))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

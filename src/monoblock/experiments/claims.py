@@ -24,7 +24,7 @@ CLAIMS = (
     Claim("C, question 3", "0.9^24 = 0.08 of the gradient is left without residuals", "residuals", (0, 1, 3)),
     Claim("A, pre-norm; C, question 3; E §8.5.2", "residuals deliver gradients at full strength", "residuals", (2,)),
     Claim("B §06; D, residual connections", "deep networks without residuals do not train", "residuals", (4,)),
-    Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", (1, 2, 3, 4)),
+    Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", tuple(range(8))),
     Claim("A, debugging", "position blind means garbage", "components", (4,)),
     Claim("A, positional encoding; B §03", "sinusoids generalise to longer sequences", "positions", (1, 2)),
     Claim("E §8.4.5", "ALiBi extrapolates to longer sequences", "positions", (0,)),

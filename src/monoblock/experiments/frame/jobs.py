@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -37,6 +38,11 @@ def run_jobs(jobs: Sequence[Job], processes: int = 1) -> Iterator[str]:
         with ProcessPoolExecutor(processes, context, _begin_process, (processes, messages)) as pool:
             try:
                 yield from _run_parallel(list(jobs), pool, processes, messages, failures)
+            except BrokenProcessPool:
+                raise ConfigError(
+                    "a process ended without a result: it was killed, or memory was short; finished trials are kept, "
+                    "and the same command goes on with the others"
+                ) from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -13,6 +13,7 @@ from monoblock.experiments.frame.rules import Conclusion
 from monoblock.metrics.format import format_metric
 
 MISSING = "–"
+CORPUS = "data.corpus="
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,17 @@ class Report:
             found = [value.get(at) if isinstance(value, Mapping) else None for value in found]
         return [value for value in found if isinstance(value, int | float)]
 
+    def count_without(self, arm: str, metric: str) -> int:
+        """Return for how many seeds of an arm a metric has no finite number, as after a run that diverged."""
+        return sum(metric in metrics and metrics[metric] is None for metrics in self.by_seed().get(arm, {}).values())
+
     def conclusions(self) -> list[Conclusion]:
+        """Return what the rules say; a rule with a condition says nothing unless the condition is confirmed."""
         results = self.by_seed()
-        return [rule.conclude(results) for rule in self.experiment.rules]
+        return [
+            rule.conclude(results).given(None if rule.condition is None else rule.condition.conclude(results))
+            for rule in self.experiment.rules
+        ]
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
@@ -72,10 +81,13 @@ class Report:
         """Return the columns and the rows of the main table: mean and deviation of every arm."""
         columns = [name for name in self.experiment.columns if any(self.values(arm, name) for arm in self.arms)]
         rows: list[list[object]] = [
-            [arm, len(self.by_seed()[arm]), *(format_mean(name, self.values(arm, name)) for name in columns)]
-            for arm in self.arms
+            [arm, len(self.by_seed()[arm]), *(self._cell(arm, name) for name in columns)] for arm in self.arms
         ]
         return ["arm", "seeds", *columns], rows
+
+    def _cell(self, arm: str, name: str) -> str:
+        diverged = self.count_without(arm, name)
+        return format_mean(name, self.values(arm, name)) + (f" ({diverged} not finite)" if diverged else "")
 
     def points(self, curve: str) -> list[str]:
         """Return the points of a curve that some arm has, by size if they are numbers."""
@@ -142,7 +154,7 @@ class Report:
             "changes": [change for key, change in changes.items() if key not in set_by_arms],
             "options": settings.get("options", {}),
             "smoke": bool(settings.get("smoke")),
-            "stands_in": any(change in settings.get("changes", ()) for change in self.experiment.stand_in),
+            "stand_in": _stand_in(self.experiment, settings.get("changes", ())),
         }
 
     def to_markdown(self, picture: str | None = None) -> str:
@@ -164,8 +176,8 @@ class Report:
     def _how_measured(self) -> list[str]:
         about = self.about()
         sentences = [f"Budget: {about['budget']}. Data: {about['data']}."]
-        if about["stands_in"]:
-            sentences.append("That corpus was not there, and a packaged one stood in for it.")
+        if about["stand_in"]:
+            sentences.append(f"That corpus was not there; the packaged corpus {about['stand_in']} stood in for it.")
         recipe = about["recipe"] or about["options"].get("recipe")
         if recipe or about["changes"]:
             changes = " ".join(about["changes"]) or "none"
@@ -177,6 +189,12 @@ class Report:
         if about["smoke"]:
             sentences.append("This was a smoke run: its numbers mean nothing.")
         return sentences
+
+
+def _stand_in(experiment: Experiment, changes: Sequence[str]) -> str | None:
+    """Return the name of the corpus that stood in for that of the recipe, or None."""
+    corpora = [change for change in experiment.stand_in if change.startswith(CORPUS)]
+    return next((change.removeprefix(CORPUS) for change in corpora if change in changes), None)
 
 
 def format_mean(name: str, values: Sequence[float]) -> str:

@@ -124,5 +124,14 @@ def _parse(line: str) -> Result | None:
         result = Result(**values)
     except (ValueError, TypeError):
         return None
-    is_valid = isinstance(result.arm, str) and isinstance(result.seed, int) and isinstance(result.metrics, dict)
-    return result if is_valid and isinstance(result.settings, dict) else None
+    return result if _is_valid(result) else None
+
+
+def _is_valid(result: Result) -> bool:
+    texts = (result.experiment, result.arm, result.machine)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(result.seed, int):
+        return False
+    if not isinstance(result.metrics, dict) or not isinstance(result.settings, dict):
+        return False
+    changes = result.settings.get("changes", [])
+    return isinstance(changes, list) and all(isinstance(change, str) for change in changes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 # The 97.5 % quantiles of Student's t distribution for 1 to 30 degrees of freedom; 1.96 is used beyond.
@@ -41,6 +41,7 @@ class Rule:
     at_least: float | None = None
     at_most: float | None = None
     is_exact: bool = False  # the number does not vary with the seed, so that one is enough
+    condition: Rule | None = None  # a rule that must be confirmed, or this one says nothing
 
     def __post_init__(self) -> None:
         assert (self.at_least is None) != (self.at_most is None), "a rule has one bound"
@@ -59,7 +60,10 @@ class Rule:
 
     def conclude(self, results: Mapping[str, SeedMetrics]) -> Conclusion:
         """Apply the rule to the metrics of all arms and seeds."""
-        values = self._values(results)
+        values, missing = self._values(results), self._count_without_number(results)
+        if missing:
+            reason = f"{missing} of {missing + len(values)} seeds have no finite number"
+            return Conclusion(self, "no conclusion", reason=reason)
         if not values:
             return Conclusion(self, "not measured")
         mean = statistics.fmean(values)
@@ -76,6 +80,15 @@ class Rule:
             return "confirmed" if low >= self.at_least else "contradicted" if high < self.at_least else "no conclusion"
         assert self.at_most is not None
         return "confirmed" if high <= self.at_most else "contradicted" if low > self.at_most else "no conclusion"
+
+    def _count_without_number(self, results: Mapping[str, SeedMetrics]) -> int:
+        """Return for how many seeds a metric of the rule was not finite, which results store as None."""
+        mine, others = results.get(self.arm, {}), results.get(self.other or self.arm, {})
+        return sum(
+            _is_not_finite(mine[seed], self.metric, self.at)
+            or _is_not_finite(others[seed], self.other_metric or self.metric, self.other_at or self.at)
+            for seed in set(mine) & set(others)
+        )
 
     def _values(self, results: Mapping[str, SeedMetrics]) -> list[float]:
         """Return the number of every seed for which both arms have the metric."""
@@ -104,6 +117,14 @@ class Conclusion:
     mean: float | None = None
     interval: tuple[float, float] | None = None
     seeds: int = 0
+    reason: str = ""  # why there is no conclusion, if not because of the interval
+
+    def given(self, condition: Conclusion | None) -> Conclusion:
+        """Return this conclusion, or none if its condition is not confirmed."""
+        is_open = condition is not None and condition.verdict != "confirmed" and self.verdict != "not measured"
+        if condition is None or not is_open:
+            return self
+        return replace(self, verdict="no conclusion", reason=f'"{condition.rule.statement}" is not confirmed')
 
     def sentence(self) -> str:
         """Say the conclusion in words, with the number, its interval and the rule."""
@@ -111,6 +132,9 @@ class Conclusion:
         if self.verdict == "not measured":
             return f"{rule.statement}: not measured yet (rule: {rule.bound})."
         verdict = NO_CONCLUSION if self.verdict == "no conclusion" else self.verdict
+        verdict += f", because {self.reason}" if self.reason else ""
+        if self.mean is None:
+            return f"{rule.statement}: {verdict} (rule: {rule.bound})."
         number = f"{self.mean:.4g}"
         if self.interval is None:
             number += " with one seed"
@@ -127,6 +151,7 @@ class Conclusion:
             "mean": self.mean,
             "interval": interval,
             "seeds": self.seeds,
+            "reason": self.reason,
         }
 
 
@@ -144,7 +169,12 @@ def _read(metrics: Mapping[str, Any], name: str, at: str | None) -> float | None
     value = metrics.get(name)
     if isinstance(value, Mapping):
         value = value.get(at)
-    return None if value is None else float(value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _is_not_finite(metrics: Mapping[str, Any], name: str, at: str | None) -> bool:
+    value = metrics.get(name, 0.0)
+    return (value.get(at, 0.0) if isinstance(value, Mapping) else value) is None
 
 
 def _describe(metric: str, arm: str, at: str | None) -> str:

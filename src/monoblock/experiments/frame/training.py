@@ -98,4 +98,4 @@ def train_and_evaluate(trial: Trial) -> Iterator[str | Metrics]:
         else:
             pipe, recipe, metrics = event
             limit = 8 if trial.smoke and pipe.model.encoder is not None else None  # a language model has no rows
-            yield {**metrics, **evaluate_trial(trial, pipe, recipe, limit=limit)}
+            yield {**evaluate_trial(trial, pipe, recipe, limit=limit), **metrics}  # `tokens` are those of training

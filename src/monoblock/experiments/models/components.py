@@ -68,6 +68,6 @@ EXPERIMENT = Experiment(
         _costs("no-warmup", "warm-up", 1.02),
     ),
     reading="The model is pre-norm with rotary positions. An arm without feed-forward networks has fewer "
-    "parameters too. Removing dropout is here for scale: on a small corpus it may matter as much as a part of the "
-    "block.",
+    "parameters too. The arm without dropout is here for comparison: with a budget this small it can be better than "
+    "the full model.",
 )
