@@ -130,6 +130,8 @@ def test_unknown_arms_options_and_seeds_are_errors(tmp_path):
         ({"arms": "ol"}, "no arm 'ol'.*did you mean"),
         ({"sead": "1"}, "no option sead="),
         ({"seeds": "one"}, "not a list of whole numbers"),
+        ({"seeds": "1,99999999999999999999"}, "not between 0 and"),
+        ({"seeds": "-1"}, "not between 0 and"),
     ):
         with pytest.raises(ConfigError, match=message):
             plan_trials(EXPERIMENT, request_for(tmp_path, **values))

@@ -21,7 +21,8 @@ from monoblock.experiments.frame.rules import Rule
 from monoblock.experiments.models.reversal import parse_lengths
 from monoblock.nn.transformer import Transformer
 
-WINDOW, VOCAB, CHECKED_TOKENS = 128, 64, 48
+WINDOW, VOCAB = 128, 64
+CHECKED_TOKENS = WINDOW + 64  # more than the window, so that it hides some
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096", "cuda": "1024,2048,4096,8192,16384,32768,65536"}
 
 

@@ -34,6 +34,8 @@ from monoblock.kernels.cpu.processor import processor_name
 from monoblock.metrics.format import format_metric
 from monoblock.runs.recipe import read_recipe
 
+MAX_SEED = 2**63 - 1  # the largest that torch takes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -254,6 +256,9 @@ def parse_arms(words: str, known: Sequence[str]) -> list[str]:
 def parse_seeds(words: str | int) -> list[int]:
     """Parse a comma-separated list of seeds."""
     try:
-        return [int(word) for word in str(words).split(",")]
+        seeds = [int(word) for word in str(words).split(",")]
     except ValueError:
         raise ConfigError(f"seeds={words!r} is not a list of whole numbers; write seeds=1,2,3") from None
+    if not all(0 <= seed <= MAX_SEED for seed in seeds):
+        raise ConfigError(f"seeds={words!r} has a seed that is not between 0 and {MAX_SEED}")
+    return seeds

@@ -120,7 +120,8 @@ EXPERIMENT = Experiment(
             at_least=5.0,
         ),
         Rule(
-            statement="sinusoids are more than five times worse in sliding windows of six times the training length",
+            statement="sinusoids are more than five times worse in sliding windows of six times the training length "
+            "(a rule that was added after the first seed)",
             metric="perplexity_sliding",
             arm="sinusoidal",
             at="6",
@@ -158,6 +159,5 @@ EXPERIMENT = Experiment(
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
     "even a model that ignores distant tokens gains a little without overlap, and the first tokens of a block are "
-    "never beyond the training length; the sliding windows show the rest. The rule on sliding windows was added after "
-    "the first seed.",
+    "never beyond the training length; the sliding windows show the rest.",
 )
