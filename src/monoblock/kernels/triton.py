@@ -71,6 +71,21 @@ def gate_up_product(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> 
 
 
 @triton.jit
+def store_rows(
+    y, rows, row_mask, bias, residual, out, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr
+) -> Any:
+    """Add bias, activation and residual to y, rounding after each as separate kernels would, and store it."""
+    if HAS_BIAS:
+        y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
+    if ACTIVATION >= 0:
+        y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
+    if HAS_RESIDUAL:
+        y = y.to(out.dtype.element_ty).to(tl.float32)
+        y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+
+
+@triton.jit
 def matvec_kernel(
     x, weight, bias, residual, out, N, K,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr,
@@ -95,15 +110,7 @@ def matvec_kernel(
         index += COLUMNS  # the weights of the next block are loaded while this one is multiplied
         mask = row_mask[:, None] & (index < K)[None, :]
         w = tl.load(start + index[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    y = tl.sum(total, 1)
-    if HAS_BIAS:
-        y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
-    if ACTIVATION >= 0:
-        y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
-    if HAS_RESIDUAL:
-        y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
-        y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+    store_rows(tl.sum(total, 1), rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
 
 
 @triton.jit

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from monoblock.kernels.triton import (
-    activate,
     gate_up_product,
     launch_next,
     prefetch_rows,
     store_quantized,
+    store_rows,
     wait_for_previous,
 )
 
@@ -145,15 +145,7 @@ def quantized_matvec_kernel(
         low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, row_shape, BITS, BLOCKS, EVEN)
         total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
         w = next_w
-    y = tl.sum(total, 0)
-    if HAS_BIAS:
-        y += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
-    if ACTIVATION >= 0:
-        y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
-    if HAS_RESIDUAL:
-        y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
-        y += tl.load(residual + rows, mask=row_mask, other=0.0).to(tl.float32)
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_mask)
+    store_rows(tl.sum(total, 0), rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
 
 
 @triton.jit
