@@ -182,7 +182,8 @@ def test_a_rule_needs_its_condition():
     assert verdicts == ["contradicted", "no conclusion"]
     assert '"it is fair" is not confirmed' in Report(experiment, rows).conclusions()[1].sentence()
     assert (
-        rule.conclude(results).given(fair.conclude({"a": {n: {"loss": 0.5} for n in range(2)}})).verdict == "confirmed"
+        rule.conclude(results).apply_condition(fair.conclude({"a": {n: {"loss": 0.5} for n in range(2)}})).verdict
+        == "confirmed"
     )
 
 

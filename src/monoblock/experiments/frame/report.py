@@ -63,7 +63,7 @@ class Report:
             found = [value.get(at) if isinstance(value, Mapping) else None for value in found]
         return [value for value in found if isinstance(value, int | float)]
 
-    def count_without(self, arm: str, metric: str) -> int:
+    def count_not_finite(self, arm: str, metric: str) -> int:
         """Return for how many seeds of an arm a metric has no finite number, as after a run that diverged."""
         return sum(metric in metrics and metrics[metric] is None for metrics in self.by_seed().get(arm, {}).values())
 
@@ -71,7 +71,7 @@ class Report:
         """Return what the rules say; a rule with a condition says nothing unless the condition is confirmed."""
         results = self.by_seed()
         return [
-            rule.conclude(results).given(None if rule.condition is None else rule.condition.conclude(results))
+            rule.conclude(results).apply_condition(None if rule.condition is None else rule.condition.conclude(results))
             for rule in self.experiment.rules
         ]
 
@@ -86,7 +86,7 @@ class Report:
         return ["arm", "seeds", *columns], rows
 
     def _cell(self, arm: str, name: str) -> str:
-        diverged = self.count_without(arm, name)
+        diverged = self.count_not_finite(arm, name)
         return format_mean(name, self.values(arm, name)) + (f" ({diverged} not finite)" if diverged else "")
 
     def points(self, curve: str) -> list[str]:

@@ -60,7 +60,7 @@ class Rule:
 
     def conclude(self, results: Mapping[str, SeedMetrics]) -> Conclusion:
         """Apply the rule to the metrics of all arms and seeds."""
-        values, missing = self._values(results), self._count_without_number(results)
+        values, missing = self._values(results), self._count_not_finite(results)
         if missing:
             reason = f"{missing} of {missing + len(values)} seeds have no finite number"
             return Conclusion(self, "no conclusion", reason=reason)
@@ -81,7 +81,7 @@ class Rule:
         assert self.at_most is not None
         return "confirmed" if high <= self.at_most else "contradicted" if low > self.at_most else "no conclusion"
 
-    def _count_without_number(self, results: Mapping[str, SeedMetrics]) -> int:
+    def _count_not_finite(self, results: Mapping[str, SeedMetrics]) -> int:
         """Return for how many seeds a metric of the rule was not finite, which results store as None."""
         mine, others = results.get(self.arm, {}), results.get(self.other or self.arm, {})
         return sum(
@@ -119,7 +119,7 @@ class Conclusion:
     seeds: int = 0
     reason: str = ""  # why there is no conclusion, if not because of the interval
 
-    def given(self, condition: Conclusion | None) -> Conclusion:
+    def apply_condition(self, condition: Conclusion | None) -> Conclusion:
         """Return this conclusion, or none if its condition is not confirmed."""
         is_open = condition is not None and condition.verdict != "confirmed" and self.verdict != "not measured"
         if condition is None or not is_open:
