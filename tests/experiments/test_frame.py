@@ -236,7 +236,7 @@ def test_a_page_names_the_corpus_only_if_it_stood_in():
     for changes, is_named in ((["tokenizer.kind=bpe"], False), (["data.corpus=kjv", "tokenizer.kind=bpe"], True)):
         result = support.make_result("old", 1, {"loss": 1.0}, changes)
         page = Report(experiment, (result,)).to_markdown()
-        assert ("the packaged corpus kjv stood in for it" in page) == is_named
+        assert ("stood in" in page) == ("the packaged corpus kjv stood in for it" in page) == is_named
 
 
 def test_numbers_have_the_digits_of_their_size():
