@@ -31,7 +31,7 @@ from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import PromptLookup, Proposer
 from monoblock.kernels.gpu import gated_activation, gated_linear, get_quantized, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
-from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_gated_linear, quantized_linear
+from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
 from monoblock.nn.norm import rms_norm
 from monoblock.nn.positions import RotaryAngles, apply_rotary
@@ -104,20 +104,7 @@ def check_quantized(make: Callable[..., torch.Tensor]) -> list[str]:
             error_both = (both.double() - expected - b.double() - residual.double()).norm() / expected.norm()
             assert error_both < 1.5e-2, f"{bits} bits {N}×{K} with bias and residual: relative error {error_both:.2e}"
             checks.append(f"{bits} bits, groups of {group}, {N}×{K} {error:.1e}")
-        checks.append(check_quantized_gated(make, bits, group))
     return checks
-
-
-def check_quantized_gated(make: Callable[..., torch.Tensor], bits: int, group: int) -> str:
-    N, K = 11008, 4096
-    x, matrix = make(1, 1, K), pack(make(2 * N, K) * K**-0.5, bits, group)
-    gate, up = (x.double() @ unpack(matrix, K, torch.float64).T).chunk(2, -1)
-    expected = F.silu(gate) * up
-    out = quantized_gated_linear(x, prepare_matrix(*matrix), "silu")
-    error = (out.double() - expected).norm() / expected.norm()
-    assert error < 2e-2, f"gated, {bits} bits: relative error {error:.2e}"
-    check_rounded(out)
-    return f"gated, {bits} bits, groups of {group}, {N}×{K} {error:.1e}"
 
 
 def check_rounded(out: torch.Tensor) -> None:

@@ -83,7 +83,7 @@ def linear(
         grid = (-(-N // rows),)
         kernels.matvec_kernel[grid](*operands, N, K, *flags, rows, columns, num_warps=warps, **options)
     else:
-        m, n, k, warps, stages = _matrix_tile(N, K)
+        m, n, k, warps, stages = _matrix_tile(N)
         shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
         kernels.matmul_kernel[(-(-N // n), -(-M // m))](*operands, M, N, K, *flags, **shape, **options)
     return out
@@ -113,17 +113,26 @@ def _gated_tile(K: int) -> tuple[int, int, int]:
 def _vector_tile(N: int, K: int) -> tuple[int, int, int]:
     """Return the rows and columns of a tile and the number of warps, the fastest measured on an H200."""
     if K <= 1024:
-        return (8, 256, 2) if N > 16384 else (4, 512, 4) if N >= 3072 else (2, 1024, 4)
+        return (8, 256, 2) if N > 16384 else (4, 1024, 2) if N >= 3072 else (2, 1024, 2) if N >= 2048 else (2, 1024, 4)
     if K > 8192:
         return 4, 1024, 4
-    return (2, 2048, 4) if N >= 8192 or N < 2048 else (4, 1024, 2)
+    if N < 2048:
+        return (2, 4096, 4) if K <= 4096 else (2, 2048, 4)
+    return (2, 2048, 4) if N >= 8192 else (4, 1024, 2)
 
 
-def _matrix_tile(N: int, K: int) -> tuple[int, int, int, int, int]:
+def _matrix_tile(N: int) -> tuple[int, int, int, int, int]:
     """Return the sizes M, N and K of a tile, warps and stages, the fastest measured on an H200 for 64 rows."""
-    if K > 1024:
-        return 16, 16, 256, 2, 4
-    return (32, 64, 128, 4, 4) if N >= 2048 else (32, 16, 256, 4, 3)
+    columns = 32 if N >= 2048 else 16
+    return (64, columns, 256, 4, 3) if _has_large_tiles(torch.cuda.current_device()) else (64, columns, 128, 4, 3)
+
+
+@functools.cache
+def _has_large_tiles(device: int) -> bool:
+    """Return whether the shared memory of a multiprocessor has room for three tiles of 64 x 256 and 32 x 256."""
+    properties = torch.cuda.get_device_properties(device)
+    size: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return size >= 3 * (64 + 32) * 256 * 2
 
 
 class QuantizedVector(NamedTuple):

@@ -1,8 +1,9 @@
 """Triton source of the kernels in gpu.py; imported only if Triton is installed and there is a GPU.
 
 With PDL (programmatic dependent launch, from compute capability 9.0 on) the next kernel starts while this one still
-runs, and fetches weights, which do not depend on it; `wait_for_previous` then waits until all kernels before it have
-ended.  So the kernel directly before one of these must not write their weights.
+runs, and loads weights, which do not depend on it; `wait_for_previous` then waits until all kernels before it have
+ended.  So what a kernel loads before it waits (weights, or the cache of the steps before) must not be written by one
+of these kernels directly before it.
 """
 
 from __future__ import annotations
@@ -27,24 +28,6 @@ def launch_next(PDL: tl.constexpr) -> Any:
 def wait_for_previous(PDL: tl.constexpr) -> Any:
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch(pointers, mask) -> Any:
-    """Ask for the cache lines at some addresses, so that a later load finds them in the L2 cache."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [pointers, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def prefetch_rows(rows, size, mask) -> Any:
-    """Prefetch `size` bytes from each of the addresses `rows` (1, R) on, where `mask` (1, R) is true."""
-    rows = rows.to(tl.pointer_type(tl.int8))
-    for start in range(0, size, 32 * 128):
-        offset = start + 128 * tl.arange(0, 32)[:, None]
-        prefetch(rows + offset, mask & (offset < size))
 
 
 @triton.jit
@@ -99,8 +82,6 @@ def matvec_kernel(
     start = weight + rows.to(tl.int64)[:, None] * K
     mask = row_mask[:, None] & (columns < K)[None, :]
     w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        prefetch_rows(weight + rows.to(tl.int64)[None, :] * K, 2 * K, row_mask[None, :])
     wait_for_previous(PDL)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, K, COLUMNS):
@@ -130,9 +111,6 @@ def gated_matvec_kernel(
     mask = row_mask[:, None] & (columns < K)[None, :]
     w = tl.load(start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     w_up = tl.load(up_start + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        prefetch_rows(weight + rows.to(tl.int64)[None, :] * K, 2 * K, row_mask[None, :])
-        prefetch_rows(weight + (rows.to(tl.int64) + F)[None, :] * K, 2 * K, row_mask[None, :])
     wait_for_previous(PDL)
     gate, up = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, K, COLUMNS):
@@ -154,26 +132,24 @@ def matmul_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program multiplies BLOCK_N rows of the weight with BLOCK_M rows of x; BLOCK_K divides K."""
+    """Each program multiplies BLOCK_M rows of x with BLOCK_N rows of the weight; BLOCK_K divides K."""
     launch_next(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     n_mask, m_mask = n < N, m < M
-    if PDL and tl.program_id(1) == 0:  # the others need the same weights
-        prefetch_rows(weight + n[None, :] * K, 2 * K, n_mask[None, :])
     wait_for_previous(PDL)
-    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        w = tl.load(weight + n[:, None] * K + (start + k)[None, :], mask=n_mask[:, None], other=0.0)
-        x_block = tl.load(x + m[None, :] * K + (start + k)[:, None], mask=m_mask[None, :], other=0.0)
-        y = tl.dot(w, x_block, y)
+        x_block = tl.load(x + m[:, None] * K + (start + k)[None, :], mask=m_mask[:, None], other=0.0)
+        w = tl.load(weight + n[None, :] * K + (start + k)[:, None], mask=n_mask[None, :], other=0.0)
+        y = tl.dot(x_block, w, y)
     if HAS_BIAS:
-        y += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[:, None]
+        y += tl.load(bias + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION >= 0:
         y = activate(y.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
-    offsets = m[None, :] * N + n[:, None]
-    mask = n_mask[:, None] & m_mask[None, :]
+    offsets = m[:, None] * N + n[None, :]
+    mask = m_mask[:, None] & n_mask[None, :]
     if HAS_RESIDUAL:
         y = y.to(out.dtype.element_ty).to(tl.float32)  # rounded, as a product and an addition would be
         y += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from monoblock.kernels.triton import launch_next, prefetch, store_quantized, wait_for_previous
+from monoblock.kernels.triton import launch_next, store_quantized, wait_for_previous
 
 
 @triton.jit
@@ -39,6 +39,15 @@ def split_range(length, split, splits, BLOCK: tl.constexpr) -> Any:
 
 
 @triton.jit
+def load_columns(keys, values, begin, end, keys_column, values_column, K: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+    """Load BLOCK keys and values (BLOCK, K) from column `begin` on; those from `end` on are 0."""
+    column, index = begin + tl.arange(0, BLOCK)[:, None], tl.arange(0, K)[None, :]
+    key = tl.load(keys + column * keys_column + index, mask=column < end, other=0.0)
+    value = tl.load(values + column * values_column + index, mask=column < end, other=0.0)
+    return key, value
+
+
+@triton.jit
 def attend_kernel(
     q, k, v, keys, values, lengths, cos, sin, out, integers, scales, sums, partials, finished, scale,
     q_row, q_head, k_row, k_head, v_row, v_head,
@@ -50,23 +59,20 @@ def attend_kernel(
     """Each program attends from one group of query heads to one split of a row's cache; split 0 adds the new token.
 
     The program of a group that ends last combines the results of all splits, SPLITS at a time; `finished` counts the
-    programs, and is 0 again afterwards. If SPLITS is 1, there is one split.
+    programs, and is 0 again afterwards. If SPLITS is 1, there is one split. The length and the first keys and values
+    are loaded before the kernel waits: they were written in the step before.
     """
     launch_next(PDL)
     row, group, split = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
     keys += row.to(tl.int64) * keys_row + group.to(tl.int64) * keys_head
     values += row.to(tl.int64) * values_row + group.to(tl.int64) * values_head
-    if PDL:  # the length may be read again below: it must not stay in the cache of one multiprocessor
-        begin, end = split_range(tl.load(lengths + row, cache_modifier=".cg"), split, splits, BLOCK)
-        column = begin + tl.arange(0, BLOCK)
-        for line in range(0, K, 64):  # of 128 bytes
-            prefetch(keys + column * keys_column + line, column < end)
-            prefetch(values + column * values_column + line, column < end)
-    wait_for_previous(PDL)
     index = tl.arange(0, K)
+    length = tl.load(lengths + row, cache_modifier=".cg")
+    begin, end = split_range(length, split, splits, BLOCK)
+    key, value = load_columns(keys, values, begin, end, keys_column, values_column, K, BLOCK)
+    wait_for_previous(PDL)
     head = tl.arange(0, PADDED_HEADS)
     head_mask = head < HEADS
-    length = tl.load(lengths + row)
     cos += row * cos_row
     sin += row * cos_row
     dtype = out.dtype.element_ty
@@ -87,12 +93,9 @@ def attend_kernel(
         running_max = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         total += 1.0
         accumulator += new_value.to(tl.float32)[None, :]
-    begin, end = split_range(length, split, splits, BLOCK)
     for start in range(begin, end, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        visible = column < end
-        key = tl.load(keys + column[:, None] * keys_column + index[None, :], mask=visible[:, None], other=0.0)
-        value = tl.load(values + column[:, None] * values_column + index[None, :], mask=visible[:, None], other=0.0)
+        visible = start + tl.arange(0, BLOCK) < end
+        next_key, next_value = load_columns(keys, values, start + BLOCK, end, keys_column, values_column, K, BLOCK)
         score = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, -float("inf"))  # (PADDED_HEADS, BLOCK)
         new_max = tl.maximum(running_max, tl.max(score, 1))
         rescale = tl.exp(running_max - new_max)
@@ -100,6 +103,7 @@ def attend_kernel(
         total = total * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None] + tl.dot(weights.to(dtype), value)
         running_max = new_max
+        key, value = next_key, next_value
 
     out_row = row * H + first_head
     if SPLITS == 1:

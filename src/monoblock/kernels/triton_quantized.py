@@ -7,14 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from monoblock.kernels.triton import (
-    gate_up_product,
-    launch_next,
-    prefetch_rows,
-    store_quantized,
-    store_rows,
-    wait_for_previous,
-)
+from monoblock.kernels.triton import launch_next, store_quantized, store_rows, wait_for_previous
 
 LOW_NIBBLES: tl.constexpr = tl.constexpr(0x0F0F0F0F)
 
@@ -76,15 +69,14 @@ def load_words(weight, first, num_blocks, BLOCKS: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def load_vector(
-    x, x_scales, x_sums, first, num_blocks, row_shape, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
+    x, x_scales, x_sums, first, num_blocks, BITS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
 ) -> Any:
     """Load the part of a quantized vector that is multiplied by BLOCKS blocks: words, scales and sums.
 
-    With 4 bits there are two words for each word of weights: for the lower halves of its bytes, and for the upper. The
-    words take the shape of the zeros `row_shape` (1, rows): each warp loads them for its own rows.
+    With 4 bits there are two words for each word of weights: for the lower halves of its bytes, and for the upper.
     """
     word, block = first * 4 + tl.arange(0, BLOCKS * 4)[:, None], first + tl.arange(0, BLOCKS)[:, None]
-    words = x.to(tl.pointer_type(tl.int32)) + row_shape + (word if BITS == 8 else word // 4 * 8 + word % 4)
+    words = x.to(tl.pointer_type(tl.int32)) + (word if BITS == 8 else word // 4 * 8 + word % 4)
     word_mask, mask = None if EVEN else word < num_blocks * 4, None if EVEN else block < num_blocks
     low = tl.load(words, mask=word_mask)  # anything after the end, where all weights are 0
     scale = tl.load(x_scales + (block // 2 if BITS == 8 else block), mask=mask, other=None if EVEN else 0.0)
@@ -134,49 +126,12 @@ def quantized_matvec_kernel(
     row = tl.minimum(rows, N - 1).to(tl.int64)[None, :]  # rows after the last are computed, but not stored
     weight = weight.to(tl.pointer_type(tl.int32)) + row * (num_blocks * 4)
     scales += row * (K // GROUP)
-    row_shape = tl.zeros((1, 1), tl.int32)
     w = load_words(weight, 0, num_blocks, BLOCKS, EVEN)
-    if PDL:
-        prefetch_rows(weight, num_blocks * 16, row_mask[None, :])
     wait_for_previous(PDL)
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
         next_w = load_words(weight, first + BLOCKS, num_blocks, BLOCKS, EVEN)  # while these are multiplied
-        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, row_shape, BITS, BLOCKS, EVEN)
+        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, BITS, BLOCKS, EVEN)
         total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
         w = next_w
     store_rows(tl.sum(total, 0), rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)
-
-
-@triton.jit
-def quantized_gated_kernel(
-    x, x_scales, x_sums, weight, scales, out, integers, out_scales, out_sums, F, K,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-) -> Any:  # fmt: skip
-    """Each program computes 32 elements of activation(gate) * up, and also stores them rounded to 8 bits.
-
-    The quantized weight (2F, K) has the rows of gate, then those of up; 32 divides F.
-    """
-    launch_next(PDL)
-    rows, num_blocks = tl.program_id(0) * 32 + tl.arange(0, 32), K * BITS // 128
-    row = rows.to(tl.int64)[None, :]
-    weight = weight.to(tl.pointer_type(tl.int32)) + row * (num_blocks * 4)
-    up_weight = weight + tl.cast(F, tl.int64) * (num_blocks * 4)
-    scales += row * (K // GROUP)
-    up_scales = scales + tl.cast(F, tl.int64) * (K // GROUP)
-    if PDL:
-        prefetch_rows(weight, num_blocks * 16, row >= 0)
-        prefetch_rows(up_weight, num_blocks * 16, row >= 0)
-    wait_for_previous(PDL)
-    row_shape = tl.zeros((1, 32), tl.int32)
-    gate, up = tl.zeros((BLOCKS, 32), tl.float32), tl.zeros((BLOCKS, 32), tl.float32)
-    for first in range(0, num_blocks, BLOCKS):
-        w = load_words(weight, first, num_blocks, BLOCKS, EVEN)
-        w_up = load_words(up_weight, first, num_blocks, BLOCKS, EVEN)
-        low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, row_shape, BITS, BLOCKS, EVEN)
-        gate += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
-        up += multiply_words(w_up, low, high, x_scale, x_sum, up_scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
-    y = gate_up_product(tl.sum(gate, 0), tl.sum(up, 0), ACTIVATION, out.dtype.element_ty)
-    tl.store(out + rows, y)
-    store_quantized(y.to(tl.float32), tl.program_id(0), integers, out_scales, out_sums, F, 1)

@@ -18,9 +18,7 @@ from monoblock.kernels.gpu_quantized import (
     GpuQuantizedMatrix,
     can_dequantize,
     dequantize,
-    has_enough_rows,
     prepare_matrix,
-    quantized_gated_linear,
     quantized_linear,
     supports_quantized_linear,
 )
@@ -135,12 +133,3 @@ class FusedQuantizedLinear:
         if x.is_cuda and x.numel() == x.shape[-1] and supports_quantized_linear(x, self.joined.get()):
             return quantized_linear(x, self.joined.get(), self.bias)
         return torch.cat([layer(x) for layer in self.layers], -1)
-
-    def supports_gated(self, x: Tensor) -> bool:
-        """Return whether `run_gated` can be used, and is faster, for x (…, K)."""
-        is_vector = x.is_cuda and x.numel() == x.shape[-1] and self.bias is None
-        return is_vector and has_enough_rows(self.sizes[0]) and supports_quantized_linear(x, self.joined.get())
-
-    def run_gated(self, x: Tensor, activation: str) -> Tensor:
-        """Compute activation(gate) * up for a vector x; gate and up are the two layers."""
-        return quantized_gated_linear(x, self.joined.get(), activation)

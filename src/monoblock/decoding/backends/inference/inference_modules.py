@@ -134,7 +134,7 @@ class InferenceFeedForward(FeedForward):
         if self.fused is None or tap is not None:
             return super().forward(x, tap)
         has_kernel = x.is_cuda and self.config.activation in kernels.ACTIVATION_CODES and kernels.is_available()
-        if has_kernel and self.fused.supports_gated(x):
+        if has_kernel and isinstance(self.fused, FusedLinear) and self.fused.supports_gated(x):
             return self.down(self.fused.run_gated(x, self.config.activation))
         both = self.fused(x)
         if has_kernel:
