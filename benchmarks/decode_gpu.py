@@ -29,7 +29,7 @@ from monoblock.decoding.engine import Engine
 from monoblock.decoding.prompt import Prompt
 from monoblock.decoding.settings import Settings
 from monoblock.decoding.speculative import PromptLookup, Proposer
-from monoblock.kernels.gpu import gated_activation, gated_linear, get_quantized, linear, norm
+from monoblock.kernels.gpu import argmax, gated_activation, gated_linear, get_quantized, linear, norm
 from monoblock.kernels.gpu_attention import attend_step
 from monoblock.kernels.gpu_quantized import prepare_matrix, quantized_linear
 from monoblock.nn.attention import attend
@@ -78,6 +78,10 @@ def check_kernels() -> list[str]:
         x, w = make(1, 1, K), make(2 * N, K) * K**-0.5
         gate, up = (x.double() @ w.double().T).chunk(2, -1)
         checks.append(check_close(f"gated linear {N}×{K}", gated_linear(x, w, "silu"), F.silu(gate) * up, 2e-2))
+    for B, V in ((1, 50257), (64, 32000), (3, 100)):
+        x = make(B, V + 7)[:, :V]  # rounded to 8 bits of mantissa, so that several are equal
+        first = (x == x.max(-1, keepdim=True).values).int().argmax(-1)
+        assert torch.equal(argmax(x), first), f"argmax of {B}×{V}"
     for B, H, G, K, layout in (
         (1, 12, 12, 64, None),
         (3, 6, 2, 32, "halves"),

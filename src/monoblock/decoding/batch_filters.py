@@ -29,6 +29,7 @@ from monoblock.decoding.request import Request, request_rows
 from monoblock.decoding.sampling import sample_tokens
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError
+from monoblock.kernels.gpu import argmax
 
 FilterTable = dict[str, tuple[Callable[..., Tensor], float]]
 
@@ -112,7 +113,7 @@ class Filters:
         A greedy row takes its best token.  A sampled row takes the token that its number in `uniforms` (B,), a random
         number from [0, 1), selects from the filtered distribution (see `sample_tokens`).
         """
-        best = logits.argmax(-1)
+        best = argmax(logits)
         if not self.has_sampling:
             return best
         sampled = sample_tokens(self.apply_sampling_filters(logits.float()), uniforms)

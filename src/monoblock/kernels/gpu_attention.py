@@ -11,8 +11,8 @@ from torch import Tensor
 from monoblock.kernels.gpu import QUANTIZED_BLOCK, TARGET_PROGRAMS, launch_options, quantized_arguments
 
 ROTARY_LAYOUTS = {None: 0, "halves": 1, "interleaved": 2}
-# Keys per block, warps, and blocks loaded ahead; the fastest measured on an H200.
-BLOCK, WARPS, STAGES = 64, 4, 2
+# Keys per block and warps, the fastest measured on an H200: of several programs for each head, and of one.
+SPLIT_TILE, WHOLE_TILE = (64, 4), (32, 2)
 
 
 @functools.cache
@@ -54,6 +54,7 @@ def attend_step(
     pairs = cos.shape[-1] if cos is not None else 1
     cos_rows = cos.shape[0] if cos is not None else 1
     heads = H // G
+    block, warps = SPLIT_TILE if splits > 1 else WHOLE_TILE
     padded_heads = max(16, 1 << (heads - 1).bit_length())
     _triton_kernels().attend_kernel[(B * G, splits)](
         q, k, v, keys, values, lengths, cos if cos is not None else q, sin if sin is not None else q, out,
@@ -64,8 +65,7 @@ def attend_step(
         pairs if cos_rows > 1 else 0, H, G, splits,
         HEADS=heads, PADDED_HEADS=padded_heads, K=K, PAIRS=pairs, ROTARY_LAYOUT=rotary_layout,
         SPLITS=min(16, 1 << (splits - 1).bit_length()), QUANTIZE=is_quantized,
-        BLOCK=BLOCK if K <= 128 else BLOCK // 2,
-        num_warps=WARPS, num_stages=STAGES, **launch_options(),
+        BLOCK=block if K <= 128 else block // 2, num_warps=warps, **launch_options(),
     )  # fmt: skip
     return out
 

@@ -74,11 +74,11 @@ def quantized_linear(
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     flags = (bias is not None, residual is not None, -1 if activation is None else ACTIVATION_CODES[activation])
     added = (matrix.packed if bias is None else bias, matrix.packed if residual is None else residual)
-    rows, blocks = _tile(matrix, N)
+    rows, blocks, ahead = _tile(matrix, N)
     _triton_kernels().quantized_matvec_kernel[(-(-N // rows),)](
         *(get_quantized(x) or _quantize(x.contiguous())), matrix.packed, matrix.scales, *added, out, N, K,
         _group_size(matrix), matrix.bits, *flags,
-        ROWS=rows, BLOCKS=blocks, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=1, **launch_options(),
+        ROWS=rows, BLOCKS=blocks, AHEAD=ahead, EVEN=_num_blocks(matrix) % blocks == 0, num_warps=1, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -120,11 +120,13 @@ def _num_blocks(matrix: GpuQuantizedMatrix) -> int:
     return matrix.packed.shape[-1] // 16
 
 
-def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int]:
-    """Return the rows of a tile and the blocks of 16 bytes in each, the fastest measured on an H200."""
-    num_blocks = _num_blocks(matrix)
+def _tile(matrix: GpuQuantizedMatrix, N: int) -> tuple[int, int, int]:
+    """Return the rows of a tile, the blocks of 16 bytes in each, and the tiles that are loaded in advance.
+
+    They are the fastest measured on an H200.
+    """
     if N >= 8192:
-        rows, blocks = (4, 64) if matrix.bits == 8 else (4, 32)
+        rows, blocks, ahead = (4, 64, 1) if matrix.bits == 8 else (4, 32, 1)
     else:
-        rows, blocks = (2, 128) if num_blocks <= 512 else (2, 64)
-    return rows, min(blocks, max(WARP_SIZE, 1 << (num_blocks - 1).bit_length()))
+        rows, blocks, ahead = (2, 128, 2) if matrix.bits == 8 else (2, 128, 1)
+    return rows, min(blocks, max(WARP_SIZE, 1 << (_num_blocks(matrix) - 1).bit_length())), ahead

@@ -223,3 +223,19 @@ def gated_activation_kernel(
     if QUANTIZE:
         values, first = tl.where(mask, result.to(tl.float32), 0.0), tl.program_id(1) * (BLOCK // 32)
         store_quantized(values, first, integers, scales, sums, F, BLOCK // 32)
+
+
+@triton.jit
+def argmax_kernel(x, out, V, x_row, BLOCK: tl.constexpr, PDL: tl.constexpr) -> Any:
+    """Each program finds the first of the largest elements of one row."""
+    launch_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    best, place = tl.full((BLOCK,), -float("inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, V, BLOCK):
+        value = tl.load(x + row.to(tl.int64) * x_row + start + index, mask=start + index < V, other=-float("inf"))
+        is_better = value > best
+        best, place = tl.where(is_better, value.to(tl.float32), best), tl.where(is_better, start + index, place)
+    first = tl.min(tl.where(best == tl.max(best, 0), place, V - 1), 0)
+    tl.store(out + row, first.to(tl.int64))

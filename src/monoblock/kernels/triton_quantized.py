@@ -114,9 +114,9 @@ def multiply_words(
 def quantized_matvec_kernel(
     x, x_scales, x_sums, weight, scales, bias, residual, out, N, K, GROUP: tl.constexpr, BITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Each program multiplies ROWS rows of a quantized weight with x.
+    """Each program multiplies ROWS rows of a quantized weight with x; AHEAD tiles (1 or 2) are loaded in advance.
 
     With 4 bits, a word of `scales` has the scale of a group in its lower half and the minimum in its upper half.
     """
@@ -127,11 +127,13 @@ def quantized_matvec_kernel(
     weight = weight.to(tl.pointer_type(tl.int32)) + row * (num_blocks * 4)
     scales += row * (K // GROUP)
     w = load_words(weight, 0, num_blocks, BLOCKS, EVEN)
+    next_w = load_words(weight, BLOCKS, num_blocks, BLOCKS, EVEN) if AHEAD == 2 else w
     wait_for_previous(PDL)
     total = tl.zeros((BLOCKS, ROWS), tl.float32)
     for first in range(0, num_blocks, BLOCKS):
-        next_w = load_words(weight, first + BLOCKS, num_blocks, BLOCKS, EVEN)  # while these are multiplied
+        last_w = load_words(weight, first + AHEAD * BLOCKS, num_blocks, BLOCKS, EVEN)  # while others are multiplied
         low, high, x_scale, x_sum = load_vector(x, x_scales, x_sums, first, num_blocks, BITS, BLOCKS, EVEN)
         total += multiply_words(w, low, high, x_scale, x_sum, scales, first, num_blocks, GROUP, BITS, BLOCKS, EVEN)
-        w = next_w
+        w = next_w if AHEAD == 2 else last_w
+        next_w = last_w
     store_rows(tl.sum(total, 0), rows, row_mask, bias, residual, out, HAS_BIAS, HAS_RESIDUAL, ACTIVATION)

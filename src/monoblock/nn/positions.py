@@ -163,12 +163,28 @@ def _longrope_frequencies(frequencies: Tensor, scaling: Scaling, positions: Tens
     return frequencies / torch.where(beyond.to(frequencies.device), long, short), factor
 
 
+_FREQUENCIES: dict[tuple[Rotary, int, torch.device], tuple[Tensor, float]] = {}
+
+
+def _kept_frequencies(config: Rotary, head_dim: int, positions: Tensor) -> tuple[Tensor, float]:
+    """Return `rotary_frequencies`; on a GPU, those that do not depend on the texts are computed once and kept."""
+    depends_on_text = config.scaling is not None and config.scaling.kind in ("dynamic", "longrope")
+    if positions.device.type != "cuda" or depends_on_text or torch.compiler.is_compiling():
+        return rotary_frequencies(config, head_dim, positions)
+    key = config, head_dim, positions.device
+    if key not in _FREQUENCIES:
+        with torch.inference_mode(False):
+            _FREQUENCIES[key] = rotary_frequencies(config, head_dim, positions)
+    return _FREQUENCIES[key]
+
+
 def rotary_angles(config: Rotary, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
     """Compute the rotary angles at `positions` (B, T) for heads of size `head_dim` (Su et al. 2021)."""
-    frequencies, factor = rotary_frequencies(config, head_dim, positions)
+    frequencies, factor = _kept_frequencies(config, head_dim, positions)
     frequencies = frequencies.to(positions.device).unflatten(0, (-1, 1, 1)) if frequencies.dim() > 1 else frequencies
     angles = positions[:, None, :, None].float() * frequencies.to(positions.device)  # (B, 1, T, pairs)
-    cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = (cos.to(dtype), sin.to(dtype)) if factor == 1.0 else ((cos * factor).to(dtype), (sin * factor).to(dtype))
     if torch.compiler.is_compiling():
         cos, sin = materialize(cos), materialize(sin)
     return RotaryAngles(cos, sin, config.layout == "interleaved")

@@ -103,6 +103,8 @@ def _positions_in_documents(
 
 def _count_positions(ids: Tensor, valid: Tensor | None, documents: Tensor | None) -> Tensor:
     """Number the valid tokens of each row from 0, starting again at each document."""
+    if valid is None and documents is None:
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     ones = torch.ones_like(ids) if valid is None else valid.long()
     counts = ones.cumsum(-1)
     if documents is not None:
