@@ -1,11 +1,14 @@
 """The output layer fused with its loss, with plain torch in place of the two GPU kernels."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import monoblock as mb
 from monoblock.kernels import linear_cross_entropy as fused
+from monoblock.kernels.gpu import is_available
 from monoblock.training.loss import CrossEntropyLoss
 
 IGNORE = -100
@@ -98,3 +101,15 @@ def test_a_hook_on_the_output_is_called_in_training():
     model.head.output.register_forward_hook(lambda *_: calls.append(1))
     CrossEntropyLoss()(model, {"source": ids}, ids)
     assert calls
+
+
+def test_compiling_the_question_for_a_kernel_does_not_warn():
+    def double_if_available(x):
+        return x * 2 if is_available() else x
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = torch.ones(2)
+        out = torch.compile(double_if_available, fullgraph=True, backend="eager")(x)
+    assert torch.equal(out, x * 2 if is_available() else x)

@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from monoblock.config.model import AttentionConfig
+from monoblock.nn.attention_context import RECOMPILE_LIMIT, compile_once
 from monoblock.nn.banded.block_mask import build_block_mask
 from monoblock.nn.masks import mask_from_config
 from monoblock.nn.token_positions import TokenPositions, arange_positions
@@ -52,3 +53,12 @@ def test_rows_with_padding_have_their_own_blocks():
     assert (blocks | ~expected).all()
     assert blocks.shape == expected.shape
     assert not blocks[1, 0, :, 2:].any(), "no block of padding only"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(8, RECOMPILE_LIMIT), (1000, 1000)])
+def test_many_masks_stay_compiled(limit, expected, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        compile_once(lambda x: x + 1)
+        assert torch._dynamo.config.recompile_limit == expected
+    compile_once.cache_clear()

@@ -20,9 +20,14 @@ QUANTIZED_BLOCK = 32  # elements of a vector that share a scale
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H200: fewer leave some idle
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # torch.compile would trace the function and warn that it is cached
 def is_available() -> bool:
     """Return whether Triton is installed and there is a GPU of compute capability 8.0 or more."""
+    return _is_available()
+
+
+@functools.cache
+def _is_available() -> bool:
     try:
         import triton  # noqa: F401
     except ImportError:

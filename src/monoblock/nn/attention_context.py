@@ -20,11 +20,19 @@ from monoblock.nn.positions import RotaryAngles
 
 FLEX_MIN_QUERIES = 128  # with fewer queries, building a block mask costs more than it saves
 MIN_TILED_PAIRS = 1 << 26  # with fewer pairs of tokens, FlexAttention builds its block mask as fast
+RECOMPILE_LIMIT = 64  # of FlexAttention
 BANDED_MIN_QUERIES = 512  # with fewer queries, a dense mask is as fast
 
 
 @functools.cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of FlexAttention.
+
+    It is compiled again for every kind of mask, and with and without gradients. After `recompile_limit` times (8 unless
+    it is set) torch would run it uncompiled, which takes quadratic memory.
+    """
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     return torch.compile(function)
 
 
