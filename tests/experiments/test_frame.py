@@ -7,6 +7,7 @@ import experiment_support as support
 import pytest
 
 from monoblock.errors import ConfigError
+from monoblock.experiments.claims import Claim
 from monoblock.experiments.frame.pages import write_page
 from monoblock.experiments.frame.report import Report, format_mean
 from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results
@@ -152,19 +153,20 @@ def conclude(values, **bound):
 def test_a_rule_says_nothing_if_the_numbers_are_too_close():
     assert conclude([1.0, 1.1, 0.9], at_least=0.5).verdict == "confirmed"
     assert conclude([1.0, 1.1, 0.9], at_least=2.0).verdict == "contradicted"
-    assert conclude([1.0, 1.1, 0.9], at_least=0.95).verdict == "no conclusion"
+    assert conclude([1.0, 1.1, 0.9], at_least=0.95).verdict == "inconclusive"
     assert conclude([1.0, 1.1, 0.9], at_most=1.5).verdict == "confirmed"
     assert conclude([1.0, 1.1, 0.9], at_most=0.5).verdict == "contradicted"
-    assert conclude([1.0], at_least=0.5).verdict == "no conclusion", "one seed has no interval"
+    assert conclude([1.0], at_least=0.5).verdict == "inconclusive", "one seed has no interval"
+    assert conclude([1.0, 1.0], at_least=0.5).verdict == "inconclusive", "that of two seeds says little"
     assert conclude([1.0], at_least=0.5, is_exact=True).verdict == "confirmed"
     assert conclude([], at_least=0.5).verdict == "not measured"
-    assert "the numbers do not carry a conclusion" in conclude([1.0, 1.1, 0.9], at_least=0.95).sentence()
+    assert "inconclusive" in conclude([1.0, 1.1, 0.9], at_least=0.95).sentence()
 
 
 def test_a_seed_that_diverged_is_not_left_out_in_silence():
     """An infinite number is stored as None; the rest of the seeds alone would confirm the rule."""
     found = conclude([1.0, 1.1, None], at_most=1.5)
-    assert found.verdict == "no conclusion"
+    assert found.verdict == "inconclusive"
     assert "1 of 3 seeds have no finite number" in found.sentence()
     assert conclude([1.0, 1.1, "1.0"], at_most=1.5).seeds == 2, "text is not a number"
     metrics = [{"loss": 1.0}, {"loss": None}]
@@ -179,12 +181,28 @@ def test_a_rule_needs_its_condition():
     experiment = replace(EXPERIMENT, rules=(fair, rule), arms=tuple(replace(EXPERIMENT.arms[0], name=n) for n in "ab"))
     rows = tuple(support.make_result(arm, seed, m) for arm, seeds in results.items() for seed, m in seeds.items())
     verdicts = [conclusion.verdict for conclusion in Report(experiment, rows).conclusions()]
-    assert verdicts == ["contradicted", "no conclusion"]
+    assert verdicts == ["contradicted", "inconclusive"]
     assert '"it is fair" is not confirmed' in Report(experiment, rows).conclusions()[1].sentence()
     assert (
-        rule.conclude(results).apply_condition(fair.conclude({"a": {n: {"loss": 0.5} for n in range(2)}})).verdict
+        rule.conclude(results).apply_condition(fair.conclude({"a": {n: {"loss": 0.5} for n in range(3)}})).verdict
         == "confirmed"
     )
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        (("confirmed", "contradicted"), "confirmed"),  # the second rule is against the claim
+        (("contradicted", "confirmed"), "contradicted"),
+        (("confirmed", "confirmed"), "partly confirmed"),
+        (("confirmed", "inconclusive"), "inconclusive"),
+        (("confirmed", "not measured"), "inconclusive"),
+        (("not measured", "not measured"), "not measured"),
+    ],
+)
+def test_the_verdict_on_a_claim_follows_from_its_rules(verdicts, expected):
+    claim = Claim("here", "it is so", "old", rules=(0, 1), against=(1,))
+    assert claim.judge(verdicts) == expected
 
 
 def test_the_interval_is_that_of_student():
@@ -244,3 +262,27 @@ def test_numbers_have_the_digits_of_their_size():
     assert format_mean("perplexity", [412.345, 413.345]) == "412.8 ± 0.7"
     assert format_mean("accuracy", [0.5]) == "50.00 %"
     assert format_mean("loss", []) == "–"
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_a_long_curve_has_some_of_its_points():
+    experiment = replace(EXPERIMENT, curves={"by_step": "step"})
+    curve = {str(10 * step): float(step) for step in range(1, 67)}
+    columns, rows = Report(experiment, (support.make_result("old", 1, {"by_step": curve}),)).curve_table("by_step")
+    assert columns[0] == "step (12 of 66)"
+    assert [columns[1], columns[-1], len(columns)] == ["10", "660", 13]
+    assert rows == [["old", *(format_mean("by_step", [curve[point]]) for point in columns[1:])]]
+
+
+def test_a_page_names_what_a_call_changed(tmp_path):
+    report = run(tmp_path, seeds="1", overrides=("train.steps=7",))[0]
+    assert report.about()["overrides"] == ["train.steps=7"]
+    assert "The call changed the budget or the model: `train.steps=7`." in report.to_markdown()
+    assert "The call changed" not in run(tmp_path, seeds="1")[0].to_markdown()
+
+
+def test_arms_that_are_left_empty_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="arms= names no arm; the arms are old, new, same"):
+        plan_trials(EXPERIMENT, request_for(tmp_path, arms=""))

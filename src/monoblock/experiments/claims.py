@@ -5,7 +5,10 @@ The documents are those of docs/errata.md: A a lecture, B a tutorial, C a course
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from monoblock.experiments.frame.rules import Verdict
 
 
 class Claim(NamedTuple):
@@ -14,6 +17,28 @@ class Claim(NamedTuple):
     experiment: str  # the experiment that tests it; "": none
     rules: tuple[int, ...] = ()  # the rules of the experiment that judge it, by number
     table: str = ""  # another table of benchmarks/results that shows it
+    against: tuple[int, ...] = ()  # of `rules`: those that say the opposite of the claim
+
+    def judge(self, verdicts: Sequence[Verdict]) -> str:
+        """Return what the verdicts on the rules of the experiment say about the claim.
+
+        It is confirmed if all its rules are, contradicted if all are contradicted, and partly confirmed if some are
+        confirmed and some contradicted; a rule against the claim counts the other way round.
+        """
+        found = {OPPOSITE[verdicts[rule]] if rule in self.against else verdicts[rule] for rule in self.rules}
+        if {"confirmed", "contradicted"} <= found:
+            return "partly confirmed"
+        if len(found) == 1:
+            return str(*found)
+        return "inconclusive" if found & {"confirmed", "contradicted", "inconclusive"} else "not measured"
+
+
+OPPOSITE: dict[Verdict, Verdict] = {
+    "confirmed": "contradicted",
+    "contradicted": "confirmed",
+    "inconclusive": "inconclusive",
+    "not measured": "not measured",
+}
 
 
 CLAIMS = (
@@ -26,14 +51,16 @@ CLAIMS = (
     Claim("B §06; D, residual connections", "deep networks without residuals do not train", "residuals", (4,)),
     Claim("A, five ingredients; E §8.1.3", "attention needs its other components", "components", tuple(range(8))),
     Claim("A, debugging", "position blind means garbage", "components", (4,)),
-    Claim("A, positional encoding; B §03", "sinusoids generalise to longer sequences", "positions", (1, 2)),
+    Claim(
+        "A, positional encoding; B §03", "sinusoids generalise to longer sequences", "positions", (1, 2), against=(1, 2)
+    ),
     Claim("E §8.4.5", "ALiBi extrapolates to longer sequences", "positions", (0,)),
-    Claim("B §11; E §8.4.6", "rotary positions generalise better than sinusoids", "positions", (3, 4, 5)),
+    Claim("B §11; E §8.4.6", "rotary positions generalise better than sinusoids", "positions", (3, 4, 5), against=(3,)),
     Claim("A, why heads; B §05; E §8.3.1", "several heads are better than one", "heads", (0, 1)),
     Claim("A, why heads", "beyond 16 heads each becomes too small to be useful", "heads", (2,)),
     Claim("A, why heads; B §05; E §8.3.4", "heads specialise in relations", "", (), "inspection"),
     Claim("E §8.3.4", "most heads can be pruned", "", (), "pruning"),
-    Claim("E §8.5.6", "depth builds better representations", "depth-width", (0, 1)),
+    Claim("E §8.5.6", "depth builds better representations", "depth-width", (0, 1), against=(1,)),
     Claim("A, feed-forward", "GELU is the standard choice, SwiGLU slightly better", "feedforward", (0, 1)),
     Claim("C, the MLP", "most activations train to similar losses", "feedforward", (2,)),
     Claim("C, the MLP; D, feed-forward", "a hidden size of four times the width works best", "feedforward", (3, 4)),
@@ -46,18 +73,24 @@ CLAIMS = (
     Claim("B §04; E §8.2.3", "without the scale, the softmax saturates and gradients are tiny", "scale", (2, 3, 4)),
     Claim("B §12; C, attention memory", "memory quadruples when the length doubles", "attention-memory", (0, 1)),
     Claim("B §12; C, further reading", "fused kernels avoid the quadratic memory", "attention-memory", (2, 3)),
-    Claim("C, question 4", "a cache is 66 times faster for 100 tokens after 50", "kv-cache", (0, 1)),
+    Claim("C, question 4", "a cache is 66 times faster for 100 tokens after 50", "kv-cache", (0, 1), against=(1,)),
     Claim("B §12; C, KV cache", "a cache makes decoding efficient; its bytes follow a formula", "kv-cache", (2, 3)),
     Claim("B §12", "windows with global tokens are linear in the length", "sparse", (1, 2)),
     Claim("B §12; C, question 1", "linear attention avoids the quadratic cost", "sparse", (0, 3)),
     Claim("B §01; E §8.1.1", "recurrence cannot be parallelised over the sequence", "recurrence", (6,)),
     Claim("A, recap; E §8.1", "one vector is a bottleneck that attention removes", "recurrence", (0, 1, 2, 3, 4, 5)),
     Claim("C, what is next", "recurrent networks cannot reverse a sequence", "recurrence", (0, 1, 2)),
-    Claim("E, exercise 8.9", "a Transformer has a lower perplexity than an LSTM", "language-models", (3, 0, 1)),
-    Claim("E, exercise 8.9", "a Transformer trains faster than an LSTM", "language-models", (0, 2)),
+    Claim(
+        "E, exercise 8.9",
+        "a Transformer has a lower perplexity than an LSTM",
+        "language-models",
+        (3, 1),
+        "exercise-8-9",
+    ),
+    Claim("E, exercise 8.9", "a Transformer trains faster than an LSTM", "language-models", (2,), "exercise-8-9"),
     Claim("A, why the Transformer won; C", "performance improves predictably with size", "scaling-law", (0, 1)),
     Claim("A, why the Transformer won; B §14", "pretraining transfers to tasks with few samples", "pretraining", (0,)),
-    Claim("D, back-translation", "synthetic pairs help", "backtranslation", (0,)),
+    Claim("D, back-translation", "synthetic pairs help", "backtranslation", (0,), "backtranslation"),
     Claim("D, back-translation", "noise and tags make them more useful", "backtranslation", (1, 2, 3, 4, 6)),
     Claim("D, back-translation", "the balance of true and synthetic pairs matters", "backtranslation", (5,)),
     Claim("not in the documents", "a draft makes decoding faster without changing the text", "speculative", (0, 1)),

@@ -12,6 +12,7 @@ from monoblock.plots.figure import create_figure
 
 ArmValues = tuple[float, float]  # mean and standard deviation
 MAX_PANELS = 3  # curves that are drawn beside each other
+MAX_TICKS = 12
 
 
 class ArmCurves(NamedTuple):
@@ -23,14 +24,13 @@ class ArmCurves(NamedTuple):
     curves: Mapping[str, Sequence[ArmValues | None]]  # by arm; None where an arm has no value
 
 
-def draw_arm_points(title: str, y_label: str, values: Mapping[str, ArmValues | None], *, logarithmic: bool) -> Any:
+def draw_arm_points(title: str, y_label: str, values: Mapping[str, ArmValues], *, logarithmic: bool) -> Any:
     """Draw the mean of each arm with its deviation; the axis shows the range of the values, not zero."""
     names = list(values)
     figure = create_figure((max(4.5, min(14.0, 1.5 + 0.7 * len(names))), 3.8))
     axis = figure.subplots()
-    for place, value in enumerate(values.values()):
-        if value is not None:
-            axis.errorbar(place, value[0], yerr=value[1] or None, fmt="o", color=COLORS[0], capsize=4, markersize=6)
+    for place, (mean, deviation) in enumerate(values.values()):
+        axis.errorbar(place, mean, yerr=deviation or None, fmt="o", color=COLORS[0], capsize=4, markersize=6)
     axis.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     axis.set_xlim(-0.5, len(names) - 0.5)
     axis.set_title(title, fontsize=11)
@@ -51,21 +51,33 @@ def draw_arm_curves(title: str, panels: Sequence[ArmCurves], *, logarithmic: boo
 
 
 def _draw_curves(axis: Any, panel: ArmCurves, logarithmic: bool) -> None:
+    places = _places(panel.points)
     for number, (name, values) in enumerate(panel.curves.items()):
         style = {"color": COLORS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
-        there = [(place, *value) for place, value in enumerate(values) if value is not None]
+        there = [(place, *value) for place, value in zip(places, values, strict=True) if value is not None]
         if not there:
             continue
         x, mean, deviation = ([one[index] for one in there] for index in range(3))
-        axis.plot(x, mean, marker=MARKERS[number % 7], markersize=4, label=name, **style)
+        marker = MARKERS[number % 7] if len(places) <= MAX_TICKS else None
+        axis.plot(x, mean, marker=marker, markersize=4, label=name, **style)
         if any(deviation):
             low = [m - d if not logarithmic or m > d else m for m, d in zip(mean, deviation, strict=True)]
             high = [m + d for m, d in zip(mean, deviation, strict=True)]
             axis.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    step = max(1, math.ceil(len(panel.points) / 12))
-    axis.set_xticks(range(0, len(panel.points), step), panel.points[::step], fontsize=8)
+    if len(places) <= MAX_TICKS:
+        axis.set_xticks(places, panel.points, fontsize=8)
     axis.set_xlabel(panel.x_label)
     _format_y(axis, panel.y_label, logarithmic)
+
+
+def _places(points: Sequence[str]) -> list[float]:
+    """Return where points lie: a few at equal distances, which suits lengths that double; many by their numbers."""
+    if len(points) > MAX_TICKS:
+        try:
+            return [float(point) for point in points]
+        except ValueError:
+            pass
+    return [float(place) for place in range(len(points))]
 
 
 def _format_y(axis: Any, label: str, logarithmic: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from monoblock.experiments.claims import CLAIMS, Claim
 from monoblock.experiments.frame.report import Report
 from monoblock.experiments.frame.results import read_results
+from monoblock.experiments.frame.rules import Verdict
 from monoblock.experiments.names import EXPERIMENTS
 from monoblock.experiments.table import load_experiment
 
@@ -37,11 +38,19 @@ writes the page, the lines and the plot.
 **Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a
 metric of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence
 interval of the mean over the seeds lies on the right side of the bound, the claim is confirmed; if it lies on the
-other side, it is contradicted; else the numbers do not carry a conclusion. One seed carries none, unless the quantity
-does not vary.
+other side, it is contradicted; else the result is inconclusive. So it is with fewer than three seeds, unless the
+quantity does not vary with the seed.
 
 [adding.md](adding.md) shows how an experiment is written. This page is generated: what it says of a claim follows
 from the lines in `benchmarks/results`.
+"""
+
+
+CLAIMS_INTRODUCTION = """## The claims
+
+The verdict on a claim follows from the rules in the last column: confirmed or contradicted if they agree, partly
+confirmed if some are confirmed and some contradicted. A rule that says the opposite of a claim counts the other way
+round.
 """
 
 
@@ -51,11 +60,14 @@ def build_experiments_page(results: Path) -> str:
     for name, (_, about) in EXPERIMENTS.items():
         experiment = load_experiment(name)
         lines.append(f"| `{name}` | {about} | {experiment.claim} ({experiment.source}) | {_link(results, name)} |")
-    lines += ["", "## The claims", "", "| where | it says | experiment | what the numbers say |", "|---|---|---|---|"]
+    lines += ["", CLAIMS_INTRODUCTION]
+    lines += ["| where | it says | verdict | experiment | what the numbers say |", "|---|---|---|---|---|"]
     verdicts = cache(lambda name: _verdicts(results, name))
     for claim in CLAIMS:
         name = f"`{claim.experiment}`" if claim.experiment else "—"
-        lines.append(f"| {claim.place} | {claim.text} | {name} | {_judge(claim, verdicts)} |")
+        found = verdicts(claim.experiment) if claim.experiment else []
+        verdict = f"**{claim.judge(found)}**" if found else "see the table"
+        lines.append(f"| {claim.place} | {claim.text} | {verdict} | {name} | {_explain(claim, found)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -63,20 +75,18 @@ def _link(results: Path, name: str) -> str:
     return f"[table](../benchmarks/results/{name}.md)" if (results / f"{name}.md").is_file() else NOT_MEASURED
 
 
-def _judge(claim: Claim, verdicts: Callable[[str], list[str]]) -> str:
-    if not claim.experiment:
-        return f"[table](../benchmarks/results/{claim.table}.md)"
-    found = verdicts(claim.experiment)
-    rules = load_experiment(claim.experiment).rules
-    return "; ".join(f"{rules[number].statement}: {found[number]}" for number in claim.rules)
+def _explain(claim: Claim, verdicts: Sequence[Verdict]) -> str:
+    """Return what each rule of a claim says, and the other table that shows it."""
+    rules = load_experiment(claim.experiment).rules if claim.experiment else ()
+    said = [f"{rules[number].statement}: {verdicts[number]}" for number in claim.rules]
+    if claim.table:
+        said.append(f"{'another ' if said else ''}[table](../benchmarks/results/{claim.table}.md)")
+    return "; ".join(said)
 
 
-def _verdicts(results: Path, name: str) -> list[str]:
+def _verdicts(results: Path, name: str) -> Sequence[Verdict]:
     """Return what each rule of an experiment says about the stored results; the last machine counts."""
     experiment, file = load_experiment(name), results / f"{name}.jsonl"
     stored = read_results([file], name) if file.is_file() else []
-    if not stored:
-        return [NOT_MEASURED for _ in experiment.rules]
-    report = Report(experiment, tuple(stored)).by_machine()[-1]
-    words = {"not measured": NOT_MEASURED, "no conclusion": "the numbers do not carry a conclusion"}
-    return [f"**{words.get(one.verdict, one.verdict)}**" for one in report.conclusions()]
+    report = Report(experiment, tuple(stored))
+    return [conclusion.verdict for conclusion in (report.by_machine() or [report])[-1].conclusions()]

@@ -1,6 +1,6 @@
 """Write the results of an experiment to files: a plot, and the page and the lines of benchmarks/results.
 
-The plot shows the first curves of the experiment if it has any, otherwise its first column.
+The plot shows the first curves of the experiment if it has any, otherwise the arms that have its first column.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ def plot_report(report: Report, path: Path) -> Path:
     if panels:
         return save_figure(draw_arm_curves(experiment.name, panels, logarithmic=experiment.logarithmic), path)
     column = experiment.columns[0]
-    values = {arm: _summary(report.values(arm, column)) for arm in report.arms}
+    values = {arm: _summary(found) for arm in report.arms if (found := report.values(arm, column))}
     return save_figure(draw_arm_points(experiment.name, column, values, logarithmic=experiment.logarithmic), path)
 
 
 def _curves(report: Report, curve: str, x_label: str) -> ArmCurves | None:
     """Return a curve of all arms that have it; None if no arm has."""
     points = report.points(curve)
-    curves = {arm: [_summary(report.values(arm, curve, point)) for point in points] for arm in report.arms}
+    curves = {
+        arm: [_summary(found) if (found := report.values(arm, curve, point)) else None for point in points]
+        for arm in report.arms
+    }
     drawn = {arm: values for arm, values in curves.items() if any(values)}
     return ArmCurves(x_label, curve, points, drawn) if drawn else None
 
@@ -50,7 +53,5 @@ def write_page(report: Report, folder: Path) -> list[Path]:
     return [page, lines, *written]
 
 
-def _summary(values: list[float]) -> ArmValues | None:
-    if not values:
-        return None
+def _summary(values: list[float]) -> ArmValues:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -13,6 +13,7 @@ from monoblock.experiments.frame.rules import Conclusion
 from monoblock.metrics.format import format_metric
 
 MISSING = "–"
+MAX_COLUMNS = 12  # of the table of a curve
 CORPUS = "data.corpus="
 
 
@@ -99,13 +100,15 @@ class Report:
             return names
 
     def curve_table(self, curve: str) -> tuple[list[str], list[list[object]]]:
-        """Return a table with a row for each arm and a column for each point of a curve."""
-        points = self.points(curve)
+        """Return a table with a row for each arm and a column for each point of a curve, or for some of many points."""
+        every, label = self.points(curve), self.experiment.curves[curve]
+        points = _spread(every, MAX_COLUMNS)
+        label += f" ({len(points)} of {len(every)})" if len(points) < len(every) else ""
         arms = [arm for arm in self.arms if any(self.values(arm, curve, point) for point in points)]
         rows: list[list[object]] = [
             [arm, *(format_mean(curve, self.values(arm, curve, point)) for point in points)] for arm in arms
         ]
-        return [self.experiment.curves[curve], *points], rows
+        return [label, *points], rows
 
     def tables(self) -> list[tuple[str, list[str], list[list[object]]]]:
         """Return title, columns and rows of every table that has rows."""
@@ -152,10 +155,19 @@ class Report:
             "machines": self.machines,
             "recipe": settings.get("recipe"),
             "changes": [change for key, change in changes.items() if key not in set_by_arms],
+            "overrides": self._overrides(),
             "options": settings.get("options", {}),
             "smoke": bool(settings.get("smoke")),
             "stand_in": _stand_in(self.experiment, settings.get("changes", ())),
         }
+
+    def _overrides(self) -> list[str]:
+        """Return the changes to the recipe that are not the experiment's own but were asked for by a call."""
+        experiment = self.experiment
+        own = {*experiment.changes, *experiment.stand_in, *experiment.smoke}
+        own |= {change for arm in experiment.arms for change in arm.changes}
+        changes = self.results[0].settings.get("changes", ()) if self.results else ()
+        return [change for change in changes if change not in own and not change.startswith(CORPUS)]
 
     def to_markdown(self, picture: str | None = None) -> str:
         """Return the page of results: claim, tables, conclusion by the rules, and how it was measured."""
@@ -182,6 +194,8 @@ class Report:
         if recipe or about["changes"]:
             changes = " ".join(about["changes"]) or "none"
             sentences.append(f"Recipe `{recipe}`, changes in all arms: `{changes}`.")
+        if about["overrides"]:
+            sentences.append(f"The call changed the budget or the model: `{' '.join(about['overrides'])}`.")
         if about["options"]:
             sentences.append(f"Options: {', '.join(f'{key}={value}' for key, value in about['options'].items())}.")
         seeds = ", ".join(map(str, about["seeds"]))
@@ -195,6 +209,13 @@ def _stand_in(experiment: Experiment, changes: Sequence[str]) -> str | None:
     """Return the name of the corpus that stood in for that of the recipe, or None."""
     corpora = [change for change in experiment.stand_in if change.startswith(CORPUS)]
     return next((change.removeprefix(CORPUS) for change in corpora if change in changes), None)
+
+
+def _spread(points: list[str], count: int) -> list[str]:
+    """Return at most `count` points at equal distances, with the first and the last one."""
+    if len(points) <= count:
+        return points
+    return [points[round(place * (len(points) - 1) / (count - 1))] for place in range(count)]
 
 
 def format_mean(name: str, values: Sequence[float]) -> str:

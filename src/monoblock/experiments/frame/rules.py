@@ -3,8 +3,8 @@
 A rule computes one number for every seed: a metric of an arm, or its difference or ratio to another arm with the same
 seed, which had the same data in the same order. The 95 % confidence interval of their mean (Student's t) is compared
 with the bound. If all of it satisfies the bound, the statement is confirmed; if none of it does, contradicted;
-otherwise the numbers do not carry a conclusion. One seed has no interval and carries none, unless the rule is about a
-quantity that does not vary with the seed.
+otherwise the result is inconclusive. So it is with fewer than three seeds, unless the rule is about a quantity that
+does not vary with the seed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T_QUANTILES = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-NO_CONCLUSION = "the numbers do not carry a conclusion"
-Verdict = Literal["confirmed", "contradicted", "no conclusion", "not measured"]
+MIN_SEEDS = 3
+Verdict = Literal["confirmed", "contradicted", "inconclusive", "not measured"]
 SeedMetrics = Mapping[int, Mapping[str, Any]]  # the metrics of an arm for every seed
 
 
@@ -63,23 +63,23 @@ class Rule:
         values, missing = self._values(results), self._count_not_finite(results)
         if missing:
             reason = f"{missing} of {missing + len(values)} seeds have no finite number"
-            return Conclusion(self, "no conclusion", reason=reason)
+            return Conclusion(self, "inconclusive", reason=reason)
         if not values:
             return Conclusion(self, "not measured")
         mean = statistics.fmean(values)
         if self.is_exact:
             low, high = min(values), max(values)
-        elif len(values) == 1:
-            return Conclusion(self, "no conclusion", mean, None, 1)
+        elif len(values) < MIN_SEEDS:
+            return Conclusion(self, "inconclusive", mean, None, len(values))
         else:
             low, high = confidence_interval(values)
         return Conclusion(self, self._verdict(low, high), mean, (low, high), len(values))
 
     def _verdict(self, low: float, high: float) -> Verdict:
         if self.at_least is not None:
-            return "confirmed" if low >= self.at_least else "contradicted" if high < self.at_least else "no conclusion"
+            return "confirmed" if low >= self.at_least else "contradicted" if high < self.at_least else "inconclusive"
         assert self.at_most is not None
-        return "confirmed" if high <= self.at_most else "contradicted" if low > self.at_most else "no conclusion"
+        return "confirmed" if high <= self.at_most else "contradicted" if low > self.at_most else "inconclusive"
 
     def _count_not_finite(self, results: Mapping[str, SeedMetrics]) -> int:
         """Return for how many seeds a metric of the rule was not finite, which results store as None."""
@@ -117,27 +117,26 @@ class Conclusion:
     mean: float | None = None
     interval: tuple[float, float] | None = None
     seeds: int = 0
-    reason: str = ""  # why there is no conclusion, if not because of the interval
+    reason: str = ""  # why it is inconclusive, if not because of the interval or the number of seeds
 
     def apply_condition(self, condition: Conclusion | None) -> Conclusion:
         """Return this conclusion, or none if its condition is not confirmed."""
         is_open = condition is not None and condition.verdict != "confirmed" and self.verdict != "not measured"
         if condition is None or not is_open:
             return self
-        return replace(self, verdict="no conclusion", reason=f'"{condition.rule.statement}" is not confirmed')
+        return replace(self, verdict="inconclusive", reason=f'"{condition.rule.statement}" is not confirmed')
 
     def sentence(self) -> str:
         """Say the conclusion in words, with the number, its interval and the rule."""
         rule = self.rule
         if self.verdict == "not measured":
             return f"{rule.statement}: not measured yet (rule: {rule.bound})."
-        verdict = NO_CONCLUSION if self.verdict == "no conclusion" else self.verdict
-        verdict += f", because {self.reason}" if self.reason else ""
+        verdict = f"{self.verdict}, because {self.reason}" if self.reason else self.verdict
         if self.mean is None:
             return f"{rule.statement}: {verdict} (rule: {rule.bound})."
         number = f"{self.mean:.4g}"
         if self.interval is None:
-            number += " with one seed"
+            number += f" with {self.seeds} of at least {MIN_SEEDS} seeds"
         elif not rule.is_exact:
             number += f", 95 % interval {self.interval[0]:.4g} to {self.interval[1]:.4g} of {self.seeds} seeds"
         return f"{rule.statement}: {verdict} ({number}; rule: {rule.bound})."

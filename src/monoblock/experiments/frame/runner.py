@@ -245,6 +245,8 @@ def parse_options(cls: type, values: Mapping[str, Any]) -> Any:
 def parse_arms(words: str, known: Sequence[str]) -> list[str]:
     """Parse a comma-separated list of arms, in which * stands for any text; keep the order of `known`."""
     patterns = [word.strip() for word in words.split(",") if word.strip()]
+    if not patterns:
+        raise ConfigError(f"arms= names no arm; the arms are {', '.join(known)}, and arms=* is all of them")
     for pattern in patterns:
         if not any(fnmatchcase(arm, pattern) for arm in known):
             raise ConfigError(

@@ -56,6 +56,7 @@ EXPERIMENT = Experiment(
     smoke=TEXT_SMOKE,
     budget=LANGUAGE_MODEL_BUDGET,
     data="WikiText-2 by 4,096 subwords, test split",
+    logarithmic=True,
     columns=("perplexity", "validation_loss", "training_loss", "skipped", "parameters", "seconds_training"),
     rules=(
         _costs("no-attention", "attention", 1.2),

@@ -64,7 +64,7 @@ TIMED_STEPS = 40  # steps that are measured for the arms of equal time; the firs
 @dataclass(frozen=True, kw_only=True)
 class Options:
     seconds: float = 240.0  # of the arms with equal time
-    budget: float = 1.0  # factor on the number of tokens of the arms with equal tokens
+    budget: float = 1.0  # factor on the number of steps of the arms with equal tokens, and of the search
     dropout: float = 0.5  # of the LSTM's embedding
 
     def __post_init__(self) -> None:
@@ -254,7 +254,8 @@ EXPERIMENT = Experiment(
             is_exact=True,
         ),
     ),
-    reading="`test_perplexity` is that of the best way to use each model: sliding windows for the Transformer, the "
+    reading="A best rate at an end of its grid (see the rows of the search) means that a better one may lie beyond. "
+    "`test_perplexity` is that of the best way to use each model: sliding windows for the Transformer, the "
     "kept state for the LSTM. If the first rule is not confirmed, the comparison is not fair: the LSTM is not trained "
     "to what is known to be possible (84 to 87 with much longer training), and the rules that compare both have no "
     "conclusion.",
