@@ -339,7 +339,8 @@ def main() -> None:
         rows.append(row)
     lines = [
         f"Tokens per second, {PROMPT} + {NEW}, {torch.cuda.get_device_name()}, torch {torch.__version__}",
-        f"(`python benchmarks/decode_gpu.py`, {date.today()}, commit {commit()}). Models are arranged by `mb.optimize`; activations are in bf16. "
+        f"(`python benchmarks/decode_gpu.py`, {date.today()}, commit {commit()}). Models are arranged by "
+        "`mb.optimize`; activations are in bf16. "
         f"With 8 bits {QUANTIZED_GROUPS[8]} weights share a scale, with 4 bits {QUANTIZED_GROUPS[4]}.",
         "",
     ]

@@ -205,6 +205,33 @@ def test_the_verdict_on_a_claim_follows_from_its_rules(verdicts, expected):
     assert claim.judge(verdicts) == expected
 
 
+def test_a_rule_may_have_two_bounds():
+    values = {"at_least": 0.85, "at_most": 1.15}
+    assert conclude([1.0, 1.01, 0.99], **values).verdict == "confirmed"
+    assert conclude([0.5, 0.51, 0.49], **values).verdict == "contradicted"
+    assert conclude([1.5, 1.51, 1.49], **values).verdict == "contradicted"
+    assert conclude([1.1, 1.2, 1.0], **values).verdict == "inconclusive"
+    assert conclude([1.0], **values).rule.bound == "loss of a between 0.85 and 1.15"
+
+
+def test_a_number_near_the_bound_is_told_from_it():
+    assert "95 % interval 0.99004 to" in conclude([0.99004, 0.99004, 0.99004], at_most=0.99).sentence()
+
+
+def test_a_rule_that_was_added_later_says_so():
+    assert conclude([1.0], at_most=2.0, is_late=True).sentence().endswith("at most 2, added after the first results).")
+    page = Report(replace(EXPERIMENT, rules=(replace(EXPERIMENT.rules[0], is_late=True),)), ()).to_markdown()
+    assert "fixed before the runs, except where it says otherwise:" in page
+
+
+def test_a_smoke_run_has_no_conclusion(tmp_path):
+    report = run(tmp_path)[0]
+    smoke = [replace(result, settings={**result.settings, "smoke": True}) for result in report.results]
+    verdicts = {one.verdict for one in Report(EXPERIMENT, tuple(smoke)).conclusions()}
+    assert verdicts == {"inconclusive"}
+    assert verdicts != {one.verdict for one in report.conclusions()}
+
+
 def test_the_interval_is_that_of_student():
     values = [5.0, 5.5, 4.6, 5.2, 5.1]
     stats = pytest.importorskip("scipy.stats")
@@ -276,13 +303,23 @@ def test_the_table_of_a_long_curve_has_some_of_its_points():
     assert rows == [["old", *(format_mean("by_step", [curve[point]]) for point in columns[1:])]]
 
 
-def test_a_page_names_what_a_call_changed(tmp_path):
-    report = run(tmp_path, seeds="1", overrides=("train.steps=7",))[0]
+def test_a_page_names_what_a_call_changed():
+    plain = support.make_result("old", 1, {"loss": 1.0})
+    changed = replace(plain, settings={**plain.settings, "changes": ["train.steps=7"]})
+    report = Report(EXPERIMENT, (changed,))
     assert report.about()["overrides"] == ["train.steps=7"]
     assert "The call changed the budget or the model: `train.steps=7`." in report.to_markdown()
-    assert "The call changed" not in run(tmp_path, seeds="1")[0].to_markdown()
+    assert "The call changed" not in Report(EXPERIMENT, (plain,)).to_markdown()
 
 
 def test_arms_that_are_left_empty_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="arms= names no arm; the arms are old, new, same"):
         plan_trials(EXPERIMENT, request_for(tmp_path, arms=""))
+
+
+def test_files_without_results_are_named(tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("not a result\n")
+    request = request_for(tmp_path, more=(other,))
+    with pytest.raises(ConfigError, match="has no results of"):
+        select_results(EXPERIMENT, plan_trials(EXPERIMENT, request), request)

@@ -105,6 +105,13 @@ def test_the_plan_is_printed_without_running(tmp_path, capsys):
     assert run(["compare", "tying", "--table", "--smoke", "--out", str(tmp_path / "none")]) == 2
     assert run(["compare", "tying", "model.tie=none", "--smoke", "--out", str(tmp_path / "none")]) == 2
     assert "model.tie is what the arm tied sets" in capsys.readouterr().err
+    assert run(["compare", "heads", "model.nope=4", "--dry-run"]) == 2
+    assert "nope" in capsys.readouterr().err
+    assert run(["compare", "scale", "train.steps=5", "--dry-run"]) == 2
+    assert "scale trains nothing, so it has no train.steps" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert run(["compare", "scale", "--out", str(tmp_path / "file")]) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 

@@ -81,6 +81,8 @@ def command(
         keep=keep,
         more_results=results,
     )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; name a folder")
     if dry_run:
         _print_plan(record, request, as_json)
         return

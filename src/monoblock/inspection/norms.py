@@ -102,4 +102,4 @@ def _mean_norm(tensor: Tensor) -> float:
 
 
 def _norm(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else float(tensor.float().norm())
+    return 0.0 if tensor is None else float(tensor.double().norm())

@@ -14,6 +14,7 @@ from monoblock.experiments.names import EXPERIMENTS
 from monoblock.experiments.table import load_experiment
 
 NOT_MEASURED = "not yet measured"
+OLDER = "shows it with fewer seeds or arms than the rules need"
 INTRODUCTION = """# Experiments
 
 The source documents make claims; each is one command away:
@@ -37,9 +38,10 @@ writes the page, the lines and the plot.
 
 **Rules are fixed beforehand.** The file of an experiment states, before any run, what has to hold for a claim: a
 metric of an arm, or its difference or ratio to another arm with the same seed, and a bound. If the 95 % confidence
-interval of the mean over the seeds lies on the right side of the bound, the claim is confirmed; if it lies on the
-other side, it is contradicted; else the result is inconclusive. So it is with fewer than three seeds, unless the
-quantity does not vary with the seed.
+interval of the mean over the seeds lies on the right side of the bound, the rule is confirmed; if it lies on the
+other side, it is contradicted; otherwise the result is inconclusive. Fewer than three seeds are always inconclusive,
+unless the quantity does not vary with the seed (this minimum was set after most of the runs). A rule that was added
+when there were results already says so.
 
 [adding.md](adding.md) shows how an experiment is written. This page is generated: what it says of a claim follows
 from the lines in `benchmarks/results`.
@@ -48,9 +50,9 @@ from the lines in `benchmarks/results`.
 
 CLAIMS_INTRODUCTION = """## The claims
 
-The verdict on a claim follows from the rules in the last column: confirmed or contradicted if they agree, partly
-confirmed if some are confirmed and some contradicted. A rule that says the opposite of a claim counts the other way
-round.
+The verdict on a claim follows from the rules in the last column. A claim is confirmed if all its rules are,
+contradicted if all are contradicted, and partly confirmed if some are confirmed and others contradicted; anything else
+is inconclusive. Some rules say the opposite of a claim: confirmed, they contradict it; otherwise they say nothing.
 """
 
 
@@ -80,7 +82,8 @@ def _explain(claim: Claim, verdicts: Sequence[Verdict]) -> str:
     rules = load_experiment(claim.experiment).rules if claim.experiment else ()
     said = [f"{rules[number].statement}: {verdicts[number]}" for number in claim.rules]
     if claim.table:
-        said.append(f"{'another ' if said else ''}[table](../benchmarks/results/{claim.table}.md)")
+        link = f"[table](../benchmarks/results/{claim.table}.md)"
+        said.append(f"an older {link} {OLDER}" if said else link)
     return "; ".join(said)
 
 

@@ -145,6 +145,7 @@ EXPERIMENT = Experiment(
             arm="cache",
             quantity="ratio",
             other_metric="closed_form_bytes",
+            at_least=0.99,
             at_most=1.01,
             is_exact=True,
         ),

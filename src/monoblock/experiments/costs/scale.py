@@ -84,6 +84,7 @@ EXPERIMENT = Experiment(
             at="1024",
             quantity="ratio",
             other_at="8",
+            at_least=0.9,
             at_most=1.1,
         ),
         Rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from monoblock.experiments.frame.experiment import Experiment
@@ -14,6 +14,7 @@ from monoblock.metrics.format import format_metric
 
 MISSING = "–"
 MAX_COLUMNS = 12  # of the table of a curve
+SMOKE_VERDICT: dict[str, Any] = {"verdict": "inconclusive", "reason": "the numbers of a smoke run mean nothing"}
 CORPUS = "data.corpus="
 
 
@@ -71,10 +72,13 @@ class Report:
     def conclusions(self) -> list[Conclusion]:
         """Return what the rules say; a rule with a condition says nothing unless the condition is confirmed."""
         results = self.by_seed()
-        return [
+        found = [
             rule.conclude(results).apply_condition(None if rule.condition is None else rule.condition.conclude(results))
             for rule in self.experiment.rules
         ]
+        if not self.about()["smoke"]:
+            return found
+        return [one if one.verdict == "not measured" else replace(one, **SMOKE_VERDICT) for one in found]
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
@@ -102,13 +106,18 @@ class Report:
     def curve_table(self, curve: str) -> tuple[list[str], list[list[object]]]:
         """Return a table with a row for each arm and a column for each point of a curve, or for some of many points."""
         every, label = self.points(curve), self.experiment.curves[curve]
-        points = _spread(every, MAX_COLUMNS)
+        points = every if len(every) <= MAX_COLUMNS else _spread(self._common_points(curve, every), MAX_COLUMNS)
         label += f" ({len(points)} of {len(every)})" if len(points) < len(every) else ""
         arms = [arm for arm in self.arms if any(self.values(arm, curve, point) for point in points)]
         rows: list[list[object]] = [
             [arm, *(format_mean(curve, self.values(arm, curve, point)) for point in points)] for arm in arms
         ]
         return [label, *points], rows
+
+    def _common_points(self, curve: str, points: list[str]) -> list[str]:
+        """Return the points that most arms have: trainings of different length may have logged at other steps."""
+        counts = {point: sum(bool(self.values(arm, curve, point)) for arm in self.arms) for point in points}
+        return [point for point in points if counts[point] == max(counts.values())]
 
     def tables(self) -> list[tuple[str, list[str], list[list[object]]]]:
         """Return title, columns and rows of every table that has rows."""
@@ -178,12 +187,20 @@ class Report:
             for title, columns, rows in report.tables():
                 lines += [f"**{title}**, by {experiment.curves[title]}", ""] if title else []
                 lines += [_row(columns), "|---" * len(columns) + "|", *map(_row, rows), ""]
-            lines += ["Conclusion, by rules fixed before the runs:", ""]
+            exception = ", except where it says otherwise" if any(rule.is_late for rule in experiment.rules) else ""
+            lines += [f"Conclusion, by rules fixed before the runs{exception}:", ""]
             lines += [f"- {conclusion.sentence()}" for conclusion in report.conclusions()] + [""]
         lines += [f"![{experiment.name}]({picture})", ""] if picture else []
+        lines += self._arms_table()
         lines += [" ".join(self._how_measured()), ""]
         reading = " ".join(part for part in (experiment.reading, self.note) if part)
         return "\n".join([*lines, f"Reading: {reading}"] if reading else lines).rstrip() + "\n"
+
+    def _arms_table(self) -> list[str]:
+        arms = [self.experiment.arm(name) for name in self._measured]
+        changes = [" ".join((*((arm.recipe,) if arm.recipe else ()), *arm.changes)) for arm in arms]
+        rows = [[arm.name, arm.about, f"`{text}`" if text else ""] for arm, text in zip(arms, changes, strict=True)]
+        return ["| arm | what it is | its recipe and changes |", "|---|---|---|", *map(_row, rows), ""]
 
     def _how_measured(self) -> list[str]:
         about = self.about()
@@ -196,8 +213,9 @@ class Report:
             sentences.append(f"Recipe `{recipe}`, changes in all arms: `{changes}`.")
         if about["overrides"]:
             sentences.append(f"The call changed the budget or the model: `{' '.join(about['overrides'])}`.")
-        if about["options"]:
-            sentences.append(f"Options: {', '.join(f'{key}={value}' for key, value in about['options'].items())}.")
+        options = [f"{key}={value}" for key, value in about["options"].items() if value not in ("", None)]
+        if options:
+            sentences.append(f"Options: {', '.join(options)}.")
         seeds = ", ".join(map(str, about["seeds"]))
         sentences.append(f"Seeds {seeds}; the deviation is that of the seeds. Machine: {'; '.join(about['machines'])}.")
         if about["smoke"]:

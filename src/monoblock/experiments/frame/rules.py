@@ -28,7 +28,7 @@ SeedMetrics = Mapping[int, Mapping[str, Any]]  # the metrics of an arm for every
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A statement that is true if a number is large enough, or small enough."""
+    """A statement that is true if a number is large enough, small enough, or between two bounds."""
 
     statement: str  # in words: "ALiBi loses at most 1 % at six times the training length"
     metric: str
@@ -42,14 +42,18 @@ class Rule:
     at_most: float | None = None
     is_exact: bool = False  # the number does not vary with the seed, so that one is enough
     condition: Rule | None = None  # a rule that must be confirmed, or this one says nothing
+    is_late: bool = False  # whether it was added when there were results already
 
     def __post_init__(self) -> None:
-        assert (self.at_least is None) != (self.at_most is None), "a rule has one bound"
+        assert self.at_least is not None or self.at_most is not None, "a rule has a bound"
 
     @property
     def bound(self) -> str:
-        words = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
-        return f"{self._quantity_in_words()} {words}"
+        if self.at_least is not None and self.at_most is not None:
+            words = f"between {self.at_least:g} and {self.at_most:g}"
+        else:
+            words = f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
+        return f"{self._quantity_in_words()} {words}" + (", added after the first results" if self.is_late else "")
 
     def _quantity_in_words(self) -> str:
         mine = _describe(self.metric, self.arm, self.at)
@@ -76,10 +80,11 @@ class Rule:
         return Conclusion(self, self._verdict(low, high), mean, (low, high), len(values))
 
     def _verdict(self, low: float, high: float) -> Verdict:
-        if self.at_least is not None:
-            return "confirmed" if low >= self.at_least else "contradicted" if high < self.at_least else "inconclusive"
-        assert self.at_most is not None
-        return "confirmed" if high <= self.at_most else "contradicted" if low > self.at_most else "inconclusive"
+        least = -math.inf if self.at_least is None else self.at_least
+        most = math.inf if self.at_most is None else self.at_most
+        if low >= least and high <= most:
+            return "confirmed"
+        return "contradicted" if high < least or low > most else "inconclusive"
 
     def _count_not_finite(self, results: Mapping[str, SeedMetrics]) -> int:
         """Return for how many seeds a metric of the rule was not finite, which results store as None."""
@@ -134,12 +139,19 @@ class Conclusion:
         verdict = f"{self.verdict}, because {self.reason}" if self.reason else self.verdict
         if self.mean is None:
             return f"{rule.statement}: {verdict} (rule: {rule.bound})."
-        number = f"{self.mean:.4g}"
+        number = self._format(self.mean)
         if self.interval is None:
             number += f" with {self.seeds} of at least {MIN_SEEDS} seeds"
         elif not rule.is_exact:
-            number += f", 95 % interval {self.interval[0]:.4g} to {self.interval[1]:.4g} of {self.seeds} seeds"
+            low, high = map(self._format, self.interval)
+            number += f", 95 % interval {low} to {high} of {self.seeds} seeds"
         return f"{rule.statement}: {verdict} ({number}; rule: {rule.bound})."
+
+    def _format(self, value: float) -> str:
+        """Write a number with four digits, or with as many as tell it from the bounds of the rule."""
+        bounds = [bound for bound in (self.rule.at_least, self.rule.at_most) if bound is not None]
+        texts = [f"{value:.{digits}g}" for digits in range(4, 9)]
+        return next((text for text in texts if value in bounds or float(text) not in bounds), texts[-1])
 
     def to_json(self) -> dict[str, Any]:
         interval = None if self.interval is None else list(self.interval)

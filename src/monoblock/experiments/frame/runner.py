@@ -32,7 +32,7 @@ from monoblock.experiments.frame.toy_data import write_toy_corpus
 from monoblock.experiments.table import load_experiment
 from monoblock.kernels.cpu.processor import processor_name
 from monoblock.metrics.format import format_metric
-from monoblock.runs.recipe import read_recipe
+from monoblock.runs.recipe import build_model_config, read_recipe
 
 MAX_SEED = 2**63 - 1  # the largest that torch takes
 
@@ -79,7 +79,7 @@ def plan_trials(experiment: Experiment, request: Request) -> list[Trial]:
     base = replace(base, work_folder=request.folder / f"work-{_settings_digest(experiment, base)}")
     trials = [replace(base, arm=experiment.arm(name), seed=seed) for seed in seeds for name in arms]
     for trial in trials:
-        _check_overrides(trial)
+        _check_overrides(experiment, trial)
     return trials
 
 
@@ -90,14 +90,20 @@ def _settings_digest(experiment: Experiment, trial: Trial) -> str:
     return blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def _check_overrides(trial: Trial) -> None:
-    """Raise ConfigError for an override of what makes an arm different from the others."""
+def _check_overrides(experiment: Experiment, trial: Trial) -> None:
+    """Raise ConfigError for an override that the recipe does not have, or of what makes an arm different."""
+    name = trial.arm.recipe or experiment.recipe or str(getattr(trial.options, "recipe", ""))
+    if trial.overrides and not name:
+        raise ConfigError(f"{experiment.name} trains nothing, so it has no {trial.overrides[0].partition('=')[0]}")
     fixed = {change.partition("=")[0] for change in trial.arm.changes}
     clash = next((key for key in (word.partition("=")[0] for word in trial.overrides) if key in fixed), None)
     if clash is not None:
         raise ConfigError(
             f"{clash} is what the arm {trial.arm.name} sets; leave it out, or leave out the arm with arms="
         )
+    if trial.overrides:
+        recipe = read_recipe(name, recipe_changes(experiment, trial))
+        build_model_config(recipe, int(recipe.model.get("vocab", 8000)))
 
 
 def _needs_stand_in(experiment: Experiment, trial: Trial) -> bool:
@@ -160,6 +166,9 @@ def _key(experiment: Experiment, trial: Trial) -> tuple[str, int, str]:
 
 def stored_results(experiment: Experiment, request: Request) -> list[Result]:
     """Return the results in the folder of the experiment and in the files that the request names."""
+    for path in request.more_results:
+        if not read_results([path], experiment.name):
+            raise ConfigError(f"{path} has no results of {experiment.name}")
     own = sorted(request.folder.glob("*.jsonl")) if request.folder.is_dir() else []
     return read_results([*request.more_results, *own], experiment.name)
 

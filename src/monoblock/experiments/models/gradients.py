@@ -13,9 +13,12 @@ ROWS, LENGTH = 4, 64  # of the random tokens
 
 
 def initial_norms(config: ModelConfig, seed: int, device: str = "cpu") -> StackNorms:
-    """Return the norms of the last stack of a new model, with the gradients of its layers."""
+    """Return the norms of the last stack of a new model, with the gradients of its layers, in fp64.
+
+    In fp32, the gradients of a deep stack without residuals and norms would vanish altogether.
+    """
     torch.manual_seed(seed)
-    model = Transformer(config).to(device).eval()
+    model = Transformer(config).to(device, torch.float64).eval()
     assert isinstance(config.input, EmbeddingConfig)
     length = min(LENGTH, config.context or LENGTH)
     texts = 1 if config.encoder is None else 2

@@ -120,14 +120,14 @@ EXPERIMENT = Experiment(
             at_least=5.0,
         ),
         Rule(
-            statement="sinusoids are more than five times worse in sliding windows of six times the training length "
-            "(a rule that was added after the first seed)",
+            statement="sinusoids are more than five times worse in sliding windows of six times the training length",
             metric="perplexity_sliding",
             arm="sinusoidal",
             at="6",
             quantity="ratio",
             other_at="1",
             at_least=5.0,
+            is_late=True,
         ),
         Rule(
             statement="rotary positions without scaling lose more than 10 % at six times the training length",
@@ -155,6 +155,26 @@ EXPERIMENT = Experiment(
             quantity="ratio",
             other="sinusoidal",
             at_most=0.99,
+        ),
+        Rule(
+            statement="sinusoids lose at most 10 % of perplexity at six times the training length",
+            metric="perplexity",
+            arm="sinusoidal",
+            at="6",
+            quantity="ratio",
+            other_at="1",
+            at_most=1.1,
+            is_late=True,
+        ),
+        Rule(
+            statement="at six times the training length, rotary positions are at least 10 % better than sinusoids",
+            metric="perplexity",
+            arm="rotary",
+            at="6",
+            quantity="ratio",
+            other="sinusoidal",
+            at_most=0.9,
+            is_late=True,
         ),
     ),
     reading="A curve that stays level or falls extrapolates. In longer blocks the average token has more context, so "
