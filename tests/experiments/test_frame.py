@@ -10,9 +10,9 @@ from monoblock.errors import ConfigError
 from monoblock.experiments.claims import Claim
 from monoblock.experiments.frame.pages import write_page
 from monoblock.experiments.frame.report import Report, format_mean
-from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results
+from monoblock.experiments.frame.results import RESULTS_FILE, Result, read_results, trial_settings
 from monoblock.experiments.frame.rules import Rule, confidence_interval
-from monoblock.experiments.frame.runner import Request, plan_trials, run_trials, select_results
+from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
 
 EXPERIMENT = support.EXPERIMENT
 
@@ -323,3 +323,20 @@ def test_files_without_results_are_named(tmp_path):
     request = request_for(tmp_path, more=(other,))
     with pytest.raises(ConfigError, match="has no results of"):
         select_results(EXPERIMENT, plan_trials(EXPERIMENT, request), request)
+
+
+def test_results_with_a_stand_in_are_counted_if_they_are_left_out(tmp_path):
+    experiment = replace(EXPERIMENT, stand_in=("data.corpus=kjv",))
+    request = request_for(tmp_path)
+    trials = plan_trials(experiment, request)
+    settings = trial_settings(experiment, trials[0])
+    real, other = (support.make_result("old", 1, {"loss": loss}) for loss in (1.0, 2.0))
+    real = replace(real, settings=settings)
+    other = replace(other, settings={**settings, "changes": [*settings["changes"], "data.corpus=kjv"]})
+    path = tmp_path / RESULTS_FILE
+    path.write_text(other.to_line() + "\n")
+    assert [result.metrics["loss"] for result in select_results(experiment, trials, request)] == [2.0]
+    assert count_hidden(experiment, trials, request) == 0
+    path.write_text(f"{other.to_line()}\n{real.to_line()}\n")
+    assert [result.metrics["loss"] for result in select_results(experiment, trials, request)] == [1.0]
+    assert count_hidden(experiment, trials, request) == 1

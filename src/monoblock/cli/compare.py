@@ -65,7 +65,7 @@ def command(
 ) -> None:
     from monoblock.experiments.frame.pages import write_page
     from monoblock.experiments.frame.report import Report
-    from monoblock.experiments.frame.runner import Request, plan_trials, run_trials, select_results
+    from monoblock.experiments.frame.runner import Request, count_hidden, plan_trials, run_trials, select_results
     from monoblock.experiments.table import load_experiment
 
     record = load_experiment(experiment)
@@ -94,6 +94,8 @@ def command(
     report = Report(record, tuple(select_results(record, trials, request)), note)
     if not report.results:
         raise ConfigError(f"{folder} has no results of {experiment} with these options; leave out --table to run it")
+    if hidden := count_hidden(record, trials, request):
+        click.echo(f"{hidden} results with the packaged corpus are left out beside those with the real one", err=True)
     if write is not None:
         for path in write_page(report, write):
             click.echo(f"Saved {path}", err=True)

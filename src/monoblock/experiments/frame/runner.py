@@ -179,12 +179,22 @@ def select_results(experiment: Experiment, trials: Sequence[Trial], request: Req
     Results with the real corpus are preferred to those with a stand-in: another machine may have the corpus.
     """
     found = stored_results(experiment, request)
-    for stands_in in (False, True):
-        settings = {_key(experiment, replace(trial, stands_in=stands_in))[::2] for trial in trials}
-        selected = [result for result in found if result.key[::2] in settings]
-        if selected:
-            return selected
-    return []
+    real, stand_in = (_with_settings(experiment, trials, found, stands_in) for stands_in in (False, True))
+    return real or stand_in
+
+
+def count_hidden(experiment: Experiment, trials: Sequence[Trial], request: Request) -> int:
+    """Return how many results with a stand-in `select_results` leaves out because there are some with the corpus."""
+    found = stored_results(experiment, request)
+    real, stand_in = (_with_settings(experiment, trials, found, stands_in) for stands_in in (False, True))
+    return sum(result not in real for result in stand_in) if real else 0
+
+
+def _with_settings(
+    experiment: Experiment, trials: Sequence[Trial], results: Sequence[Result], stands_in: bool
+) -> list[Result]:
+    settings = {_key(experiment, replace(trial, stands_in=stands_in))[::2] for trial in trials}
+    return [result for result in results if result.key[::2] in settings]
 
 
 def run_trial(trial: Trial) -> Iterator[str]:

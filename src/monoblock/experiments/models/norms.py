@@ -154,6 +154,7 @@ EXPERIMENT = Experiment(
         ),
     ),
     reading="An answer counts if every letter is right. The unit of `neighbour_change` is the standard deviation of "
-    "the logits. In evaluation BatchNorm uses running averages of the batches of training, so there the neighbours do "
-    "not matter any more, but the averages are those of padded batches.",
+    "the logits. A batch of training has strings of similar length and padding, and BatchNorm learns with the "
+    "statistics of such batches; in evaluation it uses their running averages, which fit lengths in the middle at "
+    "best. So it can have a low training loss and fail at every tested length.",
 )
