@@ -94,7 +94,9 @@ def _check_overrides(experiment: Experiment, trial: Trial) -> None:
     """Raise ConfigError for an override that the recipe does not have, or of what makes an arm different."""
     name = trial.arm.recipe or experiment.recipe or str(getattr(trial.options, "recipe", ""))
     if trial.overrides and not name:
-        raise ConfigError(f"{experiment.name} trains nothing, so it has no {trial.overrides[0].partition('=')[0]}")
+        raise ConfigError(
+            f"{experiment.name} trains nothing, so it has no {trial.overrides[0].partition('=')[0]}; leave it out"
+        )
     fixed = {change.partition("=")[0] for change in trial.arm.changes}
     clash = next((key for key in (word.partition("=")[0] for word in trial.overrides) if key in fixed), None)
     if clash is not None:
@@ -168,7 +170,7 @@ def stored_results(experiment: Experiment, request: Request) -> list[Result]:
     """Return the results in the folder of the experiment and in the files that the request names."""
     for path in request.more_results:
         if not read_results([path], experiment.name):
-            raise ConfigError(f"{path} has no results of {experiment.name}")
+            raise ConfigError(f"{path} has no results of {experiment.name}; name a results.jsonl of this experiment")
     own = sorted(request.folder.glob("*.jsonl")) if request.folder.is_dir() else []
     return read_results([*request.more_results, *own], experiment.name)
 
@@ -178,23 +180,27 @@ def select_results(experiment: Experiment, trials: Sequence[Trial], request: Req
 
     Results with the real corpus are preferred to those with a stand-in: another machine may have the corpus.
     """
-    found = stored_results(experiment, request)
-    real, stand_in = (_with_settings(experiment, trials, found, stands_in) for stands_in in (False, True))
+    real, stand_in = _results_by_corpus(experiment, trials, request)
     return real or stand_in
 
 
 def count_hidden(experiment: Experiment, trials: Sequence[Trial], request: Request) -> int:
     """Return how many results with a stand-in `select_results` leaves out because there are some with the corpus."""
-    found = stored_results(experiment, request)
-    real, stand_in = (_with_settings(experiment, trials, found, stands_in) for stands_in in (False, True))
+    real, stand_in = _results_by_corpus(experiment, trials, request)
     return sum(result not in real for result in stand_in) if real else 0
 
 
-def _with_settings(
-    experiment: Experiment, trials: Sequence[Trial], results: Sequence[Result], stands_in: bool
-) -> list[Result]:
-    settings = {_key(experiment, replace(trial, stands_in=stands_in))[::2] for trial in trials}
-    return [result for result in results if result.key[::2] in settings]
+def _results_by_corpus(
+    experiment: Experiment, trials: Sequence[Trial], request: Request
+) -> tuple[list[Result], list[Result]]:
+    """Return the stored results with the settings of these trials: with the real corpus, and with the stand-in."""
+    found = stored_results(experiment, request)
+
+    def select(stands_in: bool) -> list[Result]:
+        settings = {_key(experiment, replace(trial, stands_in=stands_in))[::2] for trial in trials}
+        return [result for result in found if result.key[::2] in settings]
+
+    return select(False), select(True)
 
 
 def run_trial(trial: Trial) -> Iterator[str]:

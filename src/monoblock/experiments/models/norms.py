@@ -123,7 +123,7 @@ EXPERIMENT = Experiment(
     curves={"reversal_accuracy": "length", "loss_by_step": "step"},
     rules=(
         Rule(
-            statement="with LayerNorm, a neighbour in the batch changes no logit by a thousandth of a deviation",
+            statement="with LayerNorm, a neighbour in the batch changes every logit by less than 0.1 % of a deviation",
             metric="neighbour_change",
             arm="layer",
             at_most=0.001,
