@@ -210,7 +210,7 @@ def measure_dtype(
         return lambda: run_transformers(theirs, rows, settings, pad, batch)
 
     mine, peers = {}, {}
-    for size in args.rows or sorted({1280, 2560, default_max_rows(model, 1 + settings.max_new_tokens)}):
+    for size in args.rows or sorted({2560, default_max_rows(model, 1 + settings.max_new_tokens)}):
         mine[size] = fastest(ours_with(size), args.rounds)
         print(f"{name}: monoblock, {size} rows: {len(rows) / mine[size][0]:,.0f} sentences/s", flush=True)
     release(model)
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=4500, help="of Dakshina, with random weights")
     parser.add_argument("--vocab", type=int, default=8000)
     parser.add_argument("--new", type=int, default=24, help="tokens of a target, with random weights")
-    parser.add_argument("--rows", type=int, nargs="+", help="rows of monoblock; by default 1280, 2560 and the maximum")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of monoblock; by default 2560 and 5120")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 256, 1000], help="of transformers")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=3)

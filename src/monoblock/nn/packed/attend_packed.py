@@ -33,12 +33,12 @@ _KERNEL = _find_kernel() if torch.version.cuda is not None else None  # looked u
 
 def supports_varlen(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether this device has the kernel, for inputs on the device of x that are computed in this dtype."""
-    return (
-        _KERNEL is not None
-        and x.is_cuda
-        and dtype in HALF_DTYPES
-        and torch.cuda.get_device_properties(x.device).major >= MIN_CAPABILITY
-    )
+    return _KERNEL is not None and x.is_cuda and dtype in HALF_DTYPES and _has_capability(x.device)
+
+
+@torch.compiler.assume_constant_result  # a compiled graph cannot hold the properties of a device
+def _has_capability(device: torch.device) -> bool:
+    return torch.cuda.get_device_properties(device).major >= MIN_CAPABILITY
 
 
 def supports_head_sizes(key_size: int, value_size: int) -> bool:
