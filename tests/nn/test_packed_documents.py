@@ -240,6 +240,8 @@ def test_the_kernel_of_the_gpu_is_near_the_dense_mask(name):
     exact = run(torch.float32)
     error = (run(torch.bfloat16).float() - exact).norm() / exact.norm()
     assert error < 0.03, "bf16 with a dense mask has an error of about 0.01"
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert torch.equal(run(torch.bfloat16), run(torch.bfloat16)), "a graph that breaks raises"
 
 
 def run_packed_on(model, device, dtype):

@@ -250,7 +250,7 @@ class Attention(nn.Module):
         is_read = any(tap_wants(tap, name) for name in ("scores", "weights"))
         has_kernel = is_plain and not is_read and supports_head_sizes(q.shape[-1], v.shape[-1])
         if has_kernel and context.uses_varlen(q):
-            causal, dtype = bool(context.resolved_mask.mask.terms), autocast_dtype(q)
+            causal, dtype = len(context.resolved_mask.mask.terms) > 0, autocast_dtype(q)
             return attend_varlen(q, k, v, *context.packed, causal=causal, scale=config.scale, dtype=dtype)
         q_rows, k_rows = context.document_rows()
         q, k, v = (
