@@ -210,7 +210,7 @@ def measure_dtype(
         return lambda: run_transformers(theirs, rows, settings, pad, batch)
 
     mine, peers = {}, {}
-    for size in args.rows or sorted({2560, default_max_rows(model, 1 + settings.max_new_tokens)}):
+    for size in args.rows or sorted({2560, 5120, default_max_rows(model, 1 + settings.max_new_tokens)}):
         mine[size] = fastest(ours_with(size), args.rounds)
         print(f"{name}: monoblock, {size} rows: {len(rows) / mine[size][0]:,.0f} sentences/s", flush=True)
     release(model)

@@ -8,7 +8,7 @@ from monoblock.nn.recurrent.lstm import Recurrent
 from monoblock.nn.transformer import Transformer
 
 MIN_ROWS = 512  # on every device; each beam counts as one
-MAX_GPU_ROWS = 5120  # of a small model, the fastest measured on an H200 with 5 beams; fewer leave the GPU idle
+MAX_GPU_ROWS = 2560  # of a small model, the fastest measured on an H200 with 5 beams; fewer leave the GPU idle
 MEMORY_SHARE = 0.4  # of the free memory of the GPU, for the caches and logits of the additional rows
 
 
