@@ -3,9 +3,10 @@
     python benchmarks/beam_gpu.py --write                                  # random weights
     python benchmarks/beam_gpu.py --run runs/multi30k --data DIR --dakshina-run runs/dakshina-hi --write
     python benchmarks/beam_gpu.py --only checks
+    python benchmarks/beam_gpu.py --only profile
 
-1. Tiny models of the encoder-decoder presets and of some decoders: texts and scores of recorded searches are those of
-   the plain model in fp32.
+1. The kernels against fp64; tiny models of the encoder-decoder presets and of some decoders: texts and scores of
+   recorded searches are those of the plain model in fp32.
 2. 1,000 sources with the model of the recipe multi30k, from token ids to token ids. transformers runs the same weights
    in its M2M100 class (Marian with pre-norm). Random sources have the lengths of Multi30k, and every target has --new
    tokens; with --run, the sources are test 2016 and targets end as the model says. Both are timed with several batch
@@ -13,6 +14,8 @@
    batch size of transformers.
 3. Seconds of an evaluation of Dakshina: the whole of `mb.evaluate` with --dakshina-run, otherwise 4,500 random words
    of 3 to 14 characters with random weights of the model of the recipe, and 40 tokens for each.
+
+4. With --only profile: milliseconds of a recorded step, and its kernels.
 
 --smoke checks correctness and runs the rest with a few sources, without a GPU on the CPU.
 """
@@ -32,6 +35,7 @@ from typing import Any
 
 import torch
 from _report import commit, device_name, write_section
+from torch.profiler import ProfilerActivity, profile
 from translate_real import to_transformers
 
 import monoblock as mb
@@ -41,6 +45,8 @@ from monoblock.decoding.backends.prepared_model import prepare, release
 from monoblock.decoding.batch_rows import default_max_rows
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
+from monoblock.kernels.gpu_beams import attend_beams, attend_source, segment_maxima
+from monoblock.nn.attention import attend
 from monoblock.recipes.parse import read_toml
 from monoblock.runs.evaluate import evaluate
 from monoblock.runs.load import load
@@ -70,6 +76,45 @@ def search(engine: Engine, prompts: TokenRows, settings: Settings, start: int = 
                 raise output.error
             found[index_by_request[output.request_id]].append((output.tokens, output.score or 0.0))
     return found
+
+
+def check_kernels() -> None:
+    """Compare each kernel with the plain formula in fp64."""
+    if DEVICE != "cuda":
+        return
+    torch.manual_seed(0)
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        for S, H, G, n, K, length in ((64, 4, 4, 5, 64, 31), (3, 8, 2, 4, 128, 200), (2, 2, 1, 3, 8, 1)):
+            make = lambda *shape, dtype=dtype: torch.randn(*shape, device="cuda").to(dtype)
+            q, k, v = (make(S, n, heads * K).unflatten(-1, (heads, K)).transpose(1, 2) for heads in (H, G, G))
+            keys, values = make(S, G, (length + 1) * n + 1, K), make(S, G, (length + 1) * n + 1, K)
+            lengths = torch.randint(0, length + 1, (S,), device="cuda")
+            writers = torch.randint(0, n, (S, n, length + 1), dtype=torch.uint8, device="cuda")
+            position, beam = torch.arange(length + 1, device="cuda"), torch.arange(n, device="cuda")
+            writers[position.expand_as(writers) > lengths[:, None, None]] = n
+            writers.scatter_(2, lengths[:, None, None].expand(S, n, 1), beam[None, :, None].expand(S, n, 1).byte())
+            out = attend_beams(q, k, v, keys, values, writers, lengths, scale=None)
+            visible = (writers[..., None] == beam).flatten(2)[:, None]
+            slots = visible.shape[-1]
+            check_attention("beams", out, (q, keys[:, :, :slots], values[:, :, :slots], visible), tolerance)
+            valid = torch.rand(S, slots, device="cuda") < 0.8
+            valid[:, 0] = True
+            out = attend_source(q, keys[:, :, :slots], values[:, :, :slots], valid, scale=None)
+            visible = valid[:, None, None].expand(S, 1, n, slots)
+            check_attention("source", out, (q, keys[:, :, :slots], values[:, :, :slots], visible), tolerance)
+        logits = 4 * torch.randn(40, 5, 8007, device="cuda").to(dtype)
+        maxima, log_sums = segment_maxima(logits, 128)
+        assert (log_sums.double() - logits.double().logsumexp(-1)).abs().max() < 1e-5
+        assert torch.equal(maxima[..., :-1], logits[..., : 8007 // 128 * 128].unflatten(-1, (-1, 128)).amax(-1).float())
+        assert torch.equal(maxima[..., -1], logits[..., 8007 // 128 * 128 :].amax(-1).float())
+    print("ok kernels", flush=True)
+
+
+def check_attention(name: str, out: torch.Tensor, inputs: tuple[torch.Tensor, ...], tolerance: float) -> None:
+    q, keys, values, visible = inputs
+    expected = attend(q.double(), keys.double(), values.double(), visible).transpose(1, 2).flatten(2)
+    error = float((out.double() - expected).abs().max() / expected.abs().max())
+    assert error < tolerance, f"{name}, {q.dtype}: relative error {error:.1e}"
 
 
 def check_presets() -> list[str]:
@@ -258,6 +303,33 @@ def measure_dakshina(args: argparse.Namespace) -> list[str]:
     return [f"Dakshina: {what}, {BEAMS} beams, fp32: {times[0]:.2f} s, and {times[1]:.2f} s in a second call."]
 
 
+# -- profile ----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def profile_step(args: argparse.Namespace) -> None:
+    """Print the milliseconds of a recorded step for every number of visible positions, and its kernels."""
+    pipe = random_pipe("multi30k", args.vocab)
+    rows = by_length(random_sources(args.count, args.vocab))
+    settings = Settings(max_new_tokens=args.new, num_beams=BEAMS)
+    for name in args.dtypes:
+        model = pipe.model.to(DEVICE, DTYPES[name])
+        seconds, _ = fastest(lambda model=model: run_monoblock(model, rows, settings, START, 2560), args.rounds)
+        print(f"{name}: {len(rows) / seconds:,.0f} sentences/s, {1000 * seconds:.1f} ms")
+        buffers = prepare(model)._search_buffers.idle[-1]
+        for visible, recording in buffers.recordings.items():
+            replay_seconds, _ = fastest(lambda recording=recording: [recording.replay() for _ in range(20)], 3)
+            print(f"{name}, {visible} positions: {50 * replay_seconds:.3f} ms a step")
+        if DEVICE != "cuda":
+            continue
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            recording.replay()
+            synchronize()
+        for kernel in sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)[:24]:
+            print(f"{kernel.device_time_total:9.1f} us  {kernel.count:4d} ×  {kernel.key[:100]}")
+        release(model)
+
+
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +340,7 @@ def provenance() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("checks", "translation", "dakshina"))
+    parser.add_argument("--only", nargs="+", choices=("checks", "translation", "dakshina", "profile"))
     parser.add_argument("--run", help="a run folder of the recipe multi30k")
     parser.add_argument("--dakshina-run", help="a run folder of the recipe dakshina-hi")
     parser.add_argument("--data", type=Path, help="folder with corpora")
@@ -294,7 +366,10 @@ def main() -> None:
         args.count, args.words, args.new, args.vocab, args.rounds, args.write = 6, 9, 4, 500, 1, False
         args.rows, args.batches = [20, 30], [4, 6]
     sections = {}
+    if "profile" in parts:
+        profile_step(args)
     if "checks" in parts:
+        check_kernels()
         sections["Correctness"] = [f"Recorded searches are those of the plain model: {', '.join(check_presets())}."]
     if "translation" in parts:
         title = f"Translation, {'random' if args.run is None else 'trained'} weights"

@@ -8,12 +8,14 @@ from support import block_configs, tiny_model, tiny_names
 
 from monoblock.decoding.backends import prepared_model, select
 from monoblock.decoding.backends.cuda_graph import SUPPORTED
-from monoblock.decoding.backends.search import cuda_search
+from monoblock.decoding.backends.inference import inference_modules
+from monoblock.decoding.backends.search import cuda_search, device_search
 from monoblock.decoding.backends.search.cuda_search import MAX_IDLE_BUFFERS, BufferPool, round_up_searches
 from monoblock.decoding.backends.supported_fields import unsupported_field
 from monoblock.decoding.engine import Engine
 from monoblock.decoding.settings import Settings
 from monoblock.errors import InputError
+from monoblock.nn.attention import attend
 
 SOURCES = ([5, 7, 11, 2, 3], [1, 2, 3], [9, 8, 7, 6, 5, 4, 3], [12, 13], [40, 8, 1, 30])
 SETTINGS = Settings(max_new_tokens=13, num_beams=3, num_return_sequences=2, eos_token_id=(2, 7, 19))
@@ -86,6 +88,66 @@ def test_texts_and_scores_are_those_of_the_plain_model(name, searches_begun):
     assert not searches_begun
     assert_same(search(make_engine(model)), expected)
     assert len(searches_begun) == 1
+
+
+# -- the kernels of a GPU -----------------------------------------------------------------------------------------
+
+
+def reference_beams(q, k, v, keys, values, writers, lengths, *, scale):
+    """What `attend_beams` computes, with a mask and the plain formula."""
+    beams, size = q.shape[2:]
+    slots = (lengths[:, None] * beams + torch.arange(beams))[:, None, :, None].expand(-1, k.shape[1], -1, size)
+    keys.scatter_(2, slots, k)
+    values.scatter_(2, slots, v)
+    known = writers.masked_fill(torch.arange(writers.shape[2]) > lengths[:, None, None], beams)
+    visible = (known[..., None] == torch.arange(beams)).flatten(2)[:, None]
+    columns = slice(visible.shape[-1])
+    out = attend(q, keys[:, :, columns], values[:, :, columns], visible, scale=scale)
+    return out.transpose(1, 2).flatten(2)
+
+
+def reference_source(q, keys, values, valid, *, scale):
+    mask = None if valid is None else valid[:, None, None]
+    return attend(q, keys, values, mask, scale=scale).transpose(1, 2).flatten(2)
+
+
+def reference_maxima(logits, size):
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % size), value=-torch.inf)
+    return padded.unflatten(-1, (-1, size)).amax(-1), logits.logsumexp(-1)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Use the formulas above as if they were the kernels of a GPU; return the list of the calls."""
+    calls = []
+
+    def counted(function):
+        return lambda *args, **options: calls.append(function.__name__) or function(*args, **options)
+
+    monkeypatch.setattr(inference_modules, "supports_beams", lambda x, size: True)
+    monkeypatch.setattr(inference_modules, "attend_beams", counted(reference_beams))
+    monkeypatch.setattr(inference_modules, "attend_source", counted(reference_source))
+    monkeypatch.setattr(device_search, "supports_segment_maxima", lambda logits: True)
+    monkeypatch.setattr(device_search, "segment_maxima", counted(reference_maxima))
+    monkeypatch.setattr(device_search, "SEGMENT", 4)
+    return calls
+
+
+# Windows, biases and caps of the scores have no kernel.
+WITH_BEAM_KERNEL = ("vaswani-base", "bart-base", "gpt2", "llama-7b", "llama3-8b", "qwen3-0.6b")
+WITH_SOURCE_KERNEL = ("vaswani-base", "bart-base", "t5-small", "mt5-small")
+
+
+@pytest.mark.parametrize(
+    "name", dict.fromkeys((*WITH_BEAM_KERNEL, *WITH_SOURCE_KERNEL, "mistral-7b", "bloom-560m", "gemma2-2b"))
+)
+def test_with_the_kernels_texts_and_scores_are_the_same(name, kernel_calls):
+    model = tiny_model(name)
+    expected = search(plain_engine(model))
+    assert_same(search(make_engine(model)), expected)
+    assert "reference_maxima" in kernel_calls
+    assert ("reference_beams" in kernel_calls) == (name in WITH_BEAM_KERNEL)
+    assert ("reference_source" in kernel_calls) == (name in WITH_SOURCE_KERNEL)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])

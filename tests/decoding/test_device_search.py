@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from monoblock.decoding import beam
-from monoblock.decoding.backends.search.device_search import DeviceSearch, SearchShape, best_continuations
+from monoblock.decoding.backends.search.device_search import SEGMENT, DeviceSearch, SearchShape, best_continuations
 from monoblock.decoding.beam import BeamSearch
 from monoblock.decoding.settings import Settings
 
 CPU = torch.device("cpu")
 
 
-def random_log_probs(searches, beams, vocab, generator, sharpness=2.0):
-    return (sharpness * torch.randn(searches, beams, vocab, generator=generator)).log_softmax(-1)
+def random_logits(searches, beams, vocab, generator, sharpness=2.0):
+    return sharpness * torch.randn(searches, beams, vocab, generator=generator)
 
 
 def run_both(settings, vocab, seed, idle=2, **sizes):
-    """Run searches with these settings on random log-probabilities in Python and on a device, and compare each step."""
+    """Run searches with these settings on random logits in Python and on a device, and compare each step."""
     generator = torch.Generator().manual_seed(seed)
     beams, count = settings[0].num_beams, len(settings)
     expected, actual = ([BeamSearch(own) for own in settings] for _ in range(2))
@@ -29,8 +29,8 @@ def run_both(settings, vocab, seed, idle=2, **sizes):
     search.begin(actual)
     rows = list(range(count))
     while not all(one.is_done for one in expected):
-        log_probs = random_log_probs(count + idle, beams, vocab, generator, **sizes)
-        ruled_out = log_probs.clone()
+        logits = random_logits(count + idle, beams, vocab, generator, **sizes)
+        ruled_out = logits.log_softmax(-1)
         for row, one in enumerate(expected):
             own, early = one.settings, one.length < one.settings.min_new_tokens
             tokens = [*own.suppress_tokens, *(own.begin_suppress_tokens if one.length == 0 else ())]
@@ -38,7 +38,7 @@ def run_both(settings, vocab, seed, idle=2, **sizes):
         was_done = [one.is_done for one in expected]
         before = [one.groups[0].running for one in expected]
         origins = beam.advance_from_log_probs(expected, ruled_out[:count].flatten(0, 1))
-        search.advance(log_probs)
+        search.advance(logits)
         search.copy_finished(rows, actual)
         search.copy_running(rows, actual)
         assert search.origins[:count].flatten().tolist() == [row % beams for row in origins]
@@ -104,8 +104,14 @@ def test_fewer_hypotheses_than_beams_and_a_single_new_token():
 @pytest.mark.parametrize("vocab", [5, 40, 128, 640, 1013, 5000])
 def test_continuations_are_those_of_a_plain_topk(vocab):
     generator = torch.Generator().manual_seed(vocab)
-    log_probs, scores = random_log_probs(7, 4, vocab, generator), -torch.rand(7, 4, generator=generator)
+    logits, scores = random_logits(7, 4, vocab, generator), -torch.rand(7, 4, generator=generator)
+    log_probs = logits.log_softmax(-1)
     best = best_continuations(log_probs, scores, 12)
     top = (log_probs + scores[..., None]).flatten(1).topk(12)
     assert torch.equal(best.scores, top.values.double())
     assert torch.equal(best.beams * vocab + best.tokens, top.indices)
+    padded = torch.nn.functional.pad(logits, (0, -vocab % SEGMENT), value=-torch.inf)
+    maxima = padded.unflatten(-1, (-1, SEGMENT)).amax(-1)
+    with_logits = best_continuations(logits, scores - logits.logsumexp(-1), 12, maxima)
+    assert torch.equal(with_logits.beams * vocab + with_logits.tokens, top.indices)
+    torch.testing.assert_close(with_logits.scores, best.scores, atol=1e-5, rtol=1e-6)

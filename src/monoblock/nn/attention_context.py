@@ -13,6 +13,7 @@ from torch import Tensor
 from monoblock.nn.banded.attend_banded import supports_banded
 from monoblock.nn.banded.block_mask import build_block_mask
 from monoblock.nn.banded.tile_plan import TilePlan, plan_tiles
+from monoblock.nn.kv_cache.cache_index import BeamSlots
 from monoblock.nn.masks import ResolvedMask
 from monoblock.nn.packed.attend_packed import supports_varlen
 from monoblock.nn.packed.documents import DocumentRows, PackedDocuments
@@ -46,6 +47,7 @@ class AttentionContext:
         self.bias = bias  # (B, H, T, S)
         self.rotary_angles = rotary_angles
         self.cached_lengths: Tensor | None = None  # (B,) if each row has one new token that sees all cached tokens
+        self.beams: BeamSlots | None = None  # if the queries of a row are beams of one search
         # of queries and keys, if tokens are packed; mask and bias are then those of the documents as rows
         self.packed: tuple[PackedDocuments, PackedDocuments] | None = None
         self._rows: tuple[DocumentRows, DocumentRows] | None = None

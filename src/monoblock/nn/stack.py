@@ -172,7 +172,8 @@ class Stack(nn.Module):
             mask = mask & cache_write.mask
         context = AttentionContext(mask.resolve(q, k), rotary_angles=angles)
         context.packed = None if packed is None else (packed, packed)
-        context.cached_lengths = None if cache_write is None else cache_write.cached_lengths
+        if cache_write is not None:
+            context.cached_lengths, context.beams = cache_write.cached_lengths, cache_write.beams
         if isinstance(positions, Alibi):
             bias = alibi_bias(positions, config.num_unpruned_heads, size, q.positions, k.positions)
             context.bias = select_kept_heads(bias, config)
@@ -181,9 +182,9 @@ class Stack(nn.Module):
             table = weight_if_plain(self.position_bias, nn.Embedding)
             bias = bucket_bias(positions, table, q.positions, k.positions, bidirectional=config.mask == "full")
             context.bias = select_kept_heads(bias, config)
-        # `attend` and the kernels for a single token may not need what `prepare` computes for `attend_fused`.
+        # `attend` and the kernels for a token or for beams may not need what `prepare` computes for `attend_fused`.
         is_lazy = config.softcap is not None or config.sinks or config.kind == "linear"
-        is_lazy = is_lazy or context.cached_lengths is not None
+        is_lazy = is_lazy or context.cached_lengths is not None or context.beams is not None
         return context if is_lazy else context.prepare(x)
 
 

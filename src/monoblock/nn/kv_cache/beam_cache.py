@@ -13,11 +13,12 @@ from torch import Tensor
 
 from monoblock.config.model import StackConfig
 from monoblock.nn.kv_cache.cache import Cache
-from monoblock.nn.kv_cache.cache_index import CacheWrite
+from monoblock.nn.kv_cache.cache_index import BeamSlots, CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache
 from monoblock.nn.masks import Mask, MaskTerm
 from monoblock.nn.token_positions import TokenPositions
 
+SAME_HYPOTHESIS = "same_hypothesis"  # the name of the mask of a beam search
 MAX_BEAMS = 64  # the most beams of a search; attention computes n² · length scores
 
 
@@ -54,13 +55,18 @@ class BeamCache(Cache):
         S, n, seen = self.batch, self.beams, self.num_positions
         own = self.beam_index[None, :, None].expand(S, n, 1)
         self.writers.scatter_(2, self.lengths[:, None, None].expand(S, n, 1), own)
-        visible = (self.writers[:, :, :seen, None] == self.beam_index).flatten(2)[:, None]  # (S, 1, n, slots)
-        mask = Mask((MaskTerm("same_hypothesis", lambda q, k: visible),))
+        mask = Mask((MaskTerm(SAME_HYPOTHESIS, lambda q, k: self._visible_slots()),))
         slot = torch.arange(seen * n, device=self.lengths.device)
         key_positions = TokenPositions((slot // n)[None])
         columns = self.lengths[:, None] * n + self.beam_index
-        write = CacheWrite(columns, key_positions, seen * n, None, False, mask=mask)
+        beams = BeamSlots(self.writers, self.lengths)
+        write = CacheWrite(columns, key_positions, seen * n, None, False, mask=mask, beams=beams)
         return [write] * len(self.layers)
+
+    def _visible_slots(self) -> Tensor:
+        """Return which slots hold a token of each hypothesis, (searches, 1, beams, slots)."""
+        writers = self.writers[:, :, : self.num_positions, None]
+        return (writers == self.beam_index).flatten(2)[:, None]
 
     def reorder_beams(self, origins: Tensor) -> None:
         """Let each beam continue another one: `origins` (searches, beams) are the beams that they continue."""

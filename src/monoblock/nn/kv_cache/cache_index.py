@@ -20,6 +20,13 @@ POSITION_FIELDS = ("positions", "token_index", "document", "prefix_or_global")
 OPTIONAL_FIELDS = ("document", "prefix_or_global")
 
 
+class BeamSlots(NamedTuple):
+    """Where the tokens of the hypotheses are in the cache of a beam search (see beam_cache.py)."""
+
+    writers: Tensor  # (searches, beams, positions) the beam that wrote each token; `beams` where there is none
+    lengths: Tensor  # (searches,) the number of tokens before the new ones
+
+
 class CacheWrite(NamedTuple):
     """The columns that one forward pass writes to, and the positions of the keys that its queries see.
 
@@ -33,6 +40,7 @@ class CacheWrite(NamedTuple):
     is_concatenated: bool  # if the new tokens do not fit in the ring, queries see the old columns, then all new tokens
     linear: LinearWrite | None = None  # in a block with linear attention: which tokens its sums hold
     mask: Mask | None = None  # what the queries see, besides the mask of the block; None: no further restriction
+    beams: BeamSlots | None = None  # in a beam search whose beams are tokens of one row: the same as `mask`
 
 
 class CacheIndex:

@@ -36,7 +36,7 @@ def supports_varlen(x: Tensor, dtype: torch.dtype) -> bool:
     return _KERNEL is not None and x.is_cuda and dtype in HALF_DTYPES and _has_capability(x.device)
 
 
-@torch.compiler.assume_constant_result  # a compiled graph cannot hold the properties of a device
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_capability(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).major >= MIN_CAPABILITY
 

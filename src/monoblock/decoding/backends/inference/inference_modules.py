@@ -22,15 +22,18 @@ from monoblock.decoding.backends.inference.pending_residual import pending_resid
 from monoblock.decoding.backends.supported_fields import NATIVE_NORMS
 from monoblock.kernels import gpu as kernels
 from monoblock.kernels.gpu_attention import attend_step
+from monoblock.kernels.gpu_beams import attend_beams, attend_source, supports_beams
 from monoblock.nn.attention import Attention
 from monoblock.nn.attention_context import AttentionContext
 from monoblock.nn.block import Block
 from monoblock.nn.feedforward import FeedForward
 from monoblock.nn.heads import Head
+from monoblock.nn.kv_cache.beam_cache import MAX_BEAMS, SAME_HYPOTHESIS
 from monoblock.nn.kv_cache.cache_index import CacheWrite
 from monoblock.nn.kv_cache.layer_cache import CrossAttentionCache, LayerCache
 from monoblock.nn.linear import can_join
 from monoblock.nn.norm import HALF_DTYPES, Norm
+from monoblock.nn.positions import apply_rotary
 from monoblock.nn.tap import Tap
 
 
@@ -173,6 +176,8 @@ class InferenceAttention(Attention):
             return self.output(attend_one_query(self, q, keys_values, context))
         if tap is None and isinstance(layer_cache, LayerCache) and self._supports_step_kernel(x, context, layer_cache):
             return self._step_on_gpu(x, context, layer_cache)
+        if tap is None and self._supports_beam_kernel(x, context, layer_cache):
+            return self.output(self._attend_beams(x, context, layer_cache))
         return super().forward(x, context, memory=memory, layer_cache=layer_cache, cache_write=cache_write, tap=tap)
 
     def _step_on_gpu(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> Tensor:
@@ -200,11 +205,49 @@ class InferenceAttention(Attention):
         return self.output(out)
 
     def _supports_step_kernel(self, x: Tensor, context: AttentionContext, layer_cache: LayerCache) -> bool:
-        config, keys, values = self.config, layer_cache.keys, layer_cache.values
+        keys, values = layer_cache.keys, layer_cache.values
         if context.cached_lengths is None or keys is None or values is None:
             return False
         if not (x.is_cuda and x.dtype in HALF_DTYPES and kernels.is_available()):
             return False
         size = keys.shape[-1]
-        plain = config.softcap is None and self.sinks is None and self.position_bias is None and context.bias is None
-        return plain and size == values.shape[-1] and 16 <= size <= 256 and size & (size - 1) == 0
+        return self._is_plain(context) and size == values.shape[-1] and 16 <= size <= 256 and size & (size - 1) == 0
+
+    def _is_plain(self, context: AttentionContext) -> bool:
+        """Return whether scores are plain products of queries and keys."""
+        config = self.config
+        return config.softcap is None and self.sinks is None and self.position_bias is None and context.bias is None
+
+    def _supports_beam_kernel(
+        self, x: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache | None
+    ) -> bool:
+        """Return whether there is a kernel for the beams x (S, n, D) of S searches: what they see is simple."""
+        if layer_cache is None or layer_cache.keys is None or layer_cache.values is None:
+            return False
+        resolved, is_cross = context.resolved_mask, isinstance(layer_cache, CrossAttentionCache)
+        if resolved.matrix is not None or (context.beams is None) != is_cross or not 1 < x.shape[1] <= MAX_BEAMS:
+            return False
+        names = {term.name for term in resolved.mask.terms}
+        is_simple = not names if is_cross else names <= {"causal", SAME_HYPOTHESIS} and resolved.k.valid is None
+        (rows, _, _, size), value_size = layer_cache.keys.shape, layer_cache.values.shape[-1]
+        is_simple = is_simple and rows == x.shape[0] and size == value_size and self._is_plain(context)
+        return is_simple and supports_beams(x, size)
+
+    def _attend_beams(
+        self, x: Tensor, context: AttentionContext, layer_cache: LayerCache | CrossAttentionCache | None
+    ) -> Tensor:
+        """Attend from the beams x (S, n, D) to their hypotheses, or to the cached source; the result is (S, n, H K)."""
+        assert layer_cache is not None
+        keys, values, scale = layer_cache.keys, layer_cache.values, self.config.scale
+        assert keys is not None
+        assert values is not None
+        q, k, v = self.project_qkv(x, x, isinstance(layer_cache, CrossAttentionCache))
+        q = self._split_heads(q, self.config.heads, self.query_norm)
+        angles = context.rotary_angles
+        q = q if angles is None else apply_rotary(q, angles)
+        if context.beams is None or k is None or v is None:
+            return attend_source(q, keys, values, context.resolved_mask.k.valid, scale=scale)
+        k = self._split_heads(k, self.config.num_kv_heads, self.key_norm)
+        k = k if angles is None else apply_rotary(k, angles)
+        v = self._split_heads(v, self.config.num_kv_heads)
+        return attend_beams(q, k, v, keys, values, *context.beams, scale=scale)

@@ -143,7 +143,7 @@ class SearchBuffers:
         self._advance(logits)
 
     def _advance(self, logits: Tensor) -> None:
-        self.search.advance(logits.log_softmax(-1, dtype=torch.float32))
+        self.search.advance(logits)
         self.cache.reorder_beams(self.search.origins)
 
 

@@ -1,0 +1,108 @@
+"""Triton kernels for a step of a beam search on a GPU: attention of the beams, and the best of their logits.
+
+`attend_beams` reads the keys and values of the tokens of each hypothesis only; with a mask, every beam would read those
+of all beams (see nn/kv_cache/beam_cache.py). `segment_maxima` reads the logits once, where a softmax and the search for
+the best tokens would read and write them several times.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monoblock.kernels.gpu import is_available, launch_options
+
+MAX_SIZE = 256  # of a head
+COLUMNS, WARPS = 32, 1  # keys that a program reads at a time; one warp needs no barriers
+SEGMENTS, SEGMENT_WARPS = 16, 4  # segments that a program reads at a time
+
+
+@functools.cache
+def _triton_kernels() -> Any:
+    from monoblock.kernels import triton_beams
+
+    return triton_beams
+
+
+def supports_beams(x: Tensor, size: int) -> bool:
+    """Return whether there are kernels for attention of x with heads of `size` features."""
+    is_size = size <= MAX_SIZE and size & (size - 1) == 0
+    return is_size and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and is_available()
+
+
+def attend_beams(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    writers: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None,
+) -> Tensor:
+    """Append one token of each beam to the cache, and attend from it to the tokens of its hypothesis.
+
+    q (S, H, n, K), k and v (S, G, n, K) belong to the new tokens of the n beams of S searches. keys and values (S, G,
+    slots, K) are the cache: the token that beam b wrote at position p is in slot p · n + b. writers (S, n, positions)
+    is the beam that wrote the token of each hypothesis at each position, n or more if there is none, and lengths (S,)
+    counts the positions before the new one. The output is (S, n, H K), the heads next to each other.
+    """
+    S, H, n, K = q.shape
+    out = torch.empty(S, n, H * K, dtype=q.dtype, device=q.device)
+    _triton_kernels().attend_beams_kernel[(S * H * n,)](
+        q, k, v, keys, values, writers, lengths, out, K**-0.5 if scale is None else scale,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        *writers.stride()[:2], H, n,
+        HEADS=H // keys.shape[1], K=K, BLOCK=_columns(K), num_warps=WARPS, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def attend_source(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, *, scale: float | None) -> Tensor:
+    """Attend from a few queries of each row to all its keys, or to those that are valid.
+
+    q (B, H, T, K), keys and values (B, G, columns, K), valid (B, columns). The output is (B, T, H K), and 0 for a row
+    without a valid key.
+    """
+    B, H, T, K = q.shape
+    out = torch.empty(B, T, H * K, dtype=q.dtype, device=q.device)
+    valid_row = 0 if valid is None or valid.shape[0] == 1 else valid.stride(0)
+    _triton_kernels().attend_source_kernel[(B * H * T,)](
+        q, keys, values, q if valid is None else valid, out, K**-0.5 if scale is None else scale,
+        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], valid_row, H, T, keys.shape[2],
+        HEADS=H // keys.shape[1], K=K, HAS_VALID=valid is not None, BLOCK=_columns(K), num_warps=WARPS,
+        **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def _columns(size: int) -> int:
+    return max(8, COLUMNS * 64 // max(size, 64))
+
+
+def supports_segment_maxima(logits: Tensor) -> bool:
+    is_row = logits.stride(-1) == 1 and all(
+        logits.stride(dim) == logits.stride(dim + 1) * logits.shape[dim + 1] for dim in range(logits.dim() - 2)
+    )
+    is_dtype = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_row and is_dtype and logits.is_cuda and is_available()
+
+
+def segment_maxima(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the largest of every `size` logits (…, segments), and log Σ exp(logit) (…), both in fp32.
+
+    logits: (…, V); the last segment may be shorter.
+    """
+    *rows, V = logits.shape
+    segments = -(-V // size)
+    maxima = torch.empty(*rows, segments, dtype=torch.float32, device=logits.device)
+    log_sums = torch.empty(*rows, dtype=torch.float32, device=logits.device)
+    _triton_kernels().segment_maxima_kernel[(log_sums.numel(),)](
+        logits, maxima, log_sums, logits.stride(-2), V, segments, size,
+        COLUMNS=1 << (size - 1).bit_length(), BLOCK=SEGMENTS, num_warps=SEGMENT_WARPS, **launch_options(),
+    )  # fmt: skip
+    return maxima, log_sums
