@@ -9,7 +9,7 @@ matrix in which a query may see a key, so that `nn/banded` need not compute the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from monoblock.nn.token_positions import TokenPositions, TokenRanges, arange_pos
 
 MaskPredicate = Callable[[TokenPositions, TokenPositions], Tensor | bool]
 TilePredicate = Callable[[TokenRanges, TokenRanges], Tensor | bool]
+Feature = Callable[[TokenPositions], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class MaskTerm:
     reach: int | None = None  # the term allows every pair of positions closer than this
     # whether the term may allow a pair in these tiles of queries and keys; None: it may in every tile
     tile_predicate: TilePredicate | None = None
+    # what the predicate needs of every token and is slow to compute, by name; see `TokenPositions.features`
+    features: tuple[tuple[str, Feature], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Mask:
                     f"({self} | {other})",
                     lambda q, k: self.allows(q, k) | other.allows(q, k),
                     tile_predicate=lambda q, k: self.may_allow(q, k) | other.may_allow(q, k),
+                    features=tuple(feature for term in (*self.terms, *other.terms) for feature in term.features),
                 ),
             )
         )
@@ -85,6 +89,7 @@ class Mask:
 
     def to_mask_mod(self, q: TokenPositions, k: TokenPositions) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Return the mask as a FlexAttention function mask_mod(batch, head, query index, key index)."""
+        q, k = self._add_features(q), self._add_features(k)
 
         def pick(tokens: TokenPositions, b: Tensor, i: Tensor) -> TokenPositions:
             return tokens.map_tensors(lambda t: t[b if t.shape[0] > 1 else 0, i])
@@ -97,6 +102,10 @@ class Mask:
             return allowed if isinstance(allowed, Tensor) else (i >= 0) & allowed
 
         return mask_mod
+
+    def _add_features(self, tokens: TokenPositions) -> TokenPositions:
+        found = {name: feature(tokens) for term in self.terms for name, feature in term.features}
+        return replace(tokens, features=found) if found else tokens
 
     def resolve(self, q: TokenPositions, k: TokenPositions) -> ResolvedMask:
         """Find the cheapest way to apply the mask to these queries and keys, without reading the values of a tensor."""
@@ -232,6 +241,7 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
     blocks see each other.  The links are computed by hashing the index of the block and the seed, so they do not depend
     on the length of the text.
     """
+    name = f"random_blocks({count}, {size}, {seed})"
 
     def draw_block(block: Tensor, draw: int) -> Tensor:
         """Return a random block that is not later than `block`."""
@@ -239,14 +249,22 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
         hashed = ((hashed ^ (hashed >> 15)) * 2_654_435) & 0x7FFFFFFF
         return (hashed ^ (hashed >> 13)) % (block + 1)
 
-    def are_linked(q_block: Tensor, k_block: Tensor) -> Tensor:
+    def are_linked(q_block: Tensor, k_block: Tensor, q_draws: list[Tensor], k_draws: list[Tensor]) -> Tensor:
         linked = q_block == k_block
-        for draw in range(count):
-            linked = linked | (draw_block(q_block, draw) == k_block) | (draw_block(k_block, draw) == q_block)
+        for q_draw, k_draw in zip(q_draws, k_draws, strict=True):
+            linked = linked | (q_draw == k_block) | (k_draw == q_block)
         return linked
 
+    def draw_blocks(block: Tensor) -> list[Tensor]:
+        return [draw_block(block, draw) for draw in range(count)]
+
+    def drawn_by(tokens: TokenPositions) -> list[Tensor]:
+        features = [tokens.features.get(f"{name}, {draw}") for draw in range(count)]
+        known = [feature for feature in features if feature is not None]
+        return known if len(known) == count else draw_blocks(tokens.positions // size)
+
     def predicate(q: TokenPositions, k: TokenPositions) -> Tensor:
-        return are_linked(q.positions // size, k.positions // size)
+        return are_linked(q.positions // size, k.positions // size, drawn_by(q), drawn_by(k))
 
     def tile_predicate(q: TokenRanges, k: TokenRanges) -> Tensor | bool:
         (q_first, q_blocks), (k_first, k_blocks) = _block_span(q, size), _block_span(k, size)
@@ -255,11 +273,15 @@ def random_blocks(count: int, size: int = 64, seed: int = 0) -> Mask:
         linked: Tensor | bool = False
         for i in range(q_blocks):
             for j in range(k_blocks):
-                linked = linked | are_linked(q_first + i, k_first + j)
+                q_block, k_block = q_first + i, k_first + j
+                linked = linked | are_linked(q_block, k_block, draw_blocks(q_block), draw_blocks(k_block))
         return linked
 
-    name = f"random_blocks({count}, {size})"
-    return Mask((MaskTerm(name, predicate, tile_predicate=tile_predicate),))
+    features = tuple(
+        (f"{name}, {draw}", lambda tokens, draw=draw: draw_block(tokens.positions // size, draw))
+        for draw in range(count)
+    )
+    return Mask((MaskTerm(name, predicate, tile_predicate=tile_predicate, features=features),))
 
 
 MAX_BLOCK_PAIRS = 32  # tiles that span more pairs of random blocks are not examined, but assumed to be linked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class TokenPositions:
     prefix_or_global: Tensor | None = None  # True on global tokens, or on the tokens of a prefix
     start: int | None = None
     packed: PackedDocuments | None = None  # the same documents as `document`, if it is known where they begin
+    features: dict[str, Tensor] = field(default_factory=dict)  # what a mask computes of every token once, by name
 
     @property
     def length(self) -> int:
@@ -42,6 +43,8 @@ class TokenPositions:
         """Return a copy with a function applied to every tensor."""
         fields = {name: getattr(self, name) for name in ("positions", "document", "valid", "prefix_or_global")}
         changed: dict[str, Any] = {name: fn(field) for name, field in fields.items() if field is not None}
+        if self.features:
+            changed["features"] = {name: fn(feature) for name, feature in self.features.items()}
         return replace(self, **changed)
 
     def as_rows(self, *, padding: bool = True) -> TokenPositions:
